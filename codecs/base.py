@@ -1,0 +1,154 @@
+"""The Codec interface.
+
+A codec turns the tensors of one chunk into a frame and back, layer by layer. It owns no
+buffers and keeps no state: callers bring the memory, and may call from any thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.buffers import Bytes, checksum
+from kvstore.proto.errors import LayoutMismatchError, UnknownCodecError
+from kvstore.proto.frame import (
+    ALIGN_BYTES,
+    FrameHeader,
+    FrameTemplate,
+    FrameWriter,
+    check_segment,
+    header_bytes,
+)
+from kvstore.proto.registry import Registry
+from kvstore.proto.types import Component, Fidelity, KVLayout
+
+Part: TypeAlias = NDArray[Any]
+"""One tensor of one layer: (kv_heads, tokens, head_dim), any strides, the dtype's item size.
+
+numpy has no bfloat16 or fp8; such tensors come as unsigned integers of the same size.
+"""
+
+ChunkTensors: TypeAlias = Sequence[Sequence[Sequence[Part]]]
+"""A chunk's tensors: components, then layers, then parts (K and V, or one latent or state)."""
+
+
+class Codec(ABC):
+    """Encode tensors to frames and decode frames into tensors.
+
+    ``tests/contracts/codec.py`` runs one suite over every codec, backend and dtype; a new
+    codec is done when that suite passes and its golden frame is committed.
+    """
+
+    name: ClassVar[str]
+    codec_id: ClassVar[int]
+    """The number that frames carry. Never reused."""
+    revision: ClassVar[int]
+    fidelity: ClassVar[Fidelity]
+
+    @abstractmethod
+    def max_segment_bytes(self, component: Component) -> int:
+        """Upper bound of one encoded layer of *component*."""
+
+    @abstractmethod
+    def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
+        """Encode one layer into *out* and return how many bytes were used."""
+
+    @abstractmethod
+    def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
+        """Decode one verified layer into *out*. Raises InvalidFrameError on bad contents.
+
+        Never allocates more than the component's ``layer_bytes``, whatever *data* says.
+        """
+
+    def max_frame_bytes(self, layout: KVLayout) -> int:
+        """Upper bound of the encoded frame of *layout*."""
+        size = header_bytes(layout)
+        for component in layout.components:
+            bound = self.max_segment_bytes(component) + ALIGN_BYTES
+            size += component.layers * bound
+        return size
+
+    def encode(self, template: FrameTemplate, tensors: ChunkTensors, out: Bytes) -> FrameHeader:
+        """Write the frame of *tensors* to the start of *out* and return its header.
+
+        Raises LayoutMismatchError when *tensors* do not have the template's layout.
+        """
+        check_tensors(template.layout, tensors)
+        writer = FrameWriter(template, out)
+        for component, layers in zip(template.layout.components, tensors, strict=True):
+            room_bytes = self.max_segment_bytes(component)
+            for parts in layers:
+                room = writer.reserve(room_bytes)
+                writer.commit(self.encode_segment(parts, component, room))
+        return writer.finish(self.codec_id, self.revision, self.fidelity)
+
+    def decode_into(self, header: FrameHeader, frame: Bytes, out: ChunkTensors) -> None:
+        """Verify each segment of *frame* and decode it into *out*.
+
+        Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish.
+        """
+        check_tensors(header.layout, out)
+        index = 0
+        for component, layers in zip(header.layout.components, out, strict=True):
+            for parts in layers:
+                data = header.segment(frame, index)
+                check_segment(header, index, checksum(data))
+                self.decode_segment(data, component, parts)
+                index += 1
+
+
+def check_tensors(layout: KVLayout, tensors: ChunkTensors) -> None:
+    """Raise LayoutMismatchError unless *tensors* has exactly the shapes of *layout*."""
+    if len(tensors) != len(layout.components):
+        raise LayoutMismatchError("components", len(tensors), f"give {len(layout.components)}")
+    for component, layers in zip(layout.components, tensors, strict=True):
+        if len(layers) != component.layers:
+            raise LayoutMismatchError("layers", len(layers), f"give {component.layers}")
+        for parts in layers:
+            if len(parts) != component.parts:
+                raise LayoutMismatchError("parts", len(parts), f"give {component.parts}")
+            for part in parts:
+                _check_part(component, part)
+
+
+def _check_part(component: Component, part: Part) -> None:
+    if part.shape != component.shape:
+        raise LayoutMismatchError("shape", part.shape, f"give {component.shape}")
+    if part.dtype.itemsize != component.dtype.item_bytes:
+        raise LayoutMismatchError("dtype", str(part.dtype), f"give {component.dtype.name}")
+
+
+def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
+    """Return uninitialised tensors of *layout*, as unsigned integers of the dtype's size."""
+    return [
+        [
+            [np.empty(c.shape, dtype=f"u{c.dtype.item_bytes}") for _ in range(c.parts)]
+            for _ in range(c.layers)
+        ]
+        for c in layout.components
+    ]
+
+
+CODECS: Registry[Codec] = Registry("codec")
+CODECS.register("raw", "kvstore.codecs.raw:RawCodec")
+CODECS.register("zstd", "kvstore.codecs.zstd:ZstdCodec")
+
+_NAMES_BY_ID = {0: "raw", 1: "zstd"}
+
+
+def codec_by_name(name: str) -> Codec:
+    """Return the codec called *name*. Raises UnknownCodecError naming the known ones."""
+    if name not in CODECS:
+        raise UnknownCodecError(name, ", ".join(CODECS))
+    return CODECS.load(name)()
+
+
+def codec_by_id(codec_id: int) -> Codec:
+    """Return the codec a frame names. Raises UnknownCodecError."""
+    if codec_id not in _NAMES_BY_ID:
+        raise UnknownCodecError(codec_id, ", ".join(map(str, _NAMES_BY_ID)))
+    return codec_by_name(_NAMES_BY_ID[codec_id])

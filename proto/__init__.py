@@ -1,0 +1,1 @@
+"""The ground floor: the words that the server and its clients share."""

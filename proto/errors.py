@@ -1,0 +1,156 @@
+"""Every error the store raises on purpose, with the gRPC status it travels as.
+
+A miss, a refused admission and a partial batch are answers, not errors. A class here names
+what the caller can do next; a new one is worth adding only when that differs.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KVStoreError(Exception):
+    """Root of the tree. Catch this at an engine boundary and count a miss."""
+
+    status: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+
+class _FieldError(KVStoreError, ValueError):
+    """Names the field, the value it had and what to do about it."""
+
+    def __init__(self, field: str, value: object, fix: str) -> None:
+        super().__init__(f"{field}={_shorten(value)}: {fix}")
+        self.field = field
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+class InvalidRequestError(_FieldError):
+    """The request contradicts itself or a limit."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class InvalidFrameError(_FieldError):
+    """The bytes are not a frame this version can read."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class RepresentationError(_FieldError):
+    """The identity of the KV is incomplete or not the session's."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class LayoutMismatchError(_FieldError):
+    """The tensors do not have the shape or dtype that the Representation states."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class UnknownCodecError(KVStoreError):
+    """The frame was encoded by a codec that this process does not have."""
+
+    status = "UNIMPLEMENTED"
+
+    def __init__(self, codec: object, known: str = "") -> None:
+        super().__init__(f"codec={codec!r}: unknown here; known: {known or 'none'}")
+
+
+class LeaseExpiredError(KVStoreError):
+    """The lease, or the session that owned it, is gone. Start again from lookup."""
+
+    status = "ABORTED"
+
+
+class TierFullError(KVStoreError):
+    """Every byte that could be freed is leased, reserved or kept for loads."""
+
+    status = "RESOURCE_EXHAUSTED"
+    retryable = True
+
+    def __init__(self, tier: str, need_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"tier {tier!r} needs {need_bytes} bytes, can free {free_bytes}")
+        self.tier = tier
+        self.need_bytes = need_bytes
+        self.free_bytes = free_bytes
+
+
+class QuotaExceededError(KVStoreError):
+    """A limit with a name is reached; the message says which and whose."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, limit: str, value: int, owner: str) -> None:
+        super().__init__(f"{owner} reached {limit}={value}: release some, or raise the limit")
+        self.limit = limit
+
+
+class ChunkCorruptError(KVStoreError):
+    """The stored bytes fail a check. The chunk is already quarantined and can be put again."""
+
+    status = "DATA_LOSS"
+
+    def __init__(self, key: bytes, reason: str) -> None:
+        super().__init__(f"chunk {key.hex()}: {reason}; it was dropped, put it again")
+        self.key = key
+
+
+class TierUnavailableError(KVStoreError):
+    """The medium does not answer or cannot be used."""
+
+    status = "UNAVAILABLE"
+    retryable = True
+
+    def __init__(self, tier: str, reason: str) -> None:
+        super().__init__(f"tier {tier!r}: {reason}")
+        self.tier = tier
+
+
+class DeadlineError(KVStoreError, TimeoutError):
+    """The deadline passed before the work was done. A get counts it as a miss."""
+
+    status = "DEADLINE_EXCEEDED"
+    retryable = True
+
+
+class ShuttingDownError(KVStoreError):
+    """The server drains; go on without it."""
+
+    status = "UNAVAILABLE"
+    retryable = True
+
+
+class UnauthenticatedError(KVStoreError):
+    """The caller did not prove who it is."""
+
+    status = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(KVStoreError):
+    """The caller may not do this."""
+
+    status = "PERMISSION_DENIED"
+
+
+def _tree(root: type[KVStoreError]) -> dict[str, type[KVStoreError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+def revive(name: str, message: str) -> KVStoreError:
+    """Rebuild the error called *name* from what travelled, without running its constructor.
+
+    An unknown name (a newer server) becomes a plain KVStoreError.
+    """
+    kind = _tree(KVStoreError).get(name, KVStoreError)
+    error = kind.__new__(kind, message)
+    Exception.__init__(error, message)
+    return error

@@ -1,0 +1,345 @@
+"""The Frame: one chunk's encoded bytes, the same on every tier and on the wire.
+
+Layout, limits and test vectors stand in docs/format.md. A frame is a header (fixed part,
+component table, segment table), then one segment per layer of each component, 64-byte
+aligned. The header and each segment carry an xxh3_64; nothing is believed before its check.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.buffers import Bytes, as_bytes, checksum
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, LayoutMismatchError
+from kvstore.proto.types import (
+    ChainDigest,
+    ChunkInfo,
+    ChunkKey,
+    Component,
+    DType,
+    Fidelity,
+    KVLayout,
+    LayerKind,
+)
+
+MAGIC = b"KVFR"
+VERSION = 1
+ALIGN_BYTES = 64
+FIXED_BYTES = 192
+MAX_COMPONENTS = 64
+MAX_SEGMENTS = 4096
+MAX_FRAME_BYTES = 1 << 30
+
+FLAG_RESTORED = 1
+"""Decoded from a lossy copy or blended: never an original again."""
+_KNOWN_FLAGS = FLAG_RESTORED
+
+_FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd40xQ")
+_COMPONENT = struct.Struct("<BBBx3I5I12x")
+_CHECKSUM_OFFSET = FIXED_BYTES - 8
+SEGMENT_DTYPE = np.dtype(
+    [
+        ("component", "<u2"),
+        ("section", "<u2"),
+        ("layer", "<u4"),
+        ("offset", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+"""One row of the segment table. ``section`` 0 is the payload; other numbers are reserved."""
+
+assert _FIXED.size == FIXED_BYTES
+assert _COMPONENT.size == 48
+assert SEGMENT_DTYPE.itemsize == 32
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def header_bytes(layout: KVLayout) -> int:
+    """Size of the header of a frame of *layout*; it does not depend on the codec."""
+    table = _COMPONENT.size * len(layout.components) + 32 * layout.segment_count
+    return _aligned(FIXED_BYTES + table)
+
+
+@lru_cache(maxsize=256)
+def raw_frame_bytes(layout: KVLayout) -> int:
+    """Size of the frame of *layout* under the raw codec."""
+    size = header_bytes(layout)
+    for component in layout.components:
+        size += component.layers * _aligned(component.layer_bytes)
+    last = layout.components[-1].layer_bytes
+    return size - _aligned(last) + last
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Everything before the payload. ``segments`` is a read-only array of SEGMENT_DTYPE.
+
+    ``position`` is the token index of the chunk's first token in its chain;
+    ``error_bound`` is meaningful when ``fidelity`` is ``bounded``.
+    """
+
+    key: ChunkKey
+    parent: ChainDigest
+    representation: bytes
+    content: bytes
+    layout: KVLayout
+    codec_id: int
+    codec_revision: int
+    fidelity: Fidelity
+    position: int
+    prefill_flops: float
+    error_bound: float
+    flags: int
+    frame_bytes: int
+    segments: NDArray[Any]
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the first segment."""
+        return header_bytes(self.layout)
+
+    def info(self) -> ChunkInfo:
+        """Return what the store keeps of the frame in its index."""
+        return ChunkInfo(
+            self.key, self.parent, self.layout, self.codec_id, self.frame_bytes,
+            self.fidelity, self.prefill_flops,
+        )  # fmt: skip
+
+    def segment(self, frame: Bytes, index: int) -> Bytes:
+        """Return the stored bytes of segment *index* as a view of *frame*."""
+        row = self.segments[index]
+        offset = int(row["offset"])
+        return frame[offset : offset + int(row["stored_bytes"])]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTemplate:
+    """What a writer knows of a frame before its payload is encoded."""
+
+    key: ChunkKey
+    parent: ChainDigest
+    representation: bytes
+    content: bytes
+    layout: KVLayout
+    position: int = 0
+    prefill_flops: float = 0.0
+    flags: int = 0
+
+    @classmethod
+    def of(cls, header: FrameHeader) -> FrameTemplate:
+        """Return the template that re-encoding the frame of *header* starts from."""
+        return cls(
+            header.key, header.parent, header.representation, header.content, header.layout,
+            header.position, header.prefill_flops, header.flags,
+        )  # fmt: skip
+
+
+class FrameWriter:
+    """Fill a caller's buffer with one frame, segment by segment, in layer order.
+
+    Not thread-safe. ``out`` must hold ``header_bytes`` and every segment's upper bound.
+    """
+
+    def __init__(self, template: FrameTemplate, out: Bytes) -> None:
+        self._template = template
+        self._out = out
+        layout = template.layout
+        self._segments = np.zeros(layout.segment_count, dtype=SEGMENT_DTYPE)
+        self._segments["component"] = np.repeat(
+            np.arange(len(layout.components)), [c.layers for c in layout.components]
+        )
+        self._segments["layer"] = np.concatenate([np.arange(c.layers) for c in layout.components])
+        self._next = 0
+        self._end = header_bytes(layout)
+
+    def reserve(self, size_bytes: int) -> Bytes:
+        """Return room for the next segment, at most *size_bytes* long."""
+        start = _aligned(self._end)
+        if start + size_bytes > len(self._out):
+            raise InvalidFrameError("out", len(self._out), f"give {start + size_bytes} bytes")
+        self._out[self._end : start] = 0
+        return self._out[start : start + size_bytes]
+
+    def commit(self, stored_bytes: int, segment_checksum: int | None = None) -> None:
+        """Seal the segment begun by ``reserve`` at its true size."""
+        start = _aligned(self._end)
+        stop = start + stored_bytes
+        if segment_checksum is None:
+            segment_checksum = checksum(self._out[start:stop])
+        row = self._segments[self._next]
+        row["offset"], row["stored_bytes"] = start, stored_bytes
+        row["checksum"] = segment_checksum
+        self._next += 1
+        self._end = stop
+
+    def finish(
+        self, codec_id: int, revision: int, fidelity: Fidelity, error_bound: float = 0.0
+    ) -> FrameHeader:
+        """Write the header over all segments and return it. The frame is then complete."""
+        if self._next != len(self._segments):
+            raise InvalidFrameError("segments", self._next, f"commit all {len(self._segments)}")
+        t = self._template
+        self._segments.flags.writeable = False
+        header = FrameHeader(
+            t.key, t.parent, t.representation, t.content, t.layout, codec_id, revision,
+            fidelity, t.position, t.prefill_flops, error_bound, t.flags, self._end,
+            self._segments,
+        )  # fmt: skip
+        packed = pack_header(header)
+        self._out[: len(packed)] = as_bytes(packed)
+        return header
+
+
+def pack_header(header: FrameHeader) -> bytes:
+    """Return the header's bytes, checksum included."""
+    layout = header.layout
+    size = header_bytes(layout)
+    fixed = (
+        MAGIC, VERSION, header.flags, size, len(layout.components), header.codec_id,
+        header.codec_revision, header.fidelity, 0, len(header.segments), header.frame_bytes,
+        layout.raw_bytes, layout.tokens, header.position, header.key, header.parent,
+        header.representation, header.content, header.prefill_flops, header.error_bound,
+    )  # fmt: skip
+    body = bytearray(size)
+    _FIXED.pack_into(body, 0, *fixed, 0)
+    end = FIXED_BYTES + _COMPONENT.size * len(layout.components)
+    body[FIXED_BYTES:end] = pack_components(layout)
+    body[end : end + header.segments.nbytes] = header.segments.tobytes()
+    body[_CHECKSUM_OFFSET:FIXED_BYTES] = struct.pack("<Q", checksum(bytes(body)))
+    return bytes(body)
+
+
+def pack_components(layout: KVLayout) -> bytes:
+    """Return the component table; this version's rectangles always cover the whole chunk."""
+    return b"".join(
+        _COMPONENT.pack(
+            c.kind, c.dtype, c.parts, c.layers, c.kv_heads, c.head_dim, c.tokens,
+            0, c.layers, 0, c.kv_heads,
+        )
+        for c in layout.components
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def unpack_components(table: bytes) -> KVLayout:
+    """Parse a component table; equal tables share one layout. Raises InvalidFrameError."""
+    if not table or len(table) % _COMPONENT.size:
+        raise InvalidFrameError("components", len(table), f"a row has {_COMPONENT.size} bytes")
+    components = []
+    for row in _COMPONENT.iter_unpack(table):
+        kind, dtype, parts, layers, kv_heads, head_dim, tokens, *rectangle = row
+        if rectangle != [0, layers, 0, kv_heads]:
+            raise InvalidFrameError("rectangle", rectangle, "this version takes whole chunks")
+        try:
+            component = Component(
+                LayerKind(kind), DType(dtype), layers, kv_heads, head_dim, tokens
+            )
+        except (ValueError, LayoutMismatchError) as error:
+            raise InvalidFrameError("component", row, str(error)) from None
+        if parts != component.parts:
+            raise InvalidFrameError("parts", parts, f"{component.kind.name} has {component.parts}")
+        components.append(component)
+    return KVLayout(tuple(components))
+
+
+def parse_header(frame: Bytes) -> FrameHeader:
+    """Parse and check the header at the start of *frame*; segments are not read.
+
+    Every length and offset is checked against the header's own sizes before it is used, and
+    ``frame_bytes`` against MAX_FRAME_BYTES; compare it with ``len(frame)`` before reading
+    segments (``check_frame`` does). Raises InvalidFrameError.
+    """
+    if len(frame) < FIXED_BYTES:
+        raise InvalidFrameError("frame", len(frame), f"a frame has at least {FIXED_BYTES} bytes")
+    fixed = _FIXED.unpack(frame[:FIXED_BYTES].tobytes())
+    magic, version, flags, size, component_count, codec_id, revision, fidelity, _ = fixed[:9]
+    segment_count, frame_bytes, raw_bytes, tokens, position = fixed[9:14]
+    if magic != MAGIC:
+        raise InvalidFrameError("magic", magic, f"expected {MAGIC!r}")
+    if version != VERSION:
+        raise InvalidFrameError("version", version, f"this reader knows version {VERSION}")
+    if not 1 <= component_count <= MAX_COMPONENTS or not 1 <= segment_count <= MAX_SEGMENTS:
+        raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
+    table_end = FIXED_BYTES + _COMPONENT.size * component_count
+    if size != _aligned(table_end + 32 * segment_count) or size > len(frame):
+        raise InvalidFrameError("header_bytes", size, "does not fit its tables or the frame")
+    head = bytearray(frame[:size].tobytes())
+    head[_CHECKSUM_OFFSET:FIXED_BYTES] = bytes(8)
+    if checksum(bytes(head)) != fixed[-1]:
+        raise InvalidFrameError("header checksum", hex(fixed[-1]), "the header is damaged")
+    if flags & ~_KNOWN_FLAGS or fidelity not in Fidelity.__members__.values():
+        raise InvalidFrameError("flags", (flags, fidelity), "set by a newer version")
+    layout = unpack_components(bytes(head[FIXED_BYTES:table_end]))
+    segments = np.frombuffer(bytes(head), SEGMENT_DTYPE, segment_count, table_end)
+    if (layout.segment_count, layout.raw_bytes, layout.tokens) != (
+        segment_count, raw_bytes, tokens,
+    ):  # fmt: skip
+        raise InvalidFrameError("layout", (segment_count, raw_bytes, tokens), "contradicts itself")
+    _check_segments(layout, segments, size, frame_bytes)
+    return FrameHeader(
+        ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, codec_id,
+        revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,
+    )  # fmt: skip
+
+
+def _check_segments(
+    layout: KVLayout, segments: NDArray[Any], size: int, frame_bytes: int
+) -> None:
+    if frame_bytes > MAX_FRAME_BYTES:
+        raise InvalidFrameError("frame_bytes", frame_bytes, f"at most {MAX_FRAME_BYTES}")
+    layers = [component.layers for component in layout.components]
+    components = np.repeat(np.arange(len(layers)), layers)
+    in_order = (
+        np.array_equal(segments["component"], components)
+        and np.array_equal(segments["layer"], np.concatenate([np.arange(n) for n in layers]))
+        and not segments["section"].any()
+    )
+    if not in_order:
+        raise InvalidFrameError("segments", len(segments), "must be one a layer, in order")
+    offset, stored = segments["offset"], segments["stored_bytes"]
+    if (offset > MAX_FRAME_BYTES).any() or (stored > MAX_FRAME_BYTES).any():
+        raise InvalidFrameError("segments", int(stored.max()), f"at most {MAX_FRAME_BYTES} bytes")
+    stop = offset + stored
+    starts = np.concatenate([[size], -(-stop[:-1] // ALIGN_BYTES) * ALIGN_BYTES])
+    if not np.array_equal(offset, starts.astype("<u8")) or int(stop[-1]) != frame_bytes:
+        raise InvalidFrameError("segments", frame_bytes, "must follow each other, 64-byte aligned")
+
+
+def check_frame(frame: Bytes, key: ChunkKey | None = None) -> FrameHeader:
+    """Parse *frame* and check its size, its key (when given) and every segment.
+
+    Raises InvalidFrameError for a header no reader should accept, ChunkCorruptError when
+    the header is right and the bytes behind it are not, or belong to another key.
+    """
+    header = parse_header(frame)
+    if key is not None and header.key != key:
+        raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
+    if header.frame_bytes != len(frame):
+        raise ChunkCorruptError(header.key, f"{len(frame)} bytes of {header.frame_bytes}")
+    for index in range(len(header.segments)):
+        check_segment(header, index, checksum(header.segment(frame, index)))
+    return header
+
+
+def check_segment(header: FrameHeader, index: int, found: int) -> None:
+    """Compare a segment's computed checksum with the header's. Raises ChunkCorruptError."""
+    if found != int(header.segments[index]["checksum"]):
+        row = header.segments[index]
+        raise ChunkCorruptError(
+            header.key, f"component {row['component']} layer {row['layer']} fails its checksum"
+        )
+
+
+def with_size(info: ChunkInfo, codec_id: int, size_bytes: int) -> ChunkInfo:
+    """Return *info* as it is under another codec."""
+    return replace(info, codec_id=codec_id, size_bytes=size_bytes)

@@ -1,0 +1,156 @@
+"""How chunks get their names. docs/format.md specifies this with test vectors.
+
+All integers are little-endian; every variable-length field is preceded by its length as
+uint32. Nothing here depends on the process: no builtin ``hash()``, no environment.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from blake3 import blake3
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import (
+    DEFAULT_CHUNK_TOKENS,
+    DIGEST_BYTES,
+    MAX_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
+    ROOT,
+    ChainDigest,
+    ChunkKey,
+    Namespace,
+    Representation,
+)
+
+_SALT_CONTEXT = "kvstore v1 namespace salt"
+_REPRESENTATION = b"kvstore.v1.representation"
+_CHAIN = b"kvstore.v1.chain"
+_CONTENT = b"kvstore.v1.content"
+_U32 = struct.Struct("<I")
+
+
+def _field(data: bytes) -> bytes:
+    return _U32.pack(len(data)) + data
+
+
+def _text(value: str) -> bytes:
+    return _field(value.encode())
+
+
+def encode_representation(representation: Representation) -> bytes:
+    """Return the canonical bytes of *representation*, the same on every machine."""
+    out = [_REPRESENTATION, _U32.pack(representation.layout_version)]
+    out += map(
+        _text,
+        (
+            representation.model_id,
+            representation.model_revision,
+            representation.adapter_digest,
+            representation.quantization,
+            representation.tokenizer_digest,
+        ),
+    )
+    rope = representation.rope
+    out.append(struct.pack("<dI", rope.theta, rope.rotary_dim) + _text(rope.scaling))
+    out.append(_U32.pack(len(rope.factors)))
+    out += [_text(name) + struct.pack("<d", value) for name, value in rope.factors]
+    out.append(_U32.pack(len(representation.layer_groups)))
+    for group in representation.layer_groups:
+        out.append(
+            struct.pack(
+                "<BBIII", group.kind, group.dtype, group.kv_heads, group.head_dim,
+                group.window_tokens,
+            )
+        )  # fmt: skip
+        out.append(_field(struct.pack(f"<{len(group.layer_ids)}I", *group.layer_ids)))
+    return b"".join(out)
+
+
+def representation_digest(representation: Representation) -> bytes:
+    """Return the 16-byte digest of a Representation without any tenant in it."""
+    return blake3(encode_representation(representation)).digest(length=DIGEST_BYTES)
+
+
+def namespace(tenant_salt: bytes, representation: Representation) -> Namespace:
+    """Return blake3 of the Representation, keyed by the tenant's salt.
+
+    Without the salt nobody can tell which tenant or model a key belongs to, nor name
+    another tenant's chunks.
+    """
+    key = blake3(tenant_salt, derive_key_context=_SALT_CONTEXT).digest(length=32)
+    body = encode_representation(representation)
+    return Namespace(blake3(body, key=key).digest(length=DIGEST_BYTES))
+
+
+def chunk_key(space: Namespace, digest: ChainDigest) -> ChunkKey:
+    """Join a namespace and a chain digest to the 32 bytes that name a chunk everywhere."""
+    return ChunkKey(space + digest)
+
+
+def tokens_le32(tokens: Sequence[int]) -> bytes:
+    """Return token ids as little-endian uint32. Raises InvalidRequestError on a bad id."""
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        return b""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidRequestError("tokens", tokens, "give a flat sequence of integer token ids")
+    if int(ids.min()) < 0 or int(ids.max()) >= 1 << 32:
+        raise InvalidRequestError("tokens", tokens, "token ids are in 0..2^32-1")
+    return ids.astype("<u4", copy=False).tobytes()
+
+
+def chain_digest(
+    parent: ChainDigest, token_bytes: bytes | memoryview, extra: Sequence[bytes] = ()
+) -> ChainDigest:
+    """Name a chunk by its parent, its tokens and extra ids such as multimodal hashes."""
+    return ChainDigest(_digest(_CHAIN, parent, token_bytes, extra))
+
+
+def content_digest(token_bytes: bytes | memoryview, extra: Sequence[bytes] = ()) -> bytes:
+    """Name a chunk by its tokens alone: what blending looks chunks up by. 16 bytes."""
+    return _digest(_CONTENT, b"", token_bytes, extra)
+
+
+def _digest(
+    domain: bytes, parent: bytes, token_bytes: bytes | memoryview, extra: Sequence[bytes]
+) -> bytes:
+    parts = [_field(domain), _field(parent), _U32.pack(len(token_bytes)), bytes(token_bytes)]
+    parts.append(_U32.pack(len(extra)))
+    parts += map(_field, extra)
+    return blake3(b"".join(parts)).digest(length=DIGEST_BYTES)
+
+
+def chunk_spans(
+    token_count: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+) -> list[tuple[int, int]]:
+    """Cut *token_count* tokens into (start, stop) spans; a last one below 16 is left out."""
+    if not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise InvalidRequestError(
+            "chunk_tokens", chunk_tokens, f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
+        )
+    starts = range(0, token_count, chunk_tokens)
+    spans = [(start, min(start + chunk_tokens, token_count)) for start in starts]
+    if spans and spans[-1][1] - spans[-1][0] < MIN_CHUNK_TOKENS:
+        spans.pop()
+    return spans
+
+
+def chain_digests(
+    tokens: Sequence[int],
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    extra: Sequence[bytes] = (),
+) -> list[ChainDigest]:
+    """Return the digest of each chunk of a prompt, in order, as ``chunk_spans`` cuts it.
+
+    *extra* (cache salt, multimodal hashes) enters the first chunk and so the whole chain.
+    """
+    data = memoryview(tokens_le32(tokens))
+    digests: list[ChainDigest] = []
+    parent = ROOT
+    for start, stop in chunk_spans(len(data) // 4, chunk_tokens):
+        parent = chain_digest(parent, data[4 * start : 4 * stop], () if digests else extra)
+        digests.append(parent)
+    return digests

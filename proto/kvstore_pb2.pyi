@@ -1,0 +1,558 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Via(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VIA_STREAM: _ClassVar[Via]
+    VIA_SHARED_MEMORY: _ClassVar[Via]
+VIA_STREAM: Via
+VIA_SHARED_MEMORY: Via
+
+class Server(_message.Message):
+    __slots__ = ("boot_id", "features")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    boot_id: int
+    features: int
+    def __init__(self, boot_id: _Optional[int] = ..., features: _Optional[int] = ...) -> None: ...
+
+class LayerGroup(_message.Message):
+    __slots__ = ("kind", "dtype", "layer_ids", "kv_heads", "head_dim", "window_tokens")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kind: int
+    dtype: int
+    layer_ids: _containers.RepeatedScalarFieldContainer[int]
+    kv_heads: int
+    head_dim: int
+    window_tokens: int
+    def __init__(self, kind: _Optional[int] = ..., dtype: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., window_tokens: _Optional[int] = ...) -> None: ...
+
+class RopeFactor(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class Rope(_message.Message):
+    __slots__ = ("theta", "rotary_dim", "scaling", "factors")
+    THETA_FIELD_NUMBER: _ClassVar[int]
+    ROTARY_DIM_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
+    FACTORS_FIELD_NUMBER: _ClassVar[int]
+    theta: float
+    rotary_dim: int
+    scaling: str
+    factors: _containers.RepeatedCompositeFieldContainer[RopeFactor]
+    def __init__(self, theta: _Optional[float] = ..., rotary_dim: _Optional[int] = ..., scaling: _Optional[str] = ..., factors: _Optional[_Iterable[_Union[RopeFactor, _Mapping]]] = ...) -> None: ...
+
+class Representation(_message.Message):
+    __slots__ = ("model_id", "model_revision", "adapter_digest", "quantization", "layer_groups", "rope", "tokenizer_digest", "layout_version")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ROPE_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    model_revision: str
+    adapter_digest: str
+    quantization: str
+    layer_groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
+    rope: Rope
+    tokenizer_digest: str
+    layout_version: int
+    def __init__(self, model_id: _Optional[str] = ..., model_revision: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., quantization: _Optional[str] = ..., layer_groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., rope: _Optional[_Union[Rope, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., layout_version: _Optional[int] = ...) -> None: ...
+
+class Component(_message.Message):
+    __slots__ = ("kind", "dtype", "layers", "kv_heads", "head_dim", "tokens")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kind: int
+    dtype: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    def __init__(self, kind: _Optional[int] = ..., dtype: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("representation", "client")
+    REPRESENTATION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    representation: Representation
+    client: str
+    def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    session_id: int
+    key_namespace: bytes
+    heartbeat_ms: int
+    max_message_bytes: int
+    max_frame_bytes: int
+    max_batch_chunks: int
+    host_id: str
+    socket_path: str
+    attach_token: bytes
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("server", "draining")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    draining: bool
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., draining: bool = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ("server",)
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    lease: bool
+    deadline_ms: int
+    min_fidelity: int
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ...) -> None: ...
+
+class LookupResponse(_message.Message):
+    __slots__ = ("server", "ready", "pending", "tiers", "load_us", "tier_names", "lease_id", "lease_ttl_ms", "server_us")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_US_FIELD_NUMBER: _ClassVar[int]
+    TIER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_US_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    ready: int
+    pending: int
+    tiers: bytes
+    load_us: _containers.RepeatedScalarFieldContainer[int]
+    tier_names: _containers.RepeatedScalarFieldContainer[str]
+    lease_id: int
+    lease_ttl_ms: int
+    server_us: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., load_us: _Optional[_Iterable[int]] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    VIA_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    lease_id: int
+    deadline_ms: int
+    via: Via
+    min_fidelity: int
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ...) -> None: ...
+
+class Place(_message.Message):
+    __slots__ = ("slab", "offset", "size_bytes", "generation")
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    slab: int
+    offset: int
+    size_bytes: int
+    generation: int
+    def __init__(self, slab: _Optional[int] = ..., offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class FramePart(_message.Message):
+    __slots__ = ("frame_bytes", "offset", "data")
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    frame_bytes: int
+    offset: int
+    data: bytes
+    def __init__(self, frame_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class GetResponse(_message.Message):
+    __slots__ = ("server", "lease_id", "index", "tier", "place", "part")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    lease_id: int
+    index: int
+    tier: str
+    place: Place
+    part: FramePart
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., lease_id: _Optional[int] = ..., index: _Optional[int] = ..., tier: _Optional[str] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[_Union[FramePart, _Mapping]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("session_id", "lease_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ("server", "released")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    released: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., released: _Optional[int] = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("session_id", "frame_bytes", "data", "durable", "deadline_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    frame_bytes: int
+    data: bytes
+    durable: bool
+    deadline_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., durable: bool = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class PutResponse(_message.Message):
+    __slots__ = ("server", "outcomes", "reasons")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    outcomes: bytes
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("session_id", "digests", "parents", "frame_bytes", "layout", "layouts", "deadline_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    parents: bytes
+    frame_bytes: _containers.RepeatedScalarFieldContainer[int]
+    layout: _containers.RepeatedScalarFieldContainer[int]
+    layouts: _containers.RepeatedCompositeFieldContainer[Layout]
+    deadline_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., frame_bytes: _Optional[_Iterable[int]] = ..., layout: _Optional[_Iterable[int]] = ..., layouts: _Optional[_Iterable[_Union[Layout, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("components",)
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    components: _containers.RepeatedCompositeFieldContainer[Component]
+    def __init__(self, components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("server", "outcomes", "reservation_ids", "reasons")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    outcomes: bytes
+    reservation_ids: _containers.RepeatedScalarFieldContainer[int]
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reservation_ids: _Optional[_Iterable[int]] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("session_id", "reservation_ids", "offsets", "durable", "deadline_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    reservation_ids: _containers.RepeatedScalarFieldContainer[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    durable: bool
+    deadline_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., reservation_ids: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., durable: bool = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class CommitResponse(_message.Message):
+    __slots__ = ("server", "outcomes", "reasons")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    outcomes: bytes
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("session_id", "reservation_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    reservation_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[int] = ..., reservation_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("server", "aborted")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    aborted: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., aborted: _Optional[int] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("session_id", "digests", "ttl_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    ttl_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PinResponse(_message.Message):
+    __slots__ = ("server", "pinned")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    pinned: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., pinned: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("session_id", "digests")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class UnpinResponse(_message.Message):
+    __slots__ = ("server", "unpinned")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    UNPINNED_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    unpinned: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., unpinned: _Optional[int] = ...) -> None: ...
+
+class DeleteRequest(_message.Message):
+    __slots__ = ("session_id", "digests")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class DeleteResponse(_message.Message):
+    __slots__ = ("server", "deleted", "leased")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    deleted: int
+    leased: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., deleted: _Optional[int] = ..., leased: _Optional[int] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class ClearResponse(_message.Message):
+    __slots__ = ("server", "deleted", "leased")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    deleted: int
+    leased: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., deleted: _Optional[int] = ..., leased: _Optional[int] = ...) -> None: ...
+
+class StatRequest(_message.Message):
+    __slots__ = ("session_id", "digests")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class Copy(_message.Message):
+    __slots__ = ("tier", "codec", "size_bytes", "fidelity")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    codec: str
+    size_bytes: int
+    fidelity: int
+    def __init__(self, tier: _Optional[str] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., fidelity: _Optional[int] = ...) -> None: ...
+
+class ChunkStat(_message.Message):
+    __slots__ = ("digest", "parent", "tokens", "raw_bytes", "copies", "leases", "pinned", "hits")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    parent: bytes
+    tokens: int
+    raw_bytes: int
+    copies: _containers.RepeatedCompositeFieldContainer[Copy]
+    leases: int
+    pinned: bool
+    hits: int
+    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ..., leases: _Optional[int] = ..., pinned: bool = ..., hits: _Optional[int] = ...) -> None: ...
+
+class StatResponse(_message.Message):
+    __slots__ = ("server", "chunks")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkStat]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkStat, _Mapping]]] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("session_id", "limit")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    limit: int
+    def __init__(self, session_id: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListResponse(_message.Message):
+    __slots__ = ("server", "chunks")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkStat]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkStat, _Mapping]]] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierStatus(_message.Message):
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "chunks", "codec", "state", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    chunks: int
+    codec: str
+    state: str
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., codec: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    version: str
+    state: str
+    uptime_s: float
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
+    sessions: int
+    leases: int
+    counters: _containers.ScalarMap[str, int]
+    socket_path: str
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline_ms",)
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    deadline_ms: int
+    def __init__(self, deadline_ms: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("server", "clean")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    CLEAN_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    clean: bool
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., clean: bool = ...) -> None: ...

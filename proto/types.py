@@ -1,0 +1,327 @@
+"""The nouns of the store: frozen values, checked at birth, that import only the standard library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType
+
+from kvstore.proto.errors import LayoutMismatchError, RepresentationError
+
+Namespace = NewType("Namespace", bytes)
+"""16 bytes: keyed hash of (tenant salt, Representation). See ``keys.namespace``."""
+
+ChainDigest = NewType("ChainDigest", bytes)
+"""16 bytes: names a chunk by its tokens and everything before them. See ``keys.chain_digests``."""
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""32 bytes: namespace, then chain digest. The LMDB key as it stands, the Redis key in hex."""
+
+DIGEST_BYTES = 16
+KEY_BYTES = 32
+ROOT = ChainDigest(bytes(DIGEST_BYTES))
+"""The parent of a chain's first chunk."""
+
+DEFAULT_CHUNK_TOKENS = 256
+MIN_CHUNK_TOKENS = 16
+"""The shortest last chunk worth its metadata."""
+MAX_CHUNK_TOKENS = 8192
+
+
+class DType(IntEnum):
+    """Element types, by the number they carry in frames. Names are torch's."""
+
+    bfloat16 = 0
+    float16 = 1
+    float32 = 2
+    float8_e4m3fn = 3
+    float8_e5m2 = 4
+    uint8 = 5
+    int8 = 6
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self]
+
+    @classmethod
+    def parse(cls, name: str) -> DType:
+        """Return the type called *name*, with or without torch's prefix."""
+        try:
+            return cls[name.removeprefix("torch.")]
+        except KeyError:
+            known = ", ".join(member.name for member in cls)
+            raise RepresentationError("dtype", name, f"use one of {known}") from None
+
+
+_ITEM_BYTES = {
+    DType.bfloat16: 2,
+    DType.float16: 2,
+    DType.float32: 4,
+    DType.float8_e4m3fn: 1,
+    DType.float8_e5m2: 1,
+    DType.uint8: 1,
+    DType.int8: 1,
+}
+
+
+class LayerKind(IntEnum):
+    """What a layer keeps per request, by the number it carries in frames."""
+
+    attention = 0
+    mla = 1
+    window = 2
+    state = 3
+
+
+class Fidelity(IntEnum):
+    """How far a copy may be from what was put. Belongs to the copy, never to the key."""
+
+    none = 0
+    bounded = 1
+    exact = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one model that keep KV of the same kind and shape.
+
+    ``layer_ids`` are the model's own layer numbers, ascending. ``window_tokens`` is 0 for
+    every kind but ``window``.
+    """
+
+    kind: LayerKind
+    dtype: DType
+    layer_ids: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
+            raise RepresentationError(
+                "layer_ids", self.layer_ids, "name each layer of the group once, ascending"
+            )
+        for name in ("kv_heads", "head_dim"):
+            if not 1 <= getattr(self, name) < 1 << 24:
+                raise RepresentationError(name, getattr(self, name), "give a positive count")
+        if (self.kind is LayerKind.window) != (self.window_tokens > 0):
+            raise RepresentationError(
+                "window_tokens", self.window_tokens, "positive for window layers, else 0"
+            )
+
+    @property
+    def parts(self) -> int:
+        """Tensors a layer keeps: K and V, or one latent or state."""
+        return 2 if self.kind in (LayerKind.attention, LayerKind.window) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParameters:
+    """The rotary embedding applied to stored keys.
+
+    ``scaling`` is the engine's name of the scaling rule (``default``, ``linear``, ``dynamic``,
+    ``yarn``, ``llama3``; ``none`` for models without rotary embedding) and ``factors`` its
+    numbers, sorted by name.
+    """
+
+    theta: float
+    rotary_dim: int
+    scaling: str = "default"
+    factors: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.scaling:
+            raise RepresentationError("rope.scaling", self.scaling, "name the rule, or 'none'")
+        if list(self.factors) != sorted(self.factors):
+            raise RepresentationError("rope.factors", self.factors, "sort them by name")
+
+
+@dataclass(frozen=True, slots=True)
+class Representation:
+    """Everything that makes two KV tensors interchangeable. Incomplete identity is refused.
+
+    ``model_revision`` is a commit or a digest of the weights, never a branch.
+    ``adapter_digest`` is the LoRA's digest, or ``none``. ``quantization`` is the KV
+    quantisation, or ``none``. Parallel extents (TP, PP) and chunk size are not identity.
+    """
+
+    model_id: str
+    model_revision: str
+    adapter_digest: str
+    quantization: str
+    layer_groups: tuple[LayerGroup, ...]
+    rope: RopeParameters
+    tokenizer_digest: str
+    layout_version: int = 1
+
+    def __post_init__(self) -> None:
+        for name, fix in _IDENTITY_FIXES.items():
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value.strip():
+                raise RepresentationError(name, value, fix)
+        if self.layout_version < 1:
+            raise RepresentationError("layout_version", self.layout_version, "use 1")
+        if not self.layer_groups:
+            raise RepresentationError("layer_groups", (), "describe every layer that keeps KV")
+        ids = [layer for group in self.layer_groups for layer in group.layer_ids]
+        if len(ids) != len(set(ids)):
+            raise RepresentationError("layer_groups", ids, "put each layer into one group")
+
+
+_IDENTITY_FIXES = {
+    "model_id": "name the model",
+    "model_revision": "give the commit or a digest of the weights",
+    "adapter_digest": "give the LoRA's digest, or 'none'",
+    "quantization": "name the KV quantisation, or 'none'",
+    "tokenizer_digest": "give a digest of the tokenizer's files",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One layer group of one chunk. A layer's tensors: parts x (kv_heads, tokens, head_dim)."""
+
+    kind: LayerKind
+    dtype: DType
+    layers: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "tokens"):
+            if not 1 <= getattr(self, name) < 1 << 24:
+                raise LayoutMismatchError(name, getattr(self, name), "give a positive count")
+
+    @property
+    def parts(self) -> int:
+        """Tensors a layer keeps: K and V, or one latent or state."""
+        return 2 if self.kind in (LayerKind.attention, LayerKind.window) else 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of one part: (kv_heads, tokens, head_dim)."""
+        return (self.kv_heads, self.tokens, self.head_dim)
+
+    @property
+    def part_bytes(self) -> int:
+        """Decoded bytes of one part of one layer."""
+        return self.kv_heads * self.tokens * self.head_dim * self.dtype.item_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Decoded bytes of one layer."""
+        return self.parts * self.part_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The components of one chunk, in the order of the Representation's layer groups."""
+
+    components: tuple[Component, ...]
+
+    def __post_init__(self) -> None:
+        if not self.components:
+            raise LayoutMismatchError("components", (), "a chunk has at least one component")
+
+    @classmethod
+    def of(cls, representation: Representation, tokens: int) -> KVLayout:
+        """Return the layout of a chunk of *tokens* tokens.
+
+        Raises LayoutMismatchError for kinds whose chunks are not cut by token alone.
+        """
+        if not MIN_CHUNK_TOKENS <= tokens <= MAX_CHUNK_TOKENS:
+            raise LayoutMismatchError(
+                "tokens", tokens, f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
+            )
+        components = []
+        for group in representation.layer_groups:
+            if group.kind not in (LayerKind.attention, LayerKind.mla):
+                raise LayoutMismatchError(
+                    "kind", group.kind.name, "this version stores attention and mla layers"
+                )
+            components.append(
+                Component(
+                    group.kind, group.dtype, len(group.layer_ids), group.kv_heads,
+                    group.head_dim, tokens,
+                )
+            )  # fmt: skip
+        return cls(tuple(components))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the chunk covers."""
+        return max(component.tokens for component in self.components)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Decoded bytes of the whole chunk."""
+        return sum(component.layers * component.layer_bytes for component in self.components)
+
+    @property
+    def segment_count(self) -> int:
+        """Segments of its frame: one per layer of each component."""
+        return sum(component.layers for component in self.components)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """What is known of a chunk without its bytes. ``size_bytes`` is that of its stored frame."""
+
+    key: ChunkKey
+    parent: ChainDigest
+    layout: KVLayout
+    codec_id: int
+    size_bytes: int
+    fidelity: Fidelity = Fidelity.exact
+    prefill_flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise LayoutMismatchError("key", self.key.hex(), f"a key has {KEY_BYTES} bytes")
+        if len(self.parent) != DIGEST_BYTES:
+            raise LayoutMismatchError(
+                "parent", self.parent.hex(), f"a digest has {DIGEST_BYTES} bytes"
+            )
+
+    @property
+    def parent_key(self) -> ChunkKey | None:
+        """Key of the chunk before this one; None at the start of a chain."""
+        if self.parent == ROOT:
+            return None
+        return ChunkKey(self.key[:DIGEST_BYTES] + self.parent)
+
+
+class Readiness(IntEnum):
+    """What a lookup says of one chunk."""
+
+    missing = 0
+    ready = 1
+    pending = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Answer to a lookup: the longest prefix that can be read; a miss is a Match of 0.
+
+    ``tiers[i]`` is the fastest holder of ready chunk i and ``load_us[i]`` the estimated time
+    to have it in reach. ``pending`` counts chunks being written right behind the ready ones.
+    ``lease_id`` is 0 when no lease was asked for or nothing is ready.
+    """
+
+    ready: int
+    pending: int
+    missing: int
+    tiers: tuple[str, ...]
+    load_us: tuple[int, ...]
+    lease_id: int = 0
+    lease_ttl_ms: int = 0
+
+
+class PutOutcome(IntEnum):
+    """What became of one chunk of a put. None of these is an error."""
+
+    stored = 0
+    exists = 1
+    refused = 2

@@ -1,0 +1,1 @@
+"""Tiers hold frames on one medium each."""

@@ -1,0 +1,126 @@
+"""The Tier interface.
+
+A tier holds frames on one medium. It is a dumb shelf: it never picks a victim, never
+encodes, never calls another tier. The manager asks the policy and moves the bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.types import ChunkInfo, ChunkKey
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for one frame that nobody can see yet.
+
+    ``place`` is the tier's own word for where (a slab offset, an extent, a part prefix).
+    ``reserved_bytes`` is what the tier accounts for it, allocator slack included.
+    """
+
+    info: ChunkInfo
+    tenant: str
+    reserved_bytes: int
+    place: object
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """A tier's own count of itself. ``used_bytes`` includes reservations and slack."""
+
+    capacity_bytes: int
+    used_bytes: int
+    chunks: int
+    reservations: int
+
+
+class Tier(ABC):
+    """One medium with a byte capacity.
+
+    A chunk is reserved, written, then sealed or aborted; only sealed chunks are visible.
+    Every method blocks and may be called from any thread; one reservation belongs to one
+    thread at a time. The caller does not delete a chunk while it reads it. Media errors come
+    as TierUnavailableError. ``tests/contracts/tier.py`` runs the same suite over each
+    subclass; a new tier is done when that suite passes.
+    """
+
+    name: ClassVar[str]
+    survives_restart: ClassVar[bool] = False
+    """Whether ``scan`` finds after a restart what was sealed before it."""
+    shared: ClassVar[bool] = False
+    """Whether others put into the same medium, so that ``find`` may know more than the index."""
+
+    capacity_bytes: int
+
+    @abstractmethod
+    def allocated_bytes(self, size_bytes: int) -> int:
+        """Bytes a frame of *size_bytes* takes here, slack included."""
+
+    @abstractmethod
+    def max_frame_bytes(self) -> int:
+        """The largest frame that fits an empty tier."""
+
+    @abstractmethod
+    def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
+        """Take room for a frame of ``info.size_bytes``.
+
+        Several reservations of one key may exist; the first sealed wins.
+        Raises TierFullError, leaving the tier as it was.
+        """
+
+    @abstractmethod
+    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+        """Copy *data* into the reserved frame at byte *offset*."""
+
+    @abstractmethod
+    def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
+        """Make the frame visible under its key; the reservation is then spent.
+
+        Return False, freeing the room, when the key is already sealed here. With *durable*
+        a tier that survives restarts returns only once the frame would survive a power cut;
+        without it the frame may be lost then, never damaged.
+        On TierUnavailableError the room is freed and nothing is visible.
+        """
+
+    @abstractmethod
+    def abort(self, reservation: Reservation) -> None:
+        """Free the room of a reservation that will not be sealed."""
+
+    @abstractmethod
+    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+        """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
+
+        The bytes are as the medium gives them: the caller verifies the frame.
+        Raises InvalidRequestError when *offset* and ``len(out)`` exceed the frame.
+        """
+
+    @abstractmethod
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        """Return what is known of each key, None for absent ones, in one round trip."""
+
+    @abstractmethod
+    def delete(self, key: ChunkKey) -> bool:
+        """Forget *key* and free its room. Return whether it was there."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[ChunkInfo]:
+        """Yield every sealed chunk, least recently sealed first. Unknown versions are skipped."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """Count the tier."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Make every sealed frame durable. Does nothing on a tier that survives no restart."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the medium. Idempotent."""
