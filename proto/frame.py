@@ -241,9 +241,7 @@ def unpack_components(table: bytes) -> KVLayout:
         if rectangle != [0, layers, 0, kv_heads]:
             raise InvalidFrameError("rectangle", rectangle, "this version takes whole chunks")
         try:
-            component = Component(
-                LayerKind(kind), DType(dtype), layers, kv_heads, head_dim, tokens
-            )
+            component = Component(LayerKind(kind), DType(dtype), layers, kv_heads, head_dim, tokens)
         except (ValueError, LayoutMismatchError) as error:
             raise InvalidFrameError("component", row, str(error)) from None
         if parts != component.parts:
@@ -292,9 +290,7 @@ def parse_header(frame: Bytes) -> FrameHeader:
     )  # fmt: skip
 
 
-def _check_segments(
-    layout: KVLayout, segments: NDArray[Any], size: int, frame_bytes: int
-) -> None:
+def _check_segments(layout: KVLayout, segments: NDArray[Any], size: int, frame_bytes: int) -> None:
     if frame_bytes > MAX_FRAME_BYTES:
         raise InvalidFrameError("frame_bytes", frame_bytes, f"at most {MAX_FRAME_BYTES}")
     layers = [component.layers for component in layout.components]

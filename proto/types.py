@@ -1,4 +1,4 @@
-"""The nouns of the store: frozen values, checked at birth, that import only the standard library."""
+"""The nouns of the store: frozen values, checked at birth, standard library only."""
 
 from __future__ import annotations
 

@@ -1,0 +1,175 @@
+"""How values travel: between dataclasses and protobuf messages, and into index rows."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, RepresentationError
+from kvstore.proto.frame import pack_components, unpack_components
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ChainDigest,
+    ChunkInfo,
+    ChunkKey,
+    Component,
+    DType,
+    Fidelity,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Representation,
+    RopeParameters,
+)
+
+FEATURE_SHARED_MEMORY = 1
+FEATURE_DURABLE_PUT = 2
+
+MESSAGE_BYTES = 1 << 20
+"""Payload of one streamed message: larger ones are slower in every gRPC we measured."""
+
+ERROR_NAME = "kvstore-error"
+"""Trailing metadata with the error's class: gRPC itself also sends RESOURCE_EXHAUSTED."""
+
+_INFO = struct.Struct("<BBHQd32s16s")
+_INFO_VERSION = 1
+
+
+def pack_info(info: ChunkInfo) -> bytes:
+    """Return *info* as an index row: what tiers keep beside a frame (docs/format.md)."""
+    fixed = _INFO.pack(
+        _INFO_VERSION, info.fidelity, info.codec_id, info.size_bytes, info.prefill_flops,
+        info.key, info.parent,
+    )  # fmt: skip
+    return fixed + pack_components(info.layout)
+
+
+def unpack_info(row: bytes) -> ChunkInfo:
+    """Parse an index row. Raises InvalidFrameError, also for versions from the future."""
+    if len(row) < _INFO.size:
+        raise InvalidFrameError("row", len(row), f"an index row has at least {_INFO.size} bytes")
+    version, fidelity, codec_id, size_bytes, flops, key, parent = _INFO.unpack_from(row)
+    if version != _INFO_VERSION or fidelity not in Fidelity.__members__.values():
+        raise InvalidFrameError("row", (version, fidelity), f"this reader knows {_INFO_VERSION}")
+    layout = unpack_components(row[_INFO.size :])
+    return ChunkInfo(
+        ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, Fidelity(fidelity), flops
+    )
+
+
+def join_digests(digests: Iterable[bytes]) -> bytes:
+    """Pack digests into one bytes field."""
+    return b"".join(digests)
+
+
+def split_digests(packed: bytes, limit: int) -> list[ChainDigest]:
+    """Unpack at most *limit* digests. Raises InvalidRequestError on a ragged or long field."""
+    count, rest = divmod(len(packed), DIGEST_BYTES)
+    if rest:
+        raise InvalidRequestError("digests", len(packed), f"give {DIGEST_BYTES} bytes per chunk")
+    if count > limit:
+        raise InvalidRequestError("digests", count, f"at most {limit} chunks in one batch")
+    return [
+        ChainDigest(packed[at : at + DIGEST_BYTES]) for at in range(0, len(packed), DIGEST_BYTES)
+    ]
+
+
+def representation_to_message(representation: Representation) -> pb.Representation:
+    """Return the protobuf form of *representation*."""
+    rope = representation.rope
+    return pb.Representation(
+        model_id=representation.model_id,
+        model_revision=representation.model_revision,
+        adapter_digest=representation.adapter_digest,
+        quantization=representation.quantization,
+        tokenizer_digest=representation.tokenizer_digest,
+        layout_version=representation.layout_version,
+        rope=pb.Rope(
+            theta=rope.theta,
+            rotary_dim=rope.rotary_dim,
+            scaling=rope.scaling,
+            factors=[pb.RopeFactor(name=name, value=value) for name, value in rope.factors],
+        ),
+        layer_groups=[
+            pb.LayerGroup(
+                kind=group.kind,
+                dtype=group.dtype,
+                layer_ids=group.layer_ids,
+                kv_heads=group.kv_heads,
+                head_dim=group.head_dim,
+                window_tokens=group.window_tokens,
+            )
+            for group in representation.layer_groups
+        ],
+    )
+
+
+def representation_from_message(message: pb.Representation) -> Representation:
+    """Return the checked Representation. Raises RepresentationError naming the field."""
+    if not message.HasField("rope"):
+        raise RepresentationError("rope", None, "give the rope parameters, or scaling='none'")
+    return Representation(
+        model_id=message.model_id,
+        model_revision=message.model_revision,
+        adapter_digest=message.adapter_digest,
+        quantization=message.quantization,
+        layer_groups=tuple(_group(group) for group in message.layer_groups),
+        rope=RopeParameters(
+            message.rope.theta,
+            message.rope.rotary_dim,
+            message.rope.scaling,
+            tuple((factor.name, factor.value) for factor in message.rope.factors),
+        ),
+        tokenizer_digest=message.tokenizer_digest,
+        layout_version=message.layout_version,
+    )
+
+
+def _group(message: pb.LayerGroup) -> LayerGroup:
+    try:
+        kind, dtype = LayerKind(message.kind), DType(message.dtype)
+    except ValueError as error:
+        raise RepresentationError(
+            "layer_groups", str(error), "use a kind and dtype we know"
+        ) from None
+    return LayerGroup(
+        kind, dtype, tuple(message.layer_ids), message.kv_heads, message.head_dim,
+        message.window_tokens,
+    )  # fmt: skip
+
+
+def layout_to_message(layout: KVLayout) -> pb.Layout:
+    """Return the protobuf form of *layout*."""
+    return pb.Layout(
+        components=[
+            pb.Component(
+                kind=c.kind,
+                dtype=c.dtype,
+                layers=c.layers,
+                kv_heads=c.kv_heads,
+                head_dim=c.head_dim,
+                tokens=c.tokens,
+            )
+            for c in layout.components
+        ]
+    )
+
+
+def layout_from_message(message: pb.Layout) -> KVLayout:
+    """Return the checked layout. Raises InvalidRequestError or LayoutMismatchError."""
+    components = []
+    for c in message.components:
+        try:
+            kind, dtype = LayerKind(c.kind), DType(c.dtype)
+        except ValueError as error:
+            raise InvalidRequestError(
+                "layout", str(error), "use a kind and dtype we know"
+            ) from None
+        components.append(Component(kind, dtype, c.layers, c.kv_heads, c.head_dim, c.tokens))
+    return KVLayout(tuple(components))
+
+
+def layout_fits(layout: KVLayout, representation: Representation) -> bool:
+    """Whether *layout* is a chunk of *representation*."""
+    return layout == KVLayout.of(representation, layout.tokens)
