@@ -61,8 +61,17 @@ class Codec(ABC):
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
         """Decode one verified layer into *out*. Raises InvalidFrameError on bad contents.
 
-        Never allocates more than the component's ``layer_bytes``, whatever *data* says.
+        Never allocates more than the component's ``layer_bytes`` and a fixed amount of scratch,
+        whatever *data* says.
         """
+
+    def check_header(self, header: FrameHeader) -> None:
+        """Raise UnknownCodecError unless *header* names this codec and this revision."""
+        if (header.codec_id, header.codec_revision) != (self.codec_id, self.revision):
+            raise UnknownCodecError(
+                f"{header.codec_id} revision {header.codec_revision}",
+                f"{self.name} is {self.codec_id} revision {self.revision}",
+            )
 
     def max_frame_bytes(self, layout: KVLayout) -> int:
         """Upper bound of the encoded frame of *layout*."""
@@ -89,8 +98,10 @@ class Codec(ABC):
     def decode_into(self, header: FrameHeader, frame: Bytes, out: ChunkTensors) -> None:
         """Verify each segment of *frame* and decode it into *out*.
 
-        Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish.
+        Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish. Raises
+        UnknownCodecError for a frame of another codec or revision; *out* is then untouched.
         """
+        self.check_header(header)
         check_tensors(header.layout, out)
         index = 0
         for component, layers in zip(header.layout.components, out, strict=True):

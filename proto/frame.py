@@ -7,6 +7,7 @@ aligned. The header and each segment carry an xxh3_64; nothing is believed befor
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -154,6 +155,7 @@ class FrameWriter:
         self._template = template
         self._out = out
         layout = template.layout
+        _check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
         self._segments = np.zeros(layout.segment_count, dtype=SEGMENT_DTYPE)
         self._segments["component"] = np.repeat(
             np.arange(len(layout.components)), [c.layers for c in layout.components]
@@ -188,6 +190,8 @@ class FrameWriter:
         """Write the header over all segments and return it. The frame is then complete."""
         if self._next != len(self._segments):
             raise InvalidFrameError("segments", self._next, f"commit all {len(self._segments)}")
+        if self._end > MAX_FRAME_BYTES:
+            raise InvalidFrameError("frame_bytes", self._end, f"at most {MAX_FRAME_BYTES}")
         t = self._template
         self._segments.flags.writeable = False
         header = FrameHeader(
@@ -233,7 +237,7 @@ def pack_components(layout: KVLayout) -> bytes:
 @lru_cache(maxsize=1024)
 def unpack_components(table: bytes) -> KVLayout:
     """Parse a component table; equal tables share one layout. Raises InvalidFrameError."""
-    if not table or len(table) % _COMPONENT.size:
+    if not table or len(table) % _COMPONENT.size or len(table) > MAX_COMPONENTS * _COMPONENT.size:
         raise InvalidFrameError("components", len(table), f"a row has {_COMPONENT.size} bytes")
     components = []
     for row in _COMPONENT.iter_unpack(table):
@@ -266,8 +270,7 @@ def parse_header(frame: Bytes) -> FrameHeader:
         raise InvalidFrameError("magic", magic, f"expected {MAGIC!r}")
     if version != VERSION:
         raise InvalidFrameError("version", version, f"this reader knows version {VERSION}")
-    if not 1 <= component_count <= MAX_COMPONENTS or not 1 <= segment_count <= MAX_SEGMENTS:
-        raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
+    _check_limits(component_count, segment_count, raw_bytes)
     table_end = FIXED_BYTES + _COMPONENT.size * component_count
     if size != _aligned(table_end + 32 * segment_count) or size > len(frame):
         raise InvalidFrameError("header_bytes", size, "does not fit its tables or the frame")
@@ -277,6 +280,8 @@ def parse_header(frame: Bytes) -> FrameHeader:
         raise InvalidFrameError("header checksum", hex(fixed[-1]), "the header is damaged")
     if flags & ~_KNOWN_FLAGS or fidelity not in Fidelity.__members__.values():
         raise InvalidFrameError("flags", (flags, fidelity), "set by a newer version")
+    if not (0 <= fixed[18] < math.inf and 0 <= fixed[19] < math.inf):
+        raise InvalidFrameError("cost or bound", fixed[18:20], "must be finite, not negative")
     layout = unpack_components(bytes(head[FIXED_BYTES:table_end]))
     segments = np.frombuffer(bytes(head), SEGMENT_DTYPE, segment_count, table_end)
     if (layout.segment_count, layout.raw_bytes, layout.tokens) != (
@@ -288,6 +293,13 @@ def parse_header(frame: Bytes) -> FrameHeader:
         ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, codec_id,
         revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,
     )  # fmt: skip
+
+
+def _check_limits(component_count: int, segment_count: int, raw_bytes: int) -> None:
+    if not 1 <= component_count <= MAX_COMPONENTS or not 1 <= segment_count <= MAX_SEGMENTS:
+        raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
+    if raw_bytes > MAX_FRAME_BYTES:
+        raise InvalidFrameError("raw_bytes", raw_bytes, f"at most {MAX_FRAME_BYTES}")
 
 
 def _check_segments(layout: KVLayout, segments: NDArray[Any], size: int, frame_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable
 
@@ -52,6 +53,8 @@ def unpack_info(row: bytes) -> ChunkInfo:
     version, fidelity, codec_id, size_bytes, flops, key, parent = _INFO.unpack_from(row)
     if version != _INFO_VERSION or fidelity not in Fidelity.__members__.values():
         raise InvalidFrameError("row", (version, fidelity), f"this reader knows {_INFO_VERSION}")
+    if not 0 <= flops < math.inf:
+        raise InvalidFrameError("prefill_flops", flops, "must be finite, not negative")
     layout = unpack_components(row[_INFO.size :])
     return ChunkInfo(
         ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, Fidelity(fidelity), flops

@@ -117,6 +117,13 @@ class Tier(ABC):
     def stats(self) -> TierStats:
         """Count the tier."""
 
+    def residents(self, key: ChunkKey) -> list[ChunkKey]:
+        """Return the sealed chunks that share *key*'s piece of the medium, itself included.
+
+        Freeing all of them frees the piece; empty where a medium has no such pieces.
+        """
+        return []
+
     @abstractmethod
     def flush(self) -> None:
         """Make every sealed frame durable. Does nothing on a tier that survives no restart."""

@@ -1,0 +1,75 @@
+# Every target runs from the root of the checkout and brings what it needs; nothing has to be
+# activated first.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+APT_INSTALL = $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive \
+	apt-get install -y -qq --no-install-recommends
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL: # the parts of check print one after the other
+.PHONY: help .venv demo test check bench proto format format-check lint types floors redis clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.venv: $(STAMP) ## install the project and its tools; PYTHON=... picks another interpreter
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "no python3 found: install python3.11 (3.11 or newer)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python " \
+		+ sys.version.split()[0] + ": install python3.11, or run make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "installing Debian's venv package"; \
+		$(APT_INSTALL) $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,transformers]'
+	@touch $@
+
+redis:
+	@command -v redis-server >/dev/null || { echo "installing Debian's redis-server"; \
+		$(APT_INSTALL) redis-server; }
+
+demo: $(STAMP) ## start a server, put and get through it, print what happened
+	@mkdir -p build
+	$(BIN)/kvstore demo --json build/demo.json
+
+test: $(STAMP) redis ## run the test suite; ARGS=... goes to pytest
+	$(BIN)/pytest $(ARGS)
+
+check: format-check lint types floors test ## everything that has to pass before a change lands
+
+bench: $(STAMP) ## measure this machine's data paths and print the tables
+	$(BIN)/python -m bench.local
+
+proto: $(STAMP) ## generate the protobuf and gRPC stubs again
+	rm -rf build/gen && mkdir -p build/gen
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -Ikvstore/proto=../proto \
+		--python_out=../build/gen --pyi_out=../build/gen --grpc_python_out=../build/gen \
+		kvstore/proto/kvstore.proto
+	mv build/gen/kvstore/proto/* proto/
+
+format: $(STAMP) ## rewrite the sources in the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --select I --fix .
+
+format-check: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP) ## ruff's rules
+	$(BIN)/ruff check .
+
+types: $(STAMP) ## mypy, strict
+	cd src && ../$(BIN)/mypy
+
+floors: $(STAMP) ## which room may import which
+	PYTHONPATH=src $(BIN)/lint-imports
+
+clean: ## remove what builds and checks left behind; .venv stays
+	rm -rf build dist src/*.egg-info .hypothesis .coverage .*_cache src/.*_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The server composes tiers, codecs and policies; only the manager moves chunks."""

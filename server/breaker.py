@@ -1,0 +1,60 @@
+"""A circuit breaker: after repeated failures a medium is left alone for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Breaker:
+    """Closed (in use), open (left alone), or half open (one attempt may try).
+
+    Thread-safe. *clock* returns monotonic seconds.
+    """
+
+    def __init__(self, failures: int, retry_ms: int, clock: Callable[[], float]) -> None:
+        self._limit = failures
+        self._retry_s = retry_ms / 1000
+        self._clock = clock
+        self._failed = 0
+        self._open_until = 0.0
+        self._reason = ""
+        # Guards the fields above; never held over a call to the medium.
+        self._lock = threading.Lock()
+
+    def allows(self) -> bool:
+        """Whether the medium may be tried now. An open breaker lets one attempt a period."""
+        with self._lock:
+            if self._failed < self._limit:
+                return True
+            now = self._clock()
+            if now < self._open_until:
+                return False
+            self._open_until = now + self._retry_s
+            return True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the medium is being left alone; asking does not use up an attempt."""
+        with self._lock:
+            return self._failed >= self._limit and self._clock() < self._open_until
+
+    @property
+    def reason(self) -> str:
+        """Why it opened; empty while closed."""
+        with self._lock:
+            return self._reason if self._failed >= self._limit else ""
+
+    def succeed(self) -> None:
+        """Close after the medium answered."""
+        with self._lock:
+            self._failed = 0
+            self._reason = ""
+
+    def fail(self, reason: str) -> None:
+        """Count a failure of the medium."""
+        with self._lock:
+            self._failed += 1
+            self._reason = reason
+            if self._failed >= self._limit:
+                self._open_until = self._clock() + self._retry_s

@@ -1,0 +1,248 @@
+"""The Catalog: which copies exist, who holds them and which may go. One lock, no I/O."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.proto.errors import QuotaExceededError
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.server.leases import Lease, LeaseTable
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.radix import Node, RadixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One chunk as the catalog knows it: its copies by tier name."""
+
+    key: ChunkKey
+    copies: Mapping[str, ChunkInfo]
+    leases: int
+    is_pinned: bool
+    hits: int
+
+
+class Catalog:
+    """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
+
+    Invariants: a policy knows exactly the keys of the copies on its tier; a key with a lease,
+    a pin or a running move is never handed out as a victim.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, EvictionPolicy],
+        leases: LeaseTable,
+        pin_limit_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._policies = policies
+        self._leases = leases
+        self._clock = clock
+        self._index = RadixIndex()
+        self._pending: dict[ChunkKey, int] = {}
+        self._leaving: set[ChunkKey] = set()
+        self._pinned: dict[ChunkKey, tuple[float, int]] = {}
+        self._pin_limit_bytes = pin_limit_bytes
+        # Guards all of the above; held for dictionary operations only.
+        self._lock = threading.Lock()
+
+    # --- copies
+
+    def note_sealed(self, tier: str, info: ChunkInfo) -> None:
+        """A copy became visible on *tier*."""
+        with self._lock:
+            self._index.add(tier, info)
+            self._policies[tier].insert(info)
+
+    def forget(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
+        """A copy is about to leave *tier*. False if it was not there, or is held."""
+        with self._lock:
+            if not even_if_held and self._is_held(key):
+                return False
+            self._policies[tier].remove(key)
+            return self._index.discard(tier, key) is not None
+
+    def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
+        """Return the chunk's copies by tier name; empty when there is none."""
+        with self._lock:
+            node = self._index.get(key)
+            return {} if node is None else dict(node.copies)
+
+    def holding(self, key: ChunkKey) -> Holding | None:
+        """Return what is known of one chunk."""
+        with self._lock:
+            node = self._index.get(key)
+            return None if node is None else self._holding(node)
+
+    def holdings(self, space: Namespace) -> list[Holding]:
+        """Return every chunk of a namespace."""
+        with self._lock:
+            return [self._holding(node) for node in self._index if node.key[:DIGEST_BYTES] == space]
+
+    def _holding(self, node: Node) -> Holding:
+        leases = self._leases.pins.get(node.key, 0)
+        pinned = node.key in self._pinned
+        return Holding(node.key, dict(node.copies), leases, pinned, node.hits)
+
+    def only_on(self, tier: str) -> list[ChunkKey]:
+        """Return the chunks of which *tier* has the only copy."""
+        with self._lock:
+            return [n.key for n in self._index if tier in n.copies and len(n.copies) == 1]
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    # --- lookups and leases
+
+    def match(
+        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity
+    ) -> tuple[list[Mapping[str, ChunkInfo]], int]:
+        """Return the copies of the longest sealed prefix, and how many chunks after it are
+        being written. Touches what it found.
+        """
+        with self._lock:
+            nodes = self._index.longest_prefix(keys, min_fidelity)
+            for node in nodes:
+                node.hits += 1
+            found = keys[: len(nodes)]
+            for policy in self._policies.values():
+                policy.touch(found)
+            pending = 0
+            for key in keys[len(nodes) :]:
+                if key not in self._pending and key not in self._index:
+                    break
+                pending += 1
+            return [dict(node.copies) for node in nodes], pending
+
+    def grant(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> tuple[Lease, int]:
+        """Lease the longest prefix of *keys* that still exists; return it and its length.
+
+        Raises QuotaExceededError.
+        """
+        with self._lock:
+            known = len(self._index.longest_prefix(keys, Fidelity.none))
+            lease = self._leases.grant(session_id, keys[:known], self._clock() + ttl_s)
+            return lease, known
+
+    def lease(self, lease_id: int, session_id: int) -> Lease:
+        """Return a live lease. Raises LeaseExpiredError."""
+        with self._lock:
+            return self._leases.get(lease_id, session_id, self._clock())
+
+    def release(self, lease_id: int, session_id: int) -> bool:
+        """End a lease."""
+        with self._lock:
+            return self._leases.release(lease_id, session_id)
+
+    def release_session(self, session_id: int) -> int:
+        """End all leases of a session."""
+        with self._lock:
+            return self._leases.release_session(session_id)
+
+    def expire(self) -> int:
+        """End leases and pins whose time is up; return how many leases."""
+        with self._lock:
+            now = self._clock()
+            for key in [k for k, (until, _) in self._pinned.items() if until <= now]:
+                del self._pinned[key]
+            return self._leases.expire(now)
+
+    def lease_count(self) -> int:
+        """Live leases."""
+        return len(self._leases)
+
+    def held_count(self) -> int:
+        """Sum of all pins that leases and moves hold; 0 when nothing is read or moved."""
+        with self._lock:
+            return sum(self._leases.pins.values())
+
+    # --- pins
+
+    def pin(self, keys: Iterable[ChunkKey], ttl_s: float) -> int:
+        """Keep known chunks for *ttl_s* seconds; return how many. Raises QuotaExceededError."""
+        with self._lock:
+            used = sum(size for _, size in self._pinned.values())
+            until = self._clock() + ttl_s
+            count = 0
+            for key in keys:
+                node = self._index.get(key)
+                if node is None:
+                    continue
+                size = node.info.size_bytes
+                if key not in self._pinned:
+                    used += size
+                if used > self._pin_limit_bytes:
+                    raise QuotaExceededError("pin_limit_bytes", self._pin_limit_bytes, "pins")
+                self._pinned[key] = (until, size)
+                count += 1
+            return count
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> int:
+        """End explicit pins; return how many there were."""
+        with self._lock:
+            return sum(self._pinned.pop(key, None) is not None for key in keys)
+
+    # --- moves and victims
+
+    def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
+        """Keep *key* from eviction while it is moved; return its copies. Pair with ``let_go``."""
+        with self._lock:
+            node = self._index.get(key)
+            self._leases.pin(key)
+            return {} if node is None else dict(node.copies)
+
+    def let_go(self, key: ChunkKey) -> None:
+        """Undo one ``hold``."""
+        with self._lock:
+            self._leases.unpin(key)
+
+    def begin_put(self, key: ChunkKey) -> bool:
+        """Count a writer of *key*; False, counting nothing, when the chunk exists."""
+        with self._lock:
+            if key in self._index:
+                return False
+            self._pending[key] = self._pending.get(key, 0) + 1
+            return True
+
+    def end_put(self, key: ChunkKey) -> None:
+        """Undo one ``begin_put``."""
+        with self._lock:
+            left = self._pending[key] - 1
+            if left:
+                self._pending[key] = left
+            else:
+                del self._pending[key]
+
+    def pending_count(self) -> int:
+        """Writers at work."""
+        with self._lock:
+            return sum(self._pending.values())
+
+    def claim_victims(
+        self, tier: str, need_bytes: int, limit: int, among: Sequence[ChunkKey] | None = None
+    ) -> list[ChunkKey]:
+        """Choose whom to evict and keep others from choosing the same. Pair with ``unclaim``.
+
+        With *among* every chunk of it that may go is chosen, whatever the policy says.
+        """
+        with self._lock:
+            if among is None:
+                victims = self._policies[tier].victims(need_bytes, self._stays, limit)
+            else:
+                victims = [key for key in among if not self._stays(key)]
+            self._leaving.update(victims)
+            return victims
+
+    def unclaim(self, keys: Iterable[ChunkKey]) -> None:
+        """The eviction is over, whatever became of it."""
+        with self._lock:
+            self._leaving.difference_update(keys)
+
+    def _is_held(self, key: ChunkKey) -> bool:
+        return key in self._leases.pins or key in self._pinned
+
+    def _stays(self, key: ChunkKey) -> bool:
+        return key in self._leaving or self._is_held(key)

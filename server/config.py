@@ -1,0 +1,400 @@
+"""The server's configuration: flags, else KVSTORE_* environment, else a YAML file, else defaults.
+
+Nothing else in the project reads the environment. A setting has one name in three spellings:
+``--disk-write``, ``KVSTORE_DISK_WRITE`` and ``disk_write:``. A value that cannot be used stops
+the start; the message names every such field, its value, where it came from and what to give.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.wire import MESSAGE_BYTES
+from kvstore.server.flags import flag_of, parse_flags
+from kvstore.server.refusal import refusal
+from kvstore.server.units import (
+    GIB,
+    KIB,
+    MIB,
+    MIN_TIER_BYTES,
+    CodecName,
+    Count,
+    Endpoint,
+    Millis,
+    Size,
+    SocketPath,
+    TierSize,
+    format_size,
+    is_loopback,
+    is_redis_url,
+    parse_endpoint,
+)
+
+MAX_SLAB_BYTES = 256 * MIB
+SOCKET_PATH_BYTES = 107
+"""What a Unix socket's address holds."""
+MIN_SECRET_BYTES = 16
+TIER_NAMES = ("gpu", "cpu", "disk", "redis")
+"""From the fastest to the farthest."""
+
+_PREFIX = "KVSTORE_"
+_CUDA_CONTROL = Path("/dev/nvidiactl")
+# Kubernetes puts these into every pod beside a service whose name starts with kvstore.
+_FROM_KUBERNETES = re.compile(r"KVSTORE(_.*)?_(SERVICE_(HOST|PORT.*)|PORT(_.*)?)")
+
+
+def _raw_only(name: str) -> str:
+    if name != "raw":
+        raise ValueError("use raw: frames are read in place from CPU memory")
+    return name
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+def _user_folder(variable: str, otherwise: str) -> Path:
+    value = os.environ.get(variable, "")
+    return Path(value if os.path.isabs(value) else otherwise)
+
+
+def _disk_path() -> Path:
+    return _user_folder("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) / "kvstore" / "disk"
+
+
+def _socket_path() -> str:
+    folder = _user_folder("XDG_RUNTIME_DIR", "/tmp")  # noqa: S108 - the socket makes it 0700
+    return str(folder / f"kvstore-{os.getuid()}" / "{port}.sock")
+
+
+def _slab_bytes(values: Mapping[str, int]) -> int:
+    """The power of two below a sixteenth of the tier: few slabs to pass, room for a frame."""
+    near = 1 << (values["cpu_size"] // 16).bit_length() - 1
+    return max(MIN_TIER_BYTES, min(near, MAX_SLAB_BYTES))
+
+
+class DiskConfig(BaseModel):
+    """Where the disk tier lives and how much it takes; also given as ``100GiB:/path``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    capacity_bytes: TierSize = 4 * GIB
+    path: Annotated[Path, AfterValidator(_absolute)] = Field(default_factory=_disk_path)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        if value.startswith(("/", "~", ".")):
+            return {"path": value}
+        size, colon, path = value.partition(":")
+        if not size or (colon and not path):
+            raise ValueError("give SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore")
+        return {"capacity_bytes": size} | ({"path": path} if colon else {})
+
+    def __str__(self) -> str:
+        return f"{format_size(self.capacity_bytes)}:{self.path}"
+
+
+class ServerConfig(BaseModel):
+    """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    max_message_bytes: ClassVar[int] = MESSAGE_BYTES
+    """Payload of one streamed message; fixed by the protocol."""
+
+    tiers: Annotated[tuple[str, ...], "NAMES"] = Field(
+        default=("cpu", "disk"), description="tiers to use, out of cpu, disk, redis, gpu"
+    )
+    cpu_size: TierSize = Field(default=4 * GIB, description="memory that the cpu tier may fill")
+    cpu_slab_bytes: Size = Field(
+        default_factory=_slab_bytes,
+        ge=64 * KIB,
+        description="memory is shared in slabs of this size; default: from --cpu",
+    )
+    disk: Annotated[DiskConfig, "SIZE:PATH"] = Field(
+        default_factory=DiskConfig,
+        description="size and folder of the disk tier; either alone keeps the other's default",
+    )
+    redis_url: Annotated[str | None, "URL"] = Field(
+        default=None,
+        repr=False,
+        validate_default=True,
+        description="Redis of the redis tier; a password is better kept out of flags",
+    )
+    redis_size: TierSize = Field(
+        default=16 * GIB, description="bytes this server may keep in Redis"
+    )
+    cpu_codec: Annotated[CodecName, AfterValidator(_raw_only)] = Field(
+        default="raw", description="codec of frames in the cpu tier; only raw"
+    )
+    disk_codec: CodecName = Field(default="raw", description="codec of frames on disk")
+    redis_codec: CodecName = Field(default="zstd", description="codec of frames in Redis")
+    disk_write: Literal["through", "evict"] = Field(
+        default="through",
+        description="copy to lower tiers when a chunk is stored, or when it is evicted",
+    )
+
+    insecure: bool = Field(default=False, description="allow other hosts to connect, without TLS")
+    listen: Endpoint = Field(default="127.0.0.1:7420", description="address of the gRPC service")
+    socket_path: SocketPath = Field(
+        default_factory=_socket_path,
+        validate_default=True,
+        description="Unix socket of the shared-memory path; {port} becomes the bound port; or off",
+    )
+    http: Endpoint = Field(default="off", description="address of the metrics page, or off")
+    secret_file: Annotated[Path | None, "PATH"] = Field(
+        default=None,
+        description="file whose bytes salt the namespaces; default: none, so that whoever knows"
+        " a model and a prompt can name their chunks",
+    )
+
+    max_frame_bytes: Size = Field(
+        default=256 * MIB,
+        ge=64 * KIB,
+        le=MAX_FRAME_BYTES,
+        description="largest chunk that is taken",
+    )
+    max_batch_chunks: Count = Field(default=4096, description="chunks in one request")
+    max_sessions: Count = Field(default=1024, description="sessions open at once")
+    max_leases_per_session: Count = Field(default=1024, description="leases one session may hold")
+    max_reservations_per_session: Count = Field(
+        default=4096, description="unfinished puts one session may hold"
+    )
+    session_ttl_ms: Millis = Field(
+        default=15_000, description="a silent session is closed after this"
+    )
+    lease_ttl_ms: Millis = Field(default=30_000, description="a lease ends after this")
+    default_deadline_ms: Millis = Field(
+        default=2000, description="deadline of calls that name none"
+    )
+    mover_queue: Count = Field(default=1024, description="background moves waiting in each lane")
+    load_headroom_percent: Annotated[int, "N"] = Field(
+        default=5, ge=0, lt=50, description="share of the cpu tier kept for loads"
+    )
+    workers: Count = Field(default=32, le=1024, description="threads that answer requests")
+    redis_timeout_ms: Millis = Field(
+        default=500, description="longest wait for one answer of Redis"
+    )
+    breaker_failures: Count = Field(
+        default=3, description="failures in a row that put a tier aside"
+    )
+    breaker_retry_ms: Millis = Field(
+        default=5000, description="a tier put aside is tried again after"
+    )
+
+    log_format: Literal["console", "json"] = Field(
+        default="console", description="how logs are written"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least level that is logged"
+    )
+
+    @field_validator("tiers", mode="before")
+    @classmethod
+    def _split_tiers(cls, value: object) -> object:
+        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("tiers")
+    @classmethod
+    def _check_tiers(cls, tiers: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in tiers if name not in TIER_NAMES]
+        if unknown or not tiers:
+            raise ValueError("name tiers out of cpu, disk, redis, gpu, separated by commas")
+        if len(set(tiers)) < len(tiers):
+            raise ValueError("name each tier once")
+        if "gpu" in tiers and not _CUDA_CONTROL.exists():
+            raise ValueError(
+                "'gpu' needs a CUDA device and this machine shows none; start with --tiers cpu,disk"
+            )
+        if "gpu" in tiers:
+            raise ValueError(
+                "the gpu tier is not in this version, though there is a CUDA device;"
+                " start with --tiers cpu,disk"
+            )
+        if "cpu" not in tiers:
+            raise ValueError("add cpu: frames are served from CPU memory, whatever lies below it")
+        return tuple(name for name in TIER_NAMES if name in tiers)
+
+    @field_validator("cpu_slab_bytes")
+    @classmethod
+    def _check_slab(cls, slab_bytes: int, info: ValidationInfo) -> int:
+        cpu_bytes = info.data.get("cpu_size", slab_bytes)
+        if slab_bytes > cpu_bytes:
+            raise ValueError(f"a slab must fit the cpu tier of {format_size(cpu_bytes)}")
+        if slab_bytes % (4 * KIB):
+            raise ValueError("give a multiple of 4KiB, the size of a page")
+        return slab_bytes
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: str | None, info: ValidationInfo) -> str | None:
+        fix = "give --redis redis://host:6379/0, or rediss:// for TLS"
+        if url is None:
+            if "redis" in info.data.get("tiers", ()):
+                raise ValueError(f"the redis tier needs to know its Redis: {fix}")
+            return None
+        if not is_redis_url(url):
+            raise ValueError(fix)
+        return url
+
+    @field_validator("listen", "http")
+    @classmethod
+    def _check_endpoint(cls, value: str, info: ValidationInfo) -> str:
+        if value == "off" and info.field_name == "http":
+            return value
+        host, _ = parse_endpoint(value)
+        if not info.data.get("insecure") and not is_loopback(host):
+            raise ValueError(
+                "other hosts could connect without TLS, which comes in a later version;"
+                " listen on 127.0.0.1, or add --insecure on a network you trust"
+            )
+        return value
+
+    @field_validator("socket_path")
+    @classmethod
+    def _check_socket_path(cls, value: str) -> str:
+        if value == "off":
+            return value
+        path = os.path.expanduser(value)
+        if not os.path.isabs(path):
+            raise ValueError("give an absolute path, or off to do without shared memory")
+        if len(os.fsencode(path.replace("{port}", "65535"))) > SOCKET_PATH_BYTES:
+            raise ValueError(f"a socket's path has at most {SOCKET_PATH_BYTES} bytes; shorten it")
+        return path
+
+    @field_validator("secret_file")
+    @classmethod
+    def _check_secret_file(cls, path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        if not (path.is_file() and os.access(path, os.R_OK)):
+            raise ValueError("name a file that this user can read")
+        if path.stat().st_size < MIN_SECRET_BYTES:
+            raise ValueError(f"put at least {MIN_SECRET_BYTES} random bytes into it")
+        return _absolute(path)
+
+    @property
+    def listen_address(self) -> tuple[str, int]:
+        """Host and port of the gRPC service."""
+        return parse_endpoint(self.listen)
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """Host and port of the metrics page; None when it is off."""
+        return None if self.http == "off" else parse_endpoint(self.http)
+
+    def socket_path_for(self, port: int) -> Path | None:
+        """Path of the Unix socket of a server bound to *port*; None when it is off."""
+        if self.socket_path == "off":
+            return None
+        return Path(self.socket_path.replace("{port}", str(port)))
+
+    def read_secret(self) -> bytes:
+        """Return the secret that salts the namespaces; empty when no file is named."""
+        return self.secret_file.read_bytes() if self.secret_file is not None else b""
+
+
+class _Environment(ServerConfig, BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, enable_decoding=False)
+
+
+def load_config(argv: Sequence[str]) -> ServerConfig:
+    """Return the configuration for the flags in *argv* (without the program's name).
+
+    Raises InvalidRequestError whose message has one line for each setting that is wrong.
+    """
+    return load_with_origins(argv)[0]
+
+
+def load_with_origins(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, str]]:
+    """Like ``load_config``, and say where each setting that is not a default came from."""
+    flags = dict(parse_flags(ServerConfig.model_fields, argv))
+    path = flags.pop("config", None) or os.environ.get("KVSTORE_CONFIG")
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    if path:
+        values |= _read_file(Path(str(path)))
+        origins |= dict.fromkeys(values, str(path))
+    environment = _read_environment()
+    values |= environment
+    origins |= {name: _PREFIX + name.upper() for name in environment}
+    values |= flags
+    origins |= {name: flag_of(name) for name in flags}
+    try:
+        return ServerConfig.model_validate(values), origins
+    except ValidationError as error:
+        raise refusal(error, ServerConfig.model_fields, origins) from None
+
+
+def _read_environment() -> dict[str, object]:
+    found: dict[str, object] = dict(EnvSettingsSource(_Environment)())
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(_PREFIX).lower()
+        ours = variable.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(variable)
+        if ours and name not in (*ServerConfig.model_fields, "config"):
+            found[name] = value  # a misspelt setting: refused with the others
+    return found
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise InvalidRequestError(
+            "config", str(path), f"cannot read it: {error.strerror}"
+        ) from None
+    except yaml.YAMLError as error:
+        raise InvalidRequestError("config", str(path), f"give YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise InvalidRequestError("config", str(path), "give settings as `name: value` lines")
+    return content
+
+
+def _masked(url: str) -> str:
+    without_options = url.partition("?")[0]
+    return re.sub("(?<=://).*@", "***@", without_options) + ("?***" if "?" in url else "")
+
+
+def show(config: ServerConfig, origins: Mapping[str, str] | None = None) -> str:
+    """Return *config* as YAML that ``--config`` reads, the Redis URL masked.
+
+    With *origins* each line says where its value came from.
+    """
+    lines = []
+    for name, field in ServerConfig.model_fields.items():
+        value = getattr(config, name)
+        if name == "redis_url" and value is not None:
+            value = _masked(value)
+        elif isinstance(value, tuple):
+            value = ",".join(value)
+        elif isinstance(value, DiskConfig | Path):
+            value = str(value)
+        elif "SIZE" in field.metadata:
+            value = format_size(value)
+        line = yaml.safe_dump({name: value}, width=1 << 20).rstrip()
+        lines.append(line if origins is None else f"{line}  # {origins.get(name, 'default')}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,148 @@
+"""Delivery: leased chunks on their way out, from the fastest holder that proves right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.tiers.cpu import SlabPlace
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    KVStoreError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvstore.proto.types import ChunkKey
+from kvstore.server.mover import Ticket
+from kvstore.server.sessions import Session
+from kvstore.server.transfer import Transfers
+
+READ_AHEAD_CHUNKS = 8
+"""Loads of one get that run before the reader asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A chunk in reach of its reader. ``tier`` is where it was when asked for.
+
+    ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own.
+    """
+
+    index: int
+    tier: str
+    frame: Bytes
+    place: SlabPlace | None
+
+
+class Delivery:
+    """Gets at work. Thread-safe.
+
+    What is not in CPU memory is promoted first. ``loose_bytes`` bounds the copies made for
+    readers while CPU memory is full of leases.
+    """
+
+    def __init__(self, transfers: Transfers, loose_bytes: int) -> None:
+        self._transfers = transfers
+        self._catalog = transfers.catalog
+        self._mover = transfers.mover
+        self._counters = transfers.counters
+        self._loose_limit_bytes = loose_bytes
+        self._loose_bytes = 0
+        self._lock = threading.Lock()  # guards _loose_bytes
+
+    def get(self, session: Session, keys: Sequence[ChunkKey], deadline: float) -> Iterator[Arrival]:
+        """Yield leased chunks in order, up to the first that is lost or late.
+
+        The caller holds the lease until it is done with what it got.
+        """
+        delivered = 0
+        for index, key in enumerate(keys):
+            for ahead in keys[index + 1 : index + 1 + READ_AHEAD_CHUNKS]:
+                self._load(session, ahead)
+            arrival = self._arrive(session, index, key, deadline)
+            if arrival is None:
+                break
+            delivered += 1
+            self._counters.add("get_bytes", len(arrival.frame))
+            try:
+                yield arrival
+            finally:
+                if arrival.place is None:
+                    self._return_loose(len(arrival.frame))
+        self._counters.add("get_chunks", delivered)
+        self._counters.add("get_missed_chunks", len(keys) - delivered)
+
+    def _load(self, session: Session, key: ChunkKey) -> tuple[str, Ticket | None]:
+        """Start loading *key* unless it is in CPU memory; return the fastest holder's name."""
+        copies = self._catalog.copies(key)
+        for name, shelf in self._transfers.shelves.items():
+            if name not in copies:
+                continue
+            if shelf is self._transfers.cpu:
+                return name, None
+            if not shelf.breaker.is_open:
+                return name, self._transfers.load(key, shelf, session.tenant)
+        return "", None
+
+    def _arrive(
+        self, session: Session, index: int, key: ChunkKey, deadline: float
+    ) -> Arrival | None:
+        origin = ""
+        # Each failed attempt removes or bars a copy, so this ends.
+        for _ in range(2 * len(self._transfers.shelves)):
+            name, ticket = self._load(session, key)
+            origin = origin or name
+            if ticket is None:
+                return self._in_cpu(index, key, origin) if name else None
+            try:
+                self._mover.wait(ticket, deadline)
+            except TierFullError:
+                return self._loose(index, key, name, deadline)
+            except DeadlineError:
+                self._counters.add("get_late_chunks")
+                return None
+            except (ChunkCorruptError, TierUnavailableError):
+                continue
+        return None
+
+    def _in_cpu(self, index: int, key: ChunkKey, origin: str) -> Arrival | None:
+        cpu = self._transfers.cpu_tier
+        place, frame = cpu.locate(key), cpu.peek(key)
+        if place is None or frame is None:
+            return None
+        return Arrival(index, origin, frame, place)
+
+    def _loose(self, index: int, key: ChunkKey, name: str, deadline: float) -> Arrival | None:
+        """Read past a CPU tier that is full of leases, within a bound of its own."""
+        shelf = self._transfers.shelves[name]
+        info = self._catalog.copies(key).get(name)
+        if info is None or not self._take_loose(info.size_bytes):
+            return None
+        ticket = self._mover.submit(
+            f"load-{name}", b"loose" + key, lambda: self._transfers.read_loose(info, shelf)
+        )
+        frame = None
+        try:
+            frame = None if ticket is None else self._mover.wait(ticket, deadline)
+        except KVStoreError:
+            self._counters.add("get_late_chunks")
+        if frame is None:
+            self._return_loose(info.size_bytes)
+            return None
+        self._counters.add("read_throughs")
+        return Arrival(index, name, frame, None)  # type: ignore[arg-type]
+
+    def _take_loose(self, size_bytes: int) -> bool:
+        with self._lock:
+            if self._loose_bytes + size_bytes > self._loose_limit_bytes:
+                return False
+            self._loose_bytes += size_bytes
+            return True
+
+    def _return_loose(self, size_bytes: int) -> None:
+        with self._lock:
+            self._loose_bytes -= size_bytes

@@ -1,0 +1,289 @@
+"""The TierManager: owns placement. Every question that crosses rooms lands here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+)
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match, Namespace
+from kvstore.server.catalog import Holding
+from kvstore.server.delivery import Delivery
+from kvstore.server.intake import Intake
+from kvstore.server.mover import Ticket
+from kvstore.server.sessions import Session
+from kvstore.server.shelf import Shelf
+from kvstore.server.transfer import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLimits:
+    """The manager's bounds; server/config.py says what each is for."""
+
+    lease_ttl_ms: int = 30_000
+    max_reservations_per_session: int = 4096
+    load_headroom_percent: int = 5
+    loose_bytes: int = 256 << 20
+    write_through: bool = True
+
+
+class TierManager:
+    """Put, lookup, get and forget over all tiers. Thread-safe.
+
+    *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
+    clock of *transfers*.
+    """
+
+    def __init__(
+        self, transfers: Transfers, limits: ManagerLimits, new_id: Callable[[], int]
+    ) -> None:
+        self.transfers = transfers
+        self.catalog = transfers.catalog
+        self.counters = transfers.counters
+        self.puts = Intake(
+            transfers,
+            limits.max_reservations_per_session,
+            limits.load_headroom_percent,
+            limits.write_through,
+            new_id,
+        )
+        self.gets = Delivery(transfers, limits.loose_bytes)
+        self._mover = transfers.mover
+        self._lease_ttl_ms = limits.lease_ttl_ms
+        self._new_id = new_id
+        lower = transfers.lower_shelves()
+        self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
+        self._shared = [s for s in lower if s.tier.shared]
+
+    @property
+    def can_be_durable(self) -> bool:
+        """Whether a tier of this node survives a restart."""
+        return bool(self._keepers)
+
+    def make_durable(self, keys: Sequence[ChunkKey], deadline: float) -> list[str]:
+        """Wait until the chunks would survive a power cut; return a reason for each that won't.
+
+        Raises InvalidRequestError when no tier of this node survives a restart.
+        """
+        if not self._keepers:
+            raise InvalidRequestError("durable", True, "start the server with a disk tier")
+        shelf = self._keepers[0]
+        copied = self._copied(keys, shelf, deadline)
+        flushed = self._flushed(shelf, deadline)
+        return [reason or flushed for reason in copied]
+
+    def _copied(self, keys: Sequence[ChunkKey], shelf: Shelf, deadline: float) -> list[str]:
+        tickets = [self.transfers.copy_down(key, shelf, urgent=True) for key in keys]
+        return [self._outcome(ticket, deadline) for ticket in tickets]
+
+    def _flushed(self, shelf: Shelf, deadline: float) -> str:
+        # A name of its own: a flush that already runs may have begun before our chunks came.
+        name = b"flush" + self._new_id().to_bytes(8, "little")
+
+        def work() -> bool:
+            shelf.tier.flush()
+            return True
+
+        ticket = self._mover.submit(
+            f"store-{shelf.name}", name, lambda: shelf.guarded(work), urgent=True
+        )
+        return self._outcome(ticket, deadline)
+
+    def _outcome(self, ticket: Ticket | None, deadline: float) -> str:
+        if ticket is None:
+            return "the server shuts down"
+        try:
+            return "" if self._mover.wait(ticket, deadline) else "evicted before it was copied"
+        except KVStoreError as error:
+            return str(error)
+
+    # --- lookup and leases
+
+    def lookup(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        deadline: float,
+        *,
+        lease: bool,
+        min_fidelity: Fidelity = Fidelity.exact,
+    ) -> Match:
+        """Find the longest prefix of *keys* that can be read, and lease it if asked to."""
+        copies, pending = self.catalog.match(keys, min_fidelity)
+        if self._shared and len(copies) + pending < len(keys):
+            rest = keys[len(copies) :]
+            if self._ask_shared(rest, deadline):
+                copies, pending = self.catalog.match(keys, min_fidelity)
+        lease_id = 0
+        if lease and copies:
+            granted, known = self.catalog.grant(
+                session.session_id, keys[: len(copies)], self._lease_ttl_ms / 1000
+            )
+            copies, lease_id = copies[:known], granted.lease_id
+        best = [self._fastest(held) for held in copies]
+        self.counters.add("lookups")
+        self.counters.add("lookup_chunks", len(keys))
+        self.counters.add("lookup_ready_chunks", len(copies))
+        return Match(
+            ready=len(copies),
+            pending=pending,
+            missing=len(keys) - len(copies) - pending,
+            tiers=tuple(name for name, _ in best),
+            load_us=tuple(load_us for _, load_us in best),
+            lease_id=lease_id,
+            lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
+        )
+
+    def _fastest(self, held: dict[str, ChunkInfo]) -> tuple[str, int]:
+        for name, shelf in self.transfers.shelves.items():
+            if name in held:
+                return name, shelf.rate.load_us(held[name].size_bytes)
+        raise AssertionError("a chunk of the index has a copy")
+
+    def _ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> bool:
+        """Learn from shared tiers which of *keys* others put there. True if any is new."""
+        news = False
+        for shelf in self._shared:
+            if shelf.breaker.is_open:
+                continue
+            ticket = self._mover.submit(
+                f"ask-{shelf.name}", b"".join(keys), lambda shelf=shelf: self._find(shelf, keys)
+            )
+            try:
+                news |= ticket is not None and bool(self._mover.wait(ticket, deadline))
+            except KVStoreError:
+                self.counters.add("get_late_chunks")
+        return news
+
+    def _find(self, shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:
+        found: list[ChunkInfo | None] = []
+
+        def work() -> bool:
+            found.extend(shelf.tier.find(keys))
+            return True
+
+        shelf.guarded(work)
+        news = False
+        for info in found:
+            if info is None:
+                break
+            if shelf.name not in self.catalog.copies(info.key):
+                self.catalog.note_sealed(shelf.name, info)
+                news = True
+        return news
+
+    def release(self, session: Session, lease_id: int) -> bool:
+        """End a lease. Return whether the session had it."""
+        return self.catalog.release(lease_id, session.session_id)
+
+    def open_get(
+        self, session: Session, keys: Sequence[ChunkKey], lease_id: int
+    ) -> tuple[int, int]:
+        """Check the lease of a get, or take one over what exists; return it and the prefix length.
+
+        Raises LeaseExpiredError, InvalidRequestError for chunks outside the lease.
+        """
+        if not lease_id:
+            lease, known = self.catalog.grant(session.session_id, keys, self._lease_ttl_ms / 1000)
+            return lease.lease_id, known
+        leased = set(self.catalog.lease(lease_id, session.session_id).keys)
+        for key in keys:
+            if key not in leased:
+                raise InvalidRequestError(
+                    "digests", key.hex(), f"not under lease {lease_id}; look it up with a lease"
+                )
+        return lease_id, len(keys)
+
+    # --- keeping and forgetting
+
+    def pin(self, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
+        """Keep chunks from eviction for *ttl_ms*; return how many are known."""
+        return self.catalog.pin(keys, ttl_ms / 1000)
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> int:
+        """End pins; return how many there were."""
+        return self.catalog.unpin(keys)
+
+    def delete(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[int, int]:
+        """Forget chunks on every tier; return how many went, and how many are being read."""
+        deleted = leased = 0
+        for key in keys:
+            self._settle(key, deadline)
+            names = list(self.catalog.copies(key))
+            gone = [n for n in names if self.catalog.forget(n, key, even_if_held=False)]
+            for name in gone:
+                self._delete_from(self.transfers.shelves[name], key, deadline)
+            deleted += bool(names) and len(gone) == len(names)
+            leased += len(gone) < len(names)
+        return deleted, leased
+
+    def _settle(self, key: ChunkKey, deadline: float) -> None:
+        """Wait for moves of *key*, lest one makes it visible again after its deletion."""
+        for ticket in self._mover.named(key):
+            self._outcome(ticket, deadline)
+
+    def _delete_from(self, shelf: Shelf, key: ChunkKey, deadline: float) -> None:
+        if shelf is self.transfers.cpu:
+            shelf.tier.delete(key)
+            return
+        ticket = self._mover.submit(
+            f"store-{shelf.name}",
+            b"delete" + key,
+            lambda: self.transfers.delete_from(shelf, key),
+            urgent=True,
+        )
+        self._outcome(ticket, deadline)
+
+    def clear(self, space: Namespace, deadline: float) -> tuple[int, int]:
+        """Forget every chunk of a namespace that this node knows and nobody reads."""
+        return self.delete([holding.key for holding in self.catalog.holdings(space)], deadline)
+
+    def stat(self, keys: Sequence[ChunkKey]) -> list[Holding]:
+        """Return what is known of the chunks that exist."""
+        return [held for key in keys if (held := self.catalog.holding(key)) is not None]
+
+    def list(self, space: Namespace) -> list[Holding]:
+        """Return every chunk of a namespace that this node knows."""
+        return self.catalog.holdings(space)
+
+    # --- life
+
+    def recover(self) -> int:
+        """Index what tiers of this node kept over a restart; return how many chunks."""
+        count = 0
+        for shelf in self._keepers:
+            for info in shelf.tier.scan():
+                self.catalog.note_sealed(shelf.name, info)
+                count += 1
+        return count
+
+    def end_session(self, session: Session) -> None:
+        """Release every lease and put of a session that ended."""
+        self.catalog.release_session(session.session_id)
+        self.puts.abort_session(session)
+
+    def tick(self) -> None:
+        """Release what is past its time. Called a few times a second."""
+        self.counters.add("expired_leases", self.catalog.expire())
+
+    def drain(self, deadline: float) -> bool:
+        """Refuse new puts and copy what only CPU memory holds to a tier that survives.
+
+        Return whether everything was copied by the deadline.
+        """
+        self.puts.drain()
+        if not self._keepers:
+            return False
+        shelf = self._keepers[0]
+        alone = self.catalog.only_on(self.transfers.cpu.name)
+        reasons = self._copied(alone, shelf, deadline)
+        return not any(reasons) and not self._flushed(shelf, deadline)
+
+    def close(self) -> None:
+        """Stop the Mover and release every tier."""
+        self._mover.close()
+        for shelf in self.transfers.shelves.values():
+            shelf.tier.close()

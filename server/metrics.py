@@ -1,0 +1,91 @@
+"""What the server counts. Every series exists at 0 from the start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+COUNTERS: Mapping[str, str] = {
+    "lookups": "lookups answered",
+    "lookup_chunks": "chunks asked for in lookups",
+    "lookup_ready_chunks": "chunks that lookups found ready",
+    "get_chunks": "chunks delivered by gets",
+    "get_bytes": "frame bytes delivered by gets",
+    "get_missed_chunks": "chunks a get asked for and did not deliver",
+    "get_late_chunks": "chunks not loaded by the deadline",
+    "put_stored_chunks": "chunks stored by puts",
+    "put_bytes": "frame bytes stored by puts",
+    "put_existing_chunks": "chunks of puts that were there already",
+    "put_refused_chunks": "chunks of puts refused for want of room or by policy",
+    "put_invalid_chunks": "frames of puts that failed a check",
+    "promoted_chunks": "chunks copied up into CPU memory",
+    "copied_chunks": "chunks copied down to a lower tier",
+    "skipped_copies": "copies to a lower tier not made because its lane was full",
+    "failed_copies": "copies to a lower tier that failed",
+    "evicted_chunks": "chunks evicted from a tier",
+    "dropped_victims": "evicted chunks of which no tier kept a copy",
+    "corrupt_chunks": "copies that failed verification and were quarantined",
+    "lost_chunks": "copies that a tier no longer had",
+    "expired_leases": "leases released because their time was up",
+    "expired_sessions": "sessions closed because they fell silent",
+    "read_throughs": "gets served past a full CPU tier",
+}
+"""Counter names and what they count; exported as ``kvstore_<name>_total``."""
+
+
+class Counters:
+    """Named, thread-safe integers. Counting an unknown name is a KeyError."""
+
+    def __init__(self) -> None:
+        self._values = dict.fromkeys(COUNTERS, 0)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, step: int = 1) -> None:
+        """Count *step* more of *name*."""
+        with self._lock:
+            self._values[name] += step
+
+    def __getitem__(self, name: str) -> int:
+        return self._values[name]
+
+    def snapshot(self) -> dict[str, int]:
+        """Return all counts at one instant."""
+        with self._lock:
+            return dict(self._values)
+
+
+Gauge = tuple[str, str, str, float]
+"""Name, description, value of the ``tier`` label (empty for none), value."""
+
+
+def start_metrics_server(
+    host: str, port: int, counters: Counters, gauges: Callable[[], Iterable[Gauge]]
+) -> tuple[Callable[[], None], int]:
+    """Serve ``/metrics`` for Prometheus; return how to stop it and the port it got."""
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+
+    class _Collector(Collector):
+        def collect(self) -> Iterable[Metric]:
+            for name, value in counters.snapshot().items():
+                yield CounterMetricFamily(f"kvstore_{name}", COUNTERS[name], value=value)
+            families: dict[str, GaugeMetricFamily] = {}
+            for name, text, tier, value in gauges():
+                labels = ["tier"] if tier else []
+                family = families.setdefault(
+                    name, GaugeMetricFamily(f"kvstore_{name}", text, labels=labels)
+                )
+                family.add_metric([tier] if tier else [], value)
+            yield from families.values()
+
+    registry = CollectorRegistry()
+    registry.register(_Collector())
+    server, thread = start_http_server(port, addr=host, registry=registry)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop, server.server_port

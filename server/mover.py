@@ -1,0 +1,177 @@
+"""The Mover: a bounded background queue of promotions, demotions and slow questions.
+
+Work is queued in lanes, one per direction and medium, so that a stuck medium holds up
+nobody else. Nothing here knows what is moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from kvstore.proto.errors import DeadlineError
+
+Work = Callable[[], object]
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One queued piece of work; ``result`` or ``error`` is set once ``done``."""
+
+    lane: str
+    name: bytes
+    work: Work
+    done: bool = False
+    result: object = None
+    error: Exception | None = None
+
+
+class Mover:
+    """Lanes of tickets and the threads that work them off.
+
+    With ``workers`` of 0 for every lane nothing runs by itself: ``step`` is driven by a test,
+    and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds.
+    """
+
+    def __init__(
+        self, lanes: Mapping[str, int], limit_per_lane: int, clock: Callable[[], float]
+    ) -> None:
+        self._limit = limit_per_lane
+        self._clock = clock
+        self._queues: dict[str, deque[Ticket]] = {lane: deque() for lane in lanes}
+        self._open: dict[tuple[str, bytes], Ticket] = {}
+        self._closed = False
+        self._stepped = not any(lanes.values())
+        # Guards all fields above; held for queue operations only. Notified when a ticket is
+        # queued or done.
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"mover-{lane}", daemon=True)
+            for lane, workers in lanes.items()
+            for _ in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lane: str, name: bytes, work: Work, *, urgent: bool = False) -> Ticket | None:
+        """Queue *work*; None when the lane is full or the Mover closed.
+
+        Urgent work goes to the front and past the limit: each piece has a caller who waits
+        for it, and the number of callers is bounded. Work of the same name that still waits or runs in the lane is joined, not repeated.
+        """
+        with self._changed:
+            known = self._open.get((lane, name))
+            if known is not None:
+                if urgent:
+                    self._hurry(known)
+                return known
+            queue = self._queues[lane]
+            if self._closed or (len(queue) >= self._limit and not urgent):
+                return None
+            ticket = Ticket(lane, name, work)
+            self._open[lane, name] = ticket
+            if urgent:
+                queue.appendleft(ticket)
+            else:
+                queue.append(ticket)
+            self._changed.notify_all()
+            return ticket
+
+    def _hurry(self, ticket: Ticket) -> None:
+        queue = self._queues[ticket.lane]
+        if ticket in queue:
+            queue.remove(ticket)
+            queue.appendleft(ticket)
+
+    def wait(self, ticket: Ticket, deadline: float) -> object:
+        """Return the ticket's result. Raises its error, or DeadlineError when time is up."""
+        if self._stepped:
+            while not ticket.done and self._clock() < deadline and self.step(ticket.lane):
+                pass
+        else:
+            with self._changed:
+                while not ticket.done and not self._closed:
+                    left_s = deadline - self._clock()
+                    if left_s <= 0:
+                        break
+                    self._changed.wait(left_s)
+        if not ticket.done:
+            raise DeadlineError(f"{ticket.lane}: not done by the deadline")
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.result
+
+    def named(self, name: bytes) -> list[Ticket]:
+        """Return the tickets of any lane that have *name* and are not done."""
+        with self._changed:
+            return [self._open[lane, name] for lane in self._queues if (lane, name) in self._open]
+
+    def step(self, lane: str | None = None) -> bool:
+        """Do the next piece of work of *lane*, or of any. Return whether there was one."""
+        with self._changed:
+            ticket = self._take(lane)
+        if ticket is None:
+            return False
+        self._do(ticket)
+        return True
+
+    def _take(self, lane: str | None) -> Ticket | None:
+        for queue in self._queues.values() if lane is None else (self._queues[lane],):
+            if queue:
+                return queue.popleft()
+        return None
+
+    def _do(self, ticket: Ticket) -> None:
+        try:
+            ticket.result = ticket.work()
+        except Exception as error:  # noqa: BLE001
+            # The loop outlives any piece of work; whoever waits gets the error.
+            ticket.error = error
+            logger.debug("move failed", lane=ticket.lane, error=str(error))
+        with self._changed:
+            ticket.done = True
+            self._open.pop((ticket.lane, ticket.name), None)
+            self._changed.notify_all()
+
+    def _run(self, lane: str) -> None:
+        while True:
+            with self._changed:
+                ticket = self._take(lane)
+                while ticket is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                    ticket = self._take(lane)
+            self._do(ticket)
+
+    def depth(self) -> dict[str, int]:
+        """Return how many tickets wait in each lane."""
+        with self._changed:
+            return {lane: len(queue) for lane, queue in self._queues.items()}
+
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        with self._changed:
+            return not self._open
+
+    def is_alive(self) -> bool:
+        """Whether every worker lives: a dead one must fail health, not go unnoticed."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """Finish what runs, drop what waits, stop the threads. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for queue in self._queues.values():
+                for ticket in queue:
+                    self._open.pop((ticket.lane, ticket.name), None)
+                queue.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()

@@ -1,0 +1,47 @@
+"""Why a configuration was refused, as one error with a line for each wrong setting."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from kvstore.proto.errors import InvalidRequestError
+
+
+def refusal(
+    error: ValidationError, names: Collection[str], origins: Mapping[str, str]
+) -> InvalidRequestError:
+    """Return what *error* says of the settings called *names*, with where each came from.
+
+    The Redis URL is never repeated: a malformed one may hold its password anywhere.
+    """
+    problems = []
+    for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":
+            continue  # the setting it derives from is refused already
+        name = str(item["loc"][0])
+        value = "***" if name == "redis_url" and item["input"] else item["input"]
+        origin = f" (from {origins[name]})" if name in origins else ""
+        field = ".".join(map(str, item["loc"]))
+        problems.append((field, value, _fix(item, names) + origin))
+    (field, value, fix), *others = problems
+    rest = [str(InvalidRequestError(*problem)) for problem in others]
+    return InvalidRequestError(field, value, "\n".join([fix, *rest]))
+
+
+def _fix(item: ErrorDetails, names: Collection[str]) -> str:
+    kind = item["type"]
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    if kind == "extra_forbidden":
+        close = get_close_matches(str(item["loc"][0]), names, n=1)
+        hint = f"did you mean {close[0]}?" if close else "kvstore-server --help lists them"
+        return f"there is no such setting; {hint}"
+    if kind.startswith("int_"):
+        return "give a whole number"
+    if kind.startswith("bool_"):
+        return "give true or false"
+    return item["msg"].replace("Input should be", "it must be")

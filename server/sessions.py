@@ -1,0 +1,139 @@
+"""Sessions: one connected engine process each. Its death releases everything it owns."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.proto.errors import (
+    LeaseExpiredError,
+    QuotaExceededError,
+    ShuttingDownError,
+    UnauthenticatedError,
+)
+from kvstore.proto.keys import namespace, representation_digest
+from kvstore.proto.types import Namespace, Representation
+from kvstore.tiers.base import DEFAULT_TENANT
+
+TOKEN_BYTES = 16
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What the server knows of one engine process. ``heard_at`` is in the clock's seconds."""
+
+    session_id: int
+    tenant: str
+    client: str
+    representation: Representation
+    namespace: Namespace
+    representation_digest: bytes
+    attach_token: bytes
+    heard_at: float
+    is_attached: bool = False
+    """Whether its process holds the data plane's socket open: then it is alive."""
+
+
+class SessionTable:
+    """Live sessions by id.
+
+    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_close`` callbacks
+    run for each session that ends, however it ends, outside the lock.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        ttl_ms: int,
+        tenant_salt: Callable[[str], bytes],
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self.ttl_ms = ttl_ms
+        self._limit = limit
+        self._tenant_salt = tenant_salt
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._sessions: dict[int, Session] = {}
+        self._draining = False
+        self.on_close: list[Callable[[Session], None]] = []
+        # Guards the table; held for dictionary operations only.
+        self._lock = threading.Lock()
+
+    def open(
+        self, representation: Representation, client: str, tenant: str = DEFAULT_TENANT
+    ) -> Session:
+        """Open a session. Raises QuotaExceededError or ShuttingDownError."""
+        session = Session(
+            int.from_bytes(self._random_bytes(8), "little") or 1,
+            tenant,
+            client,
+            representation,
+            namespace(self._tenant_salt(tenant), representation),
+            representation_digest(representation),
+            self._random_bytes(TOKEN_BYTES),
+            self._clock(),
+        )
+        with self._lock:
+            if self._draining:
+                raise ShuttingDownError("the server drains; no new sessions")
+            if len(self._sessions) >= self._limit:
+                raise QuotaExceededError("max_sessions", self._limit, "this server")
+            self._sessions[session.session_id] = session
+        return session
+
+    def get(self, session_id: int) -> Session:
+        """Return a live session and take note of it. Raises LeaseExpiredError."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                session.heard_at = self._clock()
+                return session
+        raise LeaseExpiredError(
+            f"session_id={session_id}: closed, expired or of an earlier start; open a session"
+        )
+
+    def attach(self, token: bytes) -> Session:
+        """Return the session that *token* was given to. Raises UnauthenticatedError."""
+        with self._lock:
+            for session in self._sessions.values():
+                if hmac.compare_digest(session.attach_token, token):
+                    session.is_attached = True
+                    return session
+        raise UnauthenticatedError("attach_token: unknown; open a session first")
+
+    def close(self, session_id: int) -> bool:
+        """End a session and release what it owns. Return whether it was there."""
+        with self._lock:
+            session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        for callback in self.on_close:
+            callback(session)
+        return True
+
+    def expire(self) -> int:
+        """End the sessions unheard of for longer than the time to live. Return how many."""
+        oldest = self._clock() - self.ttl_ms / 1000
+        with self._lock:
+            late = [
+                s.session_id
+                for s in self._sessions.values()
+                if s.heard_at < oldest and not s.is_attached
+            ]
+        return sum(self.close(session_id) for session_id in late)
+
+    def drain(self) -> None:
+        """Refuse new sessions from now on."""
+        with self._lock:
+            self._draining = True
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new sessions are refused."""
+        return self._draining
+
+    def __len__(self) -> int:
+        return len(self._sessions)

@@ -1,0 +1,110 @@
+"""A Shelf: one tier as the manager sees it, with its codec, policy, breaker and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.codecs.base import Codec
+from kvstore.codecs.transcode import max_transcoded_bytes, transcode
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    TierUnavailableError,
+    UnknownCodecError,
+)
+from kvstore.proto.frame import FrameHeader, check_frame, parse_header
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.breaker import Breaker
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.tiers.base import Tier
+
+_EWMA_WEIGHT = 0.2
+_FIRST_GUESS_BYTES_PER_S = {"cpu": 10e9, "disk": 1e9, "redis": 0.5e9}
+_ROUND_TRIP_S = {"cpu": 0.0, "disk": 100e-6, "redis": 500e-6}
+
+
+@dataclass(slots=True)
+class Rate:
+    """Bytes per second of loads from a tier, as an exponentially weighted mean."""
+
+    bytes_per_s: float
+    round_trip_s: float
+
+    def observe(self, size_bytes: int, seconds: float) -> None:
+        """Take note of one load."""
+        if seconds > 0:
+            step = size_bytes / seconds - self.bytes_per_s
+            self.bytes_per_s += _EWMA_WEIGHT * step
+
+    def load_us(self, size_bytes: int) -> int:
+        """Estimated microseconds to load *size_bytes*."""
+        return int(1e6 * (self.round_trip_s + size_bytes / self.bytes_per_s))
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """One tier and what is needed to use it.
+
+    Calls go through the breaker: TierUnavailableError counts as a failure of the medium, any
+    other answer as a success. *clock* returns monotonic seconds.
+    """
+
+    tier: Tier
+    codec: Codec
+    policy: EvictionPolicy
+    breaker: Breaker
+    clock: Callable[[], float]
+    rate: Rate = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = self.tier.name
+        self.rate = Rate(_FIRST_GUESS_BYTES_PER_S.get(name, 1e9), _ROUND_TRIP_S.get(name, 1e-3))
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.tier.name
+
+    def read_verified(self, info: ChunkInfo, out: Bytes) -> FrameHeader | None:
+        """Fill *out* with the frame of *info* and verify it; None when the tier lost it.
+
+        Raises ChunkCorruptError for bytes that are not the frame, whatever is wrong with them.
+        """
+        started = self.clock()
+        if not self.guarded(lambda: self.tier.read_into(info.key, out)):
+            return None
+        header = verify(out, info.key)
+        self.rate.observe(len(out), self.clock() - started)
+        return header
+
+    def guarded(self, work: Callable[[], bool]) -> bool:
+        """Run *work* on the medium and let the breaker know how it went."""
+        if not self.breaker.allows():
+            raise TierUnavailableError(self.name, f"left alone for now: {self.breaker.reason}")
+        try:
+            done = work()
+        except TierUnavailableError as error:
+            self.breaker.fail(str(error))
+            raise
+        self.breaker.succeed()
+        return done
+
+    def encode_for(self, frame: Bytes) -> Bytes:
+        """Return *frame* under this shelf's codec: the same bytes when it already is."""
+        header = parse_header(frame)
+        if header.codec_id == self.codec.codec_id:
+            return frame
+        scratch = np.empty(max_transcoded_bytes(header.layout, self.codec), np.uint8)
+        return scratch[: transcode(frame, self.codec, scratch).frame_bytes]
+
+
+def verify(frame: Bytes, key: ChunkKey) -> FrameHeader:
+    """Check a frame read for *key*. Raises ChunkCorruptError, whatever is wrong with it."""
+    try:
+        return check_frame(frame, key)
+    except (InvalidFrameError, UnknownCodecError) as error:
+        raise ChunkCorruptError(key, str(error)) from None

@@ -1,0 +1,294 @@
+"""Transfers: copies of chunks between shelves, and the room they need.
+
+Reclaim happens inside allocate: whoever needs room evicts exactly that much, and an evicted
+chunk of which no lower tier has a copy is demoted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from kvstore.tiers.cpu import CpuTier
+
+from kvstore.codecs.transcode import transcode
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import check_frame, raw_frame_bytes, with_size
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.catalog import Catalog
+from kvstore.server.metrics import Counters
+from kvstore.server.mover import Mover, Ticket
+from kvstore.server.shelf import Shelf, verify
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation
+
+MAX_RECLAIM_ROUNDS = 64
+VICTIMS_PER_ROUND = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is asked of a shelf: room for a frame, by when, leaving how much free."""
+
+    info: ChunkInfo
+    tenant: str
+    deadline: float
+    headroom_bytes: int = 0
+
+
+class Transfers:
+    """Moves chunks between shelves. *shelves* are ordered from the fastest to the slowest.
+
+    The first shelf is CPU memory. Thread-safe; *clock* returns monotonic seconds. Moves run
+    in the Mover's lanes ``load-TIER`` and ``store-TIER``; a lane only ever waits for the
+    store lane of a slower tier, so lanes cannot wait in a circle.
+    """
+
+    def __init__(
+        self,
+        shelves: Sequence[Shelf],
+        catalog: Catalog,
+        mover: Mover,
+        counters: Counters,
+        clock: Callable[[], float],
+        move_timeout_ms: int,
+    ) -> None:
+        self.shelves = {shelf.name: shelf for shelf in shelves}
+        self._order = list(shelves)
+        self.cpu = shelves[0]
+        assert isinstance(self.cpu.tier, CpuTier)
+        self.cpu_tier: CpuTier = self.cpu.tier
+        self.catalog = catalog
+        self.mover = mover
+        self.counters = counters
+        self.clock = clock
+        self._move_timeout_s = move_timeout_ms / 1000
+
+    # --- room
+
+    def reserve(self, shelf: Shelf, room: Room) -> Reservation:
+        """Reserve on *shelf*, evicting what is in the way.
+
+        Raises TierFullError when everything else is held or the deadline passes first,
+        InvalidRequestError for a frame that no empty tier could hold.
+        """
+        tier = shelf.tier
+        size = room.info.size_bytes
+        if size > tier.max_frame_bytes():
+            raise InvalidRequestError(
+                "frame_bytes", size, f"tier {tier.name!r} takes {tier.max_frame_bytes()} at most"
+            )
+        need = tier.allocated_bytes(size)
+        limit = tier.capacity_bytes - room.headroom_bytes
+        victim: ChunkKey | None = None
+        for attempt in range(MAX_RECLAIM_ROUNDS):
+            missing = tier.stats().used_bytes + need - limit
+            if missing <= 0:
+                try:
+                    return tier.reserve(room.info, room.tenant)
+                except TierFullError:
+                    missing = need
+            # Scattered room does not help: after a few rounds empty one piece of the medium.
+            among = tier.residents(victim) if victim is not None and attempt % 4 == 3 else None
+            victim = self._evict(shelf, missing, room.deadline, among or None)
+        raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
+
+    def _evict(
+        self, shelf: Shelf, need_bytes: int, deadline: float, among: list[ChunkKey] | None
+    ) -> ChunkKey:
+        victims = self.catalog.claim_victims(shelf.name, need_bytes, VICTIMS_PER_ROUND, among)
+        if not victims:
+            stats = shelf.tier.stats()
+            free_bytes = stats.capacity_bytes - stats.used_bytes
+            raise TierFullError(shelf.name, need_bytes, free_bytes)
+        try:
+            tickets = [(key, self._demote(shelf, key)) for key in victims]
+            for key, ticket in tickets:
+                self._give_up(shelf, key, ticket, deadline)
+        except DeadlineError:
+            # Demotions go on; their victims stay until they have a copy elsewhere.
+            raise TierFullError(shelf.name, need_bytes, 0) from None
+        finally:
+            self.catalog.unclaim(victims)
+        return victims[0]
+
+    def _demote(self, shelf: Shelf, key: ChunkKey) -> Ticket | None:
+        """Queue a copy to the next lower shelf that is in use, unless one has the chunk."""
+        lower = self._order[self._order.index(shelf) + 1 :]
+        held = self.catalog.copies(key)
+        if any(target.name in held for target in lower):
+            return None
+        for target in lower:
+            if not target.breaker.is_open:
+                return self.copy_down(key, target, urgent=True)
+        return None
+
+    def _give_up(self, shelf: Shelf, key: ChunkKey, ticket: Ticket | None, deadline: float) -> None:
+        if ticket is not None:
+            try:
+                self.mover.wait(ticket, deadline)
+            except DeadlineError:
+                raise
+            except KVStoreError:
+                self.counters.add("failed_copies")
+        copies = self.catalog.copies(key)
+        if shelf.name not in copies:
+            return
+        if self.catalog.forget(shelf.name, key, even_if_held=False):
+            shelf.tier.delete(key)
+            self.counters.add("evicted_chunks")
+            if len(copies) == 1:
+                self.counters.add("dropped_victims")
+
+    # --- moves
+
+    def copy_down(self, key: ChunkKey, target: Shelf, *, urgent: bool = False) -> Ticket | None:
+        """Queue a copy of *key* to a lower shelf; None when its lane is full."""
+        return self.mover.submit(
+            f"store-{target.name}", key, lambda: self._copy(key, target), urgent=urgent
+        )
+
+    def load(self, key: ChunkKey, source: Shelf, tenant: str) -> Ticket | None:
+        """Queue a copy of *key* from a lower shelf to CPU memory; None when its lane is full."""
+        return self.mover.submit(
+            f"load-{source.name}", key, lambda: self._promote(key, source, tenant)
+        )
+
+    def _copy(self, key: ChunkKey, target: Shelf) -> bool:
+        """Copy *key* to *target*. Return whether it is there now."""
+        copies = self.catalog.hold(key)
+        try:
+            if target.name in copies:
+                return True
+            frame = self._best_frame(key, copies)
+            if frame is None:
+                return False
+            frame = target.encode_for(frame)
+            header = verify(frame, key)
+            room = Room(header.info(), DEFAULT_TENANT, self.clock() + self._move_timeout_s)
+            reservation = self.reserve(target, room)
+            if self._write(target, reservation, frame):
+                self.catalog.note_sealed(target.name, header.info())
+                self.counters.add("copied_chunks")
+            return True
+        finally:
+            self.catalog.let_go(key)
+
+    def _write(self, target: Shelf, reservation: Reservation, frame: Bytes) -> bool:
+        sealing = False
+
+        def work() -> bool:
+            nonlocal sealing
+            target.tier.write(reservation, 0, frame)
+            sealing = True
+            return target.tier.seal(reservation)
+
+        try:
+            return target.guarded(work)
+        except KVStoreError:
+            if not sealing:  # a seal that fails has freed the room itself
+                target.tier.abort(reservation)
+            raise
+
+    def _best_frame(self, key: ChunkKey, copies: dict[str, ChunkInfo]) -> Bytes | None:
+        """Return the verified frame of the fastest copy that proves right."""
+        for shelf in self._order:
+            if shelf.name not in copies:
+                continue
+            try:
+                if shelf is self.cpu:
+                    frame = self.cpu_tier.peek(key)
+                    if frame is not None:
+                        verify(frame, key)
+                else:
+                    frame = self.read_loose(copies[shelf.name], shelf)
+            except ChunkCorruptError:
+                self.quarantine(shelf, key)
+                continue
+            if frame is not None:
+                return frame
+        return None
+
+    def _promote(self, key: ChunkKey, source: Shelf, tenant: str) -> bool:
+        """Copy *key* up into CPU memory. Return False when *source* lost it.
+
+        Raises ChunkCorruptError after a quarantine, TierFullError, TierUnavailableError.
+        """
+        copies = self.catalog.hold(key)
+        try:
+            if self.cpu.name in copies:
+                return True
+            if source.name not in copies:
+                return False
+            stored = copies[source.name]
+            info = with_size(stored, self.cpu.codec.codec_id, raw_frame_bytes(stored.layout))
+            deadline = self.clock() + self._move_timeout_s
+            reservation = self.reserve(self.cpu, Room(info, tenant, deadline))
+            try:
+                found = self._fill(stored, source, self.cpu_tier.view(reservation))
+            except (KVStoreError, OSError):
+                self.cpu_tier.abort(reservation)
+                raise
+            if not found:
+                self.cpu_tier.abort(reservation)
+                return False
+            if self.cpu_tier.seal(reservation):
+                self.catalog.note_sealed(self.cpu.name, info)
+                self.counters.add("promoted_chunks")
+            return True
+        finally:
+            self.catalog.let_go(key)
+
+    def _fill(self, stored: ChunkInfo, source: Shelf, out: Bytes) -> bool:
+        """Read, verify and decode the stored copy into *out* of a raw frame's size."""
+        if stored.codec_id == self.cpu.codec.codec_id and stored.size_bytes == len(out):
+            return self._read(stored, source, out)
+        scratch = np.empty(stored.size_bytes, np.uint8)
+        if not self._read(stored, source, scratch):
+            return False
+        transcode(scratch, self.cpu.codec, out)
+        # Verified as it was read; checked again as it will be served.
+        check_frame(out, stored.key)
+        return True
+
+    def read_loose(self, stored: ChunkInfo, source: Shelf) -> Bytes | None:
+        """Return the verified frame in memory of its own; None when *source* lost it."""
+        frame = np.empty(stored.size_bytes, np.uint8)
+        return frame if self._read(stored, source, frame) else None
+
+    def _read(self, stored: ChunkInfo, source: Shelf, out: Bytes) -> bool:
+        try:
+            header = source.read_verified(stored, out)
+        except ChunkCorruptError:
+            self.quarantine(source, stored.key)
+            raise
+        if header is None:
+            self.catalog.forget(source.name, stored.key)
+            self.counters.add("lost_chunks")
+            return False
+        return True
+
+    def quarantine(self, shelf: Shelf, key: ChunkKey) -> None:
+        """Drop a copy that failed verification, so that the chunk can be put again at once."""
+        self.counters.add("corrupt_chunks")
+        if self.catalog.forget(shelf.name, key):
+            self.delete_from(shelf, key)
+
+    def delete_from(self, shelf: Shelf, key: ChunkKey) -> None:
+        """Free a forgotten copy; a medium that does not answer keeps it, unseen."""
+        try:
+            shelf.guarded(lambda: shelf.tier.delete(key))
+        except TierUnavailableError:
+            self.counters.add("failed_copies")
+
+    def lower_shelves(self) -> list[Shelf]:
+        """Return the shelves below CPU memory, fastest first."""
+        return self._order[1:]

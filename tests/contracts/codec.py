@@ -1,0 +1,396 @@
+"""The suite every codec passes.
+
+A codec's test file subclasses ``CodecContract`` and names the codec; lossy codecs will need a
+suite of their own beside it, since this one asks for the very same bytes.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.base import Codec, Part, codec_by_id, codec_by_name, empty_tensors
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    LayoutMismatchError,
+    UnknownCodecError,
+)
+from kvstore.proto.frame import (
+    FrameHeader,
+    FrameTemplate,
+    FrameWriter,
+    check_frame,
+    parse_header,
+)
+from kvstore.proto.keys import ChunkKey
+from kvstore.proto.types import ChainDigest, Component, DType, KVLayout, LayerKind
+
+Tensors = list[list[list[Part]]]
+
+SCRATCH_BYTES = 2 << 20
+"""What decoding may hold beside one layer, whatever the layer's size."""
+
+
+def layouts(dtype: DType) -> dict[str, KVLayout]:
+    """Return the shapes a codec meets, by name."""
+    mha = Component(LayerKind.attention, dtype, 2, 4, 16, 32)
+    gqa = Component(LayerKind.attention, dtype, 3, 2, 64, 128)
+    mla = Component(LayerKind.mla, dtype, 2, 1, 72, 64)
+    window = Component(LayerKind.window, dtype, 1, 3, 5, 7)
+    return {
+        "mha": KVLayout((mha,)),
+        "gqa": KVLayout((gqa,)),
+        "mla": KVLayout((mla,)),
+        "several": KVLayout((gqa, mla, window)),
+        "partial": KVLayout((Component(LayerKind.attention, dtype, 2, 2, 8, 16),)),
+        "wide": KVLayout((Component(LayerKind.mla, dtype, 1, 1, 576, 256),)),
+    }
+
+
+def random_bits(shape: tuple[int, ...], width: int, rng: np.random.Generator) -> Part:
+    return rng.integers(0, 1 << (8 * width), shape, dtype=f"u{width}")
+
+
+def normal_values(shape: tuple[int, ...], width: int, rng: np.random.Generator) -> Part:
+    wide = rng.standard_normal(shape, dtype=np.float32).view(np.uint32)
+    return (wide >> (32 - 8 * width)).astype(f"u{width}")
+
+
+def special_values(shape: tuple[int, ...], width: int, rng: np.random.Generator) -> Part:
+    """Zeros and denormals of both signs, and every exponent-heavy or all-ones pattern."""
+    sign, ones = 1 << (8 * width - 1), (1 << (8 * width)) - 1
+    nan_payloads = [ones, ones - 1, ones ^ sign, sign - 2]
+    infinities = {1: [0x7C, 0xFC], 2: [0x7F80, 0xFF80, 0x7C00, 0xFC00, 0x7FC1, 0x7C01]}.get(
+        width, [0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001]
+    )
+    chosen = np.array([0, sign, 1, sign | 1, *nan_payloads, *infinities], dtype=f"u{width}")
+    return chosen[rng.integers(0, len(chosen), shape)]
+
+
+def all_zero(shape: tuple[int, ...], width: int, rng: np.random.Generator) -> Part:
+    return np.zeros(shape, dtype=f"u{width}")
+
+
+Fill = Callable[[tuple[int, ...], int, np.random.Generator], Part]
+FILLS: list[Fill] = [random_bits, normal_values, special_values, all_zero]
+
+
+def filled(layout: KVLayout, fill: Fill = normal_values, seed: int = 0) -> Tensors:
+    """Return contiguous tensors of *layout*."""
+    rng = np.random.default_rng(seed)
+    return [
+        [[fill(c.shape, c.dtype.item_bytes, rng) for _ in range(c.parts)] for _ in range(c.layers)]
+        for c in layout.components
+    ]
+
+
+def strided(tensors: Tensors) -> Tensors:
+    """Return the same values as an engine would hand them over: (tokens, heads, dim) pages."""
+
+    def page(part: Part) -> Part:
+        heads, tokens, dim = part.shape
+        base = np.full((tokens, heads + 1, 2 * dim), 0xA5, dtype=part.dtype)
+        view = base[::-1, 1:, ::2].transpose(1, 0, 2)
+        view[...] = part
+        return view
+
+    return [[[page(part) for part in parts] for parts in layers] for layers in tensors]
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    """Whether both hold the same bits."""
+    pairs = zip(_flat(left), _flat(right), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def _flat(tensors: Tensors) -> list[Part]:
+    return [part for layers in tensors for parts in layers for part in parts]
+
+
+def template(layout: KVLayout, **fields: Any) -> FrameTemplate:
+    """Return a template with every field unlike its default."""
+    values: dict[str, Any] = {
+        "key": ChunkKey(bytes(range(32))),
+        "parent": ChainDigest(bytes(range(100, 116))),
+        "representation": bytes(range(50, 66)),
+        "content": bytes(range(200, 216)),
+        "position": 512,
+        "prefill_flops": 2.5e12,
+        "flags": 1,
+    }
+    return FrameTemplate(layout=layout, **{**values, **fields})
+
+
+def encoded(codec: Codec, tensors: Tensors, layout: KVLayout) -> Bytes:
+    """Return the frame of *tensors*, no byte too long."""
+    out = np.empty(codec.max_frame_bytes(layout), np.uint8)
+    header = codec.encode(template(layout), tensors, out)
+    return out[: header.frame_bytes]
+
+
+def decoded(frame: Bytes) -> Tensors:
+    """Read *frame* as a client does: verify everything, then decode by the codec it names."""
+    header = check_frame(frame)
+    out = empty_tensors(header.layout)
+    codec_by_id(header.codec_id).decode_into(header, frame, out)
+    return out
+
+
+def frame_of_bodies(codec: Codec, layout: KVLayout, bodies: list[bytes]) -> Bytes:
+    """Return a frame with right checksums around *bodies*, whatever they are."""
+    out = np.zeros(4096 * (2 + len(bodies)) + sum(map(len, bodies)), np.uint8)
+    writer = FrameWriter(template(layout), out)
+    for body in bodies:
+        writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
+        writer.commit(len(body))
+    header = writer.finish(codec.codec_id, codec.revision, codec.fidelity)
+    return out[: header.frame_bytes]
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return the most memory that *call* held at a time, numpy's and bytes objects included."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _payload_positions(header: FrameHeader) -> set[int]:
+    covered = set(range(header.header_bytes))
+    for row in header.segments:
+        covered |= set(range(int(row["offset"]), int(row["offset"] + row["stored_bytes"])))
+    return covered
+
+
+SMALL = layouts(DType.bfloat16)["partial"]
+_inherited = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.differing_executors]
+)
+
+
+class CodecContract:
+    """Subclass as ``TestX`` and set ``codec``."""
+
+    codec: ClassVar[Codec]
+
+    @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
+    @pytest.mark.parametrize("name", layouts(DType.uint8))
+    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    def test_what_was_encoded_comes_back_bit_by_bit(
+        self, dtype: DType, name: str, fill: Fill
+    ) -> None:
+        layout = layouts(dtype)[name]
+        tensors = filled(layout, fill)
+        frame = encoded(self.codec, tensors, layout)
+        assert same(decoded(frame), tensors)
+        assert np.array_equal(frame, encoded(self.codec, strided(tensors), layout))
+        pages = strided(filled(layout, all_zero))
+        self.codec.decode_into(parse_header(frame), frame, pages)
+        assert same(pages, tensors)
+
+    @pytest.mark.parametrize("name", layouts(DType.uint8))
+    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    def test_header_says_what_was_encoded(self, dtype: DType, name: str) -> None:
+        layout = layouts(dtype)[name]
+        out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
+        given_back = self.codec.encode(template(layout), filled(layout), out)
+        header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
+        assert FrameTemplate.of(header) == template(layout)
+        assert (header.codec_id, header.codec_revision, header.fidelity) == (
+            self.codec.codec_id, self.codec.revision, self.codec.fidelity,
+        )  # fmt: skip
+        assert np.array_equal(header.segments, given_back.segments)
+
+    @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
+    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    def test_bounds_hold_and_rooms_of_just_that_size_are_enough(
+        self, dtype: DType, fill: Fill
+    ) -> None:
+        for layout in layouts(dtype).values():
+            for component, layers in zip(layout.components, filled(layout, fill), strict=True):
+                bound = self.codec.max_segment_bytes(component)
+                room = np.full(bound + 16, 0x5A, np.uint8)
+                used = self.codec.encode_segment(layers[0], component, room[3 : 3 + bound])
+                assert used <= bound
+                assert (room[:3] == 0x5A).all()
+                assert (room[3 + bound :] == 0x5A).all()
+                out = [np.empty_like(part) for part in layers[0]]
+                self.codec.decode_segment(room[3 : 3 + used], component, out)
+                assert same([[out]], [[list(layers[0])]])
+            frame = encoded(self.codec, filled(layout, fill), layout)
+            assert len(frame) <= self.codec.max_frame_bytes(layout)
+
+    def test_encoding_the_same_twice_gives_the_same_bytes(self) -> None:
+        layout = layouts(DType.float16)["several"]
+        first = encoded(self.codec, filled(layout), layout)
+        encoded(self.codec, filled(layout, random_bits), layout)
+        assert np.array_equal(first, encoded(self.codec, filled(layout), layout))
+
+    def test_frames_and_rooms_may_lie_at_odd_addresses(self) -> None:
+        layout = layouts(DType.float32)["several"]
+        frame = encoded(self.codec, filled(layout), layout)
+        room = np.empty(self.codec.max_frame_bytes(layout) + 1, np.uint8)[1:]
+        header = self.codec.encode(template(layout), filled(layout), room)
+        odd = room[: header.frame_bytes]
+        assert np.array_equal(odd, frame)
+        assert same(decoded(odd), filled(layout))
+
+    def test_room_too_small_is_refused(self) -> None:
+        frame = encoded(self.codec, filled(SMALL), SMALL)
+        with pytest.raises(InvalidFrameError, match="^out="):
+            self.codec.encode(template(SMALL), filled(SMALL), np.empty(len(frame) // 2, np.uint8))
+
+    @pytest.mark.parametrize("fault", ["shape", "dtype", "parts", "layers", "components"])
+    def test_tensors_of_another_layout_are_refused_before_anything_is_written(
+        self, fault: str
+    ) -> None:
+        wrong = filled(SMALL)
+        match fault:
+            case "shape":
+                wrong[0][1][0] = wrong[0][1][0].transpose(1, 0, 2)
+            case "dtype":
+                wrong[0][1][1] = wrong[0][1][1].astype(np.uint32)
+            case "parts":
+                wrong[0][1].pop()
+            case "layers":
+                wrong[0].pop()
+            case _:
+                wrong.append(wrong[0])
+        before = [part.copy() for part in _flat(wrong)]
+        out = np.full(self.codec.max_frame_bytes(SMALL), 0x5A, np.uint8)
+        with pytest.raises(LayoutMismatchError, match=fault):
+            self.codec.encode(template(SMALL), wrong, out)
+        assert (out == 0x5A).all()
+        frame = encoded(self.codec, filled(SMALL, seed=1), SMALL)
+        with pytest.raises(LayoutMismatchError, match=fault):
+            self.codec.decode_into(parse_header(frame), frame, wrong)
+        assert all(map(np.array_equal, before, _flat(wrong)))
+
+    def test_frames_of_another_codec_or_revision_are_refused(self) -> None:
+        header = parse_header(encoded(self.codec, filled(SMALL), SMALL))
+        out = filled(SMALL, all_zero)
+        writer = FrameWriter(template(SMALL), np.zeros(1 << 16, np.uint8))
+        for size in header.segments["stored_bytes"]:
+            writer.reserve(int(size))
+            writer.commit(int(size))
+        for codec_id, revision in [
+            (self.codec.codec_id ^ 1, self.codec.revision),
+            (self.codec.codec_id, self.codec.revision + 1),
+        ]:
+            other = writer.finish(codec_id, revision, self.codec.fidelity)
+            with pytest.raises(UnknownCodecError, match=f"'{codec_id} revision {revision}'"):
+                self.codec.decode_into(other, np.zeros(1 << 16, np.uint8), out)
+        assert same(out, filled(SMALL, all_zero))
+
+    @_inherited
+    @given(data=st.data(), mask=st.integers(1, 255))
+    def test_a_changed_byte_is_found_or_does_not_matter(
+        self, data: st.DataObject, mask: int
+    ) -> None:
+        tensors = filled(SMALL)
+        frame = encoded(self.codec, tensors, SMALL)
+        covered = _payload_positions(check_frame(frame))
+        at = data.draw(st.integers(0, len(frame) - 1))
+        frame[at] ^= mask
+        if at in covered:
+            with pytest.raises((InvalidFrameError, ChunkCorruptError)):
+                decoded(frame)
+        else:
+            assert same(decoded(frame), tensors)
+
+    @_inherited
+    @given(data=st.data(), mask=st.integers(1, 255))
+    def test_decoding_verifies_what_a_reader_did_not(self, data: st.DataObject, mask: int) -> None:
+        frame = encoded(self.codec, filled(SMALL), SMALL)
+        header = check_frame(frame)
+        row = header.segments[data.draw(st.integers(0, len(header.segments) - 1))]
+        frame[int(row["offset"]) + data.draw(st.integers(0, int(row["stored_bytes"]) - 1))] ^= mask
+        with pytest.raises(ChunkCorruptError, match="checksum"):
+            self.codec.decode_into(header, frame, empty_tensors(SMALL))
+
+    @_inherited
+    @given(data=st.data())
+    def test_a_frame_cut_or_extended_is_refused(self, data: st.DataObject) -> None:
+        frame = encoded(self.codec, filled(SMALL), SMALL)
+        with pytest.raises((InvalidFrameError, ChunkCorruptError)):
+            decoded(frame[: data.draw(st.integers(0, len(frame) - 1))])
+        with pytest.raises(ChunkCorruptError, match="bytes of"):
+            decoded(np.append(frame, np.uint8(0)))
+
+    @_inherited
+    @given(data=st.data())
+    def test_rubbish_under_a_right_checksum_is_refused_or_is_the_contents(
+        self, data: st.DataObject
+    ) -> None:
+        layer_bytes = SMALL.components[0].layer_bytes
+        sizes = st.sampled_from([0, 1, 15, 16, 17, layer_bytes - 1, layer_bytes, layer_bytes + 16])
+        bodies = [
+            bytes(np.random.default_rng(data.draw(st.integers(0, 99))).bytes(data.draw(sizes)))
+            for _ in range(2)
+        ]
+        self._reads_as_contents_or_is_refused(bodies)
+
+    @_inherited
+    @given(data=st.data())
+    def test_a_segment_changed_and_signed_again_is_refused_or_is_the_contents(
+        self, data: st.DataObject
+    ) -> None:
+        frame = encoded(self.codec, filled(SMALL), SMALL)
+        header = check_frame(frame)
+        bodies = [bytearray(header.segment(frame, index).tobytes()) for index in range(2)]
+        for _ in range(data.draw(st.integers(1, 3))):
+            at = data.draw(st.integers(0, len(bodies[0]) - 1) | st.integers(0, 31))
+            bodies[0][at] = data.draw(st.integers(0, 255))
+        del bodies[0][data.draw(st.integers(len(bodies[0]) - 2, len(bodies[0]))) :]
+        self._reads_as_contents_or_is_refused(list(map(bytes, bodies)))
+
+    def _reads_as_contents_or_is_refused(self, bodies: list[bytes]) -> None:
+        frame = frame_of_bodies(self.codec, SMALL, bodies)
+        try:
+            contents = decoded(frame)
+        except InvalidFrameError:
+            return
+        again = encoded(self.codec, contents, SMALL)
+        assert same(decoded(again), contents)
+
+    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self, dtype: DType) -> None:
+        layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 2048),))
+        for fill in (all_zero, normal_values):
+            frame = encoded(self.codec, filled(layout, fill), layout)
+            header = parse_header(frame)
+            out = empty_tensors(layout)
+
+            def decode(header: FrameHeader = header, frame: Bytes = frame, out: Any = out) -> None:
+                self.codec.decode_into(header, frame, out)
+
+            assert peak_bytes(decode) <= layout.components[0].layer_bytes + SCRATCH_BYTES
+
+    def test_eight_threads_share_one_codec(self) -> None:
+        layout = layouts(DType.bfloat16)["gqa"]
+        barrier = Barrier(8)
+
+        def work(seed: int) -> bool:
+            tensors = filled(layout, seed=seed)
+            barrier.wait()
+            frames = [encoded(self.codec, tensors, layout) for _ in range(8)]
+            return all(same(decoded(frame), tensors) for frame in frames)
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(work, range(8)))
+
+    def test_a_new_codec_object_is_found_by_name_and_by_the_number_in_frames(self) -> None:
+        assert type(codec_by_name(self.codec.name)) is type(self.codec)
+        assert type(codec_by_id(self.codec.codec_id)) is type(self.codec)

@@ -1,0 +1,391 @@
+"""The suite that every Tier passes. Subclass TierContract and say how to make one.
+
+class TestCpuTier(TierContract):
+    def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
+        return CpuTier(capacity_bytes, slab_bytes=1 << 20)
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from contracts.chunks import make_frame, make_info, make_representation, payload
+from contracts.shelf import (
+    Schedule,
+    assert_absent,
+    assert_counts,
+    assert_holds,
+    bytes_of,
+    fill,
+    fill_up,
+    get,
+    put,
+)
+
+from kvstore.proto.errors import InvalidRequestError, TierFullError
+from kvstore.proto.frame import check_frame
+from kvstore.proto.types import ChunkInfo
+from kvstore.tiers.base import Reservation, Tier
+
+_THREADS = 8
+_SOME_BYTES = 5_003
+"""Of no round size, so that slack is never zero by chance."""
+
+
+class TierContract(ABC):
+    """What tiers/base.py promises, sentence by sentence."""
+
+    capacity_bytes: ClassVar[int] = 4 << 20
+    """At least 2 MiB, and a size that the tier can use to the last byte."""
+
+    @abstractmethod
+    def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
+        """Return an empty tier. The suite closes it."""
+
+    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
+        """Return a new tier over the medium of *tier*, as a restart would find it.
+
+        Tiers with ``survives_restart`` override this and close *tier* first.
+        """
+        raise NotImplementedError
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        tier = self.make_tier(self.capacity_bytes, tmp_path)
+        yield tier
+        tier.close()
+
+    def test_new_tier_is_empty_and_has_its_capacity(self, tier: Tier) -> None:
+        assert tier.stats().capacity_bytes == tier.capacity_bytes == self.capacity_bytes
+        assert list(tier.scan()) == []
+        assert_counts(tier, [], [])
+
+    @pytest.mark.parametrize("pieces", [1, 2, 7])
+    def test_reads_back_what_was_written_in_pieces(self, tier: Tier, pieces: int) -> None:
+        info, data = make_info(1, _SOME_BYTES), payload(1, _SOME_BYTES)
+        reservation = tier.reserve(info)
+        fill(tier, reservation, data, pieces)
+        assert tier.seal(reservation) is True
+        assert_holds(tier, info, data)
+
+    @pytest.mark.parametrize("tokens", [16, 17, 256])
+    def test_real_frames_come_back_valid(self, tier: Tier, tokens: int) -> None:
+        info, frame = make_frame(3, tokens, representation=make_representation(4, 2, 16))
+        assert put(tier, info, frame)
+        found = get(tier, info)
+        assert found is not None
+        assert check_frame(found, info.key).info() == info
+
+    def test_reads_any_range_and_writes_nothing_beyond_it(self, tier: Tier) -> None:
+        info, data = make_info(1, _SOME_BYTES), payload(1, _SOME_BYTES)
+        put(tier, info, data)
+        for offset, size in [(0, 1), (1, 4_096), (4_095, 2), (_SOME_BYTES - 1, 1), (17, 0)]:
+            room = np.full(size + 2, 7, dtype=np.uint8)
+            assert tier.read_into(info.key, room[1 : size + 1], offset)
+            assert np.array_equal(room[1 : size + 1], data[offset : offset + size])
+            assert room[0] == room[-1] == 7
+
+    def test_absent_key_reads_false_and_leaves_out_alone(self, tier: Tier) -> None:
+        out = np.full(64, 7, dtype=np.uint8)
+        assert tier.read_into(make_info(1, 64).key, out) is False
+        assert tier.delete(make_info(1, 64).key) is False
+        assert (out == 7).all()
+
+    @pytest.mark.parametrize(
+        ("offset", "size"), [(-1, 1), (0, _SOME_BYTES + 1), (_SOME_BYTES, 1), (1 << 62, 1)]
+    )
+    def test_ranges_outside_the_frame_are_refused(self, tier: Tier, offset: int, size: int) -> None:
+        info = make_info(1, _SOME_BYTES)
+        put(tier, info, payload(1, _SOME_BYTES))
+        out = np.full(size, 7, dtype=np.uint8)
+        with pytest.raises(InvalidRequestError):
+            tier.read_into(info.key, out, offset)
+        assert (out == 7).all()
+
+    def test_reserved_chunk_is_invisible_and_accounted(self, tier: Tier) -> None:
+        info = make_info(1, _SOME_BYTES)
+        reservation = tier.reserve(info)
+        assert (reservation.info, reservation.tenant) == (info, "default")
+        assert reservation.reserved_bytes == tier.allocated_bytes(_SOME_BYTES) >= _SOME_BYTES
+        tier.write(reservation, 0, payload(1, _SOME_BYTES))
+        assert_absent(tier, info)
+        assert tier.delete(info.key) is False
+        assert_counts(tier, [], [reservation])
+        tier.abort(reservation)
+
+    def test_aborted_chunk_stays_invisible_and_gives_its_bytes_back(self, tier: Tier) -> None:
+        info = make_info(1, _SOME_BYTES)
+        reservation = tier.reserve(info)
+        tier.write(reservation, 0, payload(1, _SOME_BYTES))
+        tier.abort(reservation)
+        assert_absent(tier, info)
+        assert_counts(tier, [], [])
+
+    def test_second_seal_of_a_key_keeps_the_first_whole_and_frees_its_room(
+        self, tier: Tier
+    ) -> None:
+        first, second = make_info(1, _SOME_BYTES), make_info(1, 2 * _SOME_BYTES)
+        data = payload(1, _SOME_BYTES)
+        early, late = tier.reserve(first), tier.reserve(second)
+        fill(tier, late, payload(2, 2 * _SOME_BYTES))
+        fill(tier, early, data)
+        assert tier.seal(early) is True
+        assert tier.seal(late) is False
+        assert_holds(tier, first, data)
+        assert_counts(tier, [first], [])
+        assert put(tier, second, payload(3, 2 * _SOME_BYTES)) is False
+        assert_holds(tier, first, data)
+        assert_counts(tier, [first], [])
+
+    def test_delete_forgets_and_gives_the_bytes_back(self, tier: Tier) -> None:
+        kept, gone = make_info(1, _SOME_BYTES), make_info(2, 3 * _SOME_BYTES)
+        put(tier, kept, payload(1, _SOME_BYTES))
+        put(tier, gone, payload(2, 3 * _SOME_BYTES))
+        assert tier.delete(gone.key) is True
+        assert tier.delete(gone.key) is False
+        assert_absent(tier, gone)
+        assert_holds(tier, kept, payload(1, _SOME_BYTES))
+        assert_counts(tier, [kept], [])
+
+    def test_deleted_key_can_be_put_again_with_other_bytes(self, tier: Tier) -> None:
+        put(tier, make_info(1, _SOME_BYTES), payload(1, _SOME_BYTES))
+        tier.delete(make_info(1, 1).key)
+        again = make_info(1, 2 * _SOME_BYTES)
+        assert put(tier, again, payload(9, 2 * _SOME_BYTES))
+        assert_holds(tier, again, payload(9, 2 * _SOME_BYTES))
+        assert_counts(tier, [again], [])
+
+    def test_find_answers_in_order_with_none_for_absent(self, tier: Tier) -> None:
+        infos = [make_info(seed, 100 + seed) for seed in range(5)]
+        for info in infos[::2]:
+            put(tier, info, payload(1, info.size_bytes))
+        keys = [info.key for info in reversed(infos)]
+        assert tier.find(keys) == [infos[4], None, infos[2], None, infos[0]]
+        assert tier.find([infos[0].key, infos[0].key]) == [infos[0], infos[0]]
+        assert tier.find([]) == []
+
+    def test_scan_yields_sealed_chunks_in_order_of_sealing(self, tier: Tier) -> None:
+        infos = _shuffled_by_key(6)
+        reservations = [tier.reserve(info) for info in reversed(infos)]
+        for reservation in reversed(reservations[1:]):
+            fill(tier, reservation, payload(1, reservation.info.size_bytes))
+            assert tier.seal(reservation)
+        assert list(tier.scan()) == infos[:-1]
+        tier.delete(infos[2].key)
+        put(tier, infos[2], payload(2, infos[2].size_bytes))
+        assert list(tier.scan()) == [*infos[:2], *infos[3:-1], infos[2]]
+        tier.abort(reservations[0])
+
+    def test_chunks_can_be_deleted_during_a_scan(self, tier: Tier) -> None:
+        infos = _shuffled_by_key(8)
+        for info in infos:
+            put(tier, info, payload(1, info.size_bytes))
+        assert [info for info in tier.scan() if tier.delete(info.key)] == infos
+        assert_counts(tier, [], [])
+
+    def test_full_tier_refuses_and_keeps_what_it_has(self, tier: Tier) -> None:
+        size = min(tier.max_frame_bytes(), self.capacity_bytes // 24)
+        sealed, error = fill_up(tier, [make_info(seed, size) for seed in range(25)])
+        assert error.tier == tier.name
+        assert error.need_bytes >= size
+        assert 0 <= error.free_bytes <= self.capacity_bytes - tier.stats().used_bytes
+        assert len(sealed) >= 12
+        assert_counts(tier, sealed, [])
+        for info in sealed:
+            assert_holds(tier, info, bytes_of(info))
+        assert tier.delete(sealed[5].key)
+        assert put(tier, make_info(99, size), payload(99, size))
+
+    def test_largest_frame_fits_an_empty_tier_and_one_byte_more_does_not(self, tier: Tier) -> None:
+        largest = tier.max_frame_bytes()
+        assert largest >= self.capacity_bytes // 16
+        info, data = make_info(1, largest), payload(1, largest)
+        with pytest.raises(TierFullError):
+            tier.reserve(make_info(2, largest + 1))
+        assert_counts(tier, [], [])
+        for _ in range(2):
+            assert put(tier, info, data)
+            assert_holds(tier, info, data)
+            assert tier.delete(info.key)
+        assert_counts(tier, [], [])
+
+    def test_room_freed_in_any_order_becomes_one_again(self, tier: Tier) -> None:
+        size = self.capacity_bytes // 64
+        infos = [make_info(seed, size + seed) for seed in range(24)]
+        for info in infos:
+            put(tier, info, payload(1, info.size_bytes))
+        random.Random(5).shuffle(infos)
+        for info in infos:
+            assert tier.delete(info.key)
+        largest = tier.max_frame_bytes()
+        assert put(tier, make_info(99, largest), payload(99, largest))
+        assert_holds(tier, make_info(99, largest), payload(99, largest))
+
+    def test_flush_loses_nothing(self, tier: Tier) -> None:
+        info = make_info(1, _SOME_BYTES)
+        reservation = tier.reserve(make_info(2, _SOME_BYTES))
+        put(tier, info, payload(1, _SOME_BYTES), durable=True)
+        tier.flush()
+        assert_holds(tier, info, payload(1, _SOME_BYTES))
+        assert_counts(tier, [info], [reservation])
+        tier.abort(reservation)
+
+    def test_close_is_idempotent(self, tier: Tier) -> None:
+        put(tier, make_info(1, _SOME_BYTES), payload(1, _SOME_BYTES))
+        tier.reserve(make_info(2, _SOME_BYTES))
+        tier.close()
+        tier.close()
+
+    def test_durably_sealed_chunks_survive_a_restart(self, tier: Tier, tmp_path: Path) -> None:
+        self._skip_unless_it_survives(tier)
+        infos = _shuffled_by_key(6)
+        for info in infos:
+            assert put(tier, info, bytes_of(info), durable=True)
+        again = self.reopen(tier, tmp_path)
+        try:
+            assert list(again.scan()) == infos
+            assert_counts(again, infos, [])
+            for info in infos:
+                assert_holds(again, info, bytes_of(info))
+        finally:
+            again.close()
+
+    def test_flushed_chunks_and_deletes_survive_a_restart(self, tier: Tier, tmp_path: Path) -> None:
+        self._skip_unless_it_survives(tier)
+        infos = _shuffled_by_key(6)
+        for info in infos:
+            assert put(tier, info, bytes_of(info))
+        assert tier.delete(infos[1].key)
+        tier.flush()
+        kept = [infos[0], *infos[2:]]
+        again = self.reopen(tier, tmp_path)
+        try:
+            assert list(again.scan()) == kept
+            assert_absent(again, infos[1])
+            assert_counts(again, kept, [])
+            for info in kept:
+                assert_holds(again, info, bytes_of(info))
+        finally:
+            again.close()
+
+    def test_what_was_not_sealed_is_gone_after_a_restart(self, tier: Tier, tmp_path: Path) -> None:
+        self._skip_unless_it_survives(tier)
+        info = make_info(1, _SOME_BYTES)
+        fill(tier, tier.reserve(info), payload(1, _SOME_BYTES))
+        again = self.reopen(tier, tmp_path)
+        try:
+            assert_absent(again, info)
+            assert_counts(again, [], [])
+            largest = again.max_frame_bytes()
+            assert put(again, make_info(2, largest), payload(2, largest))
+        finally:
+            again.close()
+
+    def test_restarted_tier_never_writes_over_what_it_found(
+        self, tier: Tier, tmp_path: Path
+    ) -> None:
+        self._skip_unless_it_survives(tier)
+        size = self.capacity_bytes // 32
+        infos = [make_info(seed, size + seed) for seed in range(16)]
+        for info in infos:
+            put(tier, info, bytes_of(info), durable=True)
+        for info in infos[::3]:
+            tier.delete(info.key)
+        tier.flush()
+        kept = [info for at, info in enumerate(infos) if at % 3]
+        again = self.reopen(tier, tmp_path)
+        try:
+            fresh = [make_info(seed, size // 2 + seed) for seed in range(16, 80)]
+            added, _ = fill_up(again, fresh)
+            for info in kept + added:
+                assert_holds(again, info, bytes_of(info))
+            assert_counts(again, kept + added, [])
+        finally:
+            again.close()
+
+    def _skip_unless_it_survives(self, tier: Tier) -> None:
+        if not tier.survives_restart:
+            pytest.skip(f"tier {tier.name!r} survives no restart")
+
+    def test_threads_put_read_and_delete_distinct_keys(self, tier: Tier) -> None:
+        def work(thread: int) -> list[ChunkInfo]:
+            draw, held = random.Random(thread), dict[int, ChunkInfo]()
+            for step in range(30):
+                seed = 1_000 * thread + step
+                info = make_info(seed, draw.randrange(1, 30_000))
+                assert put(tier, info, payload(seed, info.size_bytes))
+                held[seed] = info
+                for known, other in held.items():
+                    assert_holds(tier, other, payload(known, other.size_bytes))
+                if len(held) > 4:
+                    assert tier.delete(held.pop(draw.choice(list(held))).key)
+            return list(held.values())
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            held = [info for infos in pool.map(work, range(_THREADS)) for info in infos]
+        assert {info.key for info in tier.scan()} == {info.key for info in held}
+        assert_counts(tier, held, [])
+
+    def test_of_sixteen_writers_of_one_key_one_whole_version_stays(self, tier: Tier) -> None:
+        barrier = Barrier(16, timeout=60)
+        info = make_info(1, 50_001)
+
+        def work(seed: int) -> bool:
+            reservation = tier.reserve(info)
+            fill(tier, reservation, payload(seed, info.size_bytes), pieces=5)
+            barrier.wait()
+            return tier.seal(reservation)
+
+        with ThreadPoolExecutor(16) as pool:
+            won = list(pool.map(work, range(16)))
+        assert won.count(True) == 1
+        assert_holds(tier, info, payload(won.index(True), info.size_bytes))
+        assert_counts(tier, [info], [])
+
+    def test_threads_racing_for_the_last_room_never_overfill(self, tier: Tier) -> None:
+        size = min(tier.max_frame_bytes(), self.capacity_bytes // 24)
+        barrier = Barrier(_THREADS, timeout=60)
+
+        def work(thread: int) -> list[Reservation]:
+            barrier.wait()
+            taken: list[Reservation] = []
+            for step in range(25):
+                try:
+                    taken.append(tier.reserve(make_info(100 * thread + step, size)))
+                except TierFullError:
+                    break
+            return taken
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            taken = [held for some in pool.map(work, range(_THREADS)) for held in some]
+        assert 12 <= len(taken) <= 24
+        assert_counts(tier, [], taken)
+        for reservation in taken:
+            fill(tier, reservation, bytes_of(reservation.info))
+            assert tier.seal(reservation)
+        for reservation in taken:
+            assert_holds(tier, reservation.info, bytes_of(reservation.info))
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_random_schedule_agrees_with_a_dict(self, tier: Tier, seed: int) -> None:
+        schedule = Schedule(tier, random.Random(seed))
+        for _ in range(250):
+            schedule.step()
+            schedule.check_accounts()
+        schedule.check_contents()
+        schedule.tear_down()
+
+
+def _shuffled_by_key(count: int) -> list[ChunkInfo]:
+    """Infos whose order is neither that of their keys nor of their sizes."""
+    infos = [make_info(seed, 200 + 37 * (seed * 5 % count)) for seed in range(count)]
+    assert infos != sorted(infos, key=lambda info: info.key)
+    return infos

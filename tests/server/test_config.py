@@ -1,0 +1,439 @@
+"""The server's configuration: where values come from, what is refused and in which words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from kvstore import __version__
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server import config as config_module
+from kvstore.server.config import (
+    DiskConfig,
+    ServerConfig,
+    load_config,
+    load_with_origins,
+    show,
+)
+from kvstore.server.units import GIB, MIB
+
+SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("KVSTORE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        load_config(argv)
+    return str(caught.value)
+
+
+# --- where values come from
+
+
+def test_nothing_given_is_a_loopback_server_with_cpu_and_disk(tmp_path: Path) -> None:
+    config = load_config([])
+    assert config.tiers == ("cpu", "disk")
+    assert config.listen_address == ("127.0.0.1", 7420)
+    assert config.http_address is None
+    assert config.disk == DiskConfig(
+        capacity_bytes=4 * GIB, path=tmp_path / "cache" / "kvstore" / "disk"
+    )
+    assert config.read_secret() == b""
+    assert not config.insecure
+
+
+def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "c.yaml", "workers: 3\nmax_sessions: 3\nmover_queue: 3\n")
+    monkeypatch.setenv("KVSTORE_WORKERS", "2")
+    monkeypatch.setenv("KVSTORE_MAX_SESSIONS", "2")
+    config, origins = load_with_origins(["--config", path, "--workers", "1"])
+    assert (config.workers, config.max_sessions, config.mover_queue) == (1, 2, 3)
+    assert config.breaker_failures == 3
+    assert origins == {
+        "workers": "--workers",
+        "max_sessions": "KVSTORE_MAX_SESSIONS",
+        "mover_queue": path,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(ServerConfig.model_fields))
+def test_every_setting_has_the_same_name_as_flag_variable_and_key(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"{'=' * 16}\n" for _ in range(4))
+    values = {
+        "tiers": "cpu", "disk": f"5GiB:{tmp_path}/elsewhere", "redis_url": "redis://h:1/0",
+        "insecure": "true", "listen": "localhost:1", "http": "127.0.0.1:0", "socket_path": "off",
+        "secret_file": write(tmp_path / "secret", text), "disk_write": "evict",
+        "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zstd",
+        "redis_codec": "raw", "load_headroom_percent": "7",
+    }  # fmt: skip
+    value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
+    flag = "--" + name.replace("_", "-")
+    from_flag = load_config([flag] if name == "insecure" else [flag, value])
+    assert name == "cpu_codec" or getattr(from_flag, name) != getattr(load_config([]), name)
+    path = write(tmp_path / "c.yaml", f"{name}: {value}\n")
+    assert getattr(load_config(["--config", path]), name) == getattr(from_flag, name)
+    monkeypatch.setenv(f"KVSTORE_{name.upper()}", value)
+    assert load_config([]) == from_flag
+
+
+def test_the_short_flags_are_the_long_ones() -> None:
+    short = load_config(["--cpu", "8GiB", "--redis", "redis://h/0"])
+    assert short == load_config(["--cpu-size", "8GiB", "--redis-url", "redis://h/0"])
+    assert short.cpu_size == 8 * GIB
+
+
+def test_the_environment_can_name_the_file_and_the_flag_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_CONFIG", write(tmp_path / "a.yaml", "workers: 5\n"))
+    other = write(tmp_path / "b.yaml", "workers: 6\n")
+    assert load_config([]).workers == 5
+    assert load_config(["--config", other]).workers == 6
+
+
+def test_the_file_takes_lists_mappings_numbers_and_a_bare_off(tmp_path: Path) -> None:
+    text = f"""
+tiers: [disk, cpu]
+cpu_size: {64 * MIB}
+disk: {{capacity_bytes: 1GiB, path: {tmp_path}}}
+socket_path: off
+http: off
+insecure: yes
+"""
+    config = load_config(["--config", write(tmp_path / "c.yaml", text)])
+    assert config.tiers == ("cpu", "disk")
+    assert config.cpu_size == 64 * MIB
+    assert config.disk == DiskConfig(capacity_bytes=GIB, path=tmp_path)
+    assert config.socket_path_for(1) is None
+    assert config.http_address is None
+    assert config.insecure
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert load_config(["--config", write(tmp_path / "c.yaml", "# later\n")]) == load_config([])
+
+
+def test_what_kubernetes_injects_for_a_service_called_kvstore_is_not_a_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = load_config([])
+    for name in (
+        "KVSTORE_PORT",
+        "KVSTORE_SERVICE_HOST",
+        "KVSTORE_SERVICE_PORT_GRPC",
+        "KVSTORE_PORT_7420_TCP_ADDR",
+        "KVSTORE_NODE_SERVICE_PORT",
+        "KVSTORE_NODE_PORT_7420_TCP",
+    ):
+        monkeypatch.setenv(name, "tcp://10.0.0.1:7420")
+    assert load_config([]) == expected
+
+
+# --- what is refused
+
+BAD_VALUES = [
+    (["--tiers", "cpu,tape"], ["tiers='cpu,tape'", "cpu, disk, redis, gpu", "--tiers"]),
+    (["--tiers", ""], ["tiers=''", "cpu, disk, redis, gpu"]),
+    (["--tiers", "cpu,cpu"], ["tiers", "once"]),
+    (["--tiers", "disk"], ["tiers='disk'", "add cpu", "served from CPU memory"]),
+    (["--tiers", "cpu,redis"], ["redis_url=None", "--redis redis://host:6379/0"]),
+    (["--redis", "http://h"], ["redis_url", "redis://host:6379/0"]),
+    (["--redis", "redis://"], ["redis_url", "redis://host:6379/0"]),
+    (["--redis", "redis://h:port"], ["redis_url", "redis://host:6379/0"]),
+    (["--cpu", "8 gigs"], ["cpu_size='8 gigs'", "8GiB", "1048576"]),
+    (["--cpu", "-1"], ["flags=", "--cpu", "--help"]),
+    (["--cpu=-1"], ["cpu_size='-1'", "8GiB"]),
+    (["--cpu", "1.5GiB"], ["cpu_size='1.5GiB'", "8GiB"]),
+    (["--cpu", "1MiB"], ["cpu_size='1MiB'", "at least 4MiB"]),
+    (["--cpu", "9999999TiB"], ["cpu_size", "at most 1024TiB"]),
+    (["--cpu", "9" * 5000], ["cpu_size", "8GiB"]),
+    (["--cpu", "8MiB", "--cpu-slab-bytes", "16MiB"], ["cpu_slab_bytes='16MiB'", "of 8MiB"]),
+    (["--cpu-slab-bytes", "5000000"], ["cpu_slab_bytes", "multiple of 4KiB"]),
+    (["--cpu-slab-bytes", "1KiB"], ["cpu_slab_bytes='1KiB'", "greater than or equal to 65536"]),
+    (["--disk", "1MiB:/x"], ["disk.capacity_bytes='1MiB'", "at least 4MiB"]),
+    (["--disk", "tenGiB:/x"], ["disk.capacity_bytes='tenGiB'", "8GiB"]),
+    (["--disk", "10GiB:"], ["disk='10GiB:'", "100GiB:/var/lib/kvstore"]),
+    (["--disk", ""], ["disk=''", "SIZE:PATH"]),
+    (["--redis-size", "0"], ["redis_size='0'", "at least 4MiB"]),
+    (["--cpu-codec", "zstd"], ["cpu_codec='zstd'", "use raw"]),
+    (["--disk-codec", "gzip"], ["disk_codec='gzip'", "raw, zstd"]),
+    (["--redis-codec", ""], ["redis_codec=''", "raw, zstd"]),
+    (["--disk-write", "sometimes"], ["disk_write='sometimes'", "'through' or 'evict'"]),
+    (["--listen", "7420"], ["listen='7420'", "127.0.0.1:7420"]),
+    (["--listen", "127.0.0.1:70000"], ["listen", "at most 65535"]),
+    (["--listen", "::1:7420"], ["listen='::1:7420'", "[::1]:7420"]),
+    (["--listen", "off"], ["listen='off'", "host:port"]),
+    (["--listen", "0.0.0.0:7420"], ["listen='0.0.0.0:7420'", "TLS", "later", "--insecure"]),
+    (["--listen", "[::]:7420"], ["listen", "--insecure"]),
+    (["--listen", "node7:7420"], ["listen", "--insecure"]),
+    (["--http", "0.0.0.0:80"], ["http='0.0.0.0:80'", "--insecure"]),
+    (["--http", "on"], ["http='on'", "host:port"]),
+    (["--socket-path", "here.sock"], ["socket_path='here.sock'", "absolute path"]),
+    (["--socket-path", "/" + "x" * 110], ["socket_path", "107 bytes", "shorten"]),
+    (["--secret-file", "/no/such/file"], ["secret_file", "/no/such/file", "can read"]),
+    (["--max-frame-bytes", "2GiB"], ["max_frame_bytes='2GiB'", "less than or equal to 1073741824"]),
+    (["--max-sessions", "0"], ["max_sessions='0'", "greater than or equal to 1"]),
+    (["--workers", "many"], ["workers='many'", "whole number"]),
+    (["--workers", "1025"], ["workers='1025'", "less than or equal to 1024"]),
+    (["--load-headroom-percent", "50"], ["load_headroom_percent='50'", "less than 50"]),
+    (["--session-ttl-ms", "1.5"], ["session_ttl_ms='1.5'", "whole number"]),
+    (["--log-format", "xml"], ["log_format='xml'", "'console' or 'json'"]),
+    (["--log-level", "loud"], ["log_level='loud'", "'debug'"]),
+    (["--cpu-sise", "8GiB"], ["flags=", "--cpu-sise", "kvstore-server --help"]),
+    (["--work", "8"], ["flags=", "--work"]),
+    (["serve"], ["flags=", "serve"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), BAD_VALUES, ids=lambda value: " ".join(value)[:40])
+def test_a_bad_value_is_refused_with_its_name_and_what_to_give(
+    argv: list[str], words: list[str]
+) -> None:
+    message = refused(*argv)
+    assert [word for word in words if word not in message] == []
+    assert "\n" not in message
+
+
+def test_every_wrong_setting_is_named_at_once_with_its_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "c.yaml", "log_level: loud\n")
+    monkeypatch.setenv("KVSTORE_WORKERS", "many")
+    lines = refused("--config", path, "--cpu", "8gigs").splitlines()
+    assert [line.partition("=")[0] for line in lines] == ["cpu_size", "workers", "log_level"]
+    assert [line.rpartition("(from ")[2] for line in lines] == [
+        "--cpu)",
+        "KVSTORE_WORKERS)",
+        f"{path})",
+    ]
+
+
+def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
+    message = refused("--config", write(tmp_path / "c.yaml", "cpu_sise: 8GiB\n"))
+    assert "cpu_sise='8GiB'" in message
+    assert "did you mean cpu_size?" in message
+
+
+def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_CPU_SISE", "8GiB")
+    message = refused()
+    assert "did you mean cpu_size?" in message
+    assert "KVSTORE_CPU_SISE" in message
+
+
+def test_an_unknown_key_under_disk_is_refused(tmp_path: Path) -> None:
+    message = refused("--config", write(tmp_path / "c.yaml", "disk: {size: 8GiB}\n"))
+    assert "disk.size='8GiB'" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- workers", "`name: value`"),
+        ("1: 2", "`name: value`"),
+        ("workers: [", "line 1"),
+        ("tiers: !!python/object/apply:os.getcwd []", "give YAML"),
+        ("a\0b", "give YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_yaml_mapping_is_refused(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    message = refused("--config", path)
+    assert message.startswith(f"config={path!r}"[:60])
+    assert words in message
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in refused("--config", str(tmp_path / "none.yaml"))
+    assert "Is a directory" in refused("--config", str(tmp_path))
+
+
+def test_a_secret_that_is_too_short_is_refused_and_a_long_one_is_read(tmp_path: Path) -> None:
+    short, long = write(tmp_path / "s", "x" * 15), write(tmp_path / "l", "x" * 16)
+    assert "at least 16 random bytes" in refused("--secret-file", short)
+    assert load_config(["--secret-file", long]).read_secret() == b"x" * 16
+
+
+def test_gpu_without_a_device_stops_with_the_sentence_that_names_the_fix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path / "absent")
+    assert refused("--tiers", "gpu,cpu") == (
+        "tiers='gpu,cpu': 'gpu' needs a CUDA device and this machine shows none;"
+        " start with --tiers cpu,disk (from --tiers)"
+    )
+
+
+def test_gpu_with_a_device_says_that_this_version_has_no_gpu_tier(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config_module, "_CUDA_CONTROL", Path(write(tmp_path / "ctl", "")))
+    message = refused("--tiers", "gpu,cpu")
+    assert "not in this version" in message
+    assert "--tiers cpu,disk" in message
+
+
+def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_WORKERS", "7")
+    config = ServerConfig(tiers=("disk", "cpu"), cpu_size=16 * MIB)
+    assert config.tiers == ("cpu", "disk")
+    assert config.workers == 32, "only load_config reads the environment"
+    with pytest.raises(ValidationError, match="frozen"):
+        config.workers = 8
+    with pytest.raises(ValidationError, match="at least 4MiB"):
+        ServerConfig(cpu_size=1)
+
+
+# --- what is derived
+
+
+@pytest.mark.parametrize(
+    ("cpu", "slab_bytes"),
+    [
+        ("4MiB", 4 * MIB),
+        ("64MiB", 4 * MIB),
+        ("100MiB", 4 * MIB),
+        ("1GiB", 64 * MIB),
+        ("1500MiB", 64 * MIB),
+        ("4GiB", 256 * MIB),
+        ("1TiB", 256 * MIB),
+    ],
+)
+def test_the_slab_follows_the_cpu_tier_between_its_bounds(cpu: str, slab_bytes: int) -> None:
+    assert load_config(["--cpu", cpu]).cpu_slab_bytes == slab_bytes
+
+
+def test_a_slab_that_is_given_is_kept() -> None:
+    assert load_config(["--cpu", "64MiB", "--cpu-slab-bytes", "64MiB"]).cpu_slab_bytes == 64 * MIB
+
+
+def test_disk_takes_a_size_a_path_or_both(tmp_path: Path) -> None:
+    both = load_config(["--disk", "10GiB:/data/a:b"]).disk
+    assert (both.capacity_bytes, both.path) == (10 * GIB, Path("/data/a:b"))
+    path_only = load_config(["--disk", "~/kv"]).disk
+    assert (path_only.capacity_bytes, path_only.path) == (4 * GIB, Path.home() / "kv")
+    size_only = load_config(["--disk", "10GiB"]).disk
+    assert size_only.capacity_bytes == 10 * GIB
+    assert size_only.path == tmp_path / "cache" / "kvstore" / "disk"
+    assert load_config(["--disk", "./kv"]).disk.path == Path.cwd() / "kv"
+
+
+def test_the_socket_carries_the_bound_port_in_the_users_runtime_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = f"kvstore-{os.getuid()}"
+    assert load_config([]).socket_path_for(81) == Path("/tmp") / name / "81.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert load_config([]).socket_path_for(82) == Path("/run/user/7") / name / "82.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    assert load_config([]).socket_path_for(83) == Path("/tmp") / name / "83.sock"
+    assert load_config(["--socket-path", "/a/b"]).socket_path_for(84) == Path("/a/b")
+
+
+def test_a_runtime_folder_too_deep_for_a_socket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + "d" * 100)
+    assert "107 bytes" in refused()
+
+
+def test_insecure_lets_the_server_listen_to_other_hosts() -> None:
+    config = load_config(["--listen", "0.0.0.0:0", "--http", "[::]:9000", "--insecure"])
+    assert config.listen_address == ("0.0.0.0", 0)
+    assert config.http_address == ("::", 9000)
+
+
+# --- what is shown
+
+
+def test_show_masks_the_password_wherever_it_stands() -> None:
+    config = load_config(["--redis", SECRET_URL + "?password=hunter2"])
+    assert "redis_url: redis://***@cache.example:6379/3?***" in show(config)
+    assert "hunter2" not in show(config)
+    assert "hunter2" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:hunter2@", "hunter2@host", "redis://host:hunter2", "redis//u:hunter2@h:1"]
+)
+def test_a_malformed_redis_url_is_refused_without_repeating_it(url: str) -> None:
+    message = refused("--redis", url, "--workers", "many")
+    assert "redis_url='***'" in message
+    assert "hunter2" not in message
+    with pytest.raises(ValidationError) as caught:
+        ServerConfig(redis_url=url)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_show_reads_back_as_the_same_config(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret", "s" * 32)
+    config, origins = load_with_origins(
+        ["--tiers", "cpu,redis", "--redis", "redis://h:1/0", "--cpu", "5000000", "--insecure",
+         "--socket-path", "off", "--secret-file", secret, "--disk", f"1GiB:{tmp_path}/a: b"]
+    )  # fmt: skip
+    for text in (show(config), show(config, origins)):
+        assert load_config(["--config", write(tmp_path / "c.yaml", text)]) == config
+    assert set(yaml.safe_load(show(config))) == set(ServerConfig.model_fields)
+
+
+def test_show_with_origins_says_where_each_value_came_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVSTORE_LOG_LEVEL", "debug")
+    lines = show(*load_with_origins(["--cpu", "1GiB"])).splitlines()
+    assert "cpu_size: 1GiB  # --cpu" in lines
+    assert "log_level: debug  # KVSTORE_LOG_LEVEL" in lines
+    assert "workers: 32  # default" in lines
+
+
+def test_help_names_every_setting_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in ServerConfig.model_fields.items():
+        assert "--" + name.replace("_", "-") in text
+        assert field.description
+        assert " ".join(field.description.split()) in text
+    assert "--cpu SIZE" in text
+    assert "(default 16GiB)" in text
+    assert "typing" not in text
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--version"])
+    assert capsys.readouterr().out == f"kvstore {__version__}\n"
+
+
+def test_importing_the_configuration_loads_nothing_heavy() -> None:
+    probe = (
+        "import sys, kvstore.server.config\n"
+        "heavy = {'torch', 'cupy', 'transformers', 'grpc', 'redis', 'lmdb'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

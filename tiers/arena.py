@@ -1,0 +1,190 @@
+"""Where things lie in a fixed range of bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from typing import TypeAlias
+
+from kvstore.proto.errors import InvalidRequestError
+
+_SUBCLASS_BITS = 3
+"""Each power of two is cut into 2**3 classes, so holes of one class differ by at most 1/8."""
+
+_Hole: TypeAlias = tuple[int, int]
+"""(size_bytes, offset): sorts by size, then by place."""
+
+
+class OffsetAllocator:
+    """Hand out ranges of 0..capacity_bytes, in multiples of granule_bytes. Owns no memory.
+
+    Holes are kept in size classes (powers of two cut into eight), each sorted by size and
+    then by offset, with a bitmap of the classes in use. An allocation takes the smallest hole
+    that fits, so every hole that truly fits is found; a free joins both neighbours at once, so
+    two holes never touch. Each costs O(log n) comparisons and no work per byte. An
+    allocation costs one dictionary entry, about 150 bytes.
+
+    Not thread-safe: the owner locks. Raises InvalidRequestError at construction unless both
+    sizes are positive and the capacity is a multiple of the granule.
+    """
+
+    def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
+        if granule_bytes < 1:
+            raise InvalidRequestError("granule_bytes", granule_bytes, "give a positive size")
+        if capacity_bytes < granule_bytes or capacity_bytes % granule_bytes:
+            raise InvalidRequestError(
+                "capacity_bytes", capacity_bytes, f"give a multiple of {granule_bytes}"
+            )
+        self._capacity = capacity_bytes
+        self._granule = granule_bytes
+        self._used: dict[int, int] = {}
+        """Size of each allocation by its offset."""
+        self._used_bytes = 0
+        self._holes: dict[int, int] = {}
+        """Size of each hole by its offset."""
+        self._hole_ends: dict[int, int] = {}
+        """Offset of each hole by its end."""
+        self._classes: list[list[_Hole]] = [
+            [] for _ in range(_class_of(capacity_bytes // granule_bytes) + 1)
+        ]
+        self._nonempty = 0
+        """Bit i is set while class i has a hole."""
+        self._hole_starts: list[int] | None = None
+        """Offsets of the holes, ascending; kept only from one claim to the next."""
+        self._add_hole(0, capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out, rounding included."""
+        return self._used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in all holes together."""
+        return self._capacity - self._used_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """Size of the largest hole: whatever is not larger can be allocated."""
+        if not self._nonempty:
+            return 0
+        return self._classes[self._nonempty.bit_length() - 1][-1][0]
+
+    def rounded(self, size_bytes: int) -> int:
+        """Return what an allocation of *size_bytes* takes. Raises InvalidRequestError below 1."""
+        if size_bytes < 1:
+            raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
+        return -(-size_bytes // self._granule) * self._granule
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """Take the smallest hole that fits and return its offset; None when none fits.
+
+        Raises InvalidRequestError when *size_bytes* is below 1.
+        """
+        size_bytes = self.rounded(size_bytes)
+        hole = self._smallest_hole(size_bytes)
+        if hole is None:
+            return None
+        hole_bytes, offset = hole
+        self._hole_starts = None
+        self._take_hole(offset, hole_bytes)
+        self._use(offset, size_bytes)
+        if hole_bytes > size_bytes:
+            self._add_hole(offset + size_bytes, hole_bytes - size_bytes)
+        return offset
+
+    def claim(self, offset: int, size_bytes: int) -> bool:
+        """Take exactly the range that was allocated as *size_bytes* at *offset* before.
+
+        False, changing nothing, when any of it is taken or outside, or when no allocation
+        could lie there. Claims made one after the other in ascending order cost O(log n);
+        in any other order each also moves a part of a sorted list of the holes.
+        """
+        if size_bytes < 1 or offset < 0 or offset % self._granule:
+            return False
+        size_bytes = self.rounded(size_bytes)
+        starts = self._sorted_starts()
+        at = bisect_right(starts, offset) - 1
+        if at < 0:
+            return False
+        start = starts[at]
+        end = start + self._holes[start]
+        stop = offset + size_bytes
+        if stop > end:
+            return False
+        left = [start] if offset > start else []
+        right = [stop] if stop < end else []
+        self._take_hole(start, end - start)
+        if left:
+            self._add_hole(start, offset - start)
+        if right:
+            self._add_hole(stop, end - stop)
+        starts[at : at + 1] = left + right
+        self._use(offset, size_bytes)
+        return True
+
+    def free(self, offset: int) -> None:
+        """Give back the allocation at *offset*. Raises KeyError when there is none."""
+        size_bytes = self._used.pop(offset)
+        self._used_bytes -= size_bytes
+        self._hole_starts = None
+        start, end = offset, offset + size_bytes
+        right_bytes = self._holes.get(end)
+        if right_bytes is not None:
+            self._take_hole(end, right_bytes)
+            end += right_bytes
+        left_start = self._hole_ends.get(start)
+        if left_start is not None:
+            self._take_hole(left_start, start - left_start)
+            start = left_start
+        self._add_hole(start, end - start)
+
+    def _use(self, offset: int, size_bytes: int) -> None:
+        self._used[offset] = size_bytes
+        self._used_bytes += size_bytes
+
+    def _sorted_starts(self) -> list[int]:
+        if self._hole_starts is None:
+            self._hole_starts = sorted(self._holes)
+        return self._hole_starts
+
+    def _smallest_hole(self, size_bytes: int) -> _Hole | None:
+        """Return the smallest hole of at least *size_bytes*, the lowest of equals."""
+        own = _class_of(size_bytes // self._granule)
+        if self._nonempty >> own & 1:
+            holes = self._classes[own]
+            at = bisect_left(holes, (size_bytes, 0))
+            if at < len(holes):
+                return holes[at]
+        above = self._nonempty >> (own + 1)
+        if not above:
+            return None
+        return self._classes[own + (above & -above).bit_length()][0]
+
+    def _add_hole(self, offset: int, size_bytes: int) -> None:
+        self._holes[offset] = size_bytes
+        self._hole_ends[offset + size_bytes] = offset
+        index = _class_of(size_bytes // self._granule)
+        insort(self._classes[index], (size_bytes, offset))
+        self._nonempty |= 1 << index
+
+    def _take_hole(self, offset: int, size_bytes: int) -> None:
+        del self._holes[offset]
+        del self._hole_ends[offset + size_bytes]
+        index = _class_of(size_bytes // self._granule)
+        holes = self._classes[index]
+        del holes[bisect_left(holes, (size_bytes, offset))]
+        if not holes:
+            self._nonempty &= ~(1 << index)
+
+
+def _class_of(granules: int) -> int:
+    """Return the size class of a hole; a larger hole never has a smaller class.
+
+    Sizes below 16 granules have a class each; above, the class is the power of two and the
+    three bits after the leading one.
+    """
+    if granules < 1 << _SUBCLASS_BITS:
+        return granules
+    power = granules.bit_length() - 1
+    subclass = granules >> (power - _SUBCLASS_BITS) & ((1 << _SUBCLASS_BITS) - 1)
+    return ((power - _SUBCLASS_BITS + 1) << _SUBCLASS_BITS) + subclass

@@ -1,0 +1,378 @@
+"""Frames in this node's memory, in slabs that clients of the same host can map."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    PermissionDeniedError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.tiers.arena import OffsetAllocator
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+
+PAGE_BYTES = 4096
+BLOCK_HEADER_BYTES = 64
+"""Before each frame; keeps frames 64-byte aligned and ends in the generation."""
+GRANULE_BYTES = 64
+_WORD_BYTES = 8
+
+_F_ADD_SEALS = 1033
+_SEALS = 0x10 | 0x4 | 0x2 | 0x1
+"""F_SEAL_FUTURE_WRITE (fcntl lacks its name), GROW, SHRINK and SEAL."""
+
+_FIRST_GENERATION = 0x5EED_B10C_0000_0000
+"""High, so that tensor bytes over a former generation word hardly ever look like one."""
+
+_slab_ids = count(1)
+"""One for the process: a slab_id means one memfd for as long as any client may remember it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPlace:
+    """Where a frame lies. ``offset`` is that of its first byte within the slab.
+
+    The eight bytes before ``offset`` hold ``generation`` (uint64, little-endian) for as long
+    as the frame is there: a reader of shared memory compares them before and after it copies.
+    """
+
+    slab_id: int
+    offset: int
+    size_bytes: int
+    generation: int
+
+
+@dataclass(slots=True)
+class _Slab:
+    """One memfd. ``tenant`` is its owner; of an empty slab, which nobody owns, its last."""
+
+    slab_id: int
+    fd: int
+    bytes: Bytes
+    words: NDArray[np.uint64]
+    tenant: str
+    allocator: OffsetAllocator
+    sealed: dict[ChunkKey, None] = field(default_factory=dict)
+
+    def release(self) -> None:
+        # The map goes with its last view: mmap.close() would raise while a caller holds one.
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A chunk's header and frame in a slab."""
+
+    info: ChunkInfo
+    slab: _Slab
+    start: int
+
+    @property
+    def word(self) -> int:
+        """Index of the generation among the slab's words."""
+        return (self.start + BLOCK_HEADER_BYTES) // _WORD_BYTES - 1
+
+    def frame(self) -> Bytes:
+        """Return the frame's bytes, writable."""
+        first = self.start + BLOCK_HEADER_BYTES
+        return self.slab.bytes[first : first + self.info.size_bytes]
+
+    def place(self) -> SlabPlace:
+        """Return where clients find the frame."""
+        return SlabPlace(
+            self.slab.slab_id,
+            self.start + BLOCK_HEADER_BYTES,
+            self.info.size_bytes,
+            int(self.slab.words[self.word]),
+        )
+
+
+def _open_slab(slab_bytes: int, tenant: str) -> _Slab:
+    """Create a memfd that nobody but this mapping will ever write to."""
+    fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, slab_bytes)
+        memory = mmap.mmap(fd, slab_bytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    with suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, dtype=np.uint8)
+    allocator = OffsetAllocator(slab_bytes, GRANULE_BYTES)
+    return _Slab(next(_slab_ids), fd, data, data.view("<u8"), tenant, allocator)
+
+
+class CpuTier(Tier):
+    """An arena of sealed memfd slabs.
+
+    ``capacity_bytes`` is rounded down to whole slabs; a slab is created when it is first
+    needed, and its untouched pages cost nothing. A frame lies inside one slab. A slab belongs
+    to one tenant at a time, so a tenant cannot use the holes in another's slabs: TierFullError
+    may come while ``free_bytes`` is large, and evicting the ``residents`` of one slab makes it
+    anyone's. A reserve looks at each slab at most twice: prefer few large slabs.
+
+    Raises InvalidRequestError unless slab_bytes is a positive multiple of 4096 and the
+    capacity holds one slab.
+    """
+
+    name = "cpu"
+
+    def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
+        if slab_bytes < PAGE_BYTES or slab_bytes % PAGE_BYTES:
+            raise InvalidRequestError(
+                "slab_bytes", slab_bytes, f"give a positive multiple of {PAGE_BYTES}"
+            )
+        if capacity_bytes < slab_bytes:
+            raise InvalidRequestError(
+                "capacity_bytes", capacity_bytes, f"give room for one slab, {slab_bytes} bytes"
+            )
+        self.slab_bytes = slab_bytes
+        self._max_slabs = capacity_bytes // slab_bytes
+        self.capacity_bytes = self._max_slabs * slab_bytes
+        self._lock = Lock()
+        self._slabs: dict[int, _Slab] = {}
+        self._sealed: dict[ChunkKey, _Block] = {}
+        self._reserved: dict[int, _Block] = {}
+        """By generation, which no other reservation ever has."""
+        self._used_bytes = 0
+        self._generations = count(_FIRST_GENERATION, 2)
+        self._closed = False
+
+    @override
+    def allocated_bytes(self, size_bytes: int) -> int:
+        return -(-(size_bytes + BLOCK_HEADER_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
+
+    @override
+    def max_frame_bytes(self) -> int:
+        return self.slab_bytes - BLOCK_HEADER_BYTES
+
+    @override
+    def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
+        need_bytes = self.allocated_bytes(info.size_bytes)
+        retired: list[_Slab] = []
+        with self._lock:
+            if self._closed:
+                raise TierUnavailableError(self.name, "closed")
+            slab, start = self._allocate(need_bytes, tenant, retired)
+            block = _Block(info, slab, start)
+            generation = next(self._generations)
+            slab.words[block.word] = generation
+            self._reserved[generation] = block
+            self._used_bytes += need_bytes
+            place = block.place()
+        for slab in retired:  # giving back a large slab's pages takes a while
+            slab.release()
+        return Reservation(info, tenant, need_bytes, place)
+
+    def _allocate(self, need_bytes: int, tenant: str, retired: list[_Slab]) -> tuple[_Slab, int]:
+        for slab in self._slabs.values():
+            if slab.tenant == tenant and slab.allocator.free_bytes >= need_bytes:
+                start = slab.allocator.allocate(need_bytes)
+                if start is not None:
+                    return slab, start
+        slab = self._add_slab(need_bytes, tenant, retired)
+        start = slab.allocator.allocate(need_bytes)
+        assert start is not None
+        return slab, start
+
+    def _add_slab(self, need_bytes: int, tenant: str, retired: list[_Slab]) -> _Slab:
+        old: _Slab | None = None
+        if len(self._slabs) == self._max_slabs:
+            empty = (slab for slab in self._slabs.values() if not slab.allocator.used_bytes)
+            old = next(empty, None)
+        full = len(self._slabs) == self._max_slabs and old is None
+        if full or need_bytes > self.slab_bytes:
+            raise TierFullError(self.name, need_bytes, self.capacity_bytes - self._used_bytes)
+        try:
+            slab = _open_slab(self.slab_bytes, tenant)
+        except OSError as error:
+            raise TierUnavailableError(self.name, f"cannot create a slab: {error}") from error
+        if old is not None:
+            # A new memfd and not the old one zeroed: processes of the former tenant may still
+            # map that, and would see through their maps whatever the new tenant puts there.
+            retired.append(self._slabs.pop(old.slab_id))
+        self._slabs[slab.slab_id] = slab
+        return slab
+
+    @override
+    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+        """Copy *data* into the reserved frame at byte *offset*.
+
+        Raises InvalidRequestError when it would not fit there or the reservation is spent.
+        """
+        frame = self.view(reservation)
+        if offset < 0 or offset + len(data) > len(frame):
+            raise InvalidRequestError(
+                "offset", (offset, len(data)), f"stay within {len(frame)} bytes"
+            )
+        copy_bytes(frame[offset : offset + len(data)], data)
+
+    def view(self, reservation: Reservation) -> Bytes:
+        """Return the reserved frame's bytes, writable until it is sealed or aborted.
+
+        Raises InvalidRequestError when the reservation is spent.
+        """
+        with self._lock:
+            block = self._reserved.get(_generation_of(reservation))
+        if block is None:
+            raise InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
+        return block.frame()
+
+    @override
+    def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
+        """Make the frame visible. Raises InvalidRequestError when the reservation is spent."""
+        with self._lock:
+            block = self._reserved.pop(_generation_of(reservation), None)
+            if block is None:
+                raise InvalidRequestError(
+                    "reservation", reservation.place, "it is spent: reserve anew"
+                )
+            key = block.info.key
+            if key in self._sealed:
+                self._free(block)
+                return False
+            self._sealed[key] = block
+            block.slab.sealed[key] = None
+            return True
+
+    @override
+    def abort(self, reservation: Reservation) -> None:
+        """Free the room of a reservation; does nothing when it is spent."""
+        with self._lock:
+            block = self._reserved.pop(_generation_of(reservation), None)
+            if block is not None:
+                self._free(block)
+
+    def _free(self, block: _Block) -> None:
+        # Odd before the room can be handed out: a reader that still copies will notice.
+        block.slab.words[block.word] += np.uint64(1)
+        block.slab.allocator.free(block.start)
+        self._used_bytes -= self.allocated_bytes(block.info.size_bytes)
+
+    @override
+    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+        block = self._block(key)
+        if block is None:
+            return False
+        frame = block.frame()
+        if offset < 0 or offset + len(out) > len(frame):
+            raise InvalidRequestError(
+                "offset", (offset, len(out)), f"stay within {len(frame)} bytes"
+            )
+        copy_bytes(out, frame[offset : offset + len(out)])
+        return True
+
+    def peek(self, key: ChunkKey) -> Bytes | None:
+        """Return the sealed frame's bytes, read-only and not copied; None when absent.
+
+        They stay what they are while the caller keeps the chunk from being deleted.
+        """
+        block = self._block(key)
+        if block is None:
+            return None
+        frame = block.frame()
+        frame.flags.writeable = False
+        return frame
+
+    def locate(self, key: ChunkKey) -> SlabPlace | None:
+        """Return where clients find the sealed frame; None when absent."""
+        with self._lock:
+            block = self._sealed.get(key)
+            return None if block is None else block.place()
+
+    def slab_file(self, slab_id: int, tenant: str) -> int:
+        """Return the slab's file descriptor, for a process of *tenant* to map read-only.
+
+        It stays the tier's: do not close it, and keep a chunk of the slab from being deleted
+        until it is sent, since an empty slab may change hands and the number with it.
+        Raises InvalidRequestError for an unknown slab, PermissionDeniedError for another's.
+        """
+        with self._lock:
+            slab = self._slabs.get(slab_id)
+            if slab is None:
+                raise InvalidRequestError("slab_id", slab_id, "it is gone: look the chunk up anew")
+            if slab.tenant != tenant:
+                raise PermissionDeniedError(f"slab {slab_id} belongs to another tenant")
+            return slab.fd
+
+    def residents(self, key: ChunkKey) -> list[ChunkKey]:
+        """Return the sealed chunks of the slab that holds *key*, itself included, in order
+        of sealing; none when absent.
+        """
+        with self._lock:
+            block = self._sealed.get(key)
+            return [] if block is None else list(block.slab.sealed)
+
+    def _block(self, key: ChunkKey) -> _Block | None:
+        with self._lock:
+            return self._sealed.get(key)
+
+    @override
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        with self._lock:
+            blocks = [self._sealed.get(key) for key in keys]
+        return [None if block is None else block.info for block in blocks]
+
+    @override
+    def delete(self, key: ChunkKey) -> bool:
+        with self._lock:
+            block = self._sealed.pop(key, None)
+            if block is None:
+                return False
+            del block.slab.sealed[key]
+            self._free(block)
+            return True
+
+    @override
+    def scan(self) -> Iterator[ChunkInfo]:
+        with self._lock:
+            blocks = list(self._sealed.values())
+        for block in blocks:
+            yield block.info
+
+    @override
+    def stats(self) -> TierStats:
+        with self._lock:
+            return TierStats(
+                self.capacity_bytes, self._used_bytes, len(self._sealed), len(self._reserved)
+            )
+
+    @override
+    def flush(self) -> None:
+        """Do nothing: memory survives no restart."""
+
+    @override
+    def close(self) -> None:
+        with self._lock:
+            slabs = list(self._slabs.values())
+            self._closed = True
+            self._slabs.clear()
+            self._sealed.clear()
+            self._reserved.clear()
+            self._used_bytes = 0
+        for slab in slabs:
+            slab.release()
+
+
+def _generation_of(reservation: Reservation) -> int:
+    place = reservation.place
+    if not isinstance(place, SlabPlace):
+        raise InvalidRequestError("reservation", place, "it is another tier's")
+    return place.generation

@@ -1,0 +1,263 @@
+"""The tier that all nodes share: frames in one Redis or Valkey.
+
+A frame is cut into parts of a few megabytes, and a manifest, written last and only where
+there is none, makes them a chunk. All names of a key share one hash slot. Parts carry their
+writer's random id, so that a reader never mixes two versions, and everything has a lifetime,
+so that what a killed writer left behind ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from redis.exceptions import OutOfMemoryError
+
+from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.redis_account import RedisAccount
+from kvstore.tiers.redis_link import RedisLink
+from kvstore.tiers.redis_manifest import (
+    MAX_PART_BYTES,
+    MAX_PARTS,
+    MIN_PART_BYTES,
+    WRITE_ID_BYTES,
+    KeyNames,
+    Manifest,
+)
+from kvstore.tiers.redis_remote import MAX_LISTED_CHUNKS, RemoteChunks
+
+CHUNK_OVERHEAD_BYTES = 512
+"""Accounted for each chunk's manifest and the names of its parts."""
+
+
+def _random_write_id() -> bytes:
+    return os.urandom(WRITE_ID_BYTES)
+
+
+def _wall_clock_us() -> int:
+    return time.time_ns() // 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Stamps:
+    """Where write ids (8 bytes, never the same twice) and sealing times come from."""
+
+    write_id: Callable[[], bytes] = _random_write_id
+    now_us: Callable[[], int] = _wall_clock_us
+
+
+class _Draft:
+    """A reserved frame, in this process until it is sealed. ``frame`` is None once spent."""
+
+    __slots__ = ("frame", "write_id")
+
+    def __init__(self, size_bytes: int, write_id: bytes) -> None:
+        self.frame: Bytes | None = np.zeros(size_bytes, dtype=np.uint8)
+        self.write_id = write_id
+
+    def spend(self) -> Bytes | None:
+        frame, self.frame = self.frame, None
+        return frame
+
+
+class RedisTier(Tier):
+    """Frames in a Redis that other nodes put into as well.
+
+    ``capacity_bytes`` bounds what this process reserved and sealed plus what a listing
+    showed, at construction and by ``scan``; what others put later is found but not counted.
+    Redis may be down at construction: calls then raise TierUnavailableError, and the first
+    ``reserve`` that reaches it lists what is there. A reserved frame lies in this process
+    until it is sealed.
+
+    Durable means acknowledged by the server, which keeps it in memory: what survives a power
+    cut there is up to its own replication and persistence. A seal whose answer is lost
+    raises, and what it left is removed before the next seal or ends by its lifetime; until
+    then the chunk may show, whole.
+
+    *ttl_s* is a chunk's life from its sealing. *timeout_ms* bounds each connect, send and
+    receive. Parts of *part_bytes* limit a frame to 1024 of them.
+    """
+
+    name = "redis"
+    survives_restart: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+
+    def __init__(  # noqa: PLR0913 - all but the last are the operator's settings
+        self,
+        url: str,
+        capacity_bytes: int,
+        *,
+        timeout_ms: int = 500,
+        part_bytes: int = 2 << 20,
+        ttl_s: int = 86_400,
+        prefix: str = "kvs:1:",
+        stamps: Stamps | None = None,
+    ) -> None:
+        for field, value in (("timeout_ms", timeout_ms), ("ttl_s", ttl_s)):
+            if not 1 <= value < 1 << 31:
+                raise InvalidRequestError(field, value, "give a positive number")
+        if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
+            raise InvalidRequestError(
+                "part_bytes", part_bytes, f"use {MIN_PART_BYTES} to {MAX_PART_BYTES}"
+            )
+        if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
+        self.capacity_bytes = capacity_bytes
+        self._part_bytes = part_bytes
+        self._stamps = stamps or Stamps()
+        self._link = RedisLink(self.name, url, timeout_ms)
+        self._remote = RemoteChunks(self._link, KeyNames(prefix), ttl_s)
+        self._account = RedisAccount(capacity_bytes, self.allocated_bytes)
+        self._listed = False
+        with contextlib.suppress(TierUnavailableError):
+            self._list()
+
+    def __repr__(self) -> str:
+        return f"RedisTier({self._link.url!r}, capacity_bytes={self.capacity_bytes})"
+
+    def allocated_bytes(self, size_bytes: int) -> int:
+        """Bytes a frame of *size_bytes* takes here: itself, its manifest and its names."""
+        return size_bytes + CHUNK_OVERHEAD_BYTES
+
+    def max_frame_bytes(self) -> int:
+        """The largest frame that fits an empty tier."""
+        room_bytes = self.capacity_bytes - CHUNK_OVERHEAD_BYTES
+        return min(room_bytes, MAX_FRAME_BYTES, self._part_bytes * MAX_PARTS)
+
+    def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
+        """Take room for a frame of ``info.size_bytes``.
+
+        Raises TierFullError, and TierUnavailableError as long as Redis has never answered
+        what it holds.
+        """
+        if info.size_bytes < 1:
+            raise InvalidRequestError("size_bytes", info.size_bytes, "a frame has bytes")
+        if not self._listed:
+            self._list()
+        need_bytes = self.allocated_bytes(info.size_bytes)
+        fits = info.size_bytes <= self.max_frame_bytes()
+        if not fits or not self._account.reserve(need_bytes):
+            used_bytes = self._account.stats().used_bytes
+            raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
+        try:
+            draft = _Draft(info.size_bytes, self._stamps.write_id())
+        except MemoryError:
+            self._account.settle(need_bytes, None)
+            raise TierFullError(self.name, need_bytes, 0) from None
+        return Reservation(info, tenant, need_bytes, draft)
+
+    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+        """Copy *data* into the reserved frame at byte *offset*."""
+        frame = _draft(reservation).frame
+        if frame is None:
+            raise InvalidRequestError("reservation", "spent", "reserve again")
+        if not 0 <= offset <= len(frame) - len(data):
+            raise InvalidRequestError(
+                "offset", offset, f"{len(data)} bytes from there exceed {len(frame)}"
+            )
+        copy_bytes(frame[offset : offset + len(data)], data)
+
+    def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
+        """Send the frame, then make it visible unless another version of its key is.
+
+        Raises TierFullError, freeing the room, when the server itself takes no more.
+        """
+        draft = _draft(reservation)
+        frame = draft.spend()
+        if frame is None:
+            raise InvalidRequestError("reservation", "spent", "reserve again")
+        manifest = Manifest.of(
+            reservation.info, self._part_bytes, draft.write_id, self._stamps.now_us()
+        )
+        sealed = False
+        try:
+            sealed = self._remote.publish(manifest, frame)
+        except OutOfMemoryError:
+            raise TierFullError(self.name, reservation.reserved_bytes, 0) from None
+        finally:
+            self._account.settle(reservation.reserved_bytes, manifest if sealed else None)
+        return sealed
+
+    def abort(self, reservation: Reservation) -> None:
+        """Free the room of a reservation that will not be sealed. Idempotent."""
+        if _draft(reservation).spend() is not None:
+            self._account.settle(reservation.reserved_bytes, None)
+
+    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+        """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
+
+        One round trip when the chunk is known here. A chunk with a missing or short part is
+        removed, and absent; *out* then holds rubbish. Never takes more memory than *out*
+        does, whatever stands in Redis.
+        """
+        known = self._account.known(key)
+        if known and known.covers(offset, len(out)) and self._remote.pull(known, out, offset):
+            return True
+        (current,) = self._look([key])
+        if current is None:
+            return False
+        if not current.covers(offset, len(out)):
+            raise InvalidRequestError(
+                "offset", offset, f"{len(out)} bytes from there exceed {current.info.size_bytes}"
+            )
+        if self._remote.pull(current, out, offset):
+            return True
+        with contextlib.suppress(TierUnavailableError):
+            self._remote.remove(key, current.raw)
+        self._account.forget(key, [current])
+        return False
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        """Return what is known of each key, whoever put it; one round trip for 512 keys."""
+        return [row.info if row else None for row in self._look(keys)]
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Forget *key*, whoever put it, and free its room. Return whether it was there."""
+        before = self._account.counted([key])
+        removed = self._remote.remove(key)
+        self._account.forget(key, [*before, removed])
+        return removed is not None
+
+    def scan(self) -> Iterator[ChunkInfo]:
+        """List all nodes' chunks, least recently sealed first, and count them from now on."""
+        return iter([manifest.info for manifest in self._list()])
+
+    def stats(self) -> TierStats:
+        """Count the tier; what expired or was removed by others counts until noticed."""
+        return self._account.stats()
+
+    def flush(self) -> None:
+        """Do nothing: a sealed frame is already as safe as the server makes it."""
+
+    def close(self) -> None:
+        """Disconnect, leaving the data. Idempotent."""
+        self._link.close()
+
+    def _look(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
+        before = self._account.counted(keys)
+        found = self._remote.look(keys)
+        self._account.note(keys, before, found)
+        return found
+
+    def _list(self) -> list[Manifest]:
+        before = self._account.everything()
+        found = self._remote.listing()
+        whole = len(found) < MAX_LISTED_CHUNKS
+        self._account.reconcile(before if whole else {}, found)
+        self._listed = True
+        return sorted(found.values(), key=lambda row: (row.sealed_us, row.info.key))
+
+
+def _draft(reservation: Reservation) -> _Draft:
+    if not isinstance(reservation.place, _Draft):
+        raise InvalidRequestError("reservation", reservation.place, "it is another tier's")
+    return reservation.place
