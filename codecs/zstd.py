@@ -201,8 +201,10 @@ def _decompress(data: Bytes, size: int) -> Bytes:
     """Return the *size* bytes in the zstd frame *data*; its own claims are checked first."""
     try:
         claim = zstandard.get_frame_parameters(data.data)
-        if claim.content_size != size or claim.window_size > max(size, 1 << _WINDOW_LOG):
+        if claim.content_size != size:
             raise InvalidFrameError("plane", claim.content_size, f"must declare {size} bytes")
+        if claim.window_size > max(size, 1 << _WINDOW_LOG):
+            raise InvalidFrameError("window", claim.window_size, f"at most 2^{_WINDOW_LOG}")
         plain = _CONTEXTS.decompressor.decompress(
             data.data, max_output_size=size, allow_extra_data=False
         )

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,11 +25,11 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
 from kvstore.server.flags import flag_of, parse_flags
 from kvstore.server.refusal import refusal
+from kvstore.server.settings_file import format_settings, read_settings
 from kvstore.server.units import (
     GIB,
     KIB,
@@ -43,6 +42,7 @@ from kvstore.server.units import (
     Size,
     SocketPath,
     TierSize,
+    Workers,
     format_size,
     is_loopback,
     is_redis_url,
@@ -193,7 +193,7 @@ class ServerConfig(BaseModel):
     load_headroom_percent: Annotated[int, "N"] = Field(
         default=5, ge=0, lt=50, description="share of the cpu tier kept for loads"
     )
-    workers: Count = Field(default=32, le=1024, description="threads that answer requests")
+    workers: Workers = Field(default=32, description="threads that answer requests")
     redis_timeout_ms: Millis = Field(
         default=500, description="longest wait for one answer of Redis"
     )
@@ -335,7 +335,7 @@ def load_with_origins(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, str]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     if path:
-        values |= _read_file(Path(str(path)))
+        values |= read_settings(Path(str(path)))
         origins |= dict.fromkeys(values, str(path))
     environment = _read_environment()
     values |= environment
@@ -345,7 +345,7 @@ def load_with_origins(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, str]
     try:
         return ServerConfig.model_validate(values), origins
     except ValidationError as error:
-        raise refusal(error, ServerConfig.model_fields, origins) from None
+        raise refusal(error, values, origins, ServerConfig.model_fields) from None
 
 
 def _read_environment() -> dict[str, object]:
@@ -358,22 +358,6 @@ def _read_environment() -> dict[str, object]:
     return found
 
 
-def _read_file(path: Path) -> dict[str, object]:
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise InvalidRequestError(
-            "config", str(path), f"cannot read it: {error.strerror}"
-        ) from None
-    except yaml.YAMLError as error:
-        raise InvalidRequestError("config", str(path), f"give YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise InvalidRequestError("config", str(path), "give settings as `name: value` lines")
-    return content
-
-
 def _masked(url: str) -> str:
     without_options = url.partition("?")[0]
     return re.sub("(?<=://).*@", "***@", without_options) + ("?***" if "?" in url else "")
@@ -384,7 +368,7 @@ def show(config: ServerConfig, origins: Mapping[str, str] | None = None) -> str:
 
     With *origins* each line says where its value came from.
     """
-    lines = []
+    values: dict[str, object] = {}
     for name, field in ServerConfig.model_fields.items():
         value = getattr(config, name)
         if name == "redis_url" and value is not None:
@@ -395,6 +379,7 @@ def show(config: ServerConfig, origins: Mapping[str, str] | None = None) -> str:
             value = str(value)
         elif "SIZE" in field.metadata:
             value = format_size(value)
-        line = yaml.safe_dump({name: value}, width=1 << 20).rstrip()
-        lines.append(line if origins is None else f"{line}  # {origins.get(name, 'default')}")
-    return "\n".join(lines) + "\n"
+        values[name] = value
+    if origins is None:
+        return format_settings(values, {})
+    return format_settings(values, dict.fromkeys(values, "default") | dict(origins))

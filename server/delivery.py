@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.tiers.cpu import SlabPlace
-
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -20,6 +18,7 @@ from kvstore.proto.types import ChunkKey
 from kvstore.server.mover import Ticket
 from kvstore.server.sessions import Session
 from kvstore.server.transfer import Transfers
+from kvstore.tiers.cpu import SlabPlace
 
 READ_AHEAD_CHUNKS = 8
 """Loads of one get that run before the reader asks for them."""

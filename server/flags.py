@@ -12,7 +12,7 @@ from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.units import format_size
 
-_SHORT = {"cpu_size": "--cpu", "redis_url": "--redis"}
+_SHORT = {"cpu_size": "--cpu", "redis_url": "--redis", "socket_path": "--socket"}
 _GROUPS = {
     "tiers": "tiers",
     "insecure": "addresses",

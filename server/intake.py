@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -97,6 +97,21 @@ class Intake:
             raise
         return ticket
 
+    def begin_all(
+        self, session: Session, infos: Sequence[ChunkInfo], deadline: float
+    ) -> list[PutTicket | PutResult]:
+        """Begin a batch; all of its room is given back when one of it is invalid."""
+        begun: list[PutTicket | PutResult] = []
+        try:
+            for info in infos:
+                begun.append(self.begin(session, info, deadline))  # noqa: PERF401
+        except KVStoreError:
+            for result in begun:
+                if isinstance(result, PutTicket):
+                    self.abort(session, result.ticket_id)
+            raise
+        return begun
+
     def _own(self, ticket: PutTicket) -> None:
         limit = self._limit
         session_id = ticket.session.session_id
@@ -176,6 +191,22 @@ class Intake:
         for shelf in self._transfers.lower_shelves():
             if shelf.breaker.is_open or self._transfers.copy_down(key, shelf) is None:
                 self._counters.add("skipped_copies")
+
+    def ingest(self, tickets: Sequence[PutTicket], frames: Sequence[Bytes]) -> list[PutResult]:
+        """Copy frames into claimed puts and commit them, in order.
+
+        At the first bad frame its error is raised and the rest is aborted.
+        """
+        results: list[PutResult] = []
+        try:
+            for ticket, frame in zip(tickets, frames, strict=True):
+                copy_bytes(self.view(ticket), frame)
+                results.append(self.commit(ticket))
+        except KVStoreError:
+            for ticket in tickets[len(results) + 1 :]:
+                self._drop_reservation(ticket)
+            raise
+        return results
 
     def abort_session(self, session: Session) -> None:
         """Give up every put of a session that ended."""

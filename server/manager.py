@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
 )
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match, Namespace
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match, Namespace, PutOutcome
 from kvstore.server.catalog import Holding
 from kvstore.server.delivery import Delivery
-from kvstore.server.intake import Intake
+from kvstore.server.intake import Intake, PutResult
 from kvstore.server.mover import Ticket
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
+from kvstore.tiers.base import TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,16 @@ class ManagerLimits:
     load_headroom_percent: int = 5
     loose_bytes: int = 256 << 20
     write_through: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfStatus:
+    """One tier's state; ``reason`` is empty while it serves."""
+
+    name: str
+    stats: TierStats
+    codec: str
+    reason: str
 
 
 class TierManager:
@@ -63,11 +75,28 @@ class TierManager:
         """Whether a tier of this node survives a restart."""
         return bool(self._keepers)
 
-    def make_durable(self, keys: Sequence[ChunkKey], deadline: float) -> list[str]:
-        """Wait until the chunks would survive a power cut; return a reason for each that won't.
+    def harden(
+        self, keys: Sequence[ChunkKey], results: Sequence[PutResult], deadline: float
+    ) -> list[PutResult]:
+        """Wait until the accepted chunks would survive a power cut.
 
-        Raises InvalidRequestError when no tier of this node survives a restart.
+        Return *results* with those refused that do not by the deadline. Raises
+        InvalidRequestError when no tier of this node survives a restart.
         """
+        accepted = [
+            key
+            for key, result in zip(keys, results, strict=True)
+            if result.outcome is not PutOutcome.refused
+        ]
+        reasons = dict(zip(accepted, self._make_durable(accepted, deadline), strict=True))
+        return [
+            PutResult(PutOutcome.refused, f"not durable: {reasons[key]}")
+            if reasons.get(key)
+            else result
+            for key, result in zip(keys, results, strict=True)
+        ]
+
+    def _make_durable(self, keys: Sequence[ChunkKey], deadline: float) -> list[str]:
         if not self._keepers:
             raise InvalidRequestError("durable", True, "start the server with a disk tier")
         shelf = self._keepers[0]
@@ -137,7 +166,7 @@ class TierManager:
             lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
         )
 
-    def _fastest(self, held: dict[str, ChunkInfo]) -> tuple[str, int]:
+    def _fastest(self, held: Mapping[str, ChunkInfo]) -> tuple[str, int]:
         for name, shelf in self.transfers.shelves.items():
             if name in held:
                 return name, shelf.rate.load_us(held[name].size_bytes)
@@ -149,9 +178,8 @@ class TierManager:
         for shelf in self._shared:
             if shelf.breaker.is_open:
                 continue
-            ticket = self._mover.submit(
-                f"ask-{shelf.name}", b"".join(keys), lambda shelf=shelf: self._find(shelf, keys)
-            )
+            ask = partial(self._find, shelf, keys)
+            ticket = self._mover.submit(f"ask-{shelf.name}", b"".join(keys), ask)
             try:
                 news |= ticket is not None and bool(self._mover.wait(ticket, deadline))
             except KVStoreError:
@@ -245,7 +273,7 @@ class TierManager:
         """Return what is known of the chunks that exist."""
         return [held for key in keys if (held := self.catalog.holding(key)) is not None]
 
-    def list(self, space: Namespace) -> list[Holding]:
+    def holdings(self, space: Namespace) -> list[Holding]:
         """Return every chunk of a namespace that this node knows."""
         return self.catalog.holdings(space)
 
@@ -259,6 +287,13 @@ class TierManager:
                 self.catalog.note_sealed(shelf.name, info)
                 count += 1
         return count
+
+    def shelf_statuses(self) -> list[ShelfStatus]:
+        """Return the state of each tier, fastest first."""
+        return [
+            ShelfStatus(shelf.name, shelf.tier.stats(), shelf.codec.name, shelf.breaker.reason)
+            for shelf in self.transfers.shelves.values()
+        ]
 
     def end_session(self, session: Session) -> None:
         """Release every lease and put of a session that ended."""
@@ -282,8 +317,6 @@ class TierManager:
         reasons = self._copied(alone, shelf, deadline)
         return not any(reasons) and not self._flushed(shelf, deadline)
 
-    def close(self) -> None:
-        """Stop the Mover and release every tier."""
-        self._mover.close()
-        for shelf in self.transfers.shelves.values():
-            shelf.tier.close()
+    def is_alive(self) -> bool:
+        """Whether the Mover's workers live."""
+        return self._mover.is_alive()

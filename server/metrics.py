@@ -71,12 +71,12 @@ def start_metrics_server(
             for name, value in counters.snapshot().items():
                 yield CounterMetricFamily(f"kvstore_{name}", COUNTERS[name], value=value)
             families: dict[str, GaugeMetricFamily] = {}
-            for name, text, tier, value in gauges():
+            for name, text, tier, level in gauges():
                 labels = ["tier"] if tier else []
                 family = families.setdefault(
                     name, GaugeMetricFamily(f"kvstore_{name}", text, labels=labels)
                 )
-                family.add_metric([tier] if tier else [], value)
+                family.add_metric([tier] if tier else [], level)
             yield from families.values()
 
     registry = CollectorRegistry()

@@ -63,7 +63,8 @@ class Mover:
         """Queue *work*; None when the lane is full or the Mover closed.
 
         Urgent work goes to the front and past the limit: each piece has a caller who waits
-        for it, and the number of callers is bounded. Work of the same name that still waits or runs in the lane is joined, not repeated.
+        for it, and callers are bounded. Work of a name that still waits or runs in the lane
+        is joined, not repeated.
         """
         with self._changed:
             known = self._open.get((lane, name))

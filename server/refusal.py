@@ -12,9 +12,12 @@ from kvstore.proto.errors import InvalidRequestError
 
 
 def refusal(
-    error: ValidationError, names: Collection[str], origins: Mapping[str, str]
+    error: ValidationError,
+    values: Mapping[str, object],
+    origins: Mapping[str, str],
+    names: Collection[str],
 ) -> InvalidRequestError:
-    """Return what *error* says of the settings called *names*, with where each came from.
+    """Return what *error* says of *values*, which came from *origins*; *names* are known.
 
     The Redis URL is never repeated: a malformed one may hold its password anywhere.
     """
@@ -23,7 +26,9 @@ def refusal(
         if item["type"] == "default_factory_not_called":
             continue  # the setting it derives from is refused already
         name = str(item["loc"][0])
-        value = "***" if name == "redis_url" and item["input"] else item["input"]
+        value = item["input"] if len(item["loc"]) > 1 else values.get(name, item["input"])
+        if name == "redis_url" and value is not None:
+            value = "***"
         origin = f" (from {origins[name]})" if name in origins else ""
         field = ".".join(map(str, item["loc"]))
         problems.append((field, value, _fix(item, names) + origin))

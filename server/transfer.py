@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from kvstore.tiers.cpu import CpuTier
 
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
@@ -29,6 +28,7 @@ from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
 from kvstore.server.shelf import Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
+from kvstore.tiers.cpu import CpuTier
 
 MAX_RECLAIM_ROUNDS = 64
 VICTIMS_PER_ROUND = 64

@@ -95,6 +95,7 @@ def _off(value: object) -> object:
 Size = Annotated[int, BeforeValidator(parse_size), AfterValidator(_bound_size), "SIZE"]
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
+Workers = Annotated[int, Field(ge=1, le=1024), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
 CodecName = Annotated[str, AfterValidator(_known_codec), "CODEC"]
 Endpoint = Annotated[str, BeforeValidator(_off), "HOST:PORT"]

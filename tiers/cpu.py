@@ -126,7 +126,11 @@ class CpuTier(Tier):
     needed, and its untouched pages cost nothing. A frame lies inside one slab. A slab belongs
     to one tenant at a time, so a tenant cannot use the holes in another's slabs: TierFullError
     may come while ``free_bytes`` is large, and evicting the ``residents`` of one slab makes it
-    anyone's. A reserve looks at each slab at most twice: prefer few large slabs.
+    anyone's.
+
+    A reserve looks at each slab at most twice and a slab takes two file descriptors: prefer
+    few large slabs. A slab that changes hands keeps its pages, beyond the capacity, until the
+    last client unmaps it.
 
     Raises InvalidRequestError unless slab_bytes is a positive multiple of 4096 and the
     capacity holds one slab.
@@ -149,8 +153,8 @@ class CpuTier(Tier):
         self._lock = Lock()
         self._slabs: dict[int, _Slab] = {}
         self._sealed: dict[ChunkKey, _Block] = {}
-        self._reserved: dict[int, _Block] = {}
-        """By generation, which no other reservation ever has."""
+        self._reserved: dict[object, _Block] = {}
+        """By place, whose generation no other reservation ever has."""
         self._used_bytes = 0
         self._generations = count(_FIRST_GENERATION, 2)
         self._closed = False
@@ -172,11 +176,10 @@ class CpuTier(Tier):
                 raise TierUnavailableError(self.name, "closed")
             slab, start = self._allocate(need_bytes, tenant, retired)
             block = _Block(info, slab, start)
-            generation = next(self._generations)
-            slab.words[block.word] = generation
-            self._reserved[generation] = block
-            self._used_bytes += need_bytes
+            slab.words[block.word] = next(self._generations)
             place = block.place()
+            self._reserved[place] = block
+            self._used_bytes += need_bytes
         for slab in retired:  # giving back a large slab's pages takes a while
             slab.release()
         return Reservation(info, tenant, need_bytes, place)
@@ -193,6 +196,7 @@ class CpuTier(Tier):
         return slab, start
 
     def _add_slab(self, need_bytes: int, tenant: str, retired: list[_Slab]) -> _Slab:
+        """Create a slab, in the place of another tenant's empty one when there are enough."""
         old: _Slab | None = None
         if len(self._slabs) == self._max_slabs:
             empty = (slab for slab in self._slabs.values() if not slab.allocator.used_bytes)
@@ -218,10 +222,7 @@ class CpuTier(Tier):
         Raises InvalidRequestError when it would not fit there or the reservation is spent.
         """
         frame = self.view(reservation)
-        if offset < 0 or offset + len(data) > len(frame):
-            raise InvalidRequestError(
-                "offset", (offset, len(data)), f"stay within {len(frame)} bytes"
-            )
+        _check_range(frame, offset, len(data))
         copy_bytes(frame[offset : offset + len(data)], data)
 
     def view(self, reservation: Reservation) -> Bytes:
@@ -230,20 +231,18 @@ class CpuTier(Tier):
         Raises InvalidRequestError when the reservation is spent.
         """
         with self._lock:
-            block = self._reserved.get(_generation_of(reservation))
+            block = self._reserved.get(reservation.place)
         if block is None:
-            raise InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
+            raise _spent(reservation)
         return block.frame()
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
         """Make the frame visible. Raises InvalidRequestError when the reservation is spent."""
         with self._lock:
-            block = self._reserved.pop(_generation_of(reservation), None)
+            block = self._reserved.pop(reservation.place, None)
             if block is None:
-                raise InvalidRequestError(
-                    "reservation", reservation.place, "it is spent: reserve anew"
-                )
+                raise _spent(reservation)
             key = block.info.key
             if key in self._sealed:
                 self._free(block)
@@ -256,7 +255,7 @@ class CpuTier(Tier):
     def abort(self, reservation: Reservation) -> None:
         """Free the room of a reservation; does nothing when it is spent."""
         with self._lock:
-            block = self._reserved.pop(_generation_of(reservation), None)
+            block = self._reserved.pop(reservation.place, None)
             if block is not None:
                 self._free(block)
 
@@ -272,10 +271,7 @@ class CpuTier(Tier):
         if block is None:
             return False
         frame = block.frame()
-        if offset < 0 or offset + len(out) > len(frame):
-            raise InvalidRequestError(
-                "offset", (offset, len(out)), f"stay within {len(frame)} bytes"
-            )
+        _check_range(frame, offset, len(out))
         copy_bytes(out, frame[offset : offset + len(out)])
         return True
 
@@ -371,8 +367,10 @@ class CpuTier(Tier):
             slab.release()
 
 
-def _generation_of(reservation: Reservation) -> int:
-    place = reservation.place
-    if not isinstance(place, SlabPlace):
-        raise InvalidRequestError("reservation", place, "it is another tier's")
-    return place.generation
+def _spent(reservation: Reservation) -> InvalidRequestError:
+    return InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
+
+
+def _check_range(frame: Bytes, offset: int, size_bytes: int) -> None:
+    if offset < 0 or offset + size_bytes > len(frame):
+        raise InvalidRequestError("offset", (offset, size_bytes), f"stay within {len(frame)} bytes")

@@ -66,11 +66,6 @@ class ExtentFolder:
             self.discard()
             raise
 
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of all extents."""
-        return sum(self.sizes)
-
     def read(self, extent: int, offset: int, out: Bytes) -> None:
         """Fill *out* from *offset* of *extent*. Raises TierUnavailableError."""
         done = 0
@@ -137,7 +132,7 @@ class ExtentFolder:
         self.sync_failures = [0] * len(self.sizes)
         self._check_room(spare_bytes)
         if known is None:
-            self._made.paths.append(self.path / "FORMAT")
+            self._made.paths += [self.path / "FORMAT", self.path / "FORMAT.new"]
             _write_format(self.path, self.extent_bytes)
         folder = self.path / "extents"
         if not folder.is_dir():
@@ -152,11 +147,9 @@ class ExtentFolder:
     def _check_room(self, spare_bytes: int) -> None:
         """Refuse before the first file is touched, rather than fill the disk to find out."""
         need = sum(self.sizes) + spare_bytes
-        for extent in range(len(self.sizes)):
-            file = self._file(extent)
-            if not file.exists():
-                break
-            need -= min(self.sizes[extent], file.stat().st_blocks * 512)
+        for extent, file in self._existing():
+            if extent < len(self.sizes):
+                need -= min(self.sizes[extent], file.stat().st_blocks * 512)
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize
         if need > free:
@@ -182,10 +175,15 @@ class ExtentFolder:
     def _drop_surplus(self) -> None:
         for fd, size in zip(self._fds, self.sizes, strict=True):
             os.ftruncate(fd, size)
-        for file in (self.path / "extents").iterdir():
-            match = _EXTENT_NAME.fullmatch(file.name)
-            if match and int(match[1]) >= len(self.sizes):
+        for extent, file in self._existing():
+            if extent >= len(self.sizes):
                 file.unlink()
+
+    def _existing(self) -> list[tuple[int, Path]]:
+        folder = self.path / "extents"
+        names = os.listdir(folder) if folder.is_dir() else []
+        found = [match for name in names if (match := _EXTENT_NAME.fullmatch(name))]
+        return [(int(match[1]), folder / match[0]) for match in found]
 
     def _file(self, extent: int) -> Path:
         return self.path / "extents" / f"{extent:04d}.kv"

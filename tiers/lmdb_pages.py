@@ -109,8 +109,10 @@ class LmdbReader:
         sane = 512 <= page_bytes <= 65536 and page_bytes & (page_bytes - 1) == 0
         if _HEADER.unpack_from(raw)[2] != _META_PAGE or words[0] != _MAGIC or not sane:
             return None
-        trees = [_Tree(words[at + 1], words[at + 2], *words[at + 6 : at + 8]) for at in (4, 12)]
-        return _Meta(words[1], page_bytes, *trees, *words[20:])
+        free, main = (
+            _Tree(words[at + 1], words[at + 2], words[at + 6], words[at + 7]) for at in (4, 12)
+        )
+        return _Meta(words[1], page_bytes, free, main, *words[20:])
 
     def _walk(self, tree: _Tree, *, integer_keys: bool) -> Iterator[tuple[bytes, bytes]]:
         if tree.flags != (_INTEGER_KEYS if integer_keys else 0) or tree.depth > _MAX_DEPTH:
@@ -147,7 +149,8 @@ class LmdbReader:
                 yield node
                 continue
             try:
-                yield node._replace(data=self._overflow(*_U64.unpack(node.data), node.child))
+                (page,) = _U64.unpack(node.data)
+                yield node._replace(data=self._overflow(page, node.child))
             except _Damage:
                 self.damage += 1
 

@@ -78,8 +78,9 @@ def parse_manifest(raw: bytes, key: ChunkKey) -> Manifest | None:
 
     Whatever it says of sizes is checked against limits first. Raises InvalidFrameError.
     """
-    if not _FIXED.size + _CHECKSUM.size < len(raw) <= MAX_MANIFEST_BYTES:
-        raise InvalidFrameError("manifest", len(raw), f"has at most {MAX_MANIFEST_BYTES} bytes")
+    least_bytes = _FIXED.size + _CHECKSUM.size
+    if not least_bytes <= len(raw) <= MAX_MANIFEST_BYTES:
+        raise InvalidFrameError("manifest", len(raw), f"{least_bytes} to {MAX_MANIFEST_BYTES}")
     body = raw[: -_CHECKSUM.size]
     if _CHECKSUM.unpack(raw[-_CHECKSUM.size :]) != (checksum(body),):
         raise InvalidFrameError("manifest", raw[:16], "fails its checksum")

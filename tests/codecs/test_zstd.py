@@ -18,6 +18,7 @@ from contracts.codec import (
 )
 from golden.samples import vectors
 
+from kvstore.codecs.base import Part
 from kvstore.codecs.zstd import ZstdCodec
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import InvalidFrameError
@@ -43,7 +44,7 @@ def compressed(data: bytes, **options: int | bool) -> bytes:
     return zstandard.ZstdCompressor(compression_params=parameters).compress(data)
 
 
-def decode(segment: bytes) -> list[np.ndarray]:  # type: ignore[type-arg]
+def decode(segment: bytes) -> list[Part]:
     out = [np.empty(COMPONENT.shape, np.uint16)]
     ZstdCodec().decode_segment(as_bytes(segment), COMPONENT, out)
     return out
@@ -154,18 +155,19 @@ def zstd_plane(packed: bytes) -> bytes:
 def declaring(content_bytes: int) -> bytes:
     """A frame header with an eight-byte content size and a small window, then one block."""
     header = b"\x28\xb5\x2f\xfd" + bytes([0b11000000, 0x38]) + struct.pack("<Q", content_bytes)
-    return header + struct.pack("<I", 1 | 1 << 1 | PLANE_BYTES << 3)[:3] + b"\0"
+    run_of_zeros = struct.pack("<I", 1 | 1 << 1 | 1000 << 3)[:3] + b"\0"
+    return header + run_of_zeros
 
 
 HOSTILE_ZSTD: dict[str, bytes] = {
-    "a gigabyte of zeros": compressed(bytes(1 << 26)),
+    "64 MiB of zeros": compressed(bytes(1 << 26)),
     "one byte more": compressed(bytes(PLANE_BYTES + 1)),
     "one byte less": compressed(bytes(PLANE_BYTES - 1)),
     "no content size": compressed(bytes(PLANE_BYTES), write_content_size=False),
     "no content size, without end": compressed(bytes(1 << 26), write_content_size=False),
     "a terabyte declared": declaring(1 << 40),
     "2^64-1 declared": declaring((1 << 64) - 1),
-    "the right size declared, one run of zeros held": declaring(PLANE_BYTES),
+    "the right size declared, a thousand bytes held": declaring(PLANE_BYTES),
     "a frame cut": ZEROS[:-1],
     "only a zstd header": ZEROS[:9],
     "bytes behind": ZEROS + b"\0",
@@ -198,21 +200,23 @@ def test_a_plane_with_too_large_a_window_is_refused() -> None:
     compressor = zstandard.ZstdCompressor(compression_params=huge).compressobj()
     packed = compressor.compress(bytes(PLANE_BYTES)) + compressor.flush()
     assert zstandard.get_frame_parameters(packed).window_size == 1 << 27
-    with pytest.raises(InvalidFrameError):
+    with pytest.raises(InvalidFrameError, match="must declare"):
         decode(zstd_plane(packed))
     with_size = bytearray(declaring(PLANE_BYTES))
     with_size[5] = 0x88
     assert zstandard.get_frame_parameters(bytes(with_size)).window_size == 1 << 27
-    with pytest.raises(InvalidFrameError):
+    with pytest.raises(InvalidFrameError, match=r"^window=134217728"):
         decode(zstd_plane(bytes(with_size)))
 
 
 def test_a_plane_that_needs_a_dictionary_is_refused() -> None:
-    samples = [np.random.default_rng(i).integers(0, 4, 2000, np.uint8).tobytes() for i in range(64)]
+    samples: list[bytes | bytearray | memoryview[int]] = [
+        np.random.default_rng(i).integers(0, 4, 2000, np.uint8).tobytes() for i in range(64)
+    ]
     dictionary = zstandard.train_dictionary(4096, samples)
     packed = zstandard.ZstdCompressor(level=1, dict_data=dictionary).compress(bytes(PLANE_BYTES))
     assert zstandard.get_frame_parameters(packed).dict_id != 0
-    with pytest.raises(InvalidFrameError):
+    with pytest.raises(InvalidFrameError, match=r"[Dd]ictionary"):
         decode(zstd_plane(packed))
 
 

@@ -32,8 +32,7 @@ from kvstore.proto.frame import (
     check_frame,
     parse_header,
 )
-from kvstore.proto.keys import ChunkKey
-from kvstore.proto.types import ChainDigest, Component, DType, KVLayout, LayerKind
+from kvstore.proto.types import ChainDigest, ChunkKey, Component, DType, KVLayout, LayerKind
 
 Tensors = list[list[list[Part]]]
 
@@ -249,7 +248,7 @@ class CodecContract:
 
     def test_room_too_small_is_refused(self) -> None:
         frame = encoded(self.codec, filled(SMALL), SMALL)
-        with pytest.raises(InvalidFrameError, match="^out="):
+        with pytest.raises(InvalidFrameError, match=r"^out="):
             self.codec.encode(template(SMALL), filled(SMALL), np.empty(len(frame) // 2, np.uint8))
 
     @pytest.mark.parametrize("fault", ["shape", "dtype", "parts", "layers", "components"])

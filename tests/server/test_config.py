@@ -103,6 +103,7 @@ def test_the_short_flags_are_the_long_ones() -> None:
     short = load_config(["--cpu", "8GiB", "--redis", "redis://h/0"])
     assert short == load_config(["--cpu-size", "8GiB", "--redis-url", "redis://h/0"])
     assert short.cpu_size == 8 * GIB
+    assert load_config(["--socket", "off"]) == load_config(["--socket-path", "off"])
 
 
 def test_the_environment_can_name_the_file_and_the_flag_wins(
@@ -164,8 +165,7 @@ BAD_VALUES = [
     (["--redis", "redis://"], ["redis_url", "redis://host:6379/0"]),
     (["--redis", "redis://h:port"], ["redis_url", "redis://host:6379/0"]),
     (["--cpu", "8 gigs"], ["cpu_size='8 gigs'", "8GiB", "1048576"]),
-    (["--cpu", "-1"], ["flags=", "--cpu", "--help"]),
-    (["--cpu=-1"], ["cpu_size='-1'", "8GiB"]),
+    (["--cpu", "-1"], ["cpu_size='-1'", "8GiB"]),
     (["--cpu", "1.5GiB"], ["cpu_size='1.5GiB'", "8GiB"]),
     (["--cpu", "1MiB"], ["cpu_size='1MiB'", "at least 4MiB"]),
     (["--cpu", "9999999TiB"], ["cpu_size", "at most 1024TiB"]),

@@ -1,0 +1,113 @@
+"""The words of the Unix socket over which server and client exchange memory.
+
+One SOCK_SEQPACKET message each way, 32 bytes, little-endian, descriptors beside them as
+SCM_RIGHTS. docs/format.md specifies both. Memory travels as memfds with seals: the receiver
+maps nothing that its sender could still truncate under it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvstore.proto.errors import InvalidRequestError
+
+_REQUEST = struct.Struct("<4sHHQ16s")
+_REPLY = struct.Struct("<4sHHQ16x")
+_MAGIC = b"KVSM"
+_VERSION = 1
+MESSAGE_BYTES = _REQUEST.size
+assert _REPLY.size == MESSAGE_BYTES
+
+_F_ADD_SEALS = 1033
+_F_GET_SEALS = 1034
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+SIZE_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_SEAL
+"""The size can never change again: reading a mapping of it cannot fault."""
+
+
+class Op(IntEnum):
+    """What a client asks. ``attach`` brings its staging memory and the session's token."""
+
+    attach = 1
+    slab = 2
+
+
+class Reply(IntEnum):
+    """What the server answers. ``ok`` to ``slab`` comes with the slab's descriptor."""
+
+    ok = 0
+    denied = 1
+    unknown = 2
+    invalid = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``arg`` is the size of the staging memory, or the slab's id."""
+
+    op: Op
+    arg: int
+    token: bytes = bytes(16)
+
+    def pack(self) -> bytes:
+        """Return the message."""
+        return _REQUEST.pack(_MAGIC, _VERSION, self.op, self.arg, self.token)
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Request:
+        """Parse a message. Raises InvalidRequestError."""
+        if len(message) != MESSAGE_BYTES:
+            raise InvalidRequestError("message", len(message), f"send {MESSAGE_BYTES} bytes")
+        magic, version, op, arg, token = _REQUEST.unpack(message)
+        if (magic, version) != (_MAGIC, _VERSION) or op not in Op.__members__.values():
+            raise InvalidRequestError("message", (magic, version, op), f"speak version {_VERSION}")
+        return cls(Op(op), arg, token)
+
+
+def pack_reply(reply: Reply, arg: int = 0) -> bytes:
+    """Return a reply; *arg* is the slab's size in bytes where one comes along."""
+    return _REPLY.pack(_MAGIC, _VERSION, reply, arg)
+
+
+def unpack_reply(message: bytes) -> tuple[Reply, int]:
+    """Parse a reply. Raises InvalidRequestError."""
+    if len(message) != MESSAGE_BYTES:
+        raise InvalidRequestError("reply", len(message), f"expected {MESSAGE_BYTES} bytes")
+    magic, version, reply, arg = _REPLY.unpack(message)
+    if (magic, version) != (_MAGIC, _VERSION) or reply not in Reply.__members__.values():
+        raise InvalidRequestError("reply", (magic, version, reply), f"speak version {_VERSION}")
+    return Reply(reply), arg
+
+
+def create_memfd(name: str, size_bytes: int) -> int:
+    """Return a new memfd of *size_bytes* that can be sealed; the caller owns the descriptor."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def add_seals(descriptor: int, seals: int) -> None:
+    """Seal a memfd for good."""
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
+
+
+def has_seals(descriptor: int, seals: int) -> bool:
+    """Whether a descriptor is a memfd with at least these seals."""
+    try:
+        return fcntl.fcntl(descriptor, _F_GET_SEALS) & seals == seals
+    except OSError:
+        return False
+
+
+def host_id() -> str:
+    """Name this host and its boot: equal on both sides exactly when memory can be shared."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()

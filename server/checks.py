@@ -1,0 +1,173 @@
+"""Checks: from messages to values that hold, and back. Nothing is asked of the manager here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from kvstore.codecs.base import codec_by_id
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import wire
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LayoutMismatchError,
+    RepresentationError,
+)
+from kvstore.proto.frame import FrameHeader
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout
+from kvstore.server.catalog import Holding
+from kvstore.server.intake import PutResult
+from kvstore.server.manager import ShelfStatus
+from kvstore.server.sessions import Session
+
+MAX_DEADLINE_MS = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """What messages are held to; server/config.py says what each is for."""
+
+    max_batch_chunks: int
+    max_frame_bytes: int
+    default_deadline_ms: int
+
+
+class Outcomes(TypedDict):
+    """The fields in which replies say what became of each chunk."""
+
+    outcomes: bytes
+    reasons: list[str]
+
+
+class Checks:
+    """Checks messages against *limits*. *clock* returns monotonic seconds."""
+
+    def __init__(self, limits: ServiceLimits, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self.clock = clock
+
+    def deadline(self, deadline_ms: int) -> float:
+        """Return the point in time *deadline_ms* from now; 0 means the default."""
+        if deadline_ms > MAX_DEADLINE_MS:
+            raise InvalidRequestError("deadline_ms", deadline_ms, f"at most {MAX_DEADLINE_MS}")
+        return self.clock() + (deadline_ms or self.limits.default_deadline_ms) / 1000
+
+    def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
+        """Return the session's keys of packed digests."""
+        split = wire.split_digests(digests, self.limits.max_batch_chunks)
+        return [chunk_key(session.namespace, digest) for digest in split]
+
+    def batch(self, field: str, count: int) -> None:
+        """Refuse a batch over the limit."""
+        if count > self.limits.max_batch_chunks:
+            raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
+
+    def info(self, session: Session, info: ChunkInfo) -> ChunkInfo:
+        """Return *info* if it is a chunk that *session* may put.
+
+        Raises RepresentationError for a key of another namespace, LayoutMismatchError for
+        tensors of another model, InvalidRequestError over the limit, UnknownCodecError.
+        """
+        if info.key[:DIGEST_BYTES] != session.namespace:
+            raise RepresentationError(
+                "key", info.key.hex(),
+                f"not in this session's namespace {session.namespace.hex()}; open a session "
+                "with the Representation of these tensors",
+            )  # fmt: skip
+        expected = KVLayout.of(session.representation, info.layout.tokens)
+        if info.layout != expected:
+            raise LayoutMismatchError("layout", info.layout, f"this session's is {expected}")
+        if info.size_bytes > self.limits.max_frame_bytes:
+            raise InvalidRequestError(
+                "frame_bytes", info.size_bytes, f"at most {self.limits.max_frame_bytes}"
+            )
+        codec_by_id(info.codec_id)
+        return info
+
+    def header(self, session: Session, header: FrameHeader, frame_bytes: int) -> ChunkInfo:
+        """Return the info of a frame that *session* may put."""
+        if header.frame_bytes != frame_bytes:
+            raise InvalidRequestError(
+                "frame_bytes", frame_bytes, f"its header: {header.frame_bytes}"
+            )
+        return self.info(session, header.info())
+
+    def reserved_infos(self, session: Session, request: pb.ReserveRequest) -> list[ChunkInfo]:
+        """Return what a Reserve asks room for; all of it or an error."""
+        keys = self.keys(session, request.digests)
+        parents = wire.split_digests(request.parents, self.limits.max_batch_chunks)
+        if not len(keys) == len(parents) == len(request.frame_bytes) == len(request.layout):
+            raise InvalidRequestError(
+                "digests", len(keys), "give as many parents, frame_bytes and layout entries"
+            )
+        self.batch("layouts", len(request.layouts))
+        layouts = [wire.layout_from_message(message) for message in request.layouts]
+        if any(index >= len(layouts) for index in request.layout):
+            raise InvalidRequestError("layout", max(request.layout), "index into layouts")
+        return [
+            self.info(session, ChunkInfo(key, parent, layouts[index], 0, size))
+            for key, parent, index, size in zip(
+                keys, parents, request.layout, request.frame_bytes, strict=True
+            )
+        ]
+
+
+def fidelity(value: int) -> Fidelity:
+    """Return the minimum fidelity a request states; 0 asks for exact."""
+    if value not in Fidelity.__members__.values():
+        raise InvalidRequestError("min_fidelity", value, f"use 0 to {max(Fidelity)}")
+    return Fidelity(value) if value else Fidelity.exact
+
+
+def outcomes(results: Sequence[PutResult]) -> Outcomes:
+    """Return the reply fields for *results*."""
+    return {
+        "outcomes": bytes(result.outcome for result in results),
+        "reasons": [result.reason for result in results],
+    }
+
+
+def chunk_stat(held: Holding) -> pb.ChunkStat:
+    """Return what the catalog knows of a chunk as a message."""
+    info = next(iter(held.copies.values()))
+    return pb.ChunkStat(
+        digest=held.key[DIGEST_BYTES:],
+        parent=info.parent,
+        tokens=info.layout.tokens,
+        raw_bytes=info.layout.raw_bytes,
+        copies=[
+            pb.Copy(
+                tier=tier,
+                codec=_codec_name(copy.codec_id),
+                size_bytes=copy.size_bytes,
+                fidelity=copy.fidelity,
+            )
+            for tier, copy in held.copies.items()
+        ],
+        leases=held.leases,
+        pinned=held.is_pinned,
+        hits=held.hits,
+    )
+
+
+def _codec_name(codec_id: int) -> str:
+    try:
+        return codec_by_id(codec_id).name
+    except KVStoreError:
+        return f"unknown-{codec_id}"
+
+
+def tier_status(status: ShelfStatus) -> pb.TierStatus:
+    """Return a tier's state as a message."""
+    return pb.TierStatus(
+        name=status.name,
+        capacity_bytes=status.stats.capacity_bytes,
+        used_bytes=status.stats.used_bytes,
+        chunks=status.stats.chunks,
+        codec=status.codec,
+        state="degraded" if status.reason else "serving",
+        reason=status.reason,
+    )

@@ -1,0 +1,81 @@
+"""Cross-cutting behaviour of every RPC: the one place where exceptions become statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+import structlog
+from typing_extensions import override
+
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.wire import ERROR_NAME
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
+    ServerInterceptor = grpc.ServerInterceptor[Any, Any]
+else:  # grpc's classes are generic in its stubs only
+    ServerInterceptor = grpc.ServerInterceptor
+
+Behavior = Callable[[Any, grpc.ServicerContext], Any]
+
+logger = structlog.get_logger(__name__)
+
+
+class ErrorInterceptor(ServerInterceptor):
+    """Send KVStoreErrors with their status and class name, anything else as INTERNAL."""
+
+    @override
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        kind = "stream" if handler.request_streaming else "unary"
+        if handler.response_streaming:
+            behavior = _guard_stream(getattr(handler, f"{kind}_stream"), method)
+            make = getattr(grpc, f"{kind}_stream_rpc_method_handler")
+        else:
+            behavior = _guard_unary(getattr(handler, f"{kind}_unary"), method)
+            make = getattr(grpc, f"{kind}_unary_rpc_method_handler")
+        wrapped: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
+        return wrapped
+
+
+def _guard_unary(behavior: Behavior, method: str) -> Behavior:
+    def guarded(request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return behavior(request, context)
+        except Exception as error:  # noqa: BLE001
+            _abort(context, error, method)
+
+    return guarded
+
+
+def _guard_stream(behavior: Behavior, method: str) -> Behavior:
+    def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        try:
+            yield from behavior(request, context)
+        except Exception as error:  # noqa: BLE001
+            _abort(context, error, method)
+
+    return guarded
+
+
+def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
+    if isinstance(error, KVStoreError):
+        name, status, message = type(error).__name__, error.status, str(error)
+        logger.info("refused", method=method, error=name, reason=message)
+    elif not context.is_active():
+        name, status, message = "KVStoreError", "CANCELLED", "the client went away"
+    else:
+        # What broke is ours to read in the log, not the caller's.
+        name, status, message = "KVStoreError", "INTERNAL", "internal error; see the server's log"
+        logger.error("internal error", method=method, exc_info=error)
+    context.set_trailing_metadata(((ERROR_NAME, name),))
+    context.abort(grpc.StatusCode[status], message)

@@ -1,0 +1,273 @@
+"""A Node: one server with everything it owns, put together from its configuration."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+import kvstore
+from kvstore.codecs.base import codec_by_name
+from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.shm import host_id
+from kvstore.server.breaker import Breaker
+from kvstore.server.catalog import Catalog
+from kvstore.server.checks import Checks, ServiceLimits
+from kvstore.server.config import ServerConfig
+from kvstore.server.dataplane import DataPlane
+from kvstore.server.interceptors import ErrorInterceptor
+from kvstore.server.leases import LeaseTable
+from kvstore.server.manager import ManagerLimits, TierManager
+from kvstore.server.metrics import Counters, Gauge, start_metrics_server
+from kvstore.server.mover import Mover
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.lru import LruEviction
+from kvstore.server.service import Identity, KVStoreService
+from kvstore.server.sessions import SessionTable
+from kvstore.server.shelf import Shelf
+from kvstore.server.transfer import Transfers
+from kvstore.tiers.base import Tier
+from kvstore.tiers.cpu import CpuTier
+
+SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
+TICK_S = 0.25
+MAX_STAGING_BYTES = 1 << 30
+MESSAGE_SLACK_BYTES = 1 << 20
+PIN_LIMIT_PERCENT = 50
+LOADS_PER_TIER = 2
+
+logger = structlog.get_logger(__name__)
+
+Clock = Callable[[], float]
+
+
+class Node:
+    """One server: tiers, manager, data plane and gRPC. ``port`` is the one it got.
+
+    Raises KVStoreError with one sentence when something it was told to use cannot be used;
+    nothing is left open then.
+    """
+
+    def __init__(self, config: ServerConfig, clock: Clock = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._closers: list[Callable[[], object]] = []
+        try:
+            self._build()
+        except BaseException:
+            self._close()
+            raise
+
+    def _build(self) -> None:
+        config, clock = self._config, self._clock
+        self.counters = Counters()
+        self.manager = build_manager(config, clock, self.counters, self._closers)
+        self.recovered_chunks = self.manager.recover()
+        self.sessions = SessionTable(
+            config.max_sessions, config.session_ttl_ms, tenant_salts(config), clock, os.urandom
+        )
+        self.sessions.on_close.append(self.manager.end_session)
+        self._grpc, self.port = _bind(config)
+        self._closers.append(lambda: self._grpc.stop(None).wait())
+        self.data_plane = self._open_data_plane()
+        limits = ServiceLimits(
+            config.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
+        )
+        identity = Identity(_new_id(), kvstore.__version__, host_id(), clock())
+        service = KVStoreService(
+            self.manager, self.sessions, self.data_plane, Checks(limits, clock), identity
+        )
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection(
+            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
+        )
+        self.http_port = self._open_metrics()
+        self._stopping = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
+
+    def _open_data_plane(self) -> DataPlane | None:
+        path = self._config.socket_path_for(self.port)
+        if path is None:
+            return None
+        cpu = self.manager.transfers.cpu_tier
+        plane = DataPlane(
+            path,
+            self.sessions,
+            lambda slab_id, tenant: (cpu.slab_file(slab_id, tenant), cpu.slab_bytes),
+            self._clock,
+            self._config.max_sessions,
+            MAX_STAGING_BYTES,
+        )
+        self._closers.append(plane.close)
+        return plane
+
+    def _open_metrics(self) -> int | None:
+        address = self._config.http_address
+        if address is None:
+            return None
+        try:
+            stop, port = start_metrics_server(*address, self.counters, self._gauges)
+        except OSError as error:
+            raise InvalidRequestError(
+                "http", self._config.http, f"{error.strerror}; choose another address"
+            ) from None
+        self._closers.append(stop)
+        return port
+
+    def _gauges(self) -> list[Gauge]:
+        rows: list[Gauge] = [
+            ("sessions", "open sessions", "", len(self.sessions)),
+            ("leases", "live leases", "", self.manager.catalog.lease_count()),
+            ("known_chunks", "chunks in the index", "", len(self.manager.catalog)),
+        ]
+        for status in self.manager.shelf_statuses():
+            name, stats = status.name, status.stats
+            rows += [
+                ("tier_capacity_bytes", "size of the tier", name, stats.capacity_bytes),
+                ("tier_used_bytes", "bytes taken, slack included", name, stats.used_bytes),
+                ("tier_chunks", "chunks on the tier", name, stats.chunks),
+                ("tier_up", "0 while the tier is left alone", name, float(not status.reason)),
+            ]
+        return rows
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._grpc.start()
+        self._ticker.start()
+        self._set_health(serving=True)
+
+    def _set_health(self, *, serving: bool) -> None:
+        states = health_pb2.HealthCheckResponse
+        state = states.SERVING if serving else states.NOT_SERVING
+        for name in ("", SERVICE_NAME, "readiness"):
+            self._health.set(name, state)
+        alive = self.is_alive()
+        self._health.set("liveness", states.SERVING if alive else states.NOT_SERVING)
+
+    def is_alive(self) -> bool:
+        """Whether every thread the node depends on lives."""
+        plane = self.data_plane
+        return self.manager.is_alive() and (plane is None or plane.is_alive())
+
+    def _tick(self) -> None:
+        while not self._stopping.wait(TICK_S):
+            self.manager.tick()
+            self.counters.add("expired_sessions", self.sessions.expire())
+            if not self.is_alive():
+                logger.error("a worker died; health fails until the restart")
+                self._set_health(serving=False)
+
+    def stop(self, grace_s: float) -> bool:
+        """Drain, let running calls end, release everything. Return whether the drain was clean."""
+        self._set_health(serving=False)
+        self.sessions.drain()
+        clean = self.manager.drain(self._clock() + grace_s)
+        self._stopping.set()
+        if self._ticker.is_alive():
+            self._ticker.join()
+        self._grpc.stop(min(grace_s, 2.0)).wait()
+        self._close()
+        return clean
+
+    def _close(self) -> None:
+        while self._closers:
+            self._closers.pop()()
+
+
+def tenant_salts(config: ServerConfig) -> Callable[[str], bytes]:
+    """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
+    secret = config.read_secret()
+    return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")
+
+
+def build_manager(
+    config: ServerConfig,
+    clock: Clock,
+    counters: Counters,
+    closers: list[Callable[[], object]],
+) -> TierManager:
+    """Open the configured tiers and put a manager over them; *closers* learns how to close."""
+    shelves = [_shelf(config, tier, clock) for tier in _open_tiers(config, closers)]
+    lanes: dict[str, int] = {}
+    for shelf in shelves[1:]:
+        lanes |= {f"load-{shelf.name}": LOADS_PER_TIER, f"store-{shelf.name}": 1}
+        if shelf.tier.shared:
+            lanes[f"ask-{shelf.name}"] = 1
+    leases = LeaseTable(config.max_leases_per_session, _new_id)
+    policies: dict[str, EvictionPolicy] = {shelf.name: shelf.policy for shelf in shelves}
+    pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
+    catalog = Catalog(policies, leases, pin_limit_bytes, clock)
+    mover = Mover(lanes, config.mover_queue, clock)
+    closers.append(mover.close)
+    move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
+    transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
+    limits = ManagerLimits(
+        lease_ttl_ms=config.lease_ttl_ms,
+        max_reservations_per_session=config.max_reservations_per_session,
+        load_headroom_percent=config.load_headroom_percent,
+        loose_bytes=config.max_frame_bytes,
+        write_through=config.disk_write == "through",
+    )
+    return TierManager(transfers, limits, _new_id)
+
+
+def _open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> list[Tier]:
+    tiers: list[Tier] = [CpuTier(config.cpu_size, config.cpu_slab_bytes)]
+    closers.append(tiers[0].close)
+    if "disk" in config.tiers:
+        from kvstore.tiers.disk import DiskTier
+
+        tiers.append(DiskTier(config.disk.path, config.disk.capacity_bytes))
+        closers.append(tiers[-1].close)
+    if "redis" in config.tiers:
+        from kvstore.tiers.redis import RedisTier
+
+        url = config.redis_url or ""
+        tiers.append(RedisTier(url, config.redis_size, timeout_ms=config.redis_timeout_ms))
+        closers.append(tiers[-1].close)
+    return tiers
+
+
+def _shelf(config: ServerConfig, tier: Tier, clock: Clock) -> Shelf:
+    codecs = {"cpu": config.cpu_codec, "disk": config.disk_codec, "redis": config.redis_codec}
+    breaker = Breaker(config.breaker_failures, config.breaker_retry_ms, clock)
+    return Shelf(tier, codec_by_name(codecs[tier.name]), LruEviction(), breaker, clock)
+
+
+def _bind(config: ServerConfig) -> tuple[grpc.Server, int]:
+    largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
+    server = grpc.server(
+        futures.ThreadPoolExecutor(config.workers, thread_name_prefix="rpc"),
+        interceptors=[ErrorInterceptor()],
+        maximum_concurrent_rpcs=8 * config.workers,
+        options=[
+            ("grpc.max_receive_message_length", largest),
+            ("grpc.max_send_message_length", largest),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+    )
+    host, port = config.listen_address
+    try:
+        return server, server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        raise TierUnavailableError(
+            "grpc", f"cannot listen on {config.listen}; is it taken? choose another --listen"
+        ) from None
+
+
+def _new_id() -> int:
+    return int.from_bytes(os.urandom(8), "little") or 1

@@ -1,0 +1,298 @@
+"""The gRPC service: checks messages, asks the manager, answers. No decision is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+from typing_extensions import override
+
+from kvstore.codecs.base import CODECS
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import kvstore_pb2_grpc, wire
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import PutOutcome
+from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
+from kvstore.server.dataplane import DataPlane
+from kvstore.server.delivery import Arrival
+from kvstore.server.intake import PutResult, PutTicket
+from kvstore.server.manager import TierManager
+from kvstore.server.put_stream import PutStream
+from kvstore.server.sessions import SessionTable
+
+LIST_PAGE_CHUNKS = 256
+MAX_CLIENT_CHARS = 128
+CLEAR_DEADLINE_MS = 60_000
+MAX_PIN_TTL_MS = 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this server is, in each reply. ``boot_id`` changes with every start."""
+
+    boot_id: int
+    version: str
+    host_id: str
+    started_at: float
+
+
+class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
+    """Every RPC of kvstore.v1."""
+
+    def __init__(
+        self,
+        manager: TierManager,
+        sessions: SessionTable,
+        data_plane: DataPlane | None,
+        checks: Checks,
+        identity: Identity,
+    ) -> None:
+        self._manager = manager
+        self._sessions = sessions
+        self._data_plane = data_plane
+        self._checks = checks
+        self._identity = identity
+        self._clock = checks.clock
+        features = wire.FEATURE_SHARED_MEMORY if data_plane is not None else 0
+        features |= wire.FEATURE_DURABLE_PUT if manager.can_be_durable else 0
+        self._stamp = pb.Server(boot_id=identity.boot_id, features=features)
+
+    # --- sessions
+
+    @override
+    def OpenSession(
+        self, request: pb.OpenSessionRequest, context: grpc.ServicerContext
+    ) -> pb.OpenSessionResponse:
+        if len(request.client) > MAX_CLIENT_CHARS:
+            raise InvalidRequestError("client", request.client, f"at most {MAX_CLIENT_CHARS}")
+        representation = wire.representation_from_message(request.representation)
+        session = self._sessions.open(representation, request.client)
+        plane = self._data_plane
+        return pb.OpenSessionResponse(
+            server=self._stamp,
+            session_id=session.session_id,
+            key_namespace=session.namespace,
+            heartbeat_ms=self._sessions.ttl_ms,
+            max_message_bytes=wire.MESSAGE_BYTES,
+            max_frame_bytes=self._checks.limits.max_frame_bytes,
+            max_batch_chunks=self._checks.limits.max_batch_chunks,
+            host_id=self._identity.host_id if plane else "",
+            socket_path=str(plane.path) if plane else "",
+            attach_token=session.attach_token if plane else b"",
+            codecs=list(CODECS),
+        )
+
+    @override
+    def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> pb.HeartbeatResponse:
+        self._sessions.get(request.session_id)
+        return pb.HeartbeatResponse(server=self._stamp, draining=self._sessions.is_draining)
+
+    @override
+    def CloseSession(
+        self, request: pb.CloseSessionRequest, context: grpc.ServicerContext
+    ) -> pb.CloseSessionResponse:
+        self._sessions.close(request.session_id)
+        return pb.CloseSessionResponse(server=self._stamp)
+
+    # --- reading
+
+    @override
+    def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupResponse:
+        started = self._clock()
+        session = self._sessions.get(request.session_id)
+        match = self._manager.lookup(
+            session,
+            self._checks.keys(session, request.digests),
+            self._checks.deadline(request.deadline_ms),
+            lease=request.lease,
+            min_fidelity=fidelity(request.min_fidelity),
+        )
+        names = list(dict.fromkeys(match.tiers))
+        return pb.LookupResponse(
+            server=self._stamp,
+            ready=match.ready,
+            pending=match.pending,
+            tiers=bytes(names.index(name) for name in match.tiers),
+            load_us=match.load_us,
+            tier_names=names,
+            lease_id=match.lease_id,
+            lease_ttl_ms=match.lease_ttl_ms,
+            server_us=int(1e6 * (self._clock() - started)),
+        )
+
+    @override
+    def Get(
+        self, request: pb.GetRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GetResponse]:
+        session = self._sessions.get(request.session_id)
+        keys = self._checks.keys(session, request.digests)
+        deadline = self._checks.deadline(request.deadline_ms)
+        shared = request.via == pb.VIA_SHARED_MEMORY and self._data_plane is not None
+        lease_id, known = self._manager.open_get(session, keys, request.lease_id)
+        # Through shared memory the client reads after this call and releases by itself.
+        release = not request.lease_id and not (shared and known)
+        try:
+            for arrival in self._manager.gets.get(session, keys[:known], deadline):
+                yield from self._replies(arrival, lease_id, shared)
+        finally:
+            if release:
+                self._manager.release(session, lease_id)
+
+    def _replies(self, arrival: Arrival, lease_id: int, shared: bool) -> Iterator[pb.GetResponse]:
+        head = pb.GetResponse(
+            server=self._stamp, lease_id=lease_id, index=arrival.index, tier=arrival.tier
+        )
+        place = arrival.place
+        if shared and place is not None:
+            head.place.slab, head.place.offset = place.slab_id, place.offset
+            head.place.size_bytes, head.place.generation = place.size_bytes, place.generation
+            yield head
+            return
+        frame = arrival.frame
+        for start in range(0, len(frame), wire.MESSAGE_BYTES):
+            part = pb.GetResponse(
+                lease_id=lease_id,
+                index=arrival.index,
+                part=pb.FramePart(
+                    frame_bytes=len(frame),
+                    offset=start,
+                    data=frame[start : start + wire.MESSAGE_BYTES].tobytes(),
+                ),
+            )
+            if not start:
+                part.MergeFrom(head)
+            yield part
+
+    @override
+    def Release(
+        self, request: pb.ReleaseRequest, context: grpc.ServicerContext
+    ) -> pb.ReleaseResponse:
+        session = self._sessions.get(request.session_id)
+        self._checks.batch("lease_ids", len(request.lease_ids))
+        released = sum(self._manager.release(session, lease) for lease in request.lease_ids)
+        return pb.ReleaseResponse(server=self._stamp, released=released)
+
+    # --- writing
+
+    @override
+    def Put(
+        self, request_iterator: Iterator[pb.PutRequest], context: grpc.ServicerContext
+    ) -> pb.PutResponse:
+        results = PutStream(self._manager, self._sessions, self._checks).run(request_iterator)
+        return pb.PutResponse(server=self._stamp, **outcomes(results))
+
+    @override
+    def Reserve(
+        self, request: pb.ReserveRequest, context: grpc.ServicerContext
+    ) -> pb.ReserveResponse:
+        session = self._sessions.get(request.session_id)
+        infos = self._checks.reserved_infos(session, request)
+        deadline = self._checks.deadline(request.deadline_ms)
+        begun = self._manager.puts.begin_all(session, infos, deadline)
+        tickets = [r.ticket_id if isinstance(r, PutTicket) else 0 for r in begun]
+        answers = [PutResult(PutOutcome.stored) if isinstance(r, PutTicket) else r for r in begun]
+        return pb.ReserveResponse(server=self._stamp, reservation_ids=tickets, **outcomes(answers))
+
+    @override
+    def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.CommitResponse:
+        session = self._sessions.get(request.session_id)
+        if len(request.reservation_ids) != len(request.offsets):
+            raise InvalidRequestError(
+                "offsets", len(request.offsets), "give one for each reservation"
+            )
+        self._checks.batch("reservation_ids", len(request.reservation_ids))
+        if self._data_plane is None:
+            raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
+        staging = self._data_plane.staging(session.session_id)
+        tickets = [self._manager.puts.claim(session, i) for i in request.reservation_ids]
+        frames = [
+            staging[offset : offset + ticket.reservation.info.size_bytes]
+            for ticket, offset in zip(tickets, request.offsets, strict=True)
+        ]
+        results = self._manager.puts.ingest(tickets, frames)
+        if request.durable:
+            keys = [ticket.reservation.info.key for ticket in tickets]
+            results = self._manager.harden(
+                keys, results, self._checks.deadline(request.deadline_ms)
+            )
+        return pb.CommitResponse(server=self._stamp, **outcomes(results))
+
+    @override
+    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
+        session = self._sessions.get(request.session_id)
+        self._checks.batch("reservation_ids", len(request.reservation_ids))
+        aborted = sum(self._manager.puts.abort(session, i) for i in request.reservation_ids)
+        return pb.AbortResponse(server=self._stamp, aborted=aborted)
+
+    # --- keeping and forgetting
+
+    @override
+    def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.PinResponse:
+        session = self._sessions.get(request.session_id)
+        if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
+            raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
+        keys = self._checks.keys(session, request.digests)
+        return pb.PinResponse(server=self._stamp, pinned=self._manager.pin(keys, request.ttl_ms))
+
+    @override
+    def Unpin(self, request: pb.UnpinRequest, context: grpc.ServicerContext) -> pb.UnpinResponse:
+        session = self._sessions.get(request.session_id)
+        keys = self._checks.keys(session, request.digests)
+        return pb.UnpinResponse(server=self._stamp, unpinned=self._manager.unpin(keys))
+
+    @override
+    def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
+        session = self._sessions.get(request.session_id)
+        keys = self._checks.keys(session, request.digests)
+        deleted, leased = self._manager.delete(keys, self._checks.deadline(0))
+        return pb.DeleteResponse(server=self._stamp, deleted=deleted, leased=leased)
+
+    @override
+    def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
+        session = self._sessions.get(request.session_id)
+        deleted, leased = self._manager.clear(
+            session.namespace, self._checks.deadline(CLEAR_DEADLINE_MS)
+        )
+        return pb.ClearResponse(server=self._stamp, deleted=deleted, leased=leased)
+
+    # --- looking
+
+    @override
+    def Stat(self, request: pb.StatRequest, context: grpc.ServicerContext) -> pb.StatResponse:
+        session = self._sessions.get(request.session_id)
+        held = self._manager.stat(self._checks.keys(session, request.digests))
+        return pb.StatResponse(server=self._stamp, chunks=map(chunk_stat, held))
+
+    @override
+    def List(
+        self, request: pb.ListRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ListResponse]:
+        session = self._sessions.get(request.session_id)
+        held = self._manager.holdings(session.namespace)
+        held = held[: request.limit or len(held)]
+        for start in range(0, len(held), LIST_PAGE_CHUNKS):
+            page = held[start : start + LIST_PAGE_CHUNKS]
+            yield pb.ListResponse(server=self._stamp, chunks=map(chunk_stat, page))
+
+    @override
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusResponse:
+        return pb.StatusResponse(
+            server=self._stamp,
+            version=self._identity.version,
+            state="draining" if self._sessions.is_draining else "serving",
+            uptime_s=self._clock() - self._identity.started_at,
+            tiers=[tier_status(status) for status in self._manager.shelf_statuses()],
+            sessions=len(self._sessions),
+            leases=self._manager.catalog.lease_count(),
+            counters=self._manager.counters.snapshot(),
+            socket_path=str(self._data_plane.path) if self._data_plane else "",
+        )
+
+    @override
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
+        self._sessions.drain()
+        clean = self._manager.drain(self._checks.deadline(request.deadline_ms))
+        return pb.DrainResponse(server=self._stamp, clean=clean)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from contracts.codec import (
+    FILLS,
+    SCRATCH_BYTES,
+    SMALL,
+    Fill,
+    decoded,
+    encoded,
+    filled,
+    frame_of_bodies,
+    layouts,
+    peak_bytes,
+    same,
+    template,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.codecs.base import CODECS, Codec, Part, codec_by_name
+from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.transcode import max_transcoded_bytes, transcode
+from kvstore.codecs.zstd import ZstdCodec
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
+from kvstore.proto.frame import FrameTemplate, FrameWriter, check_frame, parse_header
+from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind
+
+LAYER_BYTES = SMALL.components[0].layer_bytes
+
+
+class Backwards(Codec):
+    """A third codec: V before K, and lossy by its own account."""
+
+    name = "backwards"
+    codec_id = 900
+    revision = 1
+    fidelity = Fidelity.bounded
+
+    def max_segment_bytes(self, component: Component) -> int:
+        return component.layer_bytes
+
+    def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
+        return RawCodec().encode_segment(parts[::-1], component, out)
+
+    def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
+        RawCodec().decode_segment(data, component, out[::-1])
+
+
+def moved(frame: Bytes, codec: Codec) -> Bytes:
+    out = np.full(max_transcoded_bytes(parse_header(frame).layout, codec), 0x5A, np.uint8)
+    header = transcode(frame, codec, out)
+    return out[: header.frame_bytes]
+
+
+def resigned(frame: Bytes, fidelity: Fidelity, error_bound: float) -> Bytes:
+    """Return *frame* with another fidelity in its header."""
+    header = check_frame(frame)
+    out = np.zeros(len(frame), np.uint8)
+    writer = FrameWriter(FrameTemplate.of(header), out)
+    for index in range(len(header.segments)):
+        body = header.segment(frame, index)
+        writer.reserve(len(body))[:] = body
+        writer.commit(len(body))
+    writer.finish(header.codec_id, header.codec_revision, fidelity, error_bound)
+    return out
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
+@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+def test_moving_gives_the_frame_that_encoding_would_have_given(
+    source: str, target: str, dtype: DType, fill: Fill
+) -> None:
+    layout = layouts(dtype)["several"]
+    tensors = filled(layout, fill)
+    frame = encoded(codec_by_name(source), tensors, layout)
+    there = moved(frame, codec_by_name(target))
+    assert np.array_equal(there, encoded(codec_by_name(target), tensors, layout))
+    assert np.array_equal(moved(there, codec_by_name(source)), frame)
+
+
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+def test_header_fields_travel_along(source: str, target: str) -> None:
+    frame = encoded(codec_by_name(source), filled(SMALL), SMALL)
+    header = check_frame(moved(frame, codec_by_name(target)))
+    assert FrameTemplate.of(header) == template(SMALL)
+    assert header.codec_id == codec_by_name(target).codec_id
+
+
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+@pytest.mark.parametrize("fidelity", [Fidelity.none, Fidelity.bounded])
+def test_what_was_lossy_stays_lossy(source: str, target: str, fidelity: Fidelity) -> None:
+    frame = resigned(encoded(codec_by_name(source), filled(SMALL), SMALL), fidelity, 0.125)
+    header = check_frame(moved(frame, codec_by_name(target)))
+    assert (header.fidelity, header.error_bound) == (fidelity, 0.125)
+
+
+@pytest.mark.parametrize("source", list(CODECS))
+def test_a_third_codec_lowers_fidelity_to_its_own(source: str) -> None:
+    tensors = filled(SMALL)
+    frame = encoded(codec_by_name(source), tensors, SMALL)
+    there = moved(frame, Backwards())
+    header = check_frame(there)
+    assert header.fidelity is Fidelity.bounded
+    back = filled(SMALL, seed=1)
+    Backwards().decode_into(header, there, back)
+    assert same(back, tensors)
+
+
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+@given(data=st.data(), mask=st.integers(1, 255))
+def test_a_changed_byte_never_reaches_the_new_frame(
+    source: str, target: str, data: st.DataObject, mask: int
+) -> None:
+    tensors = filled(SMALL)
+    frame = encoded(codec_by_name(source), tensors, SMALL)
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= mask
+    try:
+        there = moved(frame, codec_by_name(target))
+    except (InvalidFrameError, ChunkCorruptError):
+        return
+    assert np.array_equal(there, encoded(codec_by_name(target), tensors, SMALL))
+
+
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+def test_cut_and_extended_frames_are_refused(source: str, target: str) -> None:
+    frame = encoded(codec_by_name(source), filled(SMALL), SMALL)
+    for wrong in (frame[:-1], np.append(frame, np.uint8(0))):
+        with pytest.raises(ChunkCorruptError, match="bytes of"):
+            moved(wrong, codec_by_name(target))
+
+
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+def test_segments_too_long_for_their_layer_are_refused(source: str, target: str) -> None:
+    bodies = [bytes(LAYER_BYTES + 64), bytes(LAYER_BYTES + 64)]
+    frame = frame_of_bodies(codec_by_name(source), SMALL, bodies)
+    with pytest.raises(InvalidFrameError):
+        transcode(frame, codec_by_name(target), np.empty(1 << 16, np.uint8))
+
+
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+def test_room_too_small_is_refused(source: str, target: str) -> None:
+    frame = encoded(codec_by_name(source), filled(SMALL), SMALL)
+    with pytest.raises(InvalidFrameError, match=r"^out="):
+        transcode(frame, codec_by_name(target), np.empty(512, np.uint8))
+
+
+def test_a_frame_of_a_codec_from_the_future_is_refused() -> None:
+    out = np.zeros(1 << 14, np.uint8)
+    header = Backwards().encode(template(SMALL), filled(SMALL), out)
+    with pytest.raises(UnknownCodecError, match="900"):
+        transcode(out[: header.frame_bytes], RawCodec(), np.empty(1 << 14, np.uint8))
+
+
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+def test_moving_holds_no_more_than_a_few_layers(source: str, target: str) -> None:
+    layout = KVLayout((Component(LayerKind.attention, DType.bfloat16, 24, 4, 128, 512),))
+    frame = encoded(codec_by_name(source), filled(layout), layout)
+    out = np.empty(max_transcoded_bytes(layout, codec_by_name(target)), np.uint8)
+    peak = peak_bytes(lambda: transcode(frame, codec_by_name(target), out))
+    assert peak <= 2 * layout.components[0].layer_bytes + SCRATCH_BYTES < layout.raw_bytes // 3
+
+
+def test_frames_that_cannot_be_written_are_read_where_they_lie() -> None:
+    for codec in (RawCodec(), ZstdCodec()):
+        frame = encoded(codec, filled(SMALL), SMALL)
+        frozen = np.frombuffer(b"." + frame.tobytes(), np.uint8)[1:]
+        for name in CODECS:
+            assert same(decoded(moved(frozen, codec_by_name(name))), filled(SMALL))

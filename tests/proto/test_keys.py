@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from golden.samples import CHUNK_TOKENS, EXTRA, REPRESENTATION, SALT, TOKENS, template, vectors
+from golden.strategies import representations
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.keys import (
+    chain_digest,
+    chain_digests,
+    chunk_key,
+    chunk_spans,
+    content_digest,
+    encode_representation,
+    namespace,
+    representation_digest,
+    tokens_le32,
+)
+from kvstore.proto.types import (
+    ROOT,
+    ChainDigest,
+    DType,
+    LayerGroup,
+    LayerKind,
+    Namespace,
+    Representation,
+    RopeParameters,
+)
+
+GROUP = REPRESENTATION.layer_groups[0]
+ROPE = REPRESENTATION.rope
+
+
+def u32(value: int) -> bytes:
+    return value.to_bytes(4, "little")
+
+
+def field(data: bytes) -> bytes:
+    return u32(len(data)) + data
+
+
+def by_the_page(r: Representation) -> bytes:
+    """The canonical bytes, written again from the prose of docs/format.md."""
+    out = b"kvstore.v1.representation" + u32(r.layout_version)
+    for text in (
+        r.model_id, r.model_revision, r.adapter_digest, r.quantization, r.tokenizer_digest,
+    ):  # fmt: skip
+        out += field(text.encode("utf-8"))
+    out += struct.pack("<d", r.rope.theta) + u32(r.rope.rotary_dim)
+    out += field(r.rope.scaling.encode("utf-8")) + u32(len(r.rope.factors))
+    for name, value in r.rope.factors:
+        out += field(name.encode("utf-8")) + struct.pack("<d", value)
+    out += u32(len(r.layer_groups))
+    for group in r.layer_groups:
+        out += bytes([int(group.kind), int(group.dtype)])
+        out += u32(group.kv_heads) + u32(group.head_dim) + u32(group.window_tokens)
+        out += field(b"".join(map(u32, group.layer_ids)))
+    return out
+
+
+def digest_by_the_page(
+    domain: bytes, parent: bytes, tokens: list[int], extras: list[bytes]
+) -> bytes:
+    body = field(domain) + field(parent) + field(b"".join(map(u32, tokens)))
+    body += u32(len(extras)) + b"".join(map(field, extras))
+    return blake3(body).digest()[:16]
+
+
+def test_vectors_of_the_format_page_hold() -> None:
+    plain, extra = chain_digests(TOKENS, CHUNK_TOKENS), chain_digests(TOKENS, CHUNK_TOKENS, EXTRA)
+    second = tokens_le32(TOKENS[16:32])
+    found = {
+        "representation": encode_representation(REPRESENTATION),
+        "representation_digest": representation_digest(REPRESENTATION),
+        "salt_key": blake3(SALT, derive_key_context="kvstore v1 namespace salt").digest(),
+        "namespace": namespace(SALT, REPRESENTATION),
+        "tokens_0": tokens_le32(TOKENS[:16]),
+        "chain_0": plain[0],
+        "chain_1": plain[1],
+        "chain_0_with_extras": extra[0],
+        "chain_1_with_extras": extra[1],
+        "content_1": content_digest(second),
+        "content_1_with_extras": content_digest(second, EXTRA),
+        "key_1": template().key,
+    }
+    assert len(plain) == len(extra) == 2
+    page = vectors()
+    assert {name: value.hex() for name, value in found.items()} == {
+        name: page[name] for name in found
+    }
+
+
+def test_names_have_not_changed_since_the_first_release() -> None:
+    assert namespace(SALT, REPRESENTATION).hex() == "2f7836854e6870acaf49b3558426e0ab"
+    assert [digest.hex() for digest in chain_digests(TOKENS, CHUNK_TOKENS)] == [
+        "4692fa02bb9aeee4a371b5e5ba8d6da9",
+        "ead5bd1d56b05f01b1aabf8e04a86309",
+    ]
+    assert content_digest(tokens_le32(TOKENS[16:32])).hex() == "2cb2524461f0c28e68272e1e1af452d1"
+
+
+@given(representations, st.binary(max_size=40))
+def test_names_are_what_the_prose_of_the_page_says(
+    representation: Representation, salt: bytes
+) -> None:
+    body = by_the_page(representation)
+    assert encode_representation(representation) == body
+    assert representation_digest(representation) == blake3(body).digest()[:16]
+    key = blake3(salt, derive_key_context="kvstore v1 namespace salt").digest()
+    assert namespace(salt, representation) == blake3(body, key=key).digest()[:16]
+
+
+@given(
+    st.lists(st.integers(0, (1 << 32) - 1), max_size=70),
+    st.integers(16, 24),
+    st.lists(st.binary(max_size=5), max_size=3),
+)
+def test_digests_are_what_the_prose_of_the_page_says(
+    tokens: list[int], size: int, extras: list[bytes]
+) -> None:
+    expected: list[bytes] = []
+    for start in range(0, len(tokens), size):
+        piece = tokens[start : start + size]
+        if len(piece) >= 16:
+            parent = expected[-1] if expected else bytes(16)
+            own = [] if expected else extras
+            expected.append(digest_by_the_page(b"kvstore.v1.chain", parent, piece, own))
+    assert chain_digests(tokens, size, extras) == expected
+    assert content_digest(tokens_le32(tokens), extras) == digest_by_the_page(
+        b"kvstore.v1.content", b"", tokens, extras
+    )
+
+
+OTHERS: dict[str, Representation] = {
+    "model_id": replace(REPRESENTATION, model_id="example/llama2"),
+    "model_revision": replace(REPRESENTATION, model_revision="8f2c1e"),
+    "adapter_digest": replace(REPRESENTATION, adapter_digest="sha256:01"),
+    "quantization": replace(REPRESENTATION, quantization="fp8"),
+    "tokenizer_digest": replace(REPRESENTATION, tokenizer_digest="sha256:77ab"),
+    "layout_version": replace(REPRESENTATION, layout_version=2),
+    "rope": replace(REPRESENTATION, rope=RopeParameters(10000.0, 8, "none")),
+    "layer_groups": replace(
+        REPRESENTATION,
+        layer_groups=(replace(GROUP, layer_ids=(0,)), replace(GROUP, layer_ids=(1,))),
+    ),
+}
+OTHER_ROPES: dict[str, RopeParameters] = {
+    "theta": replace(ROPE, theta=500000.5),
+    "rotary_dim": replace(ROPE, rotary_dim=4),
+    "scaling": replace(ROPE, scaling="yarn"),
+    "factors": replace(ROPE, factors=(("factor", 8.0), ("low_freq_factor", 2.0))),
+}
+OTHER_GROUPS: dict[str, LayerGroup] = {
+    "kind": replace(GROUP, kind=LayerKind.mla),
+    "dtype": replace(GROUP, dtype=DType.float16),
+    "layer_ids": replace(GROUP, layer_ids=(0, 2)),
+    "kv_heads": replace(GROUP, kv_heads=4),
+    "head_dim": replace(GROUP, head_dim=16),
+    "window_tokens": replace(GROUP, kind=LayerKind.window, window_tokens=1024),
+}
+DIFFERENT: dict[str, Representation] = {
+    **OTHERS,
+    **{f"rope.{n}": replace(REPRESENTATION, rope=rope) for n, rope in OTHER_ROPES.items()},
+    **{
+        f"group.{name}": replace(REPRESENTATION, layer_groups=(group,))
+        for name, group in OTHER_GROUPS.items()
+    },
+    "rope.factors, name": replace(
+        REPRESENTATION, rope=replace(ROPE, factors=(("factor", 8.0), ("low_freq_factoR", 1.0)))
+    ),
+    "rope.factors, fewer": replace(REPRESENTATION, rope=replace(ROPE, factors=())),
+    "window_tokens alone": replace(
+        REPRESENTATION,
+        layer_groups=(replace(GROUP, kind=LayerKind.window, window_tokens=2048),),
+    ),
+}
+
+
+@pytest.mark.parametrize("other", DIFFERENT.values(), ids=list(DIFFERENT))
+def test_a_representation_that_differs_has_another_name(other: Representation) -> None:
+    assert representation_digest(other) != representation_digest(REPRESENTATION)
+    assert namespace(SALT, other) != namespace(SALT, REPRESENTATION)
+
+
+def test_all_different_representations_have_different_names() -> None:
+    assert len({namespace(SALT, other) for other in DIFFERENT.values()}) == len(DIFFERENT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [(Representation, OTHERS), (RopeParameters, OTHER_ROPES), (LayerGroup, OTHER_GROUPS)],
+)
+def test_the_table_above_forgets_no_field(kind: Any, table: dict[str, object]) -> None:
+    assert set(table) == set(kind.__dataclass_fields__)
+
+
+def test_text_cannot_move_from_one_field_to_the_next() -> None:
+    left = replace(REPRESENTATION, model_id="ab", model_revision="c")
+    right = replace(REPRESENTATION, model_id="a", model_revision="bc")
+    assert representation_digest(left) != representation_digest(right)
+
+
+def test_tenants_with_different_salts_share_no_name() -> None:
+    salts = [b"", b"a", b"b", bytes(32), SALT]
+    assert len({namespace(salt, REPRESENTATION) for salt in salts}) == len(salts)
+    assert representation_digest(REPRESENTATION) not in {
+        namespace(salt, REPRESENTATION) for salt in salts
+    }
+
+
+def test_a_key_is_the_namespace_then_the_digest() -> None:
+    assert chunk_key(Namespace(b"n" * 16), ChainDigest(b"d" * 16)) == b"n" * 16 + b"d" * 16
+
+
+def test_a_chain_digest_depends_on_all_before_it() -> None:
+    first, changed = list(range(64)), [1, *range(1, 64)]
+    assert not set(chain_digests(first, 16)) & set(chain_digests(changed, 16))
+    assert chain_digests(first, 16)[:2] == chain_digests(first[:32], 16)
+
+
+def test_extras_enter_the_first_chunk_and_so_the_whole_chain() -> None:
+    tokens = list(range(48))
+    chains = [
+        chain_digests(tokens, 16, extras)
+        for extras in [(), (b"",), (b"ab",), (b"a", b"b"), (b"b", b"a"), (b"ab", b"")]
+    ]
+    assert len({digest for chain in chains for digest in chain}) == 3 * len(chains)
+    second = chain_digest(chains[2][0], tokens_le32(tokens[16:32]))
+    assert chains[2][1] == second
+
+
+def test_chain_and_content_digests_of_the_same_tokens_differ() -> None:
+    data = tokens_le32(range(16))
+    assert chain_digest(ROOT, data) != content_digest(data)
+
+
+def test_a_chunk_that_fills_up_gets_another_name() -> None:
+    assert chain_digests(range(31), 32) != chain_digests(range(32), 32)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "spans"),
+    [
+        (0, 16, []),
+        (15, 16, []),
+        (16, 16, [(0, 16)]),
+        (31, 16, [(0, 16)]),
+        (32, 16, [(0, 16), (16, 32)]),
+        (271, 256, [(0, 256)]),
+        (272, 256, [(0, 256), (256, 272)]),
+        (100, 8192, [(0, 100)]),
+        (-1, 16, []),
+    ],
+)
+def test_prompts_are_cut_like_this(count: int, size: int, spans: list[tuple[int, int]]) -> None:
+    assert chunk_spans(count, size) == spans
+
+
+def test_chunks_have_256_tokens_unless_told_otherwise() -> None:
+    assert chunk_spans(600) == [(0, 256), (256, 512), (512, 600)]
+
+
+@given(st.integers(0, 5000), st.integers(16, 8192))
+def test_spans_follow_each_other_and_leave_out_less_than_sixteen(count: int, size: int) -> None:
+    spans = chunk_spans(count, size)
+    edges = [0, *(stop for _, stop in spans)]
+    assert [start for start, _ in spans] == edges[:-1]
+    assert 0 <= count - edges[-1] < 16
+    assert all(stop - start == size for start, stop in spans[:-1])
+    assert all(16 <= stop - start <= size for start, stop in spans)
+
+
+@pytest.mark.parametrize("size", [-1, 0, 15, 8193])
+def test_chunk_sizes_outside_the_limits_are_refused(size: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"chunk_tokens={size}: use 16 to 8192"):
+        chunk_spans(100, size)
+    with pytest.raises(InvalidRequestError, match="chunk_tokens"):
+        chain_digests(range(100), size)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [-1],
+        [1 << 32],
+        [1 << 64],
+        [0, 1 << 63],
+        [1.0],
+        ["7"],
+        [True],
+        [[1, 2]],
+        np.zeros((2, 2), np.int64),
+        np.array([1 << 32], np.uint64),
+        np.array([-1], np.int8),
+    ],
+    ids=repr,
+)
+def test_bad_token_ids_are_refused(tokens: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="tokens="):
+        tokens_le32(tokens)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", ">u4", ">i8", "uint64"])
+def test_token_ids_of_any_integer_type_have_the_same_bytes(dtype: str) -> None:
+    ids = [0, 1, 77, (1 << 31) - 1]
+    assert tokens_le32(np.array(ids, dtype)) == struct.pack("<4I", *ids)  # type: ignore[arg-type]
+    assert tokens_le32(np.repeat(np.array(ids, dtype), 2)[::2]) == tokens_le32(ids)  # type: ignore[arg-type]
+
+
+def test_token_ids_reach_to_the_end_of_their_range() -> None:
+    assert tokens_le32([(1 << 32) - 1, 0]) == b"\xff\xff\xff\xff\0\0\0\0"
+    assert tokens_le32([]) == b""
+
+
+def test_names_do_not_depend_on_the_process() -> None:
+    script = (
+        "from golden.samples import *\n"
+        "print(template().key.hex(), ' '.join(d.hex() for d in chain_digests(TOKENS, 16, EXTRA)))"
+    )
+    found = set()
+    for seed in ("0", "1", "4242"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run([sys.executable, "-c", script], env=env, check=True,
+                             capture_output=True, text=True)  # fmt: skip
+        found.add(run.stdout.strip())
+    page = vectors()
+    assert found == {
+        " ".join(page[name] for name in ("key_1", "chain_0_with_extras", "chain_1_with_extras"))
+    }

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+from golden.samples import REPRESENTATION, template
+from golden.strategies import layouts
+from hypothesis import given
+
+from kvstore.proto.errors import LayoutMismatchError, RepresentationError
+from kvstore.proto.types import (
+    ROOT,
+    ChainDigest,
+    ChunkInfo,
+    ChunkKey,
+    Component,
+    DType,
+    Fidelity,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    RopeParameters,
+)
+
+GROUP = LayerGroup(LayerKind.attention, DType.bfloat16, (0, 1), 2, 8)
+COMPONENT = Component(LayerKind.attention, DType.bfloat16, 2, 2, 8, 16)
+LAYOUT = KVLayout((COMPONENT,))
+INFO = ChunkInfo(ChunkKey(bytes(32)), ROOT, LAYOUT, 0, 100)
+
+INCOMPLETE: dict[str, tuple[Callable[[], object], str, str, str]] = {
+    f"{name} {value!r}": (
+        lambda name=name, value=value: replace(REPRESENTATION, **{name: value}),
+        name,
+        repr(value),
+        fix,
+    )
+    for name, fix in {
+        "model_id": "name the model",
+        "model_revision": "give the commit or a digest of the weights",
+        "adapter_digest": "give the LoRA's digest, or 'none'",
+        "quantization": "name the KV quantisation, or 'none'",
+        "tokenizer_digest": "give a digest of the tokenizer's files",
+    }.items()
+    for value in ("", "  ", None, 7)
+} | {
+    "layout version 0": (
+        lambda: replace(REPRESENTATION, layout_version=0), "layout_version", "0", "use 1",
+    ),
+    "no groups": (
+        lambda: replace(REPRESENTATION, layer_groups=()),
+        "layer_groups", "()", "describe every layer that keeps KV",
+    ),
+    "a layer in two groups": (
+        lambda: replace(REPRESENTATION, layer_groups=(GROUP, replace(GROUP, layer_ids=(1, 2)))),
+        "layer_groups", "[0, 1, 1, 2]", "put each layer into one group",
+    ),
+    "no layers": (
+        lambda: replace(GROUP, layer_ids=()), "layer_ids", "()", "name each layer of the group",
+    ),
+    "a layer twice": (
+        lambda: replace(GROUP, layer_ids=(1, 1)), "layer_ids", "(1, 1)", "once, ascending",
+    ),
+    "layers out of order": (
+        lambda: replace(GROUP, layer_ids=(2, 1)), "layer_ids", "(2, 1)", "once, ascending",
+    ),
+    "no heads": (lambda: replace(GROUP, kv_heads=0), "kv_heads", "0", "give a positive count"),
+    "too many heads": (
+        lambda: replace(GROUP, kv_heads=1 << 24), "kv_heads", "16777216", "positive count",
+    ),
+    "no head_dim": (lambda: replace(GROUP, head_dim=-1), "head_dim", "-1", "positive count"),
+    "a window layer without window": (
+        lambda: replace(GROUP, kind=LayerKind.window),
+        "window_tokens", "0", "positive for window layers, else 0",
+    ),
+    "a window on another kind": (
+        lambda: replace(GROUP, window_tokens=5), "window_tokens", "5", "else 0",
+    ),
+    "no scaling": (lambda: RopeParameters(1e4, 64, ""), "rope.scaling", "''", "name the rule"),
+    "factors out of order": (
+        lambda: RopeParameters(1e4, 64, "yarn", (("b", 1.0), ("a", 1.0))),
+        "rope.factors", "(('b', 1.0), ('a', 1.0))", "sort them by name",
+    ),
+    "an unknown dtype": (lambda: DType.parse("int4"), "dtype", "'int4'", "use one of bfloat16, "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "value", "fix"), INCOMPLETE.values(), ids=list(INCOMPLETE)
+)
+def test_incomplete_identity_is_refused_with_field_value_and_fix(
+    make: Callable[[], object], field: str, value: str, fix: str
+) -> None:
+    with pytest.raises(RepresentationError) as caught:
+        make()
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}={value}: ")
+    assert fix in str(caught.value)
+
+
+def test_values_cannot_be_changed() -> None:
+    values: list[tuple[Any, str]] = [
+        (REPRESENTATION, "model_id"), (GROUP, "kv_heads"), (LAYOUT, "components"), (INFO, "key"),
+    ]  # fmt: skip
+    for value, name in values:
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, name, getattr(value, name))
+
+
+@pytest.mark.parametrize("name", [dtype.name for dtype in DType])
+def test_dtypes_are_found_under_torchs_names(name: str) -> None:
+    assert DType.parse(name) is DType.parse(f"torch.{name}") is DType[name]
+
+
+def test_numbers_in_frames_have_not_changed() -> None:
+    assert [dtype.name for dtype in sorted(DType)] == [
+        "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8", "int8",
+    ]  # fmt: skip
+    assert [dtype.item_bytes for dtype in sorted(DType)] == [2, 2, 4, 1, 1, 1, 1]
+    assert [kind.name for kind in sorted(LayerKind)] == ["attention", "mla", "window", "state"]
+    assert [level.name for level in sorted(Fidelity)] == ["none", "bounded", "exact"]
+
+
+@pytest.mark.parametrize(("kind", "parts"), list(zip(LayerKind, [2, 1, 2, 1], strict=True)))
+def test_a_kind_has_its_number_of_parts(kind: LayerKind, parts: int) -> None:
+    component = replace(COMPONENT, kind=kind)
+    assert component.parts == parts
+    window = 9 if kind is LayerKind.window else 0
+    assert replace(GROUP, kind=kind, window_tokens=window).parts == parts
+    assert component.part_bytes == 2 * 16 * 8 * 2
+    assert component.layer_bytes == parts * component.part_bytes
+    assert component.shape == (2, 16, 8)
+
+
+@pytest.mark.parametrize("field", ["layers", "kv_heads", "head_dim", "tokens"])
+@pytest.mark.parametrize("value", [-1, 0, 1 << 24])
+def test_counts_outside_the_limits_are_refused(field: str, value: int) -> None:
+    with pytest.raises(LayoutMismatchError, match=f"^{field}={value}: give a positive count"):
+        Component(**{"kind": LayerKind.mla, "dtype": DType.int8, "layers": 1, "kv_heads": 1,
+                     "head_dim": 1, "tokens": 1, field: value})  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_a_layout_without_components_is_refused() -> None:
+    with pytest.raises(LayoutMismatchError, match="at least one component"):
+        KVLayout(())
+
+
+@given(layouts)
+def test_a_layout_sums_up_its_components(layout: KVLayout) -> None:
+    assert layout.segment_count == sum(c.layers for c in layout.components)
+    assert layout.tokens == max(c.tokens for c in layout.components)
+    assert layout.raw_bytes == sum(
+        c.layers * c.parts * c.kv_heads * c.tokens * c.head_dim * c.dtype.item_bytes
+        for c in layout.components
+    )
+
+
+def test_the_layout_of_a_chunk_follows_the_layer_groups() -> None:
+    mla = LayerGroup(LayerKind.mla, DType.float8_e4m3fn, (2, 5, 9), 1, 576)
+    hybrid = replace(REPRESENTATION, layer_groups=(mla, GROUP))
+    assert KVLayout.of(hybrid, 200) == KVLayout(
+        (
+            Component(LayerKind.mla, DType.float8_e4m3fn, 3, 1, 576, 200),
+            Component(LayerKind.attention, DType.bfloat16, 2, 2, 8, 200),
+        )
+    )
+    assert KVLayout.of(REPRESENTATION, 16) == LAYOUT == template().layout
+
+
+@pytest.mark.parametrize("tokens", [0, 15, 8193])
+def test_chunks_too_short_or_too_long_are_refused(tokens: int) -> None:
+    with pytest.raises(LayoutMismatchError, match=f"tokens={tokens}: a chunk has 16 to 8192"):
+        KVLayout.of(REPRESENTATION, tokens)
+
+
+@pytest.mark.parametrize(("kind", "window"), [(LayerKind.window, 4), (LayerKind.state, 0)])
+def test_kinds_that_are_not_cut_by_token_are_refused(kind: LayerKind, window: int) -> None:
+    group = replace(GROUP, kind=kind, window_tokens=window)
+    with pytest.raises(LayoutMismatchError, match=f"kind='{kind.name}'"):
+        KVLayout.of(replace(REPRESENTATION, layer_groups=(group,)), 16)
+
+
+def test_what_is_known_of_a_chunk_has_whole_digests() -> None:
+    with pytest.raises(LayoutMismatchError, match=r"key='00'.*32 bytes"):
+        replace(INFO, key=ChunkKey(b"\0"))
+    with pytest.raises(LayoutMismatchError, match=r"parent='0000'.*16 bytes"):
+        replace(INFO, parent=ChainDigest(b"\0\0"))
+
+
+def test_the_parent_key_shares_the_namespace_and_the_root_has_none() -> None:
+    assert INFO.parent_key is None
+    child = replace(INFO, key=ChunkKey(b"n" * 16 + b"d" * 16), parent=ChainDigest(b"p" * 16))
+    assert child.parent_key == b"n" * 16 + b"p" * 16

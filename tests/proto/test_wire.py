@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from golden.samples import FOLDER, REPRESENTATION, template, vectors
+from golden.strategies import chunk_infos, layouts, representations
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    InvalidFrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    RepresentationError,
+)
+from kvstore.proto.frame import MAX_COMPONENTS, check_frame
+from kvstore.proto.types import ChainDigest, ChunkInfo, DType, KVLayout, Representation
+from kvstore.proto.wire import (
+    join_digests,
+    layout_fits,
+    layout_from_message,
+    layout_to_message,
+    pack_info,
+    representation_from_message,
+    representation_to_message,
+    split_digests,
+    unpack_info,
+)
+
+ROW = bytes.fromhex(vectors()["raw_index_row"])
+LAYOUT = template().layout
+
+
+@given(representations)
+def test_a_representation_arrives_as_it_was_sent(representation: Representation) -> None:
+    sent = representation_to_message(representation).SerializeToString()
+    assert representation_from_message(pb.Representation.FromString(sent)) == representation
+
+
+@given(layouts)
+def test_a_layout_arrives_as_it_was_sent(layout: KVLayout) -> None:
+    sent = layout_to_message(layout).SerializeToString()
+    assert layout_from_message(pb.Layout.FromString(sent)) == layout
+
+
+@given(chunk_infos)
+def test_an_index_row_is_read_back(info: ChunkInfo) -> None:
+    assert unpack_info(pack_info(info)) == info
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_a_row_or_refused(row: bytes) -> None:
+    for start in (b"", b"\x01", ROW[:68]):
+        try:
+            info = unpack_info(start + row)
+        except InvalidFrameError:
+            continue
+        assert unpack_info(pack_info(info)) == info
+
+
+@given(st.integers(0, len(ROW) - 1), st.integers(0, 255))
+def test_a_changed_row_is_read_or_refused(at: int, value: int) -> None:
+    row = bytearray(ROW)
+    row[at] = value
+    try:
+        unpack_info(bytes(row))
+    except InvalidFrameError:
+        return
+
+
+def test_the_golden_frame_has_the_row_of_the_format_page() -> None:
+    frame = np.fromfile(FOLDER / "raw-r1.frame", np.uint8)
+    info = check_frame(frame).info()
+    assert pack_info(info) == ROW
+    assert unpack_info(ROW) == info
+    assert struct.unpack_from("<BBHQd32s16s", ROW) == (
+        1, 2, 0, len(frame), 1.5e9, template().key, template().parent,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (b"", "row"),
+        (ROW[:67], "row"),
+        (ROW[:68], "components"),
+        (ROW[:-1], "components"),
+        (ROW + b"\0", "components"),
+        (ROW[:68] + ROW[68:] * (MAX_COMPONENTS + 1), "components"),
+        (b"\x00" + ROW[1:], "row"),
+        (b"\x02" + ROW[1:], "row"),
+        (ROW[:1] + b"\x03" + ROW[2:], "row"),
+        (ROW[:12] + struct.pack("<d", float("nan")) + ROW[20:], "prefill_flops"),
+        (ROW[:12] + struct.pack("<d", float("inf")) + ROW[20:], "prefill_flops"),
+        (ROW[:12] + struct.pack("<d", -1.0) + ROW[20:], "prefill_flops"),
+        (ROW[:68] + b"\x09" + ROW[69:], "component"),
+    ],
+    ids=["empty", "cut", "no components", "cut component", "one byte behind", "65 components",
+         "version 0", "version 2", "fidelity 3", "cost NaN", "cost infinite", "cost negative",
+         "unknown kind"],
+)  # fmt: skip
+def test_bad_rows_are_refused(row: bytes, field: str) -> None:
+    with pytest.raises(InvalidFrameError) as caught:
+        unpack_info(row)
+    assert caught.value.field == field
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16).map(ChainDigest), max_size=20))
+def test_digests_are_joined_and_split_again(digests: list[ChainDigest]) -> None:
+    assert split_digests(join_digests(digests), 20) == digests
+
+
+@pytest.mark.parametrize("size", [1, 15, 17, 31])
+def test_ragged_digests_are_refused(size: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"digests={size}: give 16 bytes per chunk"):
+        split_digests(bytes(size), 100)
+
+
+def test_more_digests_than_the_limit_are_refused() -> None:
+    assert len(split_digests(bytes(48), 3)) == 3
+    with pytest.raises(InvalidRequestError, match="digests=4: at most 3 chunks in one batch"):
+        split_digests(bytes(64), 3)
+
+
+def test_a_representation_without_rope_is_refused() -> None:
+    message = representation_to_message(REPRESENTATION)
+    message.ClearField("rope")
+    with pytest.raises(RepresentationError, match="rope=None: give the rope parameters"):
+        representation_from_message(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ("model_id", "model_id"),
+        ("model_revision", "model_revision"),
+        ("adapter_digest", "adapter_digest"),
+        ("quantization", "quantization"),
+        ("tokenizer_digest", "tokenizer_digest"),
+        ("layout_version", "layout_version"),
+        ("layer_groups", "layer_groups"),
+    ],
+)
+def test_a_representation_with_a_field_left_out_is_refused(field: str, named: str) -> None:
+    message = representation_to_message(REPRESENTATION)
+    message.ClearField(field)  # type: ignore[arg-type]
+    with pytest.raises(RepresentationError) as caught:
+        representation_from_message(message)
+    assert caught.value.field == named
+
+
+def test_an_empty_message_is_refused() -> None:
+    with pytest.raises(RepresentationError):
+        representation_from_message(pb.Representation())
+
+
+@pytest.mark.parametrize("field", ["kind", "dtype"])
+@pytest.mark.parametrize("value", [7, 255, (1 << 32) - 1])
+def test_unknown_kinds_and_dtypes_are_refused(field: str, value: int) -> None:
+    message = representation_to_message(REPRESENTATION)
+    setattr(message.layer_groups[0], field, value)
+    with pytest.raises(RepresentationError, match=f"{value} is not a valid"):
+        representation_from_message(message)
+    layout = layout_to_message(LAYOUT)
+    setattr(layout.components[0], field, value)
+    with pytest.raises(InvalidRequestError, match=f"{value} is not a valid"):
+        layout_from_message(layout)
+
+
+def test_bad_layouts_are_refused() -> None:
+    with pytest.raises(LayoutMismatchError, match="at least one component"):
+        layout_from_message(pb.Layout())
+    layout = layout_to_message(LAYOUT)
+    layout.components[0].tokens = 0
+    with pytest.raises(LayoutMismatchError, match="tokens=0"):
+        layout_from_message(layout)
+
+
+def test_a_layout_fits_the_representation_it_was_made_from_and_no_other() -> None:
+    group = REPRESENTATION.layer_groups[0]
+    for tokens in (16, 200, 8192):
+        assert layout_fits(KVLayout.of(REPRESENTATION, tokens), REPRESENTATION)
+    for other in (
+        replace(group, dtype=DType.float16),
+        replace(group, kv_heads=3),
+        replace(group, head_dim=9),
+        replace(group, layer_ids=(0, 1, 2)),
+    ):
+        assert not layout_fits(LAYOUT, replace(REPRESENTATION, layer_groups=(other,)))
+    ragged = KVLayout((LAYOUT.components[0], replace(LAYOUT.components[0], tokens=32)))
+    assert not layout_fits(ragged, replace(REPRESENTATION, layer_groups=(group, replace(
+        group, layer_ids=(2, 3))),
+    ))  # fmt: skip

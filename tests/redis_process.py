@@ -1,0 +1,102 @@
+"""A real redis-server for tests, in memory only, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import ConnectionError, TimeoutError
+
+_START_S = 30.0
+
+
+def free_port() -> int:
+    """Return a port of the loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisProcess:
+    """One server that can be stopped, frozen and started again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            raise RuntimeError("redis-server is not on PATH: `make test` installs it")
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = Redis(port=self.port, socket_timeout=_START_S, protocol=2)
+        self._command = [
+            program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
+            "--save", "", "--appendonly", "no",
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                self.client.ping()
+            except (ConnectionError, TimeoutError) as error:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.stop()
+                    raise RuntimeError(f"redis-server does not answer: {error}") from None
+                time.sleep(0.02)
+            else:
+                return
+
+    def stop(self) -> None:
+        """Kill the server; what it held is gone. Idempotent."""
+        self.client.connection_pool.disconnect()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Keep the server from running: it accepts connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+    def reset(self) -> None:
+        """Make a started server as good as new."""
+        if self._process is None:
+            self.start()
+        self.client.config_set("maxmemory", 0)
+        self.client.config_set("maxmemory-policy", "noeviction")
+        self.client.config_set("requirepass", "")
+        for user in self.client.acl_users():
+            if user not in ("default", b"default"):
+                self.command("ACL", "DELUSER", user)
+        self.client.flushall()
+
+    def command(self, *words: str | bytes) -> object:
+        """Run one command as it stands."""
+        return self.client.execute_command(*words)  # type: ignore[no-untyped-call]
+
+    def value(self, name: bytes) -> bytes:
+        """Return the value of *name*, which must be there."""
+        value = self.client.get(name)
+        assert isinstance(value, bytes)
+        return value
+
+    def names(self) -> list[bytes]:
+        """Return the names of all it holds, sorted."""
+        return sorted(self.client.scan_iter(count=1000))

@@ -1,0 +1,219 @@
+import os
+import resource
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contracts.chunks import make_info, payload
+from contracts.shelf import assert_counts, assert_holds, bytes_of, get, open_files
+from contracts.tier import TierContract
+from typing_extensions import override
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvstore.proto.types import ChunkInfo
+from kvstore.tiers.base import Reservation
+from kvstore.tiers.cpu import CpuTier, SlabPlace
+
+SLAB_BYTES = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def no_file_is_left_open() -> Iterator[None]:
+    before = open_files()
+    yield
+    assert open_files() == before
+
+
+class TestCpuTierContract(TierContract):
+    @override
+    def make_tier(self, capacity_bytes: int, tmp_path: Path) -> CpuTier:
+        return CpuTier(capacity_bytes, slab_bytes=1 << 20)
+
+
+@pytest.fixture
+def tier() -> Iterator[CpuTier]:
+    tier = CpuTier(4 * SLAB_BYTES, SLAB_BYTES)
+    yield tier
+    tier.close()
+
+
+def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> SlabPlace:
+    reservation = tier.reserve(info, tenant)
+    tier.write(reservation, 0, bytes_of(info))
+    assert tier.seal(reservation)
+    place = tier.locate(info.key)
+    assert place is not None
+    return place
+
+
+@pytest.mark.parametrize(
+    ("capacity_bytes", "slab_bytes", "field"),
+    [
+        (1 << 20, 0, "slab_bytes"),
+        (1 << 20, 2048, "slab_bytes"),
+        (1 << 20, 6144, "slab_bytes"),
+        (1 << 20, -4096, "slab_bytes"),
+        (4095, 4096, "capacity_bytes"),
+        (0, 4096, "capacity_bytes"),
+    ],
+)
+def test_sizes_that_make_no_arena_are_refused(
+    capacity_bytes: int, slab_bytes: int, field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        CpuTier(capacity_bytes, slab_bytes)
+    assert caught.value.field == field
+
+
+def test_capacity_is_whole_slabs_and_slabs_appear_when_needed() -> None:
+    before = open_files()
+    tier = CpuTier(3 * SLAB_BYTES - 1, SLAB_BYTES)
+    assert tier.capacity_bytes == 2 * SLAB_BYTES
+    assert open_files() == before
+    first = _put(tier, make_info(1, tier.max_frame_bytes()))
+    second = _put(tier, make_info(2, tier.max_frame_bytes()))
+    assert first.slab_id != second.slab_id
+    assert tier.stats().used_bytes == tier.capacity_bytes
+    with pytest.raises(TierFullError):
+        tier.reserve(make_info(3, 1))
+    tier.close()
+
+
+def test_absent_chunks_have_no_place(tier: CpuTier) -> None:
+    info = make_info(1, 100)
+    reservation = tier.reserve(info)
+    assert tier.locate(info.key) is None
+    assert tier.peek(info.key) is None
+    assert tier.residents(info.key) == []
+    tier.abort(reservation)
+
+
+def test_view_and_peek_share_the_slab_without_a_copy(tier: CpuTier) -> None:
+    info = make_info(1, 1000)
+    reservation = tier.reserve(info)
+    view = tier.view(reservation)
+    assert view.shape == (1000,)
+    view[:] = bytes_of(info)
+    assert tier.seal(reservation)
+    peeked = tier.peek(info.key)
+    assert peeked is not None
+    assert np.shares_memory(view, peeked)
+    assert np.array_equal(peeked, bytes_of(info))
+    with pytest.raises(ValueError, match="read-only"):
+        peeked[0] = 1
+
+
+@pytest.mark.parametrize(("offset", "size"), [(-1, 1), (0, 101), (100, 1), (101, 0), (1 << 62, 1)])
+def test_writes_outside_the_reservation_are_refused(tier: CpuTier, offset: int, size: int) -> None:
+    neighbour, info = make_info(1, 100), make_info(2, 100)
+    _put(tier, neighbour)
+    reservation = tier.reserve(info)
+    with pytest.raises(InvalidRequestError):
+        tier.write(reservation, offset, payload(1, size))
+    assert_holds(tier, neighbour, bytes_of(neighbour))
+    tier.abort(reservation)
+
+
+def _end_by_sealing(tier: CpuTier, reservation: Reservation) -> None:
+    tier.seal(reservation)
+
+
+def _end_by_aborting(tier: CpuTier, reservation: Reservation) -> None:
+    tier.abort(reservation)
+
+
+@pytest.mark.parametrize("end", [_end_by_sealing, _end_by_aborting])
+def test_spent_reservation_changes_nothing_any_more(tier: CpuTier, end: object) -> None:
+    assert callable(end)
+    spent = tier.reserve(make_info(1, 1000))
+    tier.write(spent, 0, payload(1, 1000))
+    end(tier, spent)
+    tier.delete(make_info(1, 1000).key)
+    info = make_info(2, 1000)
+    _put(tier, info)
+    with pytest.raises(InvalidRequestError, match="spent"):
+        tier.write(spent, 0, payload(3, 1000))
+    with pytest.raises(InvalidRequestError, match="spent"):
+        tier.seal(spent)
+    with pytest.raises(InvalidRequestError, match="spent"):
+        tier.view(spent)
+    tier.abort(spent)
+    assert_holds(tier, info, bytes_of(info))
+    assert_counts(tier, [info], [])
+
+
+def test_reservation_of_another_tier_is_not_taken_for_ones_own(tier: CpuTier) -> None:
+    other = CpuTier(SLAB_BYTES, SLAB_BYTES)
+    foreign, own = other.reserve(make_info(1, 100)), tier.reserve(make_info(1, 100))
+    tier.abort(foreign)
+    assert_counts(tier, [], [own])
+    other.close()
+
+
+@pytest.mark.parametrize("spare_files", [0, 1])
+def test_out_of_files_is_a_tier_that_cannot_be_used_and_stays_as_it_was(
+    tier: CpuTier, spare_files: int
+) -> None:
+    info = make_info(1, tier.max_frame_bytes())
+    _put(tier, info)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + spare_files, hard))
+    try:
+        with pytest.raises(TierUnavailableError):
+            tier.reserve(make_info(2, 100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert_counts(tier, [info], [])
+    _put(tier, make_info(2, 100))
+
+
+def test_closed_tier_takes_nothing_and_has_nothing(tier: CpuTier) -> None:
+    info = make_info(1, 100)
+    _put(tier, info)
+    reservation = tier.reserve(make_info(2, 100))
+    tier.close()
+    with pytest.raises(TierUnavailableError):
+        tier.reserve(info)
+    with pytest.raises(InvalidRequestError):
+        tier.write(reservation, 0, payload(1, 100))
+    tier.abort(reservation)
+    assert get(tier, info) is None
+    assert_counts(tier, [], [])
+
+
+def test_bytes_peeked_before_close_stay_readable_and_hold_no_file_once_dropped() -> None:
+    before = open_files()
+    tier = CpuTier(SLAB_BYTES, SLAB_BYTES)
+    info = make_info(1, 1000)
+    _put(tier, info)
+    peeked: Bytes | None = tier.peek(info.key)
+    assert peeked is not None
+    tier.close()
+    assert np.array_equal(peeked, bytes_of(info))
+    del peeked
+    assert open_files() == before
+
+
+def test_a_chunk_costs_little_memory_besides_its_info() -> None:
+    tier = CpuTier(64 << 20, 64 << 20)
+    infos = [make_info(seed, 1000) for seed in range(20_000)]
+    tier.abort(tier.reserve(infos[0]))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for info in infos:
+            assert tier.seal(tier.reserve(info))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (after - before) / len(infos) <= 400
+    tier.close()

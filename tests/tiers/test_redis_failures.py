@@ -1,0 +1,343 @@
+"""The Redis tier when its server is down, frozen, emptied, changed or lying."""
+
+from __future__ import annotations
+
+import select
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contracts.chunks import make_info, payload
+from contracts.shelf import assert_absent, assert_counts, assert_holds, fill, get, put
+from redis_process import RedisProcess
+
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.types import ChunkInfo
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis_manifest import KeyNames
+
+RedisTierMaker = Callable[..., RedisTier]
+
+INFO = make_info(1, 10_000)
+DATA = payload(1, 10_000)
+NAMES = KeyNames("kvs:1:")
+ACL = "ACL SETUSER writer on >secret +@all %R~*"
+
+CALLS: dict[str, Callable[[RedisTier], object]] = {
+    "find": lambda tier: tier.find([INFO.key]),
+    "read_into": lambda tier: get(tier, INFO),
+    "delete": lambda tier: tier.delete(INFO.key),
+    "scan": lambda tier: list(tier.scan()),
+    "put": lambda tier: put(tier, make_info(2, 10_000), DATA),
+}
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    """A server of this test alone, not yet started."""
+    process = RedisProcess(tmp_path)
+    yield process
+    process.client.close()
+    process.stop()
+
+
+def test_tier_that_starts_before_its_server_works_once_it_is_there(
+    own_redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(own_redis.url)
+    for call in CALLS.values():
+        with pytest.raises(TierUnavailableError, match=r"redis://127\.0\.0\.1:\d+/0: .*; check"):
+            call(tier)
+    assert_counts(tier, [], [])
+    own_redis.start()
+    assert put(tier, INFO, DATA)
+    assert_holds(tier, INFO, DATA)
+
+
+def test_tier_that_could_not_list_at_its_start_counts_what_is_there_before_it_reserves(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    put(open_redis_tier(redis.url), INFO, DATA)
+    with redis.frozen():
+        tier = open_redis_tier(redis.url, timeout_ms=200)
+        with pytest.raises(TierUnavailableError):
+            tier.reserve(INFO)
+    assert_counts(tier, [], [])
+    reservation = tier.reserve(make_info(2, 100))
+    assert_counts(tier, [INFO], [reservation])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_frozen_server_fails_each_call_in_bounded_time_and_works_again_after(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker, call: str
+) -> None:
+    tier = open_redis_tier(redis.url, timeout_ms=200)
+    put(tier, INFO, DATA)
+    with redis.frozen():
+        start = time.monotonic()
+        with pytest.raises(TierUnavailableError, match="Timeout"):
+            CALLS[call](tier)
+        assert time.monotonic() - start < 3
+        assert_counts(tier, [INFO], [])
+    assert tier.delete(INFO.key) is (call != "delete")
+    assert put(tier, INFO, DATA)
+    assert_holds(tier, INFO, DATA)
+
+
+def test_frames_sealed_while_the_server_is_frozen_give_their_room_back(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, timeout_ms=200)
+    reservation = tier.reserve(INFO)
+    fill(tier, reservation, DATA)
+    with redis.frozen(), pytest.raises(TierUnavailableError):
+        tier.seal(reservation)
+    assert_counts(tier, [], [])
+    assert_absent(tier, INFO)
+    assert put(tier, INFO, DATA)
+
+
+def test_restarted_server_has_forgotten_and_is_filled_again(
+    own_redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    own_redis.start()
+    tier = open_redis_tier(own_redis.url)
+    infos = [make_info(seed, 10_000) for seed in range(4)]
+    for info in infos:
+        put(tier, info, DATA)
+    own_redis.stop()
+    own_redis.start()
+    assert get(tier, infos[0]) is None
+    assert tier.find([info.key for info in infos[:2]]) == [None, None]
+    assert tier.delete(infos[2].key) is False
+    assert_counts(tier, [infos[3]], [])
+    assert put(tier, infos[3], DATA)
+    assert_counts(tier, [infos[3]], [])
+    assert_holds(tier, infos[3], DATA)
+
+
+def test_flushed_server_has_forgotten_between_reserve_and_seal(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url)
+    put(tier, INFO, DATA)
+    reservation = tier.reserve(INFO)
+    fill(tier, reservation, payload(2, 10_000))
+    redis.client.flushall()
+    assert tier.seal(reservation) is True
+    assert_holds(tier, INFO, payload(2, 10_000))
+    assert_counts(tier, [INFO], [])
+    redis.client.flushall()
+    assert list(tier.scan()) == []
+    assert_counts(tier, [], [])
+
+
+def test_killed_writer_leaves_invisible_parts_that_expire(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    # may write parts but no manifest: its death falls between the two
+    redis.command(*f"{ACL} %W~*}}:*:*".split())
+    tier = open_redis_tier(f"redis://writer:secret@127.0.0.1:{redis.port}", ttl_s=1000)
+    with pytest.raises(TierUnavailableError, match=r"NoPermissionError.*ACL"):
+        put(tier, INFO, DATA)
+    tier.close()
+    assert len(redis.names()) == 3
+    assert all(1000 < redis.client.ttl(name) <= 2000 for name in redis.names())
+    other = open_redis_tier(redis.url)
+    assert_absent(other, INFO)
+    assert_counts(other, [], [])
+    assert put(other, INFO, payload(2, 10_000))
+    assert_holds(other, INFO, payload(2, 10_000))
+
+
+def test_failed_write_is_cleaned_up_before_the_next(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    redis.command(*f"{ACL} %W~*}}:*:*".split())
+    tier = open_redis_tier(f"redis://writer:secret@127.0.0.1:{redis.port}")
+    with pytest.raises(TierUnavailableError):
+        put(tier, INFO, DATA)
+    assert len(redis.names()) == 3
+    redis.command(*f"{ACL} ~*".split())
+    assert put(tier, make_info(2, 10), payload(2, 10))
+    assert len(redis.names()) == 2
+
+
+class _LosesTheSealsAnswer(socketserver.BaseRequestHandler):
+    """Hand on what a client sends until a manifest goes by, then hang up on the client."""
+
+    port: int
+
+    def handle(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.port)) as upstream:
+            while True:
+                for ready in select.select([self.request, upstream], [], [])[0]:
+                    data = ready.recv(1 << 16)
+                    if not data:
+                        return
+                    (upstream if ready is self.request else self.request).sendall(data)
+                    if ready is self.request and b"\r\nNX\r\n" in data:
+                        upstream.recv(1 << 16)
+                        return
+
+
+@contextmanager
+def _proxy(handler: type[socketserver.BaseRequestHandler]) -> Iterator[int]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_chunk_whose_seal_got_no_answer_is_gone_after_the_next(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    handler = type("Handler", (_LosesTheSealsAnswer,), {"port": redis.port})
+    with _proxy(handler) as port:
+        tier = open_redis_tier(f"redis://127.0.0.1:{port}")
+        with pytest.raises(TierUnavailableError):
+            put(tier, INFO, DATA)
+        assert redis.client.exists(NAMES.manifest(INFO.key))
+        assert_counts(tier, [], [])
+        with pytest.raises(TierUnavailableError):
+            put(tier, make_info(2, 10_000), DATA)
+        assert not redis.client.exists(NAMES.manifest(INFO.key))
+        assert len(redis.names()) == 4
+        tier.close()
+
+
+class _QuotesTheAuth(socketserver.BaseRequestHandler):
+    """Answer everything with an error that quotes it, as some proxies do."""
+
+    def handle(self) -> None:
+        while data := self.request.recv(1 << 16):
+            quoted = data.decode(errors="replace").replace("\r\n", " ")
+            self.request.sendall(f"-ERR unknown command {quoted}\r\n".encode() * 4)
+
+
+@pytest.mark.parametrize(
+    ("password", "typed"),
+    [("hunter2secret", "hunter2secret"), ("p@ss/wörd:1", "p%40ss%2Fw%C3%B6rd%3A1")],
+)
+def test_password_shows_in_no_error(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker, password: str, typed: str
+) -> None:
+    def shown(url: str) -> str:
+        tier = open_redis_tier(url)
+        with pytest.raises(TierUnavailableError) as caught:
+            tier.find([INFO.key])
+        return f"{tier!r} {tier} {caught.value} {caught.value!r}"
+
+    with _proxy(_QuotesTheAuth) as port:
+        quoted = shown(f"redis://:{typed}@127.0.0.1:{port}/0")
+        open_redis_tier(f"redis://:{typed}@127.0.0.1:{port}/0").close()
+    assert "unknown command" in quoted
+    assert "***" in quoted
+    refused = shown(f"redis://someone:{typed}@127.0.0.1:{redis.port}/0")
+    assert "check the user, its password and its ACL" in refused
+    for text in (quoted, refused):
+        assert password not in text
+        assert typed not in text
+
+
+def test_right_password_opens(redis: RedisProcess, open_redis_tier: RedisTierMaker) -> None:
+    redis.client.acl_setuser(
+        "node", enabled=True, passwords=["+p@ss/w:1"], keys=["*"], categories=["+@all"]
+    )
+    tier = open_redis_tier(f"redis://node:p%40ss%2Fw%3A1@127.0.0.1:{redis.port}")
+    assert put(tier, INFO, DATA)
+    assert_holds(tier, INFO, DATA)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "secret",
+        "http://:secret@host",
+        "redis://",
+        "redis://:sec/ret@host:6379",
+        "redis://user:12/secret@host",
+        "redis://user:12#secret@host",
+        "redis://user:12?secret@host",
+        "redis://host:secret",
+        "redis://host/secret",
+        "redis://host?password=secret",
+        "redis://host?socket_timeout=secret",
+        "redis://[secret",
+        "unix:///secret",
+    ],
+)
+def test_url_that_cannot_be_used_is_refused_without_being_shown(url: str) -> None:
+    with pytest.raises(InvalidRequestError, match="percent-encoded") as caught:
+        RedisTier(url, 1 << 20)
+    assert "sec" not in str(caught.value)
+
+
+def test_tls_url_never_falls_back_to_plain_text(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url.replace("redis://", "rediss://"), timeout_ms=1000)
+    with pytest.raises(TierUnavailableError, match="rediss://"):
+        tier.find([INFO.key])
+
+
+def test_replica_refuses_writes_and_says_what_to_do(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url)
+    redis.client.replicaof("127.0.0.1", "1")
+    try:
+        with pytest.raises(TierUnavailableError, match="point the URL at the primary"):
+            put(tier, INFO, DATA)
+    finally:
+        redis.client.replicaof("NO", "ONE")
+    assert_counts(tier, [], [])
+    assert put(tier, INFO, DATA)
+
+
+def test_closed_tier_is_unavailable_and_leaves_its_data(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url)
+    put(tier, INFO, DATA)
+    reservation = tier.reserve(make_info(2, 10))
+    tier.close()
+    with pytest.raises(TierUnavailableError, match="closed"):
+        tier.find([INFO.key])
+    with pytest.raises(TierUnavailableError, match="closed"):
+        tier.seal(reservation)
+    assert_counts(tier, [INFO], [])
+    assert_holds(open_redis_tier(redis.url), INFO, DATA)
+
+
+def test_more_callers_than_connections_all_get_their_turn(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url)
+    put(tier, INFO, DATA)
+    answers: list[ChunkInfo | None] = []
+
+    def work() -> None:
+        for _ in range(20):
+            answers.extend(tier.find([INFO.key]))
+            out = np.zeros(10_000, dtype=np.uint8)
+            assert tier.read_into(INFO.key, out)
+
+    threads = [threading.Thread(target=work) for _ in range(48)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [INFO] * 960
+    assert len(list(redis.client.client_list())) <= 18

@@ -1,0 +1,221 @@
+"""Group commit of the disk tier: many seals and deletes, one sync and one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Condition, Lock, Thread
+
+from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableError
+from kvstore.proto.types import ChunkKey
+from kvstore.tiers.disk_index import DiskIndex, IndexRow
+from kvstore.tiers.extents import TIER, ExtentFolder
+
+MAX_PENDING_SEALS = 256
+"""A seal that finds this many before it commits them, durable or not."""
+COMMIT_AGE_S = 0.2
+"""How long a seal or delete that nobody waits for may stay uncommitted."""
+
+
+class Group:
+    """Seals and deletes that become durable together; deletes come first."""
+
+    __slots__ = ("born_s", "deletes", "seals", "settled")
+
+    def __init__(self) -> None:
+        self.seals: dict[ChunkKey, Seal] = {}
+        self.deletes: set[ChunkKey] = set()
+        self.born_s = 0.0
+        self.settled = False
+
+    def __bool__(self) -> bool:
+        return bool(self.seals or self.deletes)
+
+
+class Seal:
+    """A row on its way to the index; it counts as failed until its group is committed."""
+
+    __slots__ = ("failure", "group", "row", "sync_failures")
+
+    def __init__(self, row: IndexRow, sync_failures: int, group: Group) -> None:
+        self.row = row
+        self.sync_failures = sync_failures
+        self.group = group
+        self.failure: KVStoreError | None = TierUnavailableError(TIER, "the commit broke off")
+
+
+class GroupCommit:
+    """Gather seals and deletes; whoever needs one durable commits it for all that joined.
+
+    Order: the deletes and rows of one group in one transaction, after a sync of every extent
+    they touch, and one group after the other. So a region freed by a delete never has two
+    rows in the index: the row of its next chunk comes with the delete or after it.
+
+    ``add``, ``drop``, ``pending`` and *forget* run under the owner's lock; everything else
+    takes it, and no sync or transaction runs under it.
+    """
+
+    def __init__(
+        self,
+        folder: ExtentFolder,
+        index: DiskIndex,
+        lock: Lock,
+        clock: Callable[[], float],
+        forget: Callable[[IndexRow], None],
+    ) -> None:
+        """Commit to *index* what lies in *folder*; tell *forget* of each row that failed."""
+        self.commits = 0
+        self.lost_seals = 0
+        self.index_full = False
+        self.index_failure = ""
+        self._folder = folder
+        self._index = index
+        self._lock = lock
+        self._clock = clock
+        self._forget = forget
+        self._settled = Condition(lock)
+        self._work = Condition(lock)
+        self._open = Group()
+        self._busy: Group | None = None
+        self._closed = False
+        self._thread = Thread(target=self._commit_late, name="kvstore-disk-commit", daemon=True)
+        self._thread.start()
+
+    def add(self, row: IndexRow, sync_failures: int) -> Seal:
+        """Let *row*, reserved when its extent had *sync_failures*, join the open group."""
+        group = self._join()
+        seal = group.seals[row.info.key] = Seal(row, sync_failures, group)
+        return seal
+
+    def drop(self, key: ChunkKey) -> None:
+        """Delete the row of *key*, or the seal that was to write it."""
+        seal = self._open.seals.pop(key, None)
+        if seal is None:
+            self._join().deletes.add(key)
+        else:
+            seal.failure = None
+
+    def pending(self, row: IndexRow) -> Seal | None:
+        """Return the seal that is to write *row*; None once it is written."""
+        for group in (self._open, self._busy):
+            seal = None if group is None else group.seals.get(row.info.key)
+            if seal is not None and seal.row is row:
+                return seal
+        return None
+
+    def is_due(self) -> bool:
+        """Whether the open group is so large that its newest member commits it."""
+        return len(self._open.seals) >= MAX_PENDING_SEALS
+
+    def settle(self, group: Group) -> None:
+        """Return once *group* is committed or has failed; commit it if nobody else does."""
+        with self._lock:
+            while self._busy is not None and not group.settled:
+                self._settled.wait()
+            if group.settled or not group:
+                return
+            self._busy, self._open = group, Group()
+        is_deleted, is_doubtful = False, True
+        try:
+            is_deleted, is_doubtful = self._commit(group)
+        finally:
+            with self._lock:
+                self._conclude(group, is_deleted, is_doubtful)
+                group.settled = True
+                self._busy = None
+                self._settled.notify_all()
+
+    def settle_all(self) -> KVStoreError | None:
+        """Settle what has joined by now; return the failure of the first seal that has one."""
+        with self._lock:
+            groups = [group for group in (self._busy, self._open) if group is not None]
+        for group in groups:
+            self.settle(group)
+        seals = (seal for group in groups for seal in group.seals.values())
+        return next((seal.failure for seal in seals if seal.failure is not None), None)
+
+    def close(self) -> None:
+        """Stop the background thread and settle what is left."""
+        with self._lock:
+            self._closed = True
+            self._work.notify()
+        self._thread.join()
+        self.settle_all()
+
+    def _join(self) -> Group:
+        if not self._open:
+            self._open.born_s = self._clock()
+            self._work.notify()
+        return self._open
+
+    def _commit(self, group: Group) -> tuple[bool, bool]:
+        """Write *group* and mark its seals. Return (deletes committed, seals in doubt)."""
+        good = self._sync(list(group.seals.values()))
+        try:
+            self._index.commit(group.deletes, [seal.row for seal in good])
+        except TierFullError as error:
+            for seal in good:
+                seal.failure = TierFullError(TIER, error.need_bytes, 0)
+            return self._delete_alone(group), False
+        except TierUnavailableError as error:
+            self.index_failure = str(error)
+            for seal in good:
+                seal.failure = TierUnavailableError(TIER, self.index_failure)
+            return False, True
+        for seal in good:
+            seal.failure = None
+        self.index_failure = ""
+        self.index_full = self.index_full and not group.deletes
+        self.commits += 1
+        return True, False
+
+    def _delete_alone(self, group: Group) -> bool:
+        """A full index takes no seals; its deletes are what makes room again."""
+        self.index_full = True
+        if not group.deletes:
+            return True
+        try:
+            self._index.delete(group.deletes)
+        except (TierFullError, TierUnavailableError):
+            return False
+        self.index_full = False
+        return True
+
+    def _sync(self, seals: list[Seal]) -> list[Seal]:
+        """Make the frames of *seals* durable; return those of which every byte is."""
+        for extent in sorted({seal.row.extent for seal in seals}):
+            try:
+                self._folder.sync(extent)
+            except TierUnavailableError as error:
+                for seal in seals:
+                    if seal.row.extent == extent:
+                        seal.failure = TierUnavailableError(TIER, str(error))
+        failures = self._folder.sync_failures
+        return [seal for seal in seals if seal.sync_failures == failures[seal.row.extent]]
+
+    def _conclude(self, group: Group, is_deleted: bool, is_doubtful: bool) -> None:
+        """Forget the seals that failed; what must still be deleted joins the next group."""
+        for key, seal in group.seals.items():
+            if seal.failure is None:
+                continue
+            self.lost_seals += 1
+            self._forget(seal.row)
+            if is_doubtful:
+                self._join().deletes.add(key)
+        if not is_deleted and group.deletes:
+            self._join().deletes.update(group.deletes)
+
+    def _commit_late(self) -> None:
+        while True:
+            with self._lock:
+                while not self._closed and (wait_s := self._wait_s()) != 0:
+                    self._work.wait(wait_s)
+                if self._closed:
+                    return
+                group = self._open
+            self.settle(group)
+
+    def _wait_s(self) -> float | None:
+        """Seconds until the open group is due; None while it is empty."""
+        if not self._open:
+            return None
+        return max(0.0, self._open.born_s + COMMIT_AGE_S - self._clock())

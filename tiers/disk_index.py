@@ -1,0 +1,208 @@
+"""Where each frame of the disk tier lies, in LMDB, so that a restart finds it."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+
+from kvstore.proto.buffers import checksum
+from kvstore.proto.errors import (
+    InvalidFrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.wire import pack_info, unpack_info
+from kvstore.tiers.extents import TIER, sync_folder
+from kvstore.tiers.lmdb_pages import LmdbReader
+
+DEFAULT_INDEX_BYTES = 256 << 20
+"""Room for about 700,000 rows. Allocated at start, like the extents."""
+MIN_INDEX_BYTES = 256 << 10
+DELETES_AT_ONCE = 16
+"""A full index deletes in steps this small: each needs few free pages and yields more."""
+
+_PLACE = struct.Struct("<B3xIQQ")
+_ROW_VERSION = 1
+_CHECKSUM = struct.Struct("<Q")
+_PAGE_BYTES = 4096
+
+
+class IndexRow(NamedTuple):
+    """One sealed frame: what it is, where it lies, and the how-manieth it was to be sealed."""
+
+    info: ChunkInfo
+    extent: int
+    offset: int
+    sequence: int
+
+
+def pack_row(row: IndexRow) -> bytes:
+    """Return the LMDB value of *row*; its checksum covers the key too."""
+    body = _PLACE.pack(_ROW_VERSION, row.extent, row.offset, row.sequence) + pack_info(row.info)
+    return body + _CHECKSUM.pack(checksum(row.info.key + body))
+
+
+def unpack_row(key: bytes, value: bytes) -> IndexRow:
+    """Parse and check an LMDB value. Raises InvalidFrameError."""
+    body, tail = value[: -_CHECKSUM.size], value[-_CHECKSUM.size :]
+    if len(body) < _PLACE.size or _CHECKSUM.pack(checksum(key + body)) != tail:
+        raise InvalidFrameError("row", key.hex(), "the row is damaged")
+    version, extent, offset, sequence = _PLACE.unpack_from(body)
+    if version != _ROW_VERSION:
+        raise InvalidFrameError("row", version, f"this reader knows version {_ROW_VERSION}")
+    try:
+        info = unpack_info(body[_PLACE.size :])
+    except LayoutMismatchError as error:
+        raise InvalidFrameError("row", key.hex(), str(error)) from None
+    if info.key != key:
+        raise InvalidFrameError("row", key.hex(), "the row is of another key")
+    return IndexRow(info, extent, offset, sequence)
+
+
+class DiskIndex:
+    """Rows by key, changed in transactions that are durable when they return.
+
+    ``dropped`` counts rows and pages that were unusable at start. One thread at a time.
+    """
+
+    def __init__(self, path: Path, index_bytes: int) -> None:
+        """Name the index in the folder *path*; ``open`` does the work."""
+        if index_bytes < MIN_INDEX_BYTES:
+            raise InvalidRequestError("index_bytes", index_bytes, f"at least {MIN_INDEX_BYTES}")
+        self.dropped = 0
+        self._path = path
+        self._file = path / "data.mdb"
+        self._index_bytes = index_bytes // _PAGE_BYTES * _PAGE_BYTES
+        self._env: lmdb.Environment | None = None
+
+    @property
+    def missing_bytes(self) -> int:
+        """What ``open`` will take from the file system."""
+        if not self._file.is_file():
+            return self._index_bytes
+        return max(0, self._index_bytes - self._file.stat().st_blocks * 512)
+
+    def open(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
+        """Return the usable rows in order of sealing, ready to commit.
+
+        *claim* says whether a row's place is free; of two that overlap the one sealed later is
+        asked first. When anything is unusable a new file is written from the other rows, so
+        that LMDB only ever maps pages that were checked. Raises TierUnavailableError.
+        """
+        is_new = not self._file.exists() or self._file.stat().st_size == 0
+        try:
+            self._path.mkdir(mode=0o700, exist_ok=True)
+            rows = [] if is_new else self._recover(claim)
+            self._env = _open_environment(self._path, self._index_bytes)
+            self._allocate()
+        except InvalidFrameError as error:
+            raise TierUnavailableError(
+                TIER, f"{self._path}: {error}; nothing was changed: give another folder"
+            ) from error
+        except (OSError, lmdb.Error) as error:
+            self.close()
+            if is_new:
+                self._remove()
+            raise TierUnavailableError(
+                TIER, f"{self._path} cannot be opened: {error}; move it away to start empty"
+            ) from error
+        return rows
+
+    def commit(self, deletes: Iterable[ChunkKey], rows: Sequence[IndexRow]) -> None:
+        """Delete, then add, in one durable transaction: a place never has two rows.
+
+        Raises TierFullError with nothing changed, or TierUnavailableError, after which
+        nobody knows whether the transaction took place.
+        """
+        if self._env is None:
+            raise TierUnavailableError(TIER, "the index is closed")
+        packed = sorted((row.info.key, pack_row(row)) for row in rows)
+        try:
+            with self._env.begin(write=True) as transaction:
+                for key in sorted(deletes):
+                    transaction.delete(key)
+                for key, value in packed:
+                    transaction.put(key, value)
+        except lmdb.MapFullError as error:
+            raise TierFullError(TIER, sum(len(value) for _, value in packed), 0) from error
+        except lmdb.Error as error:
+            raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
+
+    def delete(self, keys: Iterable[ChunkKey]) -> None:
+        """Delete durably, also from a full index. Raises as ``commit`` does."""
+        waiting = list(keys)
+        for start in range(0, len(waiting), DELETES_AT_ONCE):
+            self.commit(waiting[start : start + DELETES_AT_ONCE], [])
+
+    def close(self) -> None:
+        """Unmap the index. Idempotent."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _recover(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
+        reader = LmdbReader(self._file)
+        rows = []
+        for key, value in reader.rows():
+            try:
+                rows.append(unpack_row(key, value))
+            except InvalidFrameError:
+                self.dropped += 1
+        rows.sort(key=lambda row: row.sequence, reverse=True)
+        kept = [row for row in rows if claim(row)]
+        kept.reverse()
+        self.dropped += reader.damage + len(rows) - len(kept)
+        if self.dropped:
+            self._rewrite(kept)
+        return kept
+
+    def _rewrite(self, rows: list[IndexRow]) -> None:
+        """Replace the file by one with just *rows*; a crash leaves the old or the new one."""
+        draft = self._path / "draft"
+        draft.mkdir(mode=0o700, exist_ok=True)
+        (draft / "data.mdb").unlink(missing_ok=True)
+        env = _open_environment(draft, max(self._index_bytes, self._file.stat().st_size))
+        try:
+            with env.begin(write=True) as transaction:
+                for row in rows:
+                    transaction.put(row.info.key, pack_row(row))
+        finally:
+            env.close()
+        (draft / "data.mdb").rename(self._file)
+        draft.rmdir()
+        sync_folder(self._path)
+
+    def _allocate(self) -> None:
+        """Take all room now, so that no later commit meets a full disk."""
+        fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size < self._index_bytes:
+                os.posix_fallocate(fd, 0, self._index_bytes)
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_folder(self._path)
+
+    def _remove(self) -> None:
+        if self._path.is_dir():
+            self._file.unlink(missing_ok=True)
+            self._path.rmdir()
+
+
+def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:
+    """Never writemap: a full or shortened file would then be a SIGBUS.
+
+    The folder's lock keeps other processes out and the tier commits from one thread at a
+    time, so LMDB's own lock file is not needed.
+    """
+    return lmdb.open(
+        str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600
+    )
