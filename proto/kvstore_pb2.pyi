@@ -285,7 +285,7 @@ class PutResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "parents", "frame_bytes", "layout", "layouts", "deadline_ms")
+    __slots__ = ("session_id", "digests", "parents", "frame_bytes", "layout", "layouts", "deadline_ms", "durable")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +293,7 @@ class ReserveRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     parents: bytes
@@ -300,7 +301,8 @@ class ReserveRequest(_message.Message):
     layout: _containers.RepeatedScalarFieldContainer[int]
     layouts: _containers.RepeatedCompositeFieldContainer[Layout]
     deadline_ms: int
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., frame_bytes: _Optional[_Iterable[int]] = ..., layout: _Optional[_Iterable[int]] = ..., layouts: _Optional[_Iterable[_Union[Layout, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    durable: bool
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., frame_bytes: _Optional[_Iterable[int]] = ..., layout: _Optional[_Iterable[int]] = ..., layouts: _Optional[_Iterable[_Union[Layout, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., durable: bool = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("components",)

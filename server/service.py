@@ -194,6 +194,14 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         begun = self._manager.puts.begin_all(session, infos, deadline)
         tickets = [r.ticket_id if isinstance(r, PutTicket) else 0 for r in begun]
         answers = [PutResult(PutOutcome.stored) if isinstance(r, PutTicket) else r for r in begun]
+        if request.durable:
+            existing = [r for r in begun if isinstance(r, PutResult)]
+            keys = [i.key for i, r in zip(infos, begun, strict=True) if isinstance(r, PutResult)]
+            hardened = iter(self._manager.harden(keys, existing, deadline))
+            answers = [
+                next(hardened) if isinstance(r, PutResult) else answer
+                for r, answer in zip(begun, answers, strict=True)
+            ]
         return pb.ReserveResponse(server=self._stamp, reservation_ids=tickets, **outcomes(answers))
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.arena import OffsetAllocator
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
-from kvstore.tiers.disk_commit import GroupCommit
-from kvstore.tiers.disk_index import DEFAULT_INDEX_BYTES, DiskIndex, IndexRow
+from kvstore.tiers.disk_commit import GroupCommit, Seal
+from kvstore.tiers.disk_index import DEFAULT_INDEX_BYTES, DiskIndex, IndexRow, pack_row
 from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES, GRANULE_BYTES, TIER, ExtentFolder
 
 
@@ -75,7 +76,7 @@ class DiskTier(Tier):
             self._folder.discard()
             raise
         self._chunks: dict[ChunkKey, IndexRow] = {row.info.key: row for row in rows}
-        self._sequence = rows[-1].sequence + 1 if rows else 0
+        self._sequence = itertools.count(rows[-1].sequence + 1 if rows else 0)
         self.dropped_rows = self._index.dropped
         self._commit = GroupCommit(self._folder, self._index, self._lock, clock, self._forget)
 
@@ -134,12 +135,16 @@ class DiskTier(Tier):
         with self._calling():
             with self._lock:
                 place = self._held(reservation)
+            info = reservation.info
+            row = IndexRow(info, place.extent, place.offset, next(self._sequence))
+            packed = pack_row(row)
+            with self._lock:
                 self._reserved.remove(place)
-                known = self._chunks.get(reservation.info.key)
+                known = self._chunks.get(info.key)
+                pending: Seal | None
                 if known is None:
-                    pending = self._commit.add(
-                        self._enter(reservation.info, place), place.sync_failures
-                    )
+                    self._chunks[info.key] = row
+                    pending = self._commit.add(row, packed, place.sync_failures)
                 else:
                     self._arenas[place.extent].free(place.offset)
                     pending = self._commit.pending(known) if durable else None
@@ -258,12 +263,6 @@ class DiskTier(Tier):
                 return _Place(extent, offset, self._folder.sync_failures[extent])
         free = sum(arena.free_bytes for arena in self._arenas)
         raise TierFullError(TIER, size_bytes, free)
-
-    def _enter(self, info: ChunkInfo, place: _Place) -> IndexRow:
-        row = IndexRow(info, place.extent, place.offset, self._sequence)
-        self._sequence += 1
-        self._chunks[info.key] = row
-        return row
 
     def _forget(self, row: IndexRow) -> None:
         if self._chunks.get(row.info.key) is row:

@@ -34,10 +34,11 @@ class Group:
 class Seal:
     """A row on its way to the index; it counts as failed until its group is committed."""
 
-    __slots__ = ("failure", "group", "row", "sync_failures")
+    __slots__ = ("failure", "group", "packed", "row", "sync_failures")
 
-    def __init__(self, row: IndexRow, sync_failures: int, group: Group) -> None:
+    def __init__(self, row: IndexRow, packed: bytes, sync_failures: int, group: Group) -> None:
         self.row = row
+        self.packed = packed
         self.sync_failures = sync_failures
         self.group = group
         self.failure: KVStoreError | None = TierUnavailableError(TIER, "the commit broke off")
@@ -80,10 +81,10 @@ class GroupCommit:
         self._thread = Thread(target=self._commit_late, name="kvstore-disk-commit", daemon=True)
         self._thread.start()
 
-    def add(self, row: IndexRow, sync_failures: int) -> Seal:
+    def add(self, row: IndexRow, packed: bytes, sync_failures: int) -> Seal:
         """Let *row*, reserved when its extent had *sync_failures*, join the open group."""
         group = self._join()
-        seal = group.seals[row.info.key] = Seal(row, sync_failures, group)
+        seal = group.seals[row.info.key] = Seal(row, packed, sync_failures, group)
         return seal
 
     def drop(self, key: ChunkKey) -> None:
@@ -151,7 +152,7 @@ class GroupCommit:
         """Write *group* and mark its seals. Return (deletes committed, seals in doubt)."""
         good = self._sync(list(group.seals.values()))
         try:
-            self._index.commit(group.deletes, [seal.row for seal in good])
+            self._index.commit(group.deletes, [(seal.row.info.key, seal.packed) for seal in good])
         except TierFullError as error:
             for seal in good:
                 seal.failure = TierFullError(TIER, error.need_bytes, 0)
@@ -182,15 +183,21 @@ class GroupCommit:
 
     def _sync(self, seals: list[Seal]) -> list[Seal]:
         """Make the frames of *seals* durable; return those of which every byte is."""
+        reasons: dict[int, str] = {}
         for extent in sorted({seal.row.extent for seal in seals}):
             try:
                 self._folder.sync(extent)
             except TierUnavailableError as error:
-                for seal in seals:
-                    if seal.row.extent == extent:
-                        seal.failure = TierUnavailableError(TIER, str(error))
-        failures = self._folder.sync_failures
-        return [seal for seal in seals if seal.sync_failures == failures[seal.row.extent]]
+                reasons[extent] = str(error)
+        good: list[Seal] = []
+        for seal in seals:
+            extent = seal.row.extent
+            if seal.sync_failures == self._folder.sync_failures[extent]:
+                good.append(seal)
+            else:
+                reason = reasons.get(extent, "its bytes were lost when an earlier sync failed")
+                seal.failure = TierUnavailableError(TIER, reason)
+        return good
 
     def _conclude(self, group: Group, is_deleted: bool, is_doubtful: bool) -> None:
         """Forget the seals that failed; what must still be deleted joins the next group."""

@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.wire import pack_info, unpack_info
-from kvstore.tiers.extents import TIER, sync_folder
+from kvstore.tiers.extents import TIER, remove_made, sync_folder
 from kvstore.tiers.lmdb_pages import LmdbReader
 
 DEFAULT_INDEX_BYTES = 256 << 20
@@ -86,9 +86,10 @@ class DiskIndex:
     @property
     def missing_bytes(self) -> int:
         """What ``open`` will take from the file system."""
-        if not self._file.is_file():
+        try:
+            return max(0, self._index_bytes - self._file.stat().st_blocks * 512)
+        except OSError:
             return self._index_bytes
-        return max(0, self._index_bytes - self._file.stat().st_blocks * 512)
 
     def open(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
         """Return the usable rows in order of sealing, ready to commit.
@@ -97,26 +98,24 @@ class DiskIndex:
         asked first. When anything is unusable a new file is written from the other rows, so
         that LMDB only ever maps pages that were checked. Raises TierUnavailableError.
         """
-        is_new = not self._file.exists() or self._file.stat().st_size == 0
+        made: list[Path] = []
         try:
-            self._path.mkdir(mode=0o700, exist_ok=True)
-            rows = [] if is_new else self._recover(claim)
-            self._env = _open_environment(self._path, self._index_bytes)
-            self._allocate()
+            rows = self._open(claim, made)
         except InvalidFrameError as error:
             raise TierUnavailableError(
                 TIER, f"{self._path}: {error}; nothing was changed: give another folder"
             ) from error
         except (OSError, lmdb.Error) as error:
             self.close()
-            if is_new:
-                self._remove()
+            remove_made(made)
             raise TierUnavailableError(
                 TIER, f"{self._path} cannot be opened: {error}; move it away to start empty"
             ) from error
         return rows
 
-    def commit(self, deletes: Iterable[ChunkKey], rows: Sequence[IndexRow]) -> None:
+    def commit(
+        self, deletes: Iterable[ChunkKey], packed_rows: Sequence[tuple[ChunkKey, bytes]]
+    ) -> None:
         """Delete, then add, in one durable transaction: a place never has two rows.
 
         Raises TierFullError with nothing changed, or TierUnavailableError, after which
@@ -124,15 +123,14 @@ class DiskIndex:
         """
         if self._env is None:
             raise TierUnavailableError(TIER, "the index is closed")
-        packed = sorted((row.info.key, pack_row(row)) for row in rows)
         try:
             with self._env.begin(write=True) as transaction:
                 for key in sorted(deletes):
                     transaction.delete(key)
-                for key, value in packed:
+                for key, value in sorted(packed_rows):
                     transaction.put(key, value)
         except lmdb.MapFullError as error:
-            raise TierFullError(TIER, sum(len(value) for _, value in packed), 0) from error
+            raise TierFullError(TIER, sum(len(value) for _, value in packed_rows), 0) from error
         except lmdb.Error as error:
             raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
 
@@ -147,6 +145,19 @@ class DiskIndex:
         if self._env is not None:
             self._env.close()
             self._env = None
+
+    def _open(self, claim: Callable[[IndexRow], bool], made: list[Path]) -> list[IndexRow]:
+        if not self._path.exists():
+            self._path.mkdir(mode=0o700)
+            made.append(self._path)
+        if self._file.exists() and self._file.stat().st_size:
+            rows = self._recover(claim)
+        else:
+            made.append(self._file)
+            rows = []
+        self._env = _open_environment(self._path, self._index_bytes)
+        self._allocate()
+        return rows
 
     def _recover(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
         reader = LmdbReader(self._file)
@@ -184,17 +195,11 @@ class DiskIndex:
         """Take all room now, so that no later commit meets a full disk."""
         fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(fd).st_size < self._index_bytes:
-                os.posix_fallocate(fd, 0, self._index_bytes)
-                os.fsync(fd)
+            os.posix_fallocate(fd, 0, self._index_bytes)
+            os.fsync(fd)
         finally:
             os.close(fd)
         sync_folder(self._path)
-
-    def _remove(self) -> None:
-        if self._path.is_dir():
-            self._file.unlink(missing_ok=True)
-            self._path.rmdir()
 
 
 def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:

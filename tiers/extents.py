@@ -104,11 +104,7 @@ class ExtentFolder:
 
         Whoever opened the lock file before it was unlinked would hold a lock on nothing.
         """
-        for path in reversed(self._made.paths):
-            if path.is_dir():
-                path.rmdir()
-            else:
-                path.unlink(missing_ok=True)
+        remove_made(self._made.paths)
         for path, size in self._made.former_bytes.items():
             os.truncate(path, size)
         self._made = _Made()
@@ -176,7 +172,7 @@ class ExtentFolder:
         for fd, size in zip(self._fds, self.sizes, strict=True):
             os.ftruncate(fd, size)
         for extent, file in self._existing():
-            if extent >= len(self.sizes):
+            if extent >= len(self.sizes) and file.is_file():
                 file.unlink()
 
     def _existing(self) -> list[tuple[int, Path]]:
@@ -190,6 +186,15 @@ class ExtentFolder:
 
     def _failed(self, extent: int, verb: str, error: OSError) -> TierUnavailableError:
         return TierUnavailableError(TIER, f"{verb} of {self._file(extent)}: {error.strerror}")
+
+
+def remove_made(paths: list[Path]) -> None:
+    """Remove what was created in this order, files and empty folders. Raises OSError."""
+    for path in reversed(paths):
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

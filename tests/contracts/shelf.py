@@ -85,6 +85,13 @@ def assert_counts(tier: Tier, sealed: Sequence[ChunkInfo], open_: Sequence[Reser
     assert (stats.chunks, stats.reservations) == (len(sealed), len(open_))
 
 
+def shuffled_by_key(count: int) -> list[ChunkInfo]:
+    """Return infos whose order is neither that of their keys nor of their sizes."""
+    infos = [make_info(seed, 200 + 37 * (seed * 5 % count)) for seed in range(count)]
+    assert infos != sorted(infos, key=lambda info: info.key)
+    return infos
+
+
 class Schedule:
     """A seeded run of random steps on a tier and on a dict that says what it must hold."""
 

@@ -8,6 +8,7 @@ class TestCpuTier(TierContract):
 from __future__ import annotations
 
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from contracts.shelf import (
     fill_up,
     get,
     put,
+    shuffled_by_key,
 )
 
 from kvstore.proto.errors import InvalidRequestError, TierFullError
@@ -62,6 +64,14 @@ class TierContract(ABC):
         tier = self.make_tier(self.capacity_bytes, tmp_path)
         yield tier
         tier.close()
+
+    @pytest.fixture
+    def hasty_threads(self) -> Iterator[None]:
+        """Threads change places every few bytecodes, so that a missing lock shows."""
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        yield
+        sys.setswitchinterval(usual)
 
     def test_new_tier_is_empty_and_has_its_capacity(self, tier: Tier) -> None:
         assert tier.stats().capacity_bytes == tier.capacity_bytes == self.capacity_bytes
@@ -173,7 +183,7 @@ class TierContract(ABC):
         assert tier.find([]) == []
 
     def test_scan_yields_sealed_chunks_in_order_of_sealing(self, tier: Tier) -> None:
-        infos = _shuffled_by_key(6)
+        infos = shuffled_by_key(6)
         reservations = [tier.reserve(info) for info in reversed(infos)]
         for reservation in reversed(reservations[1:]):
             fill(tier, reservation, payload(1, reservation.info.size_bytes))
@@ -185,7 +195,7 @@ class TierContract(ABC):
         tier.abort(reservations[0])
 
     def test_chunks_can_be_deleted_during_a_scan(self, tier: Tier) -> None:
-        infos = _shuffled_by_key(8)
+        infos = shuffled_by_key(8)
         for info in infos:
             put(tier, info, payload(1, info.size_bytes))
         assert [info for info in tier.scan() if tier.delete(info.key)] == infos
@@ -246,7 +256,7 @@ class TierContract(ABC):
 
     def test_durably_sealed_chunks_survive_a_restart(self, tier: Tier, tmp_path: Path) -> None:
         self._skip_unless_it_survives(tier)
-        infos = _shuffled_by_key(6)
+        infos = shuffled_by_key(6)
         for info in infos:
             assert put(tier, info, bytes_of(info), durable=True)
         again = self.reopen(tier, tmp_path)
@@ -260,7 +270,7 @@ class TierContract(ABC):
 
     def test_flushed_chunks_and_deletes_survive_a_restart(self, tier: Tier, tmp_path: Path) -> None:
         self._skip_unless_it_survives(tier)
-        infos = _shuffled_by_key(6)
+        infos = shuffled_by_key(6)
         for info in infos:
             assert put(tier, info, bytes_of(info))
         assert tier.delete(infos[1].key)
@@ -315,6 +325,7 @@ class TierContract(ABC):
         if not tier.survives_restart:
             pytest.skip(f"tier {tier.name!r} survives no restart")
 
+    @pytest.mark.usefixtures("hasty_threads")
     def test_threads_put_read_and_delete_distinct_keys(self, tier: Tier) -> None:
         def work(thread: int) -> list[ChunkInfo]:
             draw, held = random.Random(thread), dict[int, ChunkInfo]()
@@ -334,6 +345,24 @@ class TierContract(ABC):
         assert {info.key for info in tier.scan()} == {info.key for info in held}
         assert_counts(tier, held, [])
 
+    @pytest.mark.usefixtures("hasty_threads")
+    def test_threads_keep_the_accounts_right(self, tier: Tier) -> None:
+        def work(thread: int) -> None:
+            infos = [make_info(1_000 * thread + step, 1) for step in range(150)]
+            barrier.wait()
+            for info in infos:
+                aborted, sealed = tier.reserve(info), tier.reserve(info)
+                tier.abort(aborted)
+                assert tier.seal(sealed)
+                assert tier.delete(info.key)
+
+        barrier = Barrier(_THREADS, timeout=60)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(work, range(_THREADS)))
+        assert_counts(tier, [], [])
+        assert put(tier, make_info(1, tier.max_frame_bytes()), payload(1, tier.max_frame_bytes()))
+
+    @pytest.mark.usefixtures("hasty_threads")
     def test_of_sixteen_writers_of_one_key_one_whole_version_stays(self, tier: Tier) -> None:
         barrier = Barrier(16, timeout=60)
         info = make_info(1, 50_001)
@@ -350,6 +379,7 @@ class TierContract(ABC):
         assert_holds(tier, info, payload(won.index(True), info.size_bytes))
         assert_counts(tier, [info], [])
 
+    @pytest.mark.usefixtures("hasty_threads")
     def test_threads_racing_for_the_last_room_never_overfill(self, tier: Tier) -> None:
         size = min(tier.max_frame_bytes(), self.capacity_bytes // 24)
         barrier = Barrier(_THREADS, timeout=60)
@@ -382,10 +412,3 @@ class TierContract(ABC):
             schedule.check_accounts()
         schedule.check_contents()
         schedule.tear_down()
-
-
-def _shuffled_by_key(count: int) -> list[ChunkInfo]:
-    """Infos whose order is neither that of their keys nor of their sizes."""
-    infos = [make_info(seed, 200 + 37 * (seed * 5 % count)) for seed in range(count)]
-    assert infos != sorted(infos, key=lambda info: info.key)
-    return infos

@@ -281,7 +281,7 @@ HOSTILE_HEADERS: dict[str, tuple[dict[int, bytes], str]] = {
     "65535 components": ({12: u16(65535)}, "counts"),
     "fidelity 3": ({18: b"\x03"}, "flags"),
     "no segments": ({20: u32(0)}, "counts"),
-    "one segment": ({20: u32(1), 8: u32(HEADER_BYTES - 64 if HEADER_BYTES > 320 else 320)}, ""),
+    "one segment": ({20: u32(1)}, "layout"),
     "4097 segments": ({20: u32(4097)}, "counts"),
     "2^32-1 segments": ({20: u32(0xFFFFFFFF)}, "counts"),
     "4096 segments": ({20: u32(4096)}, "header_bytes"),

@@ -147,7 +147,7 @@ def test_a_representation_without_rope_is_refused() -> None:
 )
 def test_a_representation_with_a_field_left_out_is_refused(field: str, named: str) -> None:
     message = representation_to_message(REPRESENTATION)
-    message.ClearField(field)  # type: ignore[arg-type]
+    message.ClearField(field)
     with pytest.raises(RepresentationError) as caught:
         representation_from_message(message)
     assert caught.value.field == named

@@ -355,6 +355,16 @@ def test_chunk_that_lost_bytes_is_removed_and_can_be_put_again(
     assert_holds(other, info, payload(5, info.size_bytes))
 
 
+def test_chunk_whose_own_node_finds_it_torn_gives_its_bytes_back_at_once(
+    redis: RedisProcess, sealed: Sealed
+) -> None:
+    tier, _, info = sealed
+    redis.client.delete(part_names(redis)[3])
+    assert get(tier, info) is None
+    assert redis.names() == []
+    assert_counts(tier, [], [])
+
+
 def test_giant_values_are_never_fetched(redis: RedisProcess, sealed: Sealed) -> None:
     tier, other, info = sealed
     redis.client.append(part_names(redis)[2], b"x" * (32 << 20))

@@ -47,6 +47,14 @@ def own_redis(tmp_path: Path) -> Iterator[RedisProcess]:
     process.stop()
 
 
+def test_missing_server_program_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="make test"):
+        RedisProcess(tmp_path)
+
+
 def test_tier_that_starts_before_its_server_works_once_it_is_there(
     own_redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:

@@ -1,0 +1,6 @@
+"""The client library: ``Client``, ``AsyncClient`` and what they take and give."""
+
+from kvstore.client.aio import AsyncClient as AsyncClient
+from kvstore.client.chunk import Chunk as Chunk
+from kvstore.client.client import Client as Client
+from kvstore.client.options import ClientOptions as ClientOptions

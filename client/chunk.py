@@ -1,0 +1,63 @@
+"""A Chunk: what a client puts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.codecs.base import ChunkTensors, check_tensors
+from kvstore.proto.errors import LayoutMismatchError
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ROOT,
+    ChainDigest,
+    ChunkKey,
+    DType,
+    KVLayout,
+    Representation,
+)
+
+_STATED_DTYPES = {member.name for member in DType}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tensors under the key that names them.
+
+    ``tensors``: components, then layers, then parts (K and V), each (kv_heads, tokens,
+    head_dim), numpy or torch on the CPU, any strides. ``parent`` is the chain digest of the
+    chunk before this one. ``position`` is the index of the first token in its prompt.
+    """
+
+    key: ChunkKey
+    tensors: LayerTensors
+    parent: ChainDigest = ROOT
+    position: int = 0
+    prefill_flops: float = 0.0
+    content: bytes = bytes(DIGEST_BYTES)
+
+    def arrays(self, representation: Representation) -> tuple[KVLayout, ChunkTensors]:
+        """Return the chunk's layout and its tensors as arrays.
+
+        Raises LayoutMismatchError when they are not what *representation* states.
+        """
+        try:
+            tokens = int(self.tensors[0][0][0].shape[1])
+        except (IndexError, TypeError):
+            raise LayoutMismatchError(
+                "tensors", type(self.tensors).__name__,
+                "give components, layers, parts of (kv_heads, tokens, head_dim)",
+            ) from None  # fmt: skip
+        layout = KVLayout.of(representation, tokens)
+        self._check_dtypes(layout)
+        arrays = to_arrays(self.tensors)
+        check_tensors(layout, arrays)
+        return layout, arrays
+
+    def _check_dtypes(self, layout: KVLayout) -> None:
+        for component, layers in zip(layout.components, self.tensors, strict=False):
+            for part in (part for parts in layers for part in parts):
+                stated = str(part.dtype).removeprefix("torch.")
+                # Unsigned integers stand for the types that numpy lacks.
+                if stated in _STATED_DTYPES - {"uint8"} and stated != component.dtype.name:
+                    raise LayoutMismatchError("dtype", stated, f"give {component.dtype.name}")

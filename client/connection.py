@@ -1,0 +1,97 @@
+"""A Connection: the gRPC channel to one server, with deadlines and the store's errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+
+from kvstore.client.retry import Gate, translate
+from kvstore.proto import kvstore_pb2_grpc
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.wire import MESSAGE_BYTES
+
+SLACK_S = 0.05
+"""What a call may take beyond the deadline that the server was given."""
+
+T = TypeVar("T")
+
+
+class Connection:
+    """Calls to one server. Thread-safe.
+
+    Every method raises KVStoreErrors only: the server's own, TierUnavailableError when it
+    cannot be reached, DeadlineError when it does not answer in time.
+    """
+
+    def __init__(
+        self, address: str, retry_after_ms: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.address = address
+        self.clock = clock
+        limit = 2 * MESSAGE_BYTES
+        self._channel = grpc.insecure_channel(
+            address,
+            options=[
+                ("grpc.max_receive_message_length", limit),
+                ("grpc.max_send_message_length", limit),
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.min_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 2_000),
+            ],
+        )
+        self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
+        self._gate = Gate(retry_after_ms, clock)
+
+    def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
+        """Call *method* and return its reply."""
+        return self._tried(
+            lambda: getattr(self._stub, method)(request, timeout=deadline_ms / 1000 + SLACK_S),
+            reply,
+        )
+
+    def send(self, method: str, request: Any, deadline_ms: int) -> Callable[[], Any]:
+        """Start *method*; the returned function waits for its reply."""
+        self._gate.check()
+        future = getattr(self._stub, method).future(request, timeout=deadline_ms / 1000 + SLACK_S)
+        return lambda: self._tried(future.result, object)
+
+    def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
+        """Stream *requests* to *method* and return its reply."""
+        return self._tried(
+            lambda: getattr(self._stub, method)(requests, timeout=deadline_ms / 1000 + SLACK_S),
+            reply,
+        )
+
+    def stream(self, method: str, request: Any, deadline_ms: int) -> Iterator[Any]:
+        """Yield the replies of *method*. Closing the iterator cancels the call."""
+        self._gate.check()
+        call = getattr(self._stub, method)(request, timeout=deadline_ms / 1000 + SLACK_S)
+        try:
+            while True:
+                message = self._tried(lambda: next(call, None), object)
+                if message is None:
+                    return
+                yield message
+        finally:
+            call.cancel()
+
+    def _tried(self, work: Callable[[], Any], reply: type[T]) -> T:
+        self._gate.check()
+        try:
+            result: T = work()
+        except grpc.RpcError as error:
+            translated = translate(error)
+            self._gate.note(translated)
+            raise translated from None
+        except ValueError as error:  # grpc's answer to a closed channel
+            raise KVStoreError(f"the client is closed: {error}") from None
+        self._gate.note(None)
+        return result
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        self._channel.close()

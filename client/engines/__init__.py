@@ -1,0 +1,1 @@
+"""Connectors: one engine a file, its engine imported only when it is used."""

@@ -1,0 +1,58 @@
+"""A lease as its holder sees it: chunks that stay readable until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TypeAlias
+
+from kvstore.client.tensors import LayerTensors
+from kvstore.codecs.base import ChunkTensors
+from kvstore.proto.types import ChunkKey, Match
+
+Read: TypeAlias = Callable[
+    [Sequence[ChunkKey], Sequence[LayerTensors] | None, int], list[ChunkTensors]
+]
+
+
+class ChunkLease:
+    """``match`` says what is ready; ``keys`` are those chunks. Leave the ``with`` to release."""
+
+    def __init__(
+        self,
+        keys: Sequence[ChunkKey],
+        match: Match,
+        read: Read,
+        release: Callable[[int], None],
+    ) -> None:
+        self.match = match
+        self.keys = list(keys[: match.ready])
+        self._read = read
+        self._release = release
+        self._is_released = not match.lease_id
+
+    def get(self, out: Sequence[LayerTensors] | None = None) -> list[ChunkTensors]:
+        """Read the leased chunks, into *out* where given, as ``Client.get`` does.
+
+        Raises LeaseExpiredError after the release or past the lease's time.
+        """
+        if not self.keys:
+            return []
+        return self._read(self.keys, out, self.match.lease_id)
+
+    def release(self) -> None:
+        """End the lease. Idempotent."""
+        if not self._is_released:
+            self._is_released = True
+            self._release(self.match.lease_id)
+
+    def __enter__(self) -> ChunkLease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

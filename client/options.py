@@ -1,0 +1,39 @@
+"""How a client behaves. Values only; nothing here reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+
+TransportName = Literal["auto", "shm", "grpc"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """``transport`` auto takes shared memory on the server's host and gRPC elsewhere.
+
+    ``deadline_ms`` bounds every call. ``staging_bytes`` of memory are shared with the server
+    to put through. After the server did not answer, calls fail at once for ``retry_after_ms``
+    rather than wait again. ``name`` shows in the server's log and status.
+    """
+
+    transport: TransportName = "auto"
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    deadline_ms: int = 2000
+    staging_bytes: int = 64 << 20
+    retry_after_ms: int = 1000
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("auto", "shm", "grpc"):
+            raise InvalidRequestError("transport", self.transport, "use auto, shm or grpc")
+        if not MIN_CHUNK_TOKENS <= self.chunk_tokens <= MAX_CHUNK_TOKENS:
+            raise InvalidRequestError(
+                "chunk_tokens", self.chunk_tokens, f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
+            )
+        for name in ("deadline_ms", "staging_bytes", "retry_after_ms"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(name, getattr(self, name), "give a positive number")

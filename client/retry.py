@@ -1,0 +1,62 @@
+"""What a failed call becomes, and when it is worth calling again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from kvstore.proto.errors import (
+    DeadlineError,
+    KVStoreError,
+    QuotaExceededError,
+    TierUnavailableError,
+    revive,
+)
+from kvstore.proto.wire import ERROR_NAME
+
+
+def translate(error: grpc.RpcError) -> KVStoreError:
+    """Return the store's error that a failed call stands for."""
+    code, details = error.code(), error.details() or ""
+    metadata: Any = error.trailing_metadata() or ()
+    names = [value for name, value in metadata if name == ERROR_NAME]
+    if names:
+        return revive(str(names[0]), details)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"the server did not answer in time: {details}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return revive(QuotaExceededError.__name__, details)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return TierUnavailableError("server", details)
+    return KVStoreError(f"{code.name}: {details}")
+
+
+class Gate:
+    """Shut for a while after the server did not answer, so that a dead one costs once.
+
+    Thread-safe. *clock* returns monotonic seconds.
+    """
+
+    def __init__(self, retry_after_ms: int, clock: Callable[[], float]) -> None:
+        self._retry_after_s = retry_after_ms / 1000
+        self._clock = clock
+        self._shut_until = 0.0
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """Raise TierUnavailableError while the gate is shut."""
+        with self._lock:
+            left_s = self._shut_until - self._clock()
+        if left_s > 0:
+            raise TierUnavailableError("server", f"did not answer; tried again in {left_s:.1f} s")
+
+    def note(self, error: KVStoreError | None) -> None:
+        """Take note of how a call went: None, or its error."""
+        silent = isinstance(error, DeadlineError) or (
+            isinstance(error, TierUnavailableError) and error.args[0].startswith("tier 'server'")
+        )
+        with self._lock:
+            self._shut_until = self._clock() + self._retry_after_s if silent else 0.0

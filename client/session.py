@@ -1,0 +1,101 @@
+"""The client's Session: opened with a Representation, kept alive, opened again after a restart."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from kvstore.client.connection import Connection
+from kvstore.client.options import ClientOptions
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.keys import representation_digest
+from kvstore.proto.types import Namespace, Representation
+from kvstore.proto.wire import representation_to_message
+
+_BEATS_PER_LIFETIME = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTerms:
+    """What the server said when it opened the session."""
+
+    session_id: int
+    boot_id: int
+    namespace: Namespace
+    heartbeat_ms: int
+    max_frame_bytes: int
+    max_batch_chunks: int
+    host_id: str
+    socket_path: str
+    attach_token: bytes
+
+
+class Session:
+    """One open session. A daemon thread beats for it until ``close``."""
+
+    def __init__(
+        self, connection: Connection, representation: Representation, options: ClientOptions
+    ) -> None:
+        self.connection = connection
+        self.representation = representation
+        self.representation_digest = representation_digest(representation)
+        self.options = options
+        reply = connection.call(
+            "OpenSession",
+            pb.OpenSessionRequest(
+                representation=representation_to_message(representation), client=options.name
+            ),
+            options.deadline_ms,
+            pb.OpenSessionResponse,
+        )
+        self.terms = SessionTerms(
+            reply.session_id,
+            reply.server.boot_id,
+            Namespace(reply.key_namespace),
+            reply.heartbeat_ms,
+            reply.max_frame_bytes,
+            reply.max_batch_chunks,
+            reply.host_id,
+            reply.socket_path,
+            reply.attach_token,
+        )
+        if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
+            raise InvalidRequestError("server", connection.address, "its terms make no sense")
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        period_s = self.terms.heartbeat_ms / 1000 / _BEATS_PER_LIFETIME
+        while not self._closed.wait(period_s):
+            try:
+                self.heartbeat()
+            except KVStoreError:
+                continue  # whoever calls next finds out, and opens another session
+
+    def heartbeat(self) -> bool:
+        """Tell the server that we live; return whether it drains.
+
+        Raises LeaseExpiredError when it does not know the session any more.
+        """
+        request = pb.HeartbeatRequest(session_id=self.terms.session_id)
+        reply = self.connection.call(
+            "Heartbeat", request, self.options.deadline_ms, pb.HeartbeatResponse
+        )
+        return reply.draining
+
+    def close(self, *, tell_server: bool = True) -> None:
+        """Stop beating and end the session. Idempotent; a server that is gone is no error."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join()
+        if tell_server:
+            request = pb.CloseSessionRequest(session_id=self.terms.session_id)
+            try:
+                self.connection.call(
+                    "CloseSession", request, self.options.deadline_ms, pb.CloseSessionResponse
+                )
+            except KVStoreError:
+                return

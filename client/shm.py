@@ -1,0 +1,298 @@
+"""The shm transport: frames through memory that server and client share on one host."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from typing_extensions import override
+
+from kvstore.client.session import Session
+from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import shm
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import ALIGN_BYTES
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, PutOutcome
+from kvstore.proto.wire import join_digests, layout_to_message
+
+_GENERATION_BYTES = 8
+_SOCKET_TIMEOUT_S = 2.0
+_HALVES = 2
+_MAX_SLABS = 4096
+
+
+def can_share_memory(session: Session) -> bool:
+    """Whether the server runs on this host and listens on a socket that we may use."""
+    terms = session.terms
+    return bool(
+        terms.socket_path
+        and terms.host_id == shm.host_id()
+        and os.access(terms.socket_path, os.R_OK | os.W_OK)
+    )
+
+
+class ShmTransport(Transport):
+    """Gets read sealed slabs of the server; puts go through staging memory of ours.
+
+    Raises TierUnavailableError at birth when the server does not take part.
+    """
+
+    name = "shm"
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        # Frames start aligned; each half of the staging memory takes one at least.
+        self._half_bytes = session.options.staging_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+        size_bytes = 2 * self._half_bytes
+        descriptor = shm.create_memfd("kvstore-staging", size_bytes)
+        try:
+            shm.add_seals(descriptor, shm.SIZE_SEALS)
+            self._staging: Bytes = np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8)
+            self._socket = self._attach(descriptor, size_bytes)
+        finally:
+            os.close(descriptor)
+        self._slabs: dict[int, Bytes] = {}
+        # One question at a time on the socket; also guards _slabs.
+        self._slab_lock = threading.Lock()
+        # One put at a time owns the staging memory, over its copies by design.
+        self._put_lock = threading.Lock()
+
+    def _attach(self, staging: int, size_bytes: int) -> socket.socket:
+        terms = self.session.terms
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.settimeout(_SOCKET_TIMEOUT_S)
+        try:
+            link.connect(terms.socket_path)
+            request = shm.Request(shm.Op.attach, size_bytes, terms.attach_token)
+            socket.send_fds(link, [request.pack()], [staging])
+            reply, _ = shm.unpack_reply(link.recv(shm.MESSAGE_BYTES))
+        except (OSError, InvalidRequestError) as error:
+            link.close()
+            raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
+        if reply is not shm.Reply.ok:
+            link.close()
+            raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
+        return link
+
+    # --- put
+
+    @override
+    def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
+        results: list[Put] = []
+        pending: deque[_Group] = deque()
+        with self._put_lock:
+            try:
+                for number, group in enumerate(self._groups(chunks)):
+                    if len(pending) == _HALVES:
+                        # Its half of the staging memory is the one written to next.
+                        results += pending.popleft().finish()
+                    pending.append(self._stage(group, number % _HALVES, durable, deadline_ms))
+                while pending:
+                    results += pending.popleft().finish()
+            finally:
+                for group_left in pending:
+                    group_left.settle()
+        return results
+
+    def _groups(self, chunks: Sequence[Outgoing]) -> Iterator[list[Outgoing]]:
+        group: list[Outgoing] = []
+        used_bytes = 0
+        for chunk in chunks:
+            room_bytes = _aligned(chunk.frame_bytes)
+            if room_bytes > self._half_bytes:
+                raise InvalidRequestError(
+                    "staging_bytes", 2 * self._half_bytes, f"give {2 * room_bytes} or more"
+                )
+            if group and used_bytes + room_bytes > self._half_bytes:
+                yield group
+                group, used_bytes = [], 0
+            group.append(chunk)
+            used_bytes += room_bytes
+        if group:
+            yield group
+
+    def _stage(
+        self, group: Sequence[Outgoing], half: int, durable: bool, deadline_ms: int
+    ) -> _Group:
+        """Reserve room for a group, write its frames into one half, start the commit."""
+        connection = self.session.connection
+        session_id = self.session.terms.session_id
+        request = _reserve_request(session_id, group, durable, deadline_ms)
+        reply = connection.call("Reserve", request, deadline_ms, pb.ReserveResponse)
+        outcomes = read_outcomes(reply.outcomes, reply.reasons)
+        ids = [reservation_id for reservation_id in reply.reservation_ids if reservation_id]
+        if not ids:
+            return _Group(outcomes, None)
+        try:
+            offsets = self._write(group, reply.reservation_ids, half * self._half_bytes)
+        except KVStoreError:
+            abort = pb.AbortRequest(session_id=session_id, reservation_ids=ids)
+            connection.call("Abort", abort, deadline_ms, pb.AbortResponse)
+            raise
+        commit = pb.CommitRequest(
+            session_id=session_id,
+            reservation_ids=ids,
+            offsets=offsets,
+            durable=durable,
+            deadline_ms=deadline_ms,
+        )
+        return _Group(outcomes, connection.send("Commit", commit, deadline_ms))
+
+    def _write(
+        self, group: Sequence[Outgoing], reservation_ids: Sequence[int], offset: int
+    ) -> list[int]:
+        offsets = []
+        for chunk, reservation_id in zip(group, reservation_ids, strict=True):
+            if reservation_id:
+                chunk.encode(self._staging[offset : offset + chunk.frame_bytes])
+                offsets.append(offset)
+                offset += _aligned(chunk.frame_bytes)
+        return offsets
+
+    # --- get
+
+    @override
+    def get(
+        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+    ) -> Iterator[Arrived]:
+        request = pb.GetRequest(
+            session_id=self.session.terms.session_id,
+            digests=join_digests(digests),
+            lease_id=lease_id,
+            deadline_ms=deadline_ms,
+            via=pb.VIA_SHARED_MEMORY,
+        )
+        assembly = Assembly(self.session.terms.max_frame_bytes)
+        tier, own_lease = "", 0
+        try:
+            for reply in self.session.connection.stream("Get", request, deadline_ms):
+                if not lease_id:
+                    own_lease = reply.lease_id or own_lease
+                tier = reply.tier or tier
+                if reply.HasField("place"):
+                    yield self._arrived(reply)
+                    continue
+                frame = assembly.add(reply.part)
+                if frame is not None:
+                    yield Arrived(reply.index, tier, frame, _stays)
+        finally:
+            if own_lease:
+                self._release(own_lease, deadline_ms)
+
+    def _arrived(self, reply: pb.GetResponse) -> Arrived:
+        place = reply.place
+        slab = self._slab(place.slab)
+        stop = place.offset + place.size_bytes
+        if place.offset < _GENERATION_BYTES or stop > len(slab):
+            raise InvalidRequestError("place", (place.offset, stop), f"slab has {len(slab)} bytes")
+        word = slab[place.offset - _GENERATION_BYTES : place.offset].view("<u8")
+
+        def confirm() -> None:
+            if int(word[0]) != place.generation:
+                raise LeaseExpiredError(
+                    "the chunk was replaced while it was read; look it up again"
+                )
+
+        confirm()
+        return Arrived(reply.index, reply.tier, slab[place.offset : stop], confirm)
+
+    def _slab(self, slab_id: int) -> Bytes:
+        with self._slab_lock:
+            slab = self._slabs.get(slab_id)
+            if slab is None:
+                if len(self._slabs) >= _MAX_SLABS:
+                    self._slabs.clear()
+                slab = self._slabs[slab_id] = self._ask_slab(slab_id)
+            return slab
+
+    def _ask_slab(self, slab_id: int) -> Bytes:
+        try:
+            self._socket.send(shm.Request(shm.Op.slab, slab_id).pack())
+            message, files, _, _ = socket.recv_fds(self._socket, shm.MESSAGE_BYTES, 1)
+        except OSError as error:
+            raise TierUnavailableError("shm", f"the server hung up: {error}") from None
+        try:
+            reply, size_bytes = shm.unpack_reply(message)
+            if reply is not shm.Reply.ok or len(files) != 1:
+                raise TierUnavailableError("shm", f"slab {slab_id}: {reply.name}")
+            mapping = mmap.mmap(files[0], size_bytes, prot=mmap.PROT_READ)
+        finally:
+            for descriptor in files:
+                os.close(descriptor)
+        return np.frombuffer(mapping, np.uint8)
+
+    def _release(self, lease_id: int, deadline_ms: int) -> None:
+        request = pb.ReleaseRequest(session_id=self.session.terms.session_id, lease_ids=[lease_id])
+        try:
+            # Not waited for: a release that is lost ends with the lease's own time.
+            self.session.connection.send("Release", request, deadline_ms)
+        except KVStoreError:
+            return
+
+    @override
+    def close(self) -> None:
+        self._socket.close()
+        with self._slab_lock:
+            self._slabs.clear()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Chunks of one half of the staging memory, and the commit that is on its way."""
+
+    outcomes: list[Put]
+    commit: Callable[[], pb.CommitResponse] | None
+
+    def finish(self) -> list[Put]:
+        """Wait for the commit; return what became of each chunk of the group."""
+        if self.commit is None:
+            return self.outcomes
+        reply = self.commit()
+        committed = iter(read_outcomes(reply.outcomes, reply.reasons))
+        return [
+            next(committed) if put.outcome is PutOutcome.stored else put for put in self.outcomes
+        ]
+
+    def settle(self) -> None:
+        """Wait until the server reads the staging memory no more, whatever the outcome."""
+        try:
+            self.finish()
+        except KVStoreError:
+            return
+
+
+def _stays() -> None:
+    """The frame is ours: nobody reuses its memory."""
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _reserve_request(
+    session_id: int, group: Sequence[Outgoing], durable: bool, deadline_ms: int
+) -> pb.ReserveRequest:
+    layouts = list(dict.fromkeys(chunk.template.layout for chunk in group))
+    return pb.ReserveRequest(
+        session_id=session_id,
+        digests=join_digests(chunk.template.key[DIGEST_BYTES:] for chunk in group),
+        parents=join_digests(chunk.template.parent for chunk in group),
+        frame_bytes=[chunk.frame_bytes for chunk in group],
+        layout=[layouts.index(chunk.template.layout) for chunk in group],
+        layouts=[layout_to_message(layout) for layout in layouts],
+        durable=durable,
+        deadline_ms=deadline_ms,
+    )

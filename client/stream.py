@@ -1,0 +1,69 @@
+"""The grpc transport: frames in messages of 1 MB, from anywhere to anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from typing_extensions import override
+
+from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.types import ChainDigest
+from kvstore.proto.wire import MESSAGE_BYTES, join_digests
+
+
+def _stays() -> None:
+    """The frame is ours: nobody reuses its memory."""
+
+
+class StreamTransport(Transport):
+    """Puts and gets through gRPC streams."""
+
+    name = "grpc"
+
+    @override
+    def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
+        messages = self._messages(chunks, durable, deadline_ms)
+        reply = self.session.connection.upload("Put", messages, deadline_ms, pb.PutResponse)
+        return read_outcomes(reply.outcomes, reply.reasons)
+
+    def _messages(
+        self, chunks: Sequence[Outgoing], durable: bool, deadline_ms: int
+    ) -> Iterator[pb.PutRequest]:
+        session_id = self.session.terms.session_id
+        scratch = np.empty(max((c.frame_bytes for c in chunks), default=0), np.uint8)
+        for chunk in chunks:
+            frame = scratch[: chunk.frame_bytes]
+            chunk.encode(frame)
+            for start in range(0, len(frame), MESSAGE_BYTES):
+                message = pb.PutRequest(
+                    session_id=session_id, data=frame[start : start + MESSAGE_BYTES].tobytes()
+                )
+                if not start:
+                    message.frame_bytes = len(frame)
+                    message.durable, message.deadline_ms = durable, deadline_ms
+                yield message
+
+    @override
+    def get(
+        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+    ) -> Iterator[Arrived]:
+        request = pb.GetRequest(
+            session_id=self.session.terms.session_id,
+            digests=join_digests(digests),
+            lease_id=lease_id,
+            deadline_ms=deadline_ms,
+            via=pb.VIA_STREAM,
+        )
+        assembly = Assembly(self.session.terms.max_frame_bytes)
+        tier = ""
+        for reply in self.session.connection.stream("Get", request, deadline_ms):
+            tier = reply.tier or tier
+            frame = assembly.add(reply.part)
+            if frame is not None:
+                yield Arrived(reply.index, tier, frame, _stays)
+
+    @override
+    def close(self) -> None:
+        """Nothing is held between calls."""

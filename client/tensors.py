@@ -1,0 +1,64 @@
+"""Between an engine's tensors and the arrays that codecs take, without copying.
+
+numpy has no bfloat16 and no fp8: such tensors become unsigned integers of the same size.
+torch is imported only by who already has a tensor of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from kvstore.codecs.base import ChunkTensors, Part
+from kvstore.proto.errors import LayoutMismatchError
+from kvstore.proto.types import DType
+
+if TYPE_CHECKING:
+    import torch
+
+    TensorLike: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
+else:
+    TensorLike = Any
+
+LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike]]]
+"""Components, then layers, then parts (K and V), each (kv_heads, tokens, head_dim)."""
+
+
+def to_array(tensor: TensorLike) -> Part:
+    """Return an array over the memory of *tensor*, numpy's or torch's on the CPU.
+
+    Raises LayoutMismatchError for anything else.
+    """
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    if not type(tensor).__module__.startswith("torch"):
+        raise LayoutMismatchError("tensor", type(tensor).__name__, "give numpy or torch tensors")
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise LayoutMismatchError("device", str(tensor.device), "copy the tensor to the CPU first")
+    tensor = tensor.detach()
+    if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
+    array: Part = tensor.numpy()
+    return array
+
+
+def to_arrays(tensors: LayerTensors) -> ChunkTensors:
+    """Return the arrays of a whole chunk's tensors."""
+    return [[[to_array(part) for part in parts] for parts in layers] for layers in tensors]
+
+
+def dtype_of(tensor: TensorLike) -> DType:
+    """Return the element type that *tensor* states. Raises RepresentationError."""
+    return DType.parse(str(tensor.dtype))
+
+
+def to_torch(array: Part, dtype: DType) -> torch.Tensor:
+    """Return a torch tensor over the memory of *array*, whose elements are of *dtype*."""
+    import torch
+
+    signed = array.view(f"i{array.dtype.itemsize}") if array.dtype.itemsize > 1 else array
+    return torch.from_numpy(signed).view(getattr(torch, dtype.name))

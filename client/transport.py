@@ -1,0 +1,117 @@
+"""The Transport interface: how frames travel between a client and its server."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvstore.client.session import Session
+from kvstore.codecs.base import ChunkTensors
+from kvstore.codecs.raw import RawCodec
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.types import ChainDigest, PutOutcome
+
+RAW = RawCodec()
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A checked chunk about to be put."""
+
+    template: FrameTemplate
+    tensors: ChunkTensors
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of its raw frame."""
+        return raw_frame_bytes(self.template.layout)
+
+    def encode(self, out: Bytes) -> None:
+        """Write the raw frame into *out*."""
+        RAW.encode(self.template, self.tensors, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What became of one chunk, and why when it was not stored."""
+
+    outcome: PutOutcome
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A frame in reach until the next is asked for. Its bytes are not verified yet.
+
+    Call ``confirm`` after reading: it raises LeaseExpiredError if the memory was reused
+    meanwhile.
+    """
+
+    index: int
+    tier: str
+    frame: Bytes
+    confirm: Callable[[], None]
+
+
+class Transport(ABC):
+    """Frames to and from one server, for one session. Thread-safe.
+
+    ``tests/contracts/transport.py`` runs one suite over every transport.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    @abstractmethod
+    def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
+        """Put *chunks*, all within the session's batch and frame limits."""
+
+    @abstractmethod
+    def get(
+        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+    ) -> Iterator[Arrived]:
+        """Yield frames in the order of *digests*, up to the first missing or late one.
+
+        With a ``lease_id`` of 0 a lease is taken for the duration of the iteration.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the transport holds. Idempotent."""
+
+
+def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:
+    """Return the outcomes of a reply."""
+    return [Put(PutOutcome(o), r) for o, r in zip(outcomes, reasons, strict=True)]
+
+
+class Assembly:
+    """Puts a streamed frame together from its parts, in memory of its own."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._frame: Bytes = np.empty(0, np.uint8)
+        self._received_bytes = 0
+
+    def add(self, part: pb.FramePart) -> Bytes | None:
+        """Take the next part; return the frame once it is whole. Raises InvalidFrameError."""
+        if not part.offset:
+            if not 0 < part.frame_bytes <= self._limit_bytes:
+                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the session's limit")
+            self._frame = np.empty(part.frame_bytes, np.uint8)
+            self._received_bytes = 0
+        stop = part.offset + len(part.data)
+        if part.offset != self._received_bytes or stop > len(self._frame) or not part.data:
+            raise InvalidFrameError("offset", part.offset, "parts must follow each other")
+        copy_bytes(self._frame[part.offset : stop], as_bytes(part.data))
+        self._received_bytes = stop
+        return self._frame if stop == len(self._frame) else None
