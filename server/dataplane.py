@@ -6,6 +6,7 @@ import mmap
 import os
 import selectors
 import socket
+import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -197,7 +198,7 @@ def _is_trusted(connection: socket.socket) -> bool:
 
 
 def _listen(path: Path) -> socket.socket:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_folder(path.parent)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         if path.exists():
@@ -215,6 +216,22 @@ def _listen(path: Path) -> socket.socket:
             "socket_path", str(path), f"{error.strerror}; choose another with --socket"
         ) from None
     return listener
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the socket's folder, or refuse one in which others could swap the socket."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise InvalidRequestError(
+            "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
+        ) from None
+    is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    if is_open or found.st_uid not in (os.geteuid(), 0):
+        raise InvalidRequestError(
+            "socket_path", str(folder), "others could swap the socket; use a folder of your own"
+        )
 
 
 def _refuse_second_server(path: Path) -> None:

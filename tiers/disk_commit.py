@@ -115,12 +115,12 @@ class GroupCommit:
             if group.settled or not group:
                 return
             self._busy, self._open = group, Group()
-        is_deleted, is_doubtful = False, True
+        is_written = False
         try:
-            is_deleted, is_doubtful = self._commit(group)
+            is_written = self._commit(group)
         finally:
             with self._lock:
-                self._conclude(group, is_deleted, is_doubtful)
+                self._conclude(group, is_written)
                 group.settled = True
                 self._busy = None
                 self._settled.notify_all()
@@ -148,37 +148,24 @@ class GroupCommit:
             self._work.notify()
         return self._open
 
-    def _commit(self, group: Group) -> tuple[bool, bool]:
-        """Write *group* and mark its seals. Return (deletes committed, seals in doubt)."""
+    def _commit(self, group: Group) -> bool:
+        """Write *group* and mark its seals. False: nobody knows what of it was written."""
         good = self._sync(list(group.seals.values()))
+        rows = [(seal.row.info.key, seal.packed) for seal in good]
         try:
-            self._index.commit(group.deletes, [(seal.row.info.key, seal.packed) for seal in good])
-        except TierFullError as error:
-            for seal in good:
-                seal.failure = TierFullError(TIER, error.need_bytes, 0)
-            return self._delete_alone(group), False
+            count = self._index.commit(group.deletes, rows)
         except TierUnavailableError as error:
             self.index_failure = str(error)
             for seal in good:
                 seal.failure = TierUnavailableError(TIER, self.index_failure)
-            return False, True
-        for seal in good:
-            seal.failure = None
-        self.index_failure = ""
-        self.index_full = self.index_full and not group.deletes
-        self.commits += 1
-        return True, False
-
-    def _delete_alone(self, group: Group) -> bool:
-        """A full index takes no seals; its deletes are what makes room again."""
-        self.index_full = True
-        if not group.deletes:
-            return True
-        try:
-            self._index.delete(group.deletes)
-        except (TierFullError, TierUnavailableError):
             return False
-        self.index_full = False
+        for seal in good[:count]:
+            seal.failure = None
+        for seal in good[count:]:
+            seal.failure = TierFullError(TIER, len(seal.packed), 0)
+        self.index_failure = ""
+        self.index_full = count < len(good) or (self.index_full and not group.deletes)
+        self.commits += 1
         return True
 
     def _sync(self, seals: list[Seal]) -> list[Seal]:
@@ -199,16 +186,16 @@ class GroupCommit:
                 seal.failure = TierUnavailableError(TIER, reason)
         return good
 
-    def _conclude(self, group: Group, is_deleted: bool, is_doubtful: bool) -> None:
+    def _conclude(self, group: Group, is_written: bool) -> None:
         """Forget the seals that failed; what must still be deleted joins the next group."""
         for key, seal in group.seals.items():
             if seal.failure is None:
                 continue
             self.lost_seals += 1
             self._forget(seal.row)
-            if is_doubtful:
+            if not is_written:
                 self._join().deletes.add(key)
-        if not is_deleted and group.deletes:
+        if not is_written and group.deletes:
             self._join().deletes.update(group.deletes)
 
     def _commit_late(self) -> None:

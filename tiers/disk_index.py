@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import lmdb
 
@@ -15,7 +15,6 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     LayoutMismatchError,
-    TierFullError,
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey
@@ -25,9 +24,13 @@ from kvstore.tiers.lmdb_pages import LmdbReader
 
 DEFAULT_INDEX_BYTES = 256 << 20
 """Room for about 700,000 rows. Allocated at start, like the extents."""
-MIN_INDEX_BYTES = 256 << 10
-DELETES_AT_ONCE = 16
-"""A full index deletes in steps this small: each needs few free pages and yields more."""
+MIN_INDEX_BYTES = 1 << 20
+SPARE_SHARE = 4
+"""One page in so many is kept from rows: a full index must still be able to delete."""
+_STEP = 8
+"""Changes in one transaction of an index that is nearly full: each needs few free pages."""
+
+T = TypeVar("T")
 
 _PLACE = struct.Struct("<B3xIQQ")
 _ROW_VERSION = 1
@@ -42,6 +45,10 @@ class IndexRow(NamedTuple):
     extent: int
     offset: int
     sequence: int
+
+
+PackedRow: TypeAlias = tuple[ChunkKey, bytes]
+"""A row's key and LMDB value."""
 
 
 def pack_row(row: IndexRow) -> bytes:
@@ -113,32 +120,47 @@ class DiskIndex:
             ) from error
         return rows
 
-    def commit(
-        self, deletes: Iterable[ChunkKey], packed_rows: Sequence[tuple[ChunkKey, bytes]]
-    ) -> None:
-        """Delete, then add, in one durable transaction: a place never has two rows.
+    def commit(self, deletes: Iterable[ChunkKey], rows: Sequence[PackedRow]) -> int:
+        """Delete, then add, and return how many *rows* went in; the index is full for the rest.
 
-        Raises TierFullError with nothing changed, or TierUnavailableError, after which
-        nobody knows whether the transaction took place.
+        All is durable on return, in one transaction where that fits, else in small ones, the
+        deletes first. Raises TierUnavailableError; nobody knows then what took place.
         """
+        if not self._has_room(len(rows)) or not self._write(deletes, rows):
+            for some in _steps(list(deletes)):
+                if not self._write(some, []):
+                    raise TierUnavailableError(TIER, f"{self._path} has no page left to delete")
+            done = 0
+            for step in _steps(rows):
+                if not self._has_room(len(step)) or not self._write([], step):
+                    return done
+                done += len(step)
+        return len(rows)
+
+    def _has_room(self, count: int) -> bool:
+        """Whether *count* rows leave free the pages that deletes need: LMDB copies to delete."""
+        if self._env is None:
+            raise TierUnavailableError(TIER, "the index is closed")
+        stat = self._env.stat()
+        used = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        pages = self._index_bytes // stat["psize"]
+        return count == 0 or used + count + pages // SPARE_SHARE <= pages
+
+    def _write(self, deletes: Iterable[ChunkKey], rows: Sequence[PackedRow]) -> bool:
+        """Run one transaction; False, changing nothing, when it does not fit the index."""
         if self._env is None:
             raise TierUnavailableError(TIER, "the index is closed")
         try:
             with self._env.begin(write=True) as transaction:
                 for key in sorted(deletes):
                     transaction.delete(key)
-                for key, value in sorted(packed_rows):
+                for key, value in sorted(rows):
                     transaction.put(key, value)
-        except lmdb.MapFullError as error:
-            raise TierFullError(TIER, sum(len(value) for _, value in packed_rows), 0) from error
+        except lmdb.MapFullError:
+            return False
         except lmdb.Error as error:
             raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
-
-    def delete(self, keys: Iterable[ChunkKey]) -> None:
-        """Delete durably, also from a full index. Raises as ``commit`` does."""
-        waiting = list(keys)
-        for start in range(0, len(waiting), DELETES_AT_ONCE):
-            self.commit(waiting[start : start + DELETES_AT_ONCE], [])
+        return True
 
     def close(self) -> None:
         """Unmap the index. Idempotent."""
@@ -200,6 +222,10 @@ class DiskIndex:
         finally:
             os.close(fd)
         sync_folder(self._path)
+
+
+def _steps(changes: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (changes[start : start + _STEP] for start in range(0, len(changes), _STEP))
 
 
 def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:

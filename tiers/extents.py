@@ -123,10 +123,11 @@ class ExtentFolder:
         self._lock_fd = _take_lock(self.path)
         known = _read_format(self.path)
         self.extent_bytes = known or self.extent_bytes
-        full, rest = divmod(capacity_bytes // GRANULE_BYTES * GRANULE_BYTES, self.extent_bytes)
+        capacity_bytes = capacity_bytes // GRANULE_BYTES * GRANULE_BYTES
+        self._check_room(capacity_bytes, spare_bytes)
+        full, rest = divmod(capacity_bytes, self.extent_bytes)
         self.sizes = [self.extent_bytes] * full + [rest] * (rest > 0)
         self.sync_failures = [0] * len(self.sizes)
-        self._check_room(spare_bytes)
         if known is None:
             self._made.paths += [self.path / "FORMAT", self.path / "FORMAT.new"]
             _write_format(self.path, self.extent_bytes)
@@ -140,12 +141,12 @@ class ExtentFolder:
         sync_folder(folder)
         sync_folder(self.path)
 
-    def _check_room(self, spare_bytes: int) -> None:
+    def _check_room(self, capacity_bytes: int, spare_bytes: int) -> None:
         """Refuse before the first file is touched, rather than fill the disk to find out."""
-        need = sum(self.sizes) + spare_bytes
+        need = capacity_bytes + spare_bytes
         for extent, file in self._existing():
-            if extent < len(self.sizes):
-                need -= min(self.sizes[extent], file.stat().st_blocks * 512)
+            size = min(self.extent_bytes, capacity_bytes - extent * self.extent_bytes)
+            need -= max(0, min(size, file.stat().st_blocks * 512))
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize
         if need > free:

@@ -57,8 +57,10 @@ def moved(frame: Bytes, codec: Codec) -> Bytes:
     return out[: header.frame_bytes]
 
 
-def resigned(frame: Bytes, fidelity: Fidelity, error_bound: float) -> Bytes:
-    """Return *frame* with another fidelity in its header."""
+def resigned(
+    frame: Bytes, fidelity: Fidelity = Fidelity.exact, error_bound: float = 0.0, revision: int = 1
+) -> Bytes:
+    """Return *frame* with another fidelity or revision in its header."""
     header = check_frame(frame)
     out = np.zeros(len(frame), np.uint8)
     writer = FrameWriter(FrameTemplate.of(header), out)
@@ -66,7 +68,7 @@ def resigned(frame: Bytes, fidelity: Fidelity, error_bound: float) -> Bytes:
         body = header.segment(frame, index)
         writer.reserve(len(body))[:] = body
         writer.commit(len(body))
-    writer.finish(header.codec_id, header.codec_revision, fidelity, error_bound)
+    writer.finish(header.codec_id, revision, fidelity, error_bound)
     return out
 
 
@@ -155,6 +157,14 @@ def test_room_too_small_is_refused(source: str, target: str) -> None:
     frame = encoded(codec_by_name(source), filled(SMALL), SMALL)
     with pytest.raises(InvalidFrameError, match=r"^out="):
         transcode(frame, codec_by_name(target), np.empty(512, np.uint8))
+
+
+@pytest.mark.parametrize("target", list(CODECS))
+@pytest.mark.parametrize("source", list(CODECS))
+def test_a_frame_of_a_revision_from_the_future_is_refused(source: str, target: str) -> None:
+    frame = resigned(encoded(codec_by_name(source), filled(SMALL), SMALL), revision=2)
+    with pytest.raises(UnknownCodecError, match="revision 2"):
+        moved(frame, codec_by_name(target))
 
 
 def test_a_frame_of_a_codec_from_the_future_is_refused() -> None:

@@ -20,7 +20,7 @@ from golden.samples import vectors
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.zstd import ZstdCodec
-from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.buffers import as_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import header_bytes, raw_frame_bytes
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
@@ -52,6 +52,7 @@ def decode(segment: bytes) -> list[Part]:
 
 STORED = (0, PLANE_BYTES, bytes(PLANE_BYTES))
 ZEROS = compressed(bytes(PLANE_BYTES))
+NOISE = compressed(np.random.default_rng(3).bytes(PLANE_BYTES))
 
 
 def test_planes_are_as_the_format_page_says() -> None:
@@ -138,6 +139,8 @@ HOSTILE_PLANES: dict[str, bytes] = {
     "a size of nearly 4 GiB": body(STORED, (1, (1 << 32) - 1, ZEROS)),
     "sizes that wrap to the right sum": body((0, (1 << 32) - 8, b""), (0, 8, bytes(8))),
     "an unknown method": body((2, PLANE_BYTES, bytes(PLANE_BYTES)), STORED),
+    "an unknown method over a right plane": body((2, len(ZEROS), ZEROS), STORED),
+    "a right plane longer than it would be stored": body((1, len(NOISE), NOISE), STORED),
     "a method of 2^31": body((1 << 31, PLANE_BYTES, bytes(PLANE_BYTES)), STORED),
     "an empty zstd plane": body((1, 0, b""), STORED),
     "a plane that is no zstd": body((1, 64, b"\xff" * 64), STORED),
@@ -224,13 +227,9 @@ def test_a_right_plane_passes_where_the_hostile_ones_fail() -> None:
     assert not decode(zstd_plane(ZEROS))[0].any()
 
 
-def plain(frame: Bytes) -> bytes:
-    return frame.tobytes()
-
-
 def test_encoding_uses_no_state_of_earlier_frames() -> None:
     layout = KVLayout((Component(LayerKind.attention, DType.bfloat16, 2, 2, 64, 256),))
-    first = plain(encoded(ZstdCodec(), filled(layout), layout))
+    first = encoded(ZstdCodec(), filled(layout), layout).tobytes()
     for seed in range(4):
         encoded(ZstdCodec(), filled(layout, seed=seed), layout)
-    assert plain(encoded(ZstdCodec(), filled(layout), layout)) == first
+    assert encoded(ZstdCodec(), filled(layout), layout).tobytes() == first

@@ -85,6 +85,13 @@ def assert_counts(tier: Tier, sealed: Sequence[ChunkInfo], open_: Sequence[Reser
     assert (stats.chunks, stats.reservations) == (len(sealed), len(open_))
 
 
+def assert_holds_only(tier: Tier, infos: Sequence[ChunkInfo]) -> None:
+    """Fail unless the tier has these chunks, with ``bytes_of`` in each, and nothing else."""
+    assert_counts(tier, infos, [])
+    for info in infos:
+        assert_holds(tier, info, bytes_of(info))
+
+
 def shuffled_by_key(count: int) -> list[ChunkInfo]:
     """Return infos whose order is neither that of their keys nor of their sizes."""
     infos = [make_info(seed, 200 + 37 * (seed * 5 % count)) for seed in range(count)]

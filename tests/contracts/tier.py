@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from threading import Barrier
 from typing import ClassVar
@@ -24,6 +25,7 @@ from contracts.shelf import (
     assert_absent,
     assert_counts,
     assert_holds,
+    assert_holds_only,
     bytes_of,
     fill,
     fill_up,
@@ -64,6 +66,12 @@ class TierContract(ABC):
         tier = self.make_tier(self.capacity_bytes, tmp_path)
         yield tier
         tier.close()
+
+    @pytest.fixture
+    def lasting(self, tier: Tier) -> Tier:
+        if not tier.survives_restart:
+            pytest.skip(f"tier {tier.name!r} survives no restart")
+        return tier
 
     @pytest.fixture
     def hasty_threads(self) -> Iterator[None]:
@@ -208,9 +216,7 @@ class TierContract(ABC):
         assert error.need_bytes >= size
         assert 0 <= error.free_bytes <= self.capacity_bytes - tier.stats().used_bytes
         assert len(sealed) >= 12
-        assert_counts(tier, sealed, [])
-        for info in sealed:
-            assert_holds(tier, info, bytes_of(info))
+        assert_holds_only(tier, sealed)
         assert tier.delete(sealed[5].key)
         assert put(tier, make_info(99, size), payload(99, size))
 
@@ -254,76 +260,54 @@ class TierContract(ABC):
         tier.close()
         tier.close()
 
-    def test_durably_sealed_chunks_survive_a_restart(self, tier: Tier, tmp_path: Path) -> None:
-        self._skip_unless_it_survives(tier)
+    def test_durably_sealed_chunks_survive_a_restart(self, lasting: Tier, tmp_path: Path) -> None:
         infos = shuffled_by_key(6)
         for info in infos:
-            assert put(tier, info, bytes_of(info), durable=True)
-        again = self.reopen(tier, tmp_path)
-        try:
+            assert put(lasting, info, bytes_of(info), durable=True)
+        with closing(self.reopen(lasting, tmp_path)) as again:
             assert list(again.scan()) == infos
-            assert_counts(again, infos, [])
-            for info in infos:
-                assert_holds(again, info, bytes_of(info))
-        finally:
-            again.close()
+            assert_holds_only(again, infos)
 
-    def test_flushed_chunks_and_deletes_survive_a_restart(self, tier: Tier, tmp_path: Path) -> None:
-        self._skip_unless_it_survives(tier)
+    def test_flushed_chunks_and_deletes_survive_a_restart(
+        self, lasting: Tier, tmp_path: Path
+    ) -> None:
         infos = shuffled_by_key(6)
         for info in infos:
-            assert put(tier, info, bytes_of(info))
-        assert tier.delete(infos[1].key)
-        tier.flush()
+            assert put(lasting, info, bytes_of(info))
+        assert lasting.delete(infos[1].key)
+        lasting.flush()
         kept = [infos[0], *infos[2:]]
-        again = self.reopen(tier, tmp_path)
-        try:
+        with closing(self.reopen(lasting, tmp_path)) as again:
             assert list(again.scan()) == kept
             assert_absent(again, infos[1])
-            assert_counts(again, kept, [])
-            for info in kept:
-                assert_holds(again, info, bytes_of(info))
-        finally:
-            again.close()
+            assert_holds_only(again, kept)
 
-    def test_what_was_not_sealed_is_gone_after_a_restart(self, tier: Tier, tmp_path: Path) -> None:
-        self._skip_unless_it_survives(tier)
+    def test_what_was_not_sealed_is_gone_after_a_restart(
+        self, lasting: Tier, tmp_path: Path
+    ) -> None:
         info = make_info(1, _SOME_BYTES)
-        fill(tier, tier.reserve(info), payload(1, _SOME_BYTES))
-        again = self.reopen(tier, tmp_path)
-        try:
+        fill(lasting, lasting.reserve(info), payload(1, _SOME_BYTES))
+        with closing(self.reopen(lasting, tmp_path)) as again:
             assert_absent(again, info)
             assert_counts(again, [], [])
             largest = again.max_frame_bytes()
             assert put(again, make_info(2, largest), payload(2, largest))
-        finally:
-            again.close()
 
     def test_restarted_tier_never_writes_over_what_it_found(
-        self, tier: Tier, tmp_path: Path
+        self, lasting: Tier, tmp_path: Path
     ) -> None:
-        self._skip_unless_it_survives(tier)
         size = self.capacity_bytes // 32
         infos = [make_info(seed, size + seed) for seed in range(16)]
         for info in infos:
-            put(tier, info, bytes_of(info), durable=True)
+            put(lasting, info, bytes_of(info), durable=True)
         for info in infos[::3]:
-            tier.delete(info.key)
-        tier.flush()
+            lasting.delete(info.key)
+        lasting.flush()
         kept = [info for at, info in enumerate(infos) if at % 3]
-        again = self.reopen(tier, tmp_path)
-        try:
+        with closing(self.reopen(lasting, tmp_path)) as again:
             fresh = [make_info(seed, size // 2 + seed) for seed in range(16, 80)]
             added, _ = fill_up(again, fresh)
-            for info in kept + added:
-                assert_holds(again, info, bytes_of(info))
-            assert_counts(again, kept + added, [])
-        finally:
-            again.close()
-
-    def _skip_unless_it_survives(self, tier: Tier) -> None:
-        if not tier.survives_restart:
-            pytest.skip(f"tier {tier.name!r} survives no restart")
+            assert_holds_only(again, kept + added)
 
     @pytest.mark.usefixtures("hasty_threads")
     def test_threads_put_read_and_delete_distinct_keys(self, tier: Tier) -> None:

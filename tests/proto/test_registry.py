@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 
@@ -11,8 +12,6 @@ from kvstore.proto.registry import Registry
 def test_a_registered_class_is_loaded_by_name() -> None:
     registry: Registry[object] = Registry("thing")
     registry.register("ordered", "collections:OrderedDict")
-    from collections import OrderedDict
-
     assert registry.load("ordered") is OrderedDict
     assert "ordered" in registry
     assert "other" not in registry

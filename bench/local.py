@@ -1,0 +1,417 @@
+"""The main job on one node, against the limits of the machine it runs on.
+
+Every figure is a ratio inside this run, or stands beside the bound it is held to. The server
+is a process of its own on embedded defaults but for sizes and paths.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from bench.report import Report, best_s, paired, parse_flags
+from kvstore.client import Chunk, Client, ClientOptions
+from kvstore.client.client import parents
+from kvstore.client.connection import Connection
+from kvstore.client.session import Session
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.keys import chain_digests
+from kvstore.proto.types import (
+    ChunkKey,
+    DType,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    PutOutcome,
+    Representation,
+    RopeParameters,
+)
+from kvstore.proto.wire import join_digests
+
+MIB = 1 << 20
+CHUNKS = 16
+REPEATS = 7
+BURST_CHUNKS = 2000
+LOOKUP_TOKENS = 128 * 1024
+
+# Chunks of 8 MiB: eight layers of an 8B-class model (8 KV heads of 128, bf16) x 256 tokens.
+MODEL = Representation(
+    "bench/8b", "r1", "none", "none",
+    (LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(8)), 8, 128),),
+    RopeParameters(500000.0, 128), "none",
+)  # fmt: skip
+# Chunks of 1 MiB: one layer of the same.
+SMALL = Representation(
+    "bench/1mib", "r1", "none", "none",
+    (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 8, 128),),
+    RopeParameters(500000.0, 128), "none",
+)  # fmt: skip
+
+
+@contextmanager
+def serving(*flags: str, disk: Path) -> Iterator[tuple[str, int]]:
+    """Run a server process; yield its address and pid."""
+    command = [
+        sys.executable, "-m", "kvstore.server", "--listen", "127.0.0.1:0", "--log-level", "error",
+        "--socket", str(disk.parent / "kv.sock"), *flags,
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if "listening on" not in line:
+                raise RuntimeError(f"the server did not start: {line!r}")
+            yield line.split()[3], process.pid
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
+    """Return *count* chained chunks of bf16 noise, each with memory of its own."""
+    rng = np.random.default_rng(seed)
+    keys = client.keys(rng.integers(0, 1 << 31, 256 * count).tolist())
+    chunks = []
+    for key, parent in zip(keys, parents(keys), strict=True):
+        tensors = empty_tensors(KVLayout.of(client.representation, 256))
+        for part in (part for layers in tensors for parts in layers for part in parts):
+            part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
+        chunks.append(Chunk(key, tensors, parent))
+    return keys, chunks
+
+
+def chunk_bytes(chunks: Sequence[Chunk]) -> int:
+    """Decoded bytes of *chunks*."""
+    return sum(
+        int(part.nbytes)
+        for c in chunks
+        for layers in c.tensors
+        for parts in layers
+        for part in parts
+    )
+
+
+def copy_all(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
+    """The limit of a copy-out: plain numpy copies of the same tensors."""
+    for chunk, room in zip(chunks, out, strict=True):
+        for layers, room_layers in zip(chunk.tensors, room, strict=True):  # type: ignore[call-overload]
+            for parts, room_parts in zip(layers, room_layers, strict=True):
+                for part, room_part in zip(parts, room_parts, strict=True):
+                    np.copyto(room_part, part)
+
+
+def bench_transport(address: str, report: Report) -> None:
+    """Shared memory against memcpy, and gRPC in GB/s."""
+    options = ClientOptions(transport="shm", deadline_ms=20_000, staging_bytes=64 * MIB)
+    with Client(address, MODEL, options) as client:
+        keys, chunks = make_chunks(client, CHUNKS, 1)
+        size = chunk_bytes(chunks)
+        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in chunks]
+        copy_all(chunks, out)
+
+        def put() -> None:
+            assert all(put.outcome is PutOutcome.stored for put in client.put(chunks))
+
+        put_s = copy_s = float("inf")
+        for _ in range(REPEATS):
+            put_s = min(put_s, best_s(put, 1))
+            copy_s = min(copy_s, best_s(lambda: copy_all(chunks, out), 1))
+            client.delete(keys)
+        report.add(
+            "shm_put_vs_memcpy", copy_s / put_s, f"put {size / put_s / 1e9:.2f} GB/s",
+            f"memcpy {size / copy_s / 1e9:.2f} GB/s, bar 0.4",
+        )  # fmt: skip
+        put()
+
+        def get() -> None:
+            assert len(client.get(keys, out)) == len(keys)
+
+        get_s, copy_s = paired(get, lambda: copy_all(chunks, out), REPEATS)
+        report.add(
+            "shm_get_vs_memcpy", copy_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
+            f"memcpy {size / copy_s / 1e9:.2f} GB/s, bar 0.8",
+        )  # fmt: skip
+        _check(chunks, out)
+    with Client(address, MODEL, ClientOptions(transport="grpc", deadline_ms=20_000)) as client:
+        get_s = best_s(lambda: client.get(keys, out), REPEATS)
+        report.add("grpc_get_gbps", size / get_s / 1e9, f"{size / MIB:.0f} MiB", "bar 0.5")
+        _check(chunks, out)
+
+
+def _check(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
+    for chunk, room in zip(chunks, out, strict=True):
+        for layers, room_layers in zip(chunk.tensors, room, strict=True):  # type: ignore[call-overload]
+            for parts, room_parts in zip(layers, room_layers, strict=True):
+                for part, room_part in zip(parts, room_parts, strict=True):
+                    if not np.array_equal(part, room_part):
+                        raise AssertionError("wrong bytes")
+
+
+def bench_tier(
+    client: Client, tier: str, chunks: Sequence[Chunk], keys: Sequence[ChunkKey], rounds: int
+) -> float:
+    """Seconds of a get whose every chunk comes from *tier*; CPU memory is emptied before each."""
+    out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in chunks]
+    best = float("inf")
+    for number in range(rounds):
+        _flood(client, number)
+        match = client.lookup(keys)
+        assert match.tiers == (tier,) * len(keys), match.tiers
+        best = min(best, best_s(lambda: client.get(keys, out), 1))
+        _check(chunks, out)
+    return best
+
+
+def _flood(client: Client, number: int) -> None:
+    """Push everything else out of CPU memory with as many fresh chunks as it holds."""
+    keys, chunks = make_chunks(client, 30, 1000 + number)
+    assert all(put.outcome is PutOutcome.stored for put in client.put(chunks))
+    client.delete(keys)
+
+
+def bench_disk(folder: Path, report: Report) -> None:
+    """Disk gets from the page cache against preadv of the same bytes."""
+    disk = folder / "disk"
+    flags = ("--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{disk}")
+    with serving(*flags, disk=disk) as (address, _), _client(address, MODEL) as client:
+        keys, chunks = make_chunks(client, CHUNKS, 2)
+        client.put(chunks, durable=True)
+        size = chunk_bytes(chunks)
+        get_s = bench_tier(client, "disk", chunks, keys, 4)
+        file = next((disk / "extents").iterdir())
+        out = np.empty(size, np.uint8)
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            read_s = best_s(lambda: os.preadv(descriptor, [memoryview(out)], 0), REPEATS)
+        finally:
+            os.close(descriptor)
+    report.add(
+        "disk_get_vs_pread", read_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
+        f"preadv {size / read_s / 1e9:.2f} GB/s, bar 0.5",
+    )  # fmt: skip
+
+
+def bench_redis(folder: Path, report: Report) -> None:
+    """Redis gets against redis-py's GET of the same parts."""
+    import redis
+
+    with _redis(folder) as port:
+        url = f"redis://127.0.0.1:{port}/0"
+        flags = (
+            "--tiers", "cpu,redis", "--cpu", "256MiB", "--redis", url, "--redis-codec", "raw",
+            "--redis-timeout-ms", "5000",
+        )  # fmt: skip
+        disk = folder / "none"
+        with serving(*flags, disk=disk) as (address, _), _client(address, MODEL) as client:
+            keys, chunks = make_chunks(client, CHUNKS, 3)
+            client.put(chunks)
+            raw = redis.Redis(port=port)
+            while any("redis" not in {c.tier for c in s.copies} for s in client.stat(keys)):
+                pass
+            names = [k for k in raw.scan_iter(count=1000) if not bytes(k).endswith(b":m")]
+            size = chunk_bytes(chunks)
+
+            def get_raw() -> None:
+                assert sum(len(raw.get(name) or b"") for name in names) >= size
+
+            raw_s = best_s(get_raw, REPEATS)
+            get_s = bench_tier(client, "redis", chunks, keys, 4)
+            raw_s = min(raw_s, best_s(get_raw, REPEATS))
+            raw.close()
+    report.add(
+        "redis_get_vs_raw", raw_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
+        f"GET {size / raw_s / 1e9:.2f} GB/s, bar 0.7",
+    )  # fmt: skip
+
+
+@contextmanager
+def _redis(folder: Path) -> Iterator[int]:
+    """Run a Redis of our own; yield its port."""
+    import socket
+
+    program = shutil.which("redis-server")
+    if program is None:
+        raise SystemExit("redis-server is not installed; `make test` installs it")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    command = [
+        program,
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(folder),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            _wait_for(port)
+            yield port
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _wait_for(port: int) -> None:
+    import redis
+
+    for _ in range(100):
+        try:
+            redis.Redis(port=port).ping()
+        except redis.ConnectionError:
+            time.sleep(0.05)
+        else:
+            return
+    raise RuntimeError("Redis did not start")
+
+
+def bench_lookup(address: str, report: Report) -> None:
+    """One lookup of 128k tokens, all of it stored, leased: time at the server."""
+    model = Representation(
+        "bench/tiny", "r1", "none", "none",
+        (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 1, 8),),
+        RopeParameters(500000.0, 8), "none",
+    )  # fmt: skip
+    with _client(address, model) as client:
+        keys, chunks = make_chunks(client, LOOKUP_TOKENS // 256, 4)
+        client.put(chunks)
+        connection = Connection(address, 1000)
+        session = Session(connection, model, client.options)
+        request = pb.LookupRequest(
+            session_id=session.terms.session_id,
+            digests=join_digests(key[16:] for key in keys),
+            lease=True,
+        )
+        times_us = []
+        for _ in range(20):
+            reply = connection.call("Lookup", request, 5000, pb.LookupResponse)
+            assert reply.ready == len(keys)
+            times_us.append(reply.server_us)
+        session.close()
+        connection.close()
+    report.add(
+        "lookup_512_server_ms", float(np.median(times_us)) / 1000, "median, leased", "bar 5 ms"
+    )
+
+
+def bench_import(report: Report) -> None:
+    """A server's import: seconds and resident megabytes, in a process of its own."""
+    code = (
+        "import time; t = time.perf_counter(); import kvstore.server.main; "
+        "import kvstore.tiers.disk, kvstore.tiers.redis; s = time.perf_counter() - t; "
+        "import psutil; print(s, psutil.Process().memory_info().rss)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    pairs = [tuple(map(float, run.stdout.split())) for run in runs]
+    report.add("import_s", min(pair[0] for pair in pairs), "server and all tiers", "bar 1 s")
+    report.add("import_mb", max(pair[1] for pair in pairs) / MIB, "resident", "bar 150 MB")
+
+
+def bench_burst(folder: Path, report: Report) -> None:
+    """2,000 puts of 1 MiB into 128 MiB of CPU memory and disk: how many cannot be read after."""
+    flags = ("--tiers", "cpu,disk", "--cpu", "128MiB", "--disk", f"3GiB:{folder / 'burst'}")
+    with serving(*flags, disk=folder / "burst") as (address, _), _client(address, SMALL) as client:
+        rng = np.random.default_rng(5)
+        keys = client.keys(rng.integers(0, 1 << 31, 256 * BURST_CHUNKS).tolist())
+        base = rng.integers(0, 1 << 16, (2, 8, 256, 128), dtype=np.uint16)
+
+        def tensors(number: int) -> list[list[list[np.ndarray]]]:  # type: ignore[type-arg]
+            part = base + np.uint16(number)
+            return [[[part[0], part[1]]]]
+
+        refused = 0
+        for number, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
+            (put,) = client.put([Chunk(key, tensors(number), parent)])
+            refused += put.outcome is not PutOutcome.stored
+        lost = 0
+        for start in range(0, BURST_CHUNKS, CHUNKS):
+            group = keys[start : start + CHUNKS]
+            found = client.get(group)
+            right = sum(
+                all(np.array_equal(a, b) for a, b in zip(got[0][0], want[0][0], strict=True))
+                for got, want in zip(
+                    found, map(tensors, range(start, start + CHUNKS)), strict=False
+                )
+            )
+            lost += len(group) - right
+    report.add("burst_lost", lost, f"of {BURST_CHUNKS} x 1 MiB, {refused} refused", "bar 0")
+
+
+def bench_metadata(folder: Path, report: Report) -> None:
+    """Traced bytes of everything kept per chunk that lies in CPU memory and on disk."""
+    import tracemalloc
+
+    from kvstore.proto.frame import raw_frame_bytes
+    from kvstore.proto.types import ChainDigest, ChunkInfo
+    from kvstore.server.catalog import Catalog
+    from kvstore.server.leases import LeaseTable
+    from kvstore.server.policy.lru import LruEviction
+    from kvstore.tiers.cpu import CpuTier
+    from kvstore.tiers.disk import DiskTier
+
+    count = 5000
+    layout = KVLayout.of(SMALL, 16)
+    size = raw_frame_bytes(layout)
+    tiers = [
+        CpuTier(count * (size + 4096), 64 * MIB),
+        DiskTier(folder / "meta", count * (size + 8192)),
+    ]
+    leases = LeaseTable(1, lambda: 1)
+    catalog = Catalog({t.name: LruEviction() for t in tiers}, leases, 1, time.monotonic)
+    digests = chain_digests(list(range(256 * count)))
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    parent = ChainDigest(bytes(16))
+    for digest in digests:
+        info = ChunkInfo(ChunkKey(bytes(16) + digest), parent, layout, 0, size)
+        for tier in tiers:
+            tier.seal(tier.reserve(info))
+            catalog.note_sealed(tier.name, info)
+        parent = digest
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    for tier in tiers:
+        tier.close()
+    report.add("metadata_bytes_per_chunk", (after - before) / count, "CPU + disk copy", "reported")
+
+
+def _client(address: str, model: Representation) -> Client:
+    return Client(address, model, ClientOptions(deadline_ms=20_000, staging_bytes=64 * MIB))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run every part and print the report."""
+    only_json = parse_flags(argv, __doc__ or "")
+    report = Report("local")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = ("--tiers", "cpu", "--cpu", "1GiB")
+        with serving(*flags, disk=folder / "none") as (address, _):
+            bench_transport(address, report)
+            bench_lookup(address, report)
+        bench_disk(folder, report)
+        bench_redis(folder, report)
+        bench_import(report)
+        bench_burst(folder, report)
+        bench_metadata(folder, report)
+    report.print(only_json=only_json)
+
+
+if __name__ == "__main__":
+    main()
