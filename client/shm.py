@@ -176,24 +176,21 @@ class ShmTransport(Transport):
             via=pb.VIA_SHARED_MEMORY,
         )
         assembly = Assembly(self.session.terms.max_frame_bytes)
-        tier, own_lease = "", 0
+        own_lease = 0
         try:
             for reply in self.session.connection.stream("Get", request, deadline_ms):
                 if not lease_id:
                     own_lease = reply.lease_id or own_lease
-                tier = reply.tier or tier
-                if reply.HasField("place"):
-                    yield self._arrived(reply)
-                    continue
-                frame = assembly.add(reply.part)
+                for number, place in enumerate(reply.places.places):
+                    yield self._arrived(reply.index + number, place)
+                frame = assembly.add(reply.part) if reply.HasField("part") else None
                 if frame is not None:
-                    yield Arrived(reply.index, tier, frame, _stays)
+                    yield Arrived(reply.index, reply.tier, frame, _stays)
         finally:
             if own_lease:
                 self._release(own_lease, deadline_ms)
 
-    def _arrived(self, reply: pb.GetResponse) -> Arrived:
-        place = reply.place
+    def _arrived(self, index: int, place: pb.Place) -> Arrived:
         slab = self._slab(place.slab)
         stop = place.offset + place.size_bytes
         if place.offset < _GENERATION_BYTES or stop > len(slab):
@@ -207,7 +204,7 @@ class ShmTransport(Transport):
                 )
 
         confirm()
-        return Arrived(reply.index, reply.tier, slab[place.offset : stop], confirm)
+        return Arrived(index, place.tier, slab[place.offset : stop], confirm)
 
     def _slab(self, slab_id: int) -> Bytes:
         with self._slab_lock:

@@ -57,12 +57,10 @@ class StreamTransport(Transport):
             via=pb.VIA_STREAM,
         )
         assembly = Assembly(self.session.terms.max_frame_bytes)
-        tier = ""
         for reply in self.session.connection.stream("Get", request, deadline_ms):
-            tier = reply.tier or tier
             frame = assembly.add(reply.part)
             if frame is not None:
-                yield Arrived(reply.index, tier, frame, _stays)
+                yield Arrived(reply.index, reply.tier, frame, _stays)
 
     @override
     def close(self) -> None:

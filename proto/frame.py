@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.buffers import Bytes, as_bytes, checksum
+from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_bytes, copy_checked
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, LayoutMismatchError
 from kvstore.proto.types import (
     ChainDigest,
@@ -44,6 +44,7 @@ _KNOWN_FLAGS = FLAG_RESTORED
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd40xQ")
 _COMPONENT = struct.Struct("<BBBx3I5I12x")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
+_HEADER_BYTES_OFFSET = 8
 SEGMENT_DTYPE = np.dtype(
     [
         ("component", "<u2"),
@@ -330,13 +331,42 @@ def check_frame(frame: Bytes, key: ChunkKey | None = None) -> FrameHeader:
     the header is right and the bytes behind it are not, or belong to another key.
     """
     header = parse_header(frame)
-    if key is not None and header.key != key:
-        raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
-    if header.frame_bytes != len(frame):
-        raise ChunkCorruptError(header.key, f"{len(frame)} bytes of {header.frame_bytes}")
+    _check_identity(header, len(frame), key)
     for index in range(len(header.segments)):
         check_segment(header, index, checksum(header.segment(frame, index)))
     return header
+
+
+def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
+    """Copy the frame *data* to *out* of the same length, checking each byte as it lands.
+
+    What is checked is *out*: whoever still writes to *data* cannot slip anything past. Raises
+    as ``check_frame`` does; *out* then holds rubbish.
+    """
+    if len(out) < FIXED_BYTES or len(out) != len(data):
+        raise InvalidFrameError(
+            "frame", len(data), f"give at least {FIXED_BYTES}, and as much room"
+        )
+    copy_bytes(out[:FIXED_BYTES], data[:FIXED_BYTES])
+    (size,) = struct.unpack_from("<I", out, _HEADER_BYTES_OFFSET)
+    end = min(max(size, FIXED_BYTES), len(out))
+    copy_bytes(out[FIXED_BYTES:end], data[FIXED_BYTES:end])
+    header = parse_header(out)
+    _check_identity(header, len(out), key)
+    for index, row in enumerate(header.segments):
+        start = int(row["offset"])
+        stop = start + int(row["stored_bytes"])
+        out[end:start] = 0
+        check_segment(header, index, copy_checked(out[start:stop], data[start:stop]))
+        end = stop
+    return header
+
+
+def _check_identity(header: FrameHeader, size_bytes: int, key: ChunkKey | None) -> None:
+    if key is not None and header.key != key:
+        raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
+    if header.frame_bytes != size_bytes:
+        raise ChunkCorruptError(header.key, f"{size_bytes} bytes of {header.frame_bytes}")
 
 
 def check_segment(header: FrameHeader, index: int, found: int) -> None:

@@ -206,17 +206,25 @@ class GetRequest(_message.Message):
     min_fidelity: int
     def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ...) -> None: ...
 
+class Places(_message.Message):
+    __slots__ = ("places",)
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    places: _containers.RepeatedCompositeFieldContainer[Place]
+    def __init__(self, places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
+
 class Place(_message.Message):
-    __slots__ = ("slab", "offset", "size_bytes", "generation")
+    __slots__ = ("slab", "offset", "size_bytes", "generation", "tier")
     SLAB_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     slab: int
     offset: int
     size_bytes: int
     generation: int
-    def __init__(self, slab: _Optional[int] = ..., offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    tier: str
+    def __init__(self, slab: _Optional[int] = ..., offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class FramePart(_message.Message):
     __slots__ = ("frame_bytes", "offset", "data")
@@ -229,20 +237,20 @@ class FramePart(_message.Message):
     def __init__(self, frame_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class GetResponse(_message.Message):
-    __slots__ = ("server", "lease_id", "index", "tier", "place", "part")
+    __slots__ = ("server", "lease_id", "index", "tier", "places", "part")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     server: Server
     lease_id: int
     index: int
     tier: str
-    place: Place
+    places: Places
     part: FramePart
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., lease_id: _Optional[int] = ..., index: _Optional[int] = ..., tier: _Optional[str] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[_Union[FramePart, _Mapping]] = ...) -> None: ...
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., lease_id: _Optional[int] = ..., index: _Optional[int] = ..., tier: _Optional[str] = ..., places: _Optional[_Union[Places, _Mapping]] = ..., part: _Optional[_Union[FramePart, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids")

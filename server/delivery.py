@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
@@ -59,21 +59,28 @@ class Delivery:
         The caller holds the lease until it is done with what it got.
         """
         delivered = 0
-        for index, key in enumerate(keys):
-            for ahead in keys[index + 1 : index + 1 + READ_AHEAD_CHUNKS]:
-                self._load(session, ahead)
-            arrival = self._arrive(session, index, key, deadline)
-            if arrival is None:
-                break
-            delivered += 1
-            self._counters.add("get_bytes", len(arrival.frame))
-            try:
-                yield arrival
-            finally:
-                if arrival.place is None:
-                    self._return_loose(len(arrival.frame))
-        self._counters.add("get_chunks", delivered)
-        self._counters.add("get_missed_chunks", len(keys) - delivered)
+        origins: list[str] = []
+        try:
+            for index, key in enumerate(keys):
+                for ahead in keys[len(origins) : index + 1 + READ_AHEAD_CHUNKS]:
+                    origins.append(self._load(session, ahead)[0])
+                arrival = self._arrive(session, index, key, deadline)
+                if arrival is None:
+                    break
+                delivered += 1
+                self._counters.add("get_bytes", len(arrival.frame))
+                try:
+                    yield replace(arrival, tier=origins[index] or arrival.tier)
+                finally:
+                    if arrival.place is None:
+                        self._return_loose(len(arrival.frame))
+        finally:
+            self._counters.add("get_chunks", delivered)
+            self._counters.add("get_missed_chunks", len(keys) - delivered)
+
+    def in_reach(self, key: ChunkKey) -> bool:
+        """Whether *key* can be delivered without a load."""
+        return self._transfers.cpu.name in self._catalog.copies(key)
 
     def _load(self, session: Session, key: ChunkKey) -> tuple[str, Ticket | None]:
         """Start loading *key* unless it is in CPU memory; return the fastest holder's name."""
@@ -90,13 +97,11 @@ class Delivery:
     def _arrive(
         self, session: Session, index: int, key: ChunkKey, deadline: float
     ) -> Arrival | None:
-        origin = ""
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._transfers.shelves)):
             name, ticket = self._load(session, key)
-            origin = origin or name
             if ticket is None:
-                return self._in_cpu(index, key, origin) if name else None
+                return self._in_cpu(index, key) if name else None
             try:
                 self._mover.wait(ticket, deadline)
             except TierFullError:
@@ -108,12 +113,12 @@ class Delivery:
                 continue
         return None
 
-    def _in_cpu(self, index: int, key: ChunkKey, origin: str) -> Arrival | None:
+    def _in_cpu(self, index: int, key: ChunkKey) -> Arrival | None:
         cpu = self._transfers.cpu_tier
         place, frame = cpu.locate(key), cpu.peek(key)
         if place is None or frame is None:
             return None
-        return Arrival(index, origin, frame, place)
+        return Arrival(index, self._transfers.cpu.name, frame, place)
 
     def _loose(self, index: int, key: ChunkKey, name: str, deadline: float) -> Arrival | None:
         """Read past a CPU tier that is full of leases, within a bound of its own."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -15,7 +16,7 @@ from kvstore.proto.errors import (
     ShuttingDownError,
     TierFullError,
 )
-from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame
+from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome
 from kvstore.server.sessions import Session
 from kvstore.server.transfer import Room, Transfers
@@ -166,9 +167,14 @@ class Intake:
         Raises InvalidFrameError, ChunkCorruptError, InvalidRequestError for frames that are
         not what was reserved; nothing of them stays.
         """
+        return self._finish(ticket, check_frame)
+
+    def _finish(
+        self, ticket: PutTicket, receive: Callable[[Bytes, ChunkKey], FrameHeader]
+    ) -> PutResult:
         info = ticket.reservation.info
         try:
-            header = check_frame(self.view(ticket), info.key)
+            header = receive(self.view(ticket), info.key)
             _check_put(header, info, ticket.session)
         except KVStoreError:
             self._counters.add("put_invalid_chunks")
@@ -200,8 +206,8 @@ class Intake:
         results: list[PutResult] = []
         try:
             for ticket, frame in zip(tickets, frames, strict=True):
-                copy_bytes(self.view(ticket), frame)
-                results.append(self.commit(ticket))
+                receive = partial(_copy_from, frame)
+                results.append(self._finish(ticket, receive))
         except KVStoreError:
             for ticket in tickets[len(results) + 1 :]:
                 self._drop_reservation(ticket)
@@ -227,6 +233,10 @@ class Intake:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+
+def _copy_from(frame: Bytes, view: Bytes, key: ChunkKey) -> FrameHeader:
+    return copy_frame(view, frame, key)
 
 
 def _check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:

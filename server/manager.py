@@ -183,7 +183,7 @@ class TierManager:
             try:
                 news |= ticket is not None and bool(self._mover.wait(ticket, deadline))
             except KVStoreError:
-                self.counters.add("get_late_chunks")
+                self.counters.add("unanswered_lookups")
         return news
 
     def _find(self, shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:

@@ -9,6 +9,7 @@ COUNTERS: Mapping[str, str] = {
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for in lookups",
     "lookup_ready_chunks": "chunks that lookups found ready",
+    "unanswered_lookups": "lookups that a shared tier did not answer in time",
     "get_chunks": "chunks delivered by gets",
     "get_bytes": "frame bytes delivered by gets",
     "get_missed_chunks": "chunks a get asked for and did not deliver",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -134,37 +134,56 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
         # Through shared memory the client reads after this call and releases by itself.
         release = not request.lease_id and not (shared and known)
+        places: list[Arrival] = []
         try:
             for arrival in self._manager.gets.get(session, keys[:known], deadline):
-                yield from self._replies(arrival, lease_id, shared)
+                if not (shared and arrival.place):
+                    yield from self._parts(arrival, lease_id)
+                    continue
+                places.append(arrival)
+                following = keys[arrival.index + 1 : known][:1]
+                if not (following and self._manager.gets.in_reach(following[0])):
+                    yield self._places(places, lease_id)
+                    places = []
+            if places:
+                yield self._places(places, lease_id)
         finally:
             if release:
                 self._manager.release(session, lease_id)
 
-    def _replies(self, arrival: Arrival, lease_id: int, shared: bool) -> Iterator[pb.GetResponse]:
-        head = pb.GetResponse(
-            server=self._stamp, lease_id=lease_id, index=arrival.index, tier=arrival.tier
+    def _places(self, arrivals: Sequence[Arrival], lease_id: int) -> pb.GetResponse:
+        places = [
+            pb.Place(
+                slab=arrival.place.slab_id,
+                offset=arrival.place.offset,
+                size_bytes=arrival.place.size_bytes,
+                generation=arrival.place.generation,
+                tier=arrival.tier,
+            )
+            for arrival in arrivals
+            if arrival.place is not None
+        ]
+        return pb.GetResponse(
+            server=self._stamp,
+            lease_id=lease_id,
+            index=arrivals[0].index,
+            places=pb.Places(places=places),
         )
-        place = arrival.place
-        if shared and place is not None:
-            head.place.slab, head.place.offset = place.slab_id, place.offset
-            head.place.size_bytes, head.place.generation = place.size_bytes, place.generation
-            yield head
-            return
+
+    def _parts(self, arrival: Arrival, lease_id: int) -> Iterator[pb.GetResponse]:
         frame = arrival.frame
         for start in range(0, len(frame), wire.MESSAGE_BYTES):
-            part = pb.GetResponse(
+            yield pb.GetResponse(
+                server=None if start else self._stamp,
                 lease_id=lease_id,
                 index=arrival.index,
+                tier=arrival.tier,
                 part=pb.FramePart(
                     frame_bytes=len(frame),
                     offset=start,
                     data=frame[start : start + wire.MESSAGE_BYTES].tobytes(),
                 ),
             )
-            if not start:
-                part.MergeFrom(head)
-            yield part
 
     @override
     def Release(

@@ -139,19 +139,20 @@ class DiskIndex:
 
     def _has_room(self, count: int) -> bool:
         """Whether *count* rows leave free the pages that deletes need: LMDB copies to delete."""
-        if self._env is None:
-            raise TierUnavailableError(TIER, "the index is closed")
-        stat = self._env.stat()
+        stat = self._opened().stat()
         used = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
         pages = self._index_bytes // stat["psize"]
         return count == 0 or used + count + pages // SPARE_SHARE <= pages
 
+    def _opened(self) -> lmdb.Environment:
+        if self._env is None:
+            raise TierUnavailableError(TIER, f"{self._path} is not open")
+        return self._env
+
     def _write(self, deletes: Iterable[ChunkKey], rows: Sequence[PackedRow]) -> bool:
         """Run one transaction; False, changing nothing, when it does not fit the index."""
-        if self._env is None:
-            raise TierUnavailableError(TIER, "the index is closed")
         try:
-            with self._env.begin(write=True) as transaction:
+            with self._opened().begin(write=True) as transaction:
                 for key in sorted(deletes):
                     transaction.delete(key)
                 for key, value in sorted(rows):

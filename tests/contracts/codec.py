@@ -9,6 +9,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 from typing import Any, ClassVar
 
@@ -44,15 +45,21 @@ def layouts(dtype: DType) -> dict[str, KVLayout]:
     """Return the shapes a codec meets, by name."""
     gqa = Component(LayerKind.attention, dtype, 3, 2, 64, 128)
     mla = Component(LayerKind.mla, dtype, 2, 1, 72, 64)
-    window = Component(LayerKind.window, dtype, 1, 3, 5, 7)
     return {
         "mha": KVLayout((Component(LayerKind.attention, dtype, 2, 4, 16, 32),)),
         "gqa": KVLayout((gqa,)),
         "mla": KVLayout((mla,)),
-        "several": KVLayout((gqa, mla, window)),
+        "several": KVLayout((gqa, mla, Component(LayerKind.window, dtype, 1, 3, 5, 7))),
         "partial": KVLayout((Component(LayerKind.attention, dtype, 2, 2, 8, 16),)),
         "wide": KVLayout((Component(LayerKind.mla, dtype, 1, 1, 576, 256),)),
     }
+
+
+INFINITIES = {
+    1: [0x7C, 0xFC],
+    2: [0x7F80, 0xFF80, 0x7C00, 0xFC00, 0x7FC1, 0x7C01],
+    4: [0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001],
+}
 
 
 def random_bits(shape: tuple[int, ...], width: int, rng: np.random.Generator) -> Part:
@@ -68,10 +75,7 @@ def special_values(shape: tuple[int, ...], width: int, rng: np.random.Generator)
     """Zeros and denormals of both signs, and every exponent-heavy or all-ones pattern."""
     sign, ones = 1 << (8 * width - 1), (1 << (8 * width)) - 1
     nan_payloads = [ones, ones - 1, ones ^ sign, sign - 2]
-    infinities = {1: [0x7C, 0xFC], 2: [0x7F80, 0xFF80, 0x7C00, 0xFC00, 0x7FC1, 0x7C01]}.get(
-        width, [0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001]
-    )
-    chosen = np.array([0, sign, 1, sign | 1, *nan_payloads, *infinities], dtype=f"u{width}")
+    chosen = np.array([0, sign, 1, sign | 1, *nan_payloads, *INFINITIES[width]], f"u{width}")
     return chosen[rng.integers(0, len(chosen), shape)]
 
 
@@ -107,8 +111,7 @@ def strided(tensors: Tensors) -> Tensors:
 
 def same(left: Tensors, right: Tensors) -> bool:
     """Whether both hold the same bits."""
-    pairs = zip(_flat(left), _flat(right), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs)
+    return all(np.array_equal(a, b) for a, b in zip(_flat(left), _flat(right), strict=True))
 
 
 def _flat(tensors: Tensors) -> list[Part]:
@@ -173,6 +176,8 @@ def _payload_positions(header: FrameHeader) -> set[int]:
 
 
 SMALL = layouts(DType.bfloat16)["partial"]
+_every_dtype = pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+_every_fill = pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
 _inherited = settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.differing_executors]
 )
@@ -183,9 +188,9 @@ class CodecContract:
 
     codec: ClassVar[Codec]
 
-    @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
+    @_every_fill
     @pytest.mark.parametrize("name", layouts(DType.uint8))
-    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    @_every_dtype
     def test_what_was_encoded_comes_back_bit_by_bit(
         self, dtype: DType, name: str, fill: Fill
     ) -> None:
@@ -199,23 +204,20 @@ class CodecContract:
         assert same(pages, tensors)
 
     @pytest.mark.parametrize("name", layouts(DType.uint8))
-    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    @_every_dtype
     def test_header_says_what_was_encoded(self, dtype: DType, name: str) -> None:
         layout = layouts(dtype)[name]
         out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
         given_back = self.codec.encode(template(layout), filled(layout), out)
         header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
         assert FrameTemplate.of(header) == template(layout)
-        assert (header.codec_id, header.codec_revision, header.fidelity) == (
-            self.codec.codec_id, self.codec.revision, self.codec.fidelity,
-        )  # fmt: skip
+        self.codec.check_header(header)
+        assert header.fidelity is self.codec.fidelity
         assert np.array_equal(header.segments, given_back.segments)
 
-    @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
-    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
-    def test_bounds_hold_and_rooms_of_just_that_size_are_enough(
-        self, dtype: DType, fill: Fill
-    ) -> None:
+    @_every_fill
+    @_every_dtype
+    def test_bounds_hold_and_such_rooms_are_enough(self, dtype: DType, fill: Fill) -> None:
         for layout in layouts(dtype).values():
             for component, layers in zip(layout.components, filled(layout, fill), strict=True):
                 bound = self.codec.max_segment_bytes(component)
@@ -267,9 +269,7 @@ class CodecContract:
             self.codec.encode(template(SMALL), filled(SMALL), np.empty(len(frame) // 2, np.uint8))
 
     @pytest.mark.parametrize("fault", ["shape", "dtype", "parts", "layers", "components"])
-    def test_tensors_of_another_layout_are_refused_before_anything_is_written(
-        self, fault: str
-    ) -> None:
+    def test_tensors_of_another_layout_are_refused_and_nothing_written(self, fault: str) -> None:
         wrong = filled(SMALL)
         match fault:
             case "shape":
@@ -299,10 +299,8 @@ class CodecContract:
         for size in header.segments["stored_bytes"]:
             writer.reserve(int(size))
             writer.commit(int(size))
-        for codec_id, revision in [
-            (self.codec.codec_id ^ 1, self.codec.revision),
-            (self.codec.codec_id, self.codec.revision + 1),
-        ]:
+        own = (self.codec.codec_id, self.codec.revision)
+        for codec_id, revision in [(own[0] ^ 1, own[1]), (own[0], own[1] + 1)]:
             other = writer.finish(codec_id, revision, self.codec.fidelity)
             with pytest.raises(UnknownCodecError, match=f"'{codec_id} revision {revision}'"):
                 self.codec.decode_into(other, np.zeros(1 << 16, np.uint8), out)
@@ -379,17 +377,13 @@ class CodecContract:
         again = encoded(self.codec, contents, SMALL)
         assert same(decoded(again), contents)
 
-    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    @_every_dtype
     def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self, dtype: DType) -> None:
         layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 2048),))
         for fill in (all_zero, normal_values):
             frame = encoded(self.codec, filled(layout, fill), layout)
-            header = parse_header(frame)
-            out = empty_tensors(layout)
-
-            def decode(header: FrameHeader = header, frame: Bytes = frame, out: Any = out) -> None:
-                self.codec.decode_into(header, frame, out)
-
+            header, out = parse_header(frame), empty_tensors(layout)
+            decode = partial(self.codec.decode_into, header, frame, out)
             assert peak_bytes(decode) <= layout.components[0].layer_bytes + SCRATCH_BYTES
 
     def test_eight_threads_share_one_codec(self) -> None:

@@ -23,6 +23,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import check_frame
+from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
 
@@ -388,15 +389,21 @@ def test_write_outside_the_frame_is_refused(tmp_path: Path) -> None:
 
 def test_full_index_refuses_and_takes_chunks_again_after_deletes(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, 16 << 20, index_bytes=1 << 20)
-    sealed, _ = fill_up(tier, [make_info(seed, 1_000) for seed in range(4_000)])
-    tier.flush()
+    sealed: list[ChunkInfo] = []
+    while tier.lost_seals == 0:
+        info = make_info(len(sealed), 1_000)
+        try:
+            put(tier, info, bytes_of(info), durable=True)
+        except TierFullError:
+            break
+        sealed.append(info)
     assert_counts(tier, sealed, [])
     assert tier.lost_seals == 1
     with pytest.raises(TierFullError):
         tier.reserve(make_info(3_000, 1_000))
     for info in sealed[::2]:
         assert tier.delete(info.key)
-    again = [make_info(seed, 1_000) for seed in range(4_000, 4_020)]
+    again = [make_info(seed, 1_000) for seed in range(5_000, 5_020)]
     for info in again:
         assert put(tier, info, bytes_of(info), durable=True)
     tier.close()
