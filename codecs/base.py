@@ -65,6 +65,25 @@ class Codec(ABC):
         whatever *data* says.
         """
 
+    def encode_checked(
+        self, parts: Sequence[Part], component: Component, out: Bytes
+    ) -> tuple[int, int]:
+        """Encode one layer into *out*; return the bytes used and their checksum."""
+        stored_bytes = self.encode_segment(parts, component, out)
+        return stored_bytes, checksum(out[:stored_bytes])
+
+    def decode_checked(
+        self, header: FrameHeader, frame: Bytes, index: int, out: Sequence[Part]
+    ) -> None:
+        """Verify segment *index* of *frame* and decode it into *out*.
+
+        Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish.
+        """
+        data = header.segment(frame, index)
+        check_segment(header, index, checksum(data))
+        component = header.layout.components[int(header.segments[index]["component"])]
+        self.decode_segment(data, component, out)
+
     def check_header(self, header: FrameHeader) -> None:
         """Raise UnknownCodecError unless *header* names this codec and this revision."""
         if (header.codec_id, header.codec_revision) != (self.codec_id, self.revision):
@@ -92,7 +111,7 @@ class Codec(ABC):
             room_bytes = self.max_segment_bytes(component)
             for parts in layers:
                 room = writer.reserve(room_bytes)
-                writer.commit(self.encode_segment(parts, component, room))
+                writer.commit(*self.encode_checked(parts, component, room))
         return writer.finish(self.codec_id, self.revision, self.fidelity)
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: ChunkTensors) -> None:
@@ -103,13 +122,9 @@ class Codec(ABC):
         """
         self.check_header(header)
         check_tensors(header.layout, out)
-        index = 0
-        for component, layers in zip(header.layout.components, out, strict=True):
-            for parts in layers:
-                data = header.segment(frame, index)
-                check_segment(header, index, checksum(data))
-                self.decode_segment(data, component, parts)
-                index += 1
+        every_layer = (parts for layers in out for parts in layers)
+        for index, parts in enumerate(every_layer):
+            self.decode_checked(header, frame, index, parts)
 
 
 def check_tensors(layout: KVLayout, tensors: ChunkTensors) -> None:

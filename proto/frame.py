@@ -348,7 +348,7 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
             "frame", len(data), f"give at least {FIXED_BYTES}, and as much room"
         )
     copy_bytes(out[:FIXED_BYTES], data[:FIXED_BYTES])
-    (size,) = struct.unpack_from("<I", out, _HEADER_BYTES_OFFSET)
+    (size,) = struct.unpack("<I", out[_HEADER_BYTES_OFFSET:][:4].tobytes())
     end = min(max(size, FIXED_BYTES), len(out))
     copy_bytes(out[FIXED_BYTES:end], data[FIXED_BYTES:end])
     header = parse_header(out)

@@ -29,7 +29,10 @@ _BACKLOG = 128
 logger = structlog.get_logger(__name__)
 
 SlabFile = Callable[[int, str], tuple[int, int]]
-"""Slab id and tenant to the slab's descriptor and size. Raises KVStoreError."""
+"""Slab id and tenant to a descriptor of the slab, ours to close, and its size.
+
+Raises KVStoreError.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +162,10 @@ class DataPlane:
         if peer.session is None:
             raise UnauthenticatedError("attach before asking for slabs")
         slab, size_bytes = self._slab_file(request.arg, peer.session.tenant)
-        socket.send_fds(peer.connection, [shm.pack_reply(shm.Reply.ok, size_bytes)], [slab])
+        try:
+            socket.send_fds(peer.connection, [shm.pack_reply(shm.Reply.ok, size_bytes)], [slab])
+        finally:
+            os.close(slab)
 
     def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
         if not shm.has_seals(descriptor, shm.SIZE_SEALS):

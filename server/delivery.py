@@ -62,8 +62,8 @@ class Delivery:
         origins: list[str] = []
         try:
             for index, key in enumerate(keys):
-                for ahead in keys[len(origins) : index + 1 + READ_AHEAD_CHUNKS]:
-                    origins.append(self._load(session, ahead)[0])
+                ahead = keys[len(origins) : index + 1 + READ_AHEAD_CHUNKS]
+                origins += [self._load(session, key_ahead)[0] for key_ahead in ahead]
                 arrival = self._arrive(session, index, key, deadline)
                 if arrival is None:
                     break

@@ -294,10 +294,10 @@ class CpuTier(Tier):
             return None if block is None else block.place()
 
     def slab_file(self, slab_id: int, tenant: str) -> int:
-        """Return the slab's file descriptor, for a process of *tenant* to map read-only.
+        """Return a descriptor of the slab, for a process of *tenant* to map read-only.
 
-        It stays the tier's: do not close it, and keep a chunk of the slab from being deleted
-        until it is sent, since an empty slab may change hands and the number with it.
+        It is the caller's to close: the slab's own may be closed, and its number given to
+        another tenant's slab, as soon as the slab is empty.
         Raises InvalidRequestError for an unknown slab, PermissionDeniedError for another's.
         """
         with self._lock:
@@ -306,7 +306,7 @@ class CpuTier(Tier):
                 raise InvalidRequestError("slab_id", slab_id, "it is gone: look the chunk up anew")
             if slab.tenant != tenant:
                 raise PermissionDeniedError(f"slab {slab_id} belongs to another tenant")
-            return slab.fd
+            return os.dup(slab.fd)
 
     def residents(self, key: ChunkKey) -> list[ChunkKey]:
         """Return the sealed chunks of the slab that holds *key*, itself included, in order

@@ -119,7 +119,10 @@ class ExtentFolder:
             self._lock_fd = -1
 
     def _own(self, capacity_bytes: int, spare_bytes: int) -> None:
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         os.makedirs(self.path, mode=0o700, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
         self._lock_fd = _take_lock(self.path)
         known = _read_format(self.path)
         self.extent_bytes = known or self.extent_bytes

@@ -21,7 +21,7 @@ from kvstore.server.config import (
     load_with_origins,
     show,
 )
-from kvstore.server.units import GIB, MIB
+from kvstore.server.units import GIB, KIB, MIB
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
 
@@ -316,12 +316,12 @@ def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.Mon
     ("cpu", "slab_bytes"),
     [
         ("4MiB", 4 * MIB),
-        ("64MiB", 4 * MIB),
-        ("100MiB", 4 * MIB),
-        ("1GiB", 64 * MIB),
-        ("1500MiB", 64 * MIB),
-        ("4GiB", 256 * MIB),
-        ("1TiB", 256 * MIB),
+        ("64MiB", 4 * MIB + 128 * KIB),
+        ("100MiB", 4 * MIB + 128 * KIB),
+        ("1GiB", 66 * MIB),
+        ("1500MiB", 66 * MIB),
+        ("4GiB", 264 * MIB),
+        ("1TiB", 264 * MIB),
     ],
 )
 def test_the_slab_follows_the_cpu_tier_between_its_bounds(cpu: str, slab_bytes: int) -> None:

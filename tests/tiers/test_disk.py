@@ -3,10 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import pytest
 from contracts.chunks import make_frame, make_info, make_representation, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, fill_up, get, put
 from contracts.tier import TierContract
+from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk, sealer
 
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -26,42 +24,6 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
-
-EXTENT_BYTES = 1 << 20
-INDEX_BYTES = 1 << 20
-
-
-def open_disk(
-    path: Path, capacity_bytes: int = 4 << 20, index_bytes: int = INDEX_BYTES
-) -> DiskTier:
-    """Open a tier whose clock stands still: nothing is committed unless someone asks."""
-    return DiskTier(
-        path,
-        capacity_bytes,
-        extent_bytes=EXTENT_BYTES,
-        index_bytes=index_bytes,
-        clock=lambda: 0.0,
-    )
-
-
-@contextmanager
-def sealer(path: Path, first_seed: int) -> Iterator[subprocess.Popen[str]]:
-    """Run disk_sealer.py on *path* once it owns it; killed with SIGKILL at the end."""
-    script = Path(__file__).with_name("disk_sealer.py")
-    child = subprocess.Popen(
-        [sys.executable, str(script), str(path), str(first_seed)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert child.stdout is not None
-    with child.stdout:
-        try:
-            assert child.stdout.readline() == "ready\n"
-            yield child
-        finally:
-            child.kill()
-            child.wait()
 
 
 def flip(path: Path, needle: bytes, at: int) -> int:

@@ -1,0 +1,204 @@
+"""The Connector: what every engine's adapter shares, and the boundary where store errors end.
+
+An adapter brings the prompt's tokens and places for tensors; keys, chunks and counting are
+here. Whatever goes wrong in the store is a counted miss here and never reaches the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias, TypeVar
+
+from kvstore.client.chunk import Chunk
+from kvstore.client.client import Client, parents
+from kvstore.client.tensors import LayerTensors
+from kvstore.proto.keys import chunk_spans, content_digest, tokens_le32
+from kvstore.proto.types import PutOutcome
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Span: TypeAlias = tuple[int, int]
+"""First token of a chunk, and the one after its last."""
+
+Room: TypeAlias = Callable[[Sequence[Span]], Sequence[LayerTensors]]
+"""Returns where the tensors of each span are to be written; asked once a load."""
+
+Source: TypeAlias = Callable[[Span], LayerTensors]
+"""Returns the tensors of one span, without copying if it can."""
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a load brought.
+
+    ``stored_tokens`` were read; the engine skips ``hit_tokens`` of them, which leaves it the
+    prompt's last token at least. ``tier_tokens`` is ``hit_tokens`` by the tier they were on.
+    """
+
+    stored_tokens: int = 0
+    hit_tokens: int = 0
+    tier_tokens: Mapping[str, int] = _NOTHING
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], tiers: Sequence[str], prompt_tokens: int) -> Prefix:
+        """Return the prefix of the chunks at *spans*, which came from *tiers*."""
+        tier_tokens: Counter[str] = Counter()
+        for (start, stop), tier in zip(spans, tiers, strict=True):
+            tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
+        stored_tokens = spans[-1][1] if spans else 0
+        return cls(stored_tokens, tier_tokens.total(), dict(tier_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorStats:
+    """What a connector did since its birth. Errors are counted by the name of their class.
+
+    Of each prompt looked up, every token is a hit or a miss. ``lost_chunks`` were ready when
+    asked for and not read: late, evicted or damaged.
+    """
+
+    lookups: int
+    hit_tokens: int
+    miss_tokens: int
+    lost_chunks: int
+    stored_chunks: int
+    existing_chunks: int
+    refused_chunks: int
+    hit_tokens_by_tier: Mapping[str, int]
+    load_errors: Mapping[str, int]
+    store_errors: Mapping[str, int]
+
+
+class Connector:
+    """Loads prefixes from a store and stores what was computed. Thread-safe.
+
+    An engine's adapter is a subclass of it in a file of its own; ``tests/contracts/connector.py``
+    runs one suite over all of them. With *durable* a store returns once its chunks would
+    survive a power cut. *token_flops* is about what the engine spends on one token.
+
+    A server that does not answer costs a load or a store one deadline of the client, and the
+    following ones nothing until ``retry_after_ms`` have passed.
+    """
+
+    def __init__(self, client: Client, *, durable: bool = False, token_flops: float = 0.0) -> None:
+        self.client = client
+        self._durable = durable
+        self._token_flops = token_flops
+        self._counts: Counter[str] = Counter()
+        self._tier_tokens: Counter[str] = Counter()
+        self._load_errors: Counter[str] = Counter()
+        self._store_errors: Counter[str] = Counter()
+        self._is_failing = False
+        # Guards the five fields above; held for counting only.
+        self._lock = threading.Lock()
+
+    def load_chunks(self, tokens: Sequence[int], room: Room, extra: Sequence[bytes] = ()) -> Prefix:
+        """Read the longest stored prefix of *tokens* into what *room* gives. Never raises.
+
+        *extra* is what else names the prompt (cache salt, multimodal hashes), in order. What
+        lies in the room past ``stored_tokens`` is not to be used.
+        """
+        prefix = self._guarded(lambda: self._load(tokens, room, extra), Prefix(), self._load_errors)
+        with self._lock:
+            self._counts["lookups"] += 1
+            self._counts["hit_tokens"] += prefix.hit_tokens
+            self._counts["miss_tokens"] += len(tokens) - prefix.hit_tokens
+            self._tier_tokens.update(prefix.tier_tokens)
+        return prefix
+
+    def _load(self, tokens: Sequence[int], room: Room, extra: Sequence[bytes]) -> Prefix:
+        keys = self.client.keys(tokens, extra)
+        if not keys:
+            return Prefix()
+        match = self.client.lookup(keys)
+        if not match.ready:
+            return Prefix()
+        spans = self._spans(len(tokens))[: match.ready]
+        read = len(self.client.get(keys[: match.ready], room(spans)))
+        if read < match.ready:
+            with self._lock:
+                self._counts["lost_chunks"] += match.ready - read
+        return Prefix.of(spans[:read], match.tiers[:read], len(tokens))
+
+    def store_chunks(
+        self,
+        tokens: Sequence[int],
+        source: Source,
+        from_token: int = 0,
+        extra: Sequence[bytes] = (),
+    ) -> int:
+        """Store the chunks of *tokens* that end behind *from_token*; return how many were new.
+
+        Never raises. *from_token* is how many tokens the store is known to hold already.
+        """
+        outcomes = self._guarded(
+            lambda: self._store(tokens, source, from_token, extra), [], self._store_errors
+        )
+        with self._lock:
+            for outcome in outcomes:
+                self._counts[outcome.name] += 1
+        return outcomes.count(PutOutcome.stored)
+
+    def _store(
+        self, tokens: Sequence[int], source: Source, from_token: int, extra: Sequence[bytes]
+    ) -> list[PutOutcome]:
+        keys = self.client.keys(tokens, extra)
+        named = zip(self._spans(len(tokens)), keys, parents(keys), strict=True)
+        chunks = [
+            Chunk(
+                key,
+                source((start, stop)),
+                parent,
+                position=start,
+                prefill_flops=self._token_flops * (stop - start),
+                content=content_digest(tokens_le32(tokens[start:stop]), extra),
+            )
+            for (start, stop), key, parent in named
+            if stop > from_token
+        ]
+        return [put.outcome for put in self.client.put(chunks, durable=self._durable)]
+
+    def _spans(self, token_count: int) -> list[Span]:
+        return chunk_spans(token_count, self.client.options.chunk_tokens)
+
+    def _guarded(self, work: Callable[[], T], otherwise: T, errors: Counter[str]) -> T:
+        """Run *work*; when it fails, count the error and return *otherwise*."""
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - no fault of the store may fail a request
+            name = type(error).__name__
+            with self._lock:
+                errors[name] += 1
+                is_news, self._is_failing = not self._is_failing, True
+            if is_news:
+                logger.warning("going on without the store: %s: %s", name, error)
+            return otherwise
+        with self._lock:
+            self._is_failing = False
+        return result
+
+    def stats(self) -> ConnectorStats:
+        """Return the counts of this moment."""
+        with self._lock:
+            counts = self._counts
+            return ConnectorStats(
+                lookups=counts["lookups"],
+                hit_tokens=counts["hit_tokens"],
+                miss_tokens=counts["miss_tokens"],
+                lost_chunks=counts["lost_chunks"],
+                stored_chunks=counts[PutOutcome.stored.name],
+                existing_chunks=counts[PutOutcome.exists.name],
+                refused_chunks=counts[PutOutcome.refused.name],
+                hit_tokens_by_tier=dict(self._tier_tokens),
+                load_errors=dict(self._load_errors),
+                store_errors=dict(self._store_errors),
+            )

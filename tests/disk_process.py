@@ -1,0 +1,117 @@
+"""A real process that seals chunks on a disk tier and says so, until it is killed.
+
+As a program: disk_process.py FOLDER FIRST_SEED (0: seal nothing, only hold the folder).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+from contracts.chunks import make_frame
+
+from kvstore.proto.errors import TierFullError
+from kvstore.proto.types import ChunkKey
+from kvstore.tiers.base import Reservation
+from kvstore.tiers.disk import DiskTier
+
+EXTENT_BYTES = 1 << 20
+INDEX_BYTES = 1 << 20
+SEALER_BYTES = 2 << 20
+"""Capacity of the tier that the process works on."""
+_THREADS = 3
+
+
+def open_disk(
+    path: Path, capacity_bytes: int = 4 << 20, index_bytes: int = INDEX_BYTES
+) -> DiskTier:
+    """Open a tier whose clock stands still: nothing is committed unless someone asks."""
+    return DiskTier(
+        path,
+        capacity_bytes,
+        extent_bytes=EXTENT_BYTES,
+        index_bytes=index_bytes,
+        clock=lambda: 0.0,
+    )
+
+
+@contextmanager
+def sealer(path: Path, first_seed: int) -> Iterator[subprocess.Popen[str]]:
+    """Run this file on *path* and wait until it owns it; killed with SIGKILL at the end."""
+    child = subprocess.Popen(
+        [sys.executable, __file__, str(path), str(first_seed)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert child.stdout is not None
+    with child.stdout:
+        try:
+            assert child.stdout.readline() == "ready\n"
+            yield child
+        finally:
+            child.kill()
+            child.wait()
+
+
+def tell(line: str) -> None:
+    """Write one line in one call: a kill cuts between lines."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+class Sealer:
+    """Seals real frames for ever, two of three durably, deleting the oldest for room."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+        self._untold: set[ChunkKey] = set()
+        """Sealed, perhaps, and not told yet: deleting these would be told too early."""
+
+    def run(self, seed: int) -> None:
+        """Put every third seed from *seed* on; tell of durable ones once the seal returned."""
+        while True:
+            info, frame = make_frame(seed, tokens=16 + seed % 200)
+            reservation: Reservation | None = None
+            while reservation is None:
+                try:
+                    reservation = self._tier.reserve(info)
+                except TierFullError:
+                    self._make_room()
+            self._tier.write(reservation, 0, frame)
+            self._untold.add(info.key)
+            durable = seed % 7 > 1
+            self._tier.seal(reservation, durable=durable)
+            if durable:
+                tell(f"sealed {info.key.hex()} {seed}")
+            self._untold.discard(info.key)
+            seed += _THREADS
+
+    def _make_room(self) -> None:
+        told = (info.key for info in self._tier.scan() if info.key not in self._untold)
+        if oldest := next(told, None):
+            tell(f"delete {oldest.hex()}")
+            self._tier.delete(oldest)
+
+
+def main() -> None:
+    """Own the folder, say so, and work until killed."""
+    tier = DiskTier(
+        Path(sys.argv[1]), SEALER_BYTES, extent_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES
+    )
+    tell("ready")
+    if first := int(sys.argv[2]):
+        work = Sealer(tier)
+        for thread in range(_THREADS):
+            Thread(target=work.run, args=(first + thread,), daemon=True).start()
+    while True:
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+from contracts.chunks import make_info
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.proto.buffers import checksum
+from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
+from kvstore.tiers.disk_index import DiskIndex, IndexRow, PackedRow, pack_row, unpack_row
+
+INDEX_BYTES = 1 << 20
+_U64 = st.integers(0, (1 << 64) - 1)
+
+
+def row_of(seed: int, sequence: int = 0, offset: int = 0) -> IndexRow:
+    return IndexRow(make_info(seed, 4_096), 0, offset, sequence)
+
+
+def store(path: Path, packed: list[PackedRow]) -> None:
+    """Write rows to the index at *path*, whatever they say."""
+    index = DiskIndex(path, INDEX_BYTES)
+    index.open(lambda row: True)
+    assert index.commit([], packed) == len(packed)
+    index.close()
+
+
+@given(st.integers(0, 99), st.integers(0, (1 << 32) - 1), _U64, _U64)
+def test_row_comes_back_as_it_was(seed: int, extent: int, offset: int, sequence: int) -> None:
+    row = IndexRow(make_info(seed, 1 + offset // 2), extent, offset, sequence)
+    assert unpack_row(row.info.key, pack_row(row)) == row
+
+
+@given(st.data())
+def test_row_with_any_byte_changed_cut_or_under_another_key_is_refused(data: st.DataObject) -> None:
+    row = row_of(data.draw(st.integers(0, 99)))
+    packed = bytearray(pack_row(row))
+    at = data.draw(st.integers(0, len(packed) - 1))
+    packed[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(InvalidFrameError):
+        unpack_row(row.info.key, bytes(packed))
+    with pytest.raises(InvalidFrameError):
+        unpack_row(row.info.key, pack_row(row)[:at])
+    with pytest.raises(InvalidFrameError):
+        unpack_row(row_of(100).info.key, pack_row(row))
+
+
+@given(st.binary(max_size=300))
+def test_rubbish_is_never_a_row(value: bytes) -> None:
+    key = row_of(1).info.key
+    signed = value + struct.pack("<Q", checksum(key + value))
+    for attempt in (value, signed):
+        with pytest.raises(InvalidFrameError):
+            unpack_row(key, attempt)
+
+
+def test_row_of_a_future_version_is_dropped_and_counted(tmp_path: Path) -> None:
+    future, present = row_of(1), row_of(2)
+    body = b"\x02" + pack_row(future)[1:-8]
+    signed = body + struct.pack("<Q", checksum(future.info.key + body))
+    store(tmp_path, [(future.info.key, signed), (present.info.key, pack_row(present))])
+    for dropped in (1, 0):
+        index = DiskIndex(tmp_path, INDEX_BYTES)
+        assert index.open(lambda row: True) == [present]
+        assert index.dropped == dropped
+        index.close()
+
+
+def test_rows_come_back_in_order_of_sealing_and_the_newest_claims_first(tmp_path: Path) -> None:
+    rows = [row_of(seed, sequence=(seed * 7) % 10, offset=4_096 * (seed % 4)) for seed in range(10)]
+    store(tmp_path, [(row.info.key, pack_row(row)) for row in rows])
+    taken: set[int] = set()
+    asked: list[IndexRow] = []
+
+    def claim(row: IndexRow) -> bool:
+        asked.append(row)
+        is_free = row.offset not in taken
+        taken.add(row.offset)
+        return is_free
+
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    kept = index.open(claim)
+    index.close()
+    assert [row.sequence for row in asked] == list(range(9, -1, -1))
+    newest = {row.offset: row for row in sorted(rows, key=lambda row: row.sequence)}
+    assert kept == sorted(newest.values(), key=lambda row: row.sequence)
+    assert index.dropped == 6
+
+
+def test_full_index_takes_what_fits_and_can_always_delete(tmp_path: Path) -> None:
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    index.open(lambda row: True)
+    held: list[IndexRow] = []
+    for cycle in range(3):
+        fresh = [row_of(10_000 * cycle + seed, sequence=len(held)) for seed in range(6_000)]
+        count = index.commit([], [(row.info.key, pack_row(row)) for row in fresh])
+        assert 0 < count < len(fresh)
+        held += fresh[:count]
+        assert index.commit([], [(row.info.key, pack_row(row)) for row in fresh[-8:]]) == 0
+        gone = held[cycle::2]
+        assert index.commit([row.info.key for row in gone], []) == 0
+        held = [row for row in held if row not in gone]
+    index.close()
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    assert {row.info.key for row in index.open(lambda row: True)} == {r.info.key for r in held}
+    assert index.dropped == 0
+    index.close()
+
+
+def test_deletes_come_before_rows_of_the_same_key(tmp_path: Path) -> None:
+    old, new = row_of(1, sequence=1), row_of(1, sequence=2)
+    store(tmp_path, [(old.info.key, pack_row(old))])
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    index.open(lambda row: True)
+    index.commit([old.info.key], [(new.info.key, pack_row(new))])
+    index.close()
+    assert index.open(lambda row: True) == [new]
+    index.close()
+
+
+def test_file_of_a_future_lmdb_is_refused_and_left_alone(tmp_path: Path) -> None:
+    store(tmp_path, [(row_of(1).info.key, pack_row(row_of(1)))])
+    file = tmp_path / "data.mdb"
+    data = bytearray(file.read_bytes())
+    for page in (0, 4096):
+        data[page + 20] = 2
+    file.write_bytes(data)
+    with pytest.raises(TierUnavailableError, match="nothing was changed"):
+        DiskIndex(tmp_path, INDEX_BYTES).open(lambda row: True)
+    assert file.read_bytes() == data
+
+
+def test_rewritten_index_survives_a_leftover_of_a_broken_off_rewrite(tmp_path: Path) -> None:
+    kept, refused = row_of(1), row_of(2)
+    store(tmp_path, [(row.info.key, pack_row(row)) for row in (kept, refused)])
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "data.mdb").write_bytes(b"half")
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    assert index.open(lambda row: row == kept) == [kept]
+    index.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.mdb"]
+    assert index.open(lambda row: True) == [kept]
+    index.close()
+
+
+def test_index_that_cannot_be_created_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(TierUnavailableError, match="cannot be opened"):
+        DiskIndex(tmp_path / "file" / "index", INDEX_BYTES).open(lambda row: True)
+    with pytest.raises(TierUnavailableError, match="cannot be opened"):
+        DiskIndex(tmp_path / "index", 1 << 62).open(lambda row: True)
+    assert not (tmp_path / "index").exists()
