@@ -11,23 +11,21 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.connection import Connection
 from kvstore.client.lease import ChunkLease
 from kvstore.client.options import ClientOptions
+from kvstore.client.reader import Reader
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
-from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Arrived, Outgoing, Put, Transport
-from kvstore.codecs.base import ChunkTensors, codec_by_id, empty_tensors
+from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
-    ChunkCorruptError,
-    InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
-    UnknownCodecError,
 )
-from kvstore.proto.frame import FrameTemplate, parse_header
+from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.keys import chain_digests, chunk_key
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -62,6 +60,7 @@ class Client:
         self.representation = representation
         self.options = options or ClientOptions()
         self._connection = Connection(address, self.options.retry_after_ms)
+        self._reader = Reader(self.options.copy_threads)
         self._transport: Transport | None = None
         self._closed = False
         # Guards the two fields above; held while a session opens, which happens once.
@@ -226,33 +225,16 @@ class Client:
         if out is not None and len(out) < len(keys):
             raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
         transport = self._connected()
-        found: list[ChunkTensors] = []
         arriving = transport.get(
             [self._digest(key) for key in keys], lease_id, self.options.deadline_ms
         )
         try:
-            for arrived in arriving:
-                room = None if out is None else to_arrays(out[arrived.index])
-                found.append(self._decode(transport, keys[arrived.index], arrived, room))
-        except (ChunkCorruptError, InvalidFrameError, UnknownCodecError):
-            # What is returned was verified; this was not, so the prefix ends before it.
-            self._quarantine(transport, keys[len(found)])
+            found, broken = self._reader.read(transport.session, keys, arriving, out)
         finally:
             _close(arriving)
+        if broken is not None:
+            self._quarantine(transport, broken)
         return found
-
-    def _decode(
-        self, transport: Transport, key: ChunkKey, arrived: Arrived, room: ChunkTensors | None
-    ) -> ChunkTensors:
-        header = parse_header(arrived.frame)
-        if header.key != key or header.frame_bytes != len(arrived.frame):
-            raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
-        if header.representation != transport.session.representation_digest:
-            raise ChunkCorruptError(key, "it was stored for another Representation")
-        tensors = empty_tensors(header.layout) if room is None else room
-        codec_by_id(header.codec_id).decode_into(header, arrived.frame, tensors)
-        arrived.confirm()
-        return tensors
 
     def _quarantine(self, transport: Transport, key: ChunkKey) -> None:
         request = pb.DeleteRequest(
@@ -324,6 +306,7 @@ class Client:
         with self._lock:
             self._closed = True
         self._connection.close()
+        self._reader.close()
 
     def __enter__(self) -> Client:
         return self

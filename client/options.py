@@ -17,7 +17,8 @@ class ClientOptions:
 
     ``deadline_ms`` bounds every call. ``staging_bytes`` of memory are shared with the server
     to put through. After the server did not answer, calls fail at once for ``retry_after_ms``
-    rather than wait again. ``name`` shows in the server's log and status.
+    rather than wait again. ``name`` shows in the server's log and status. ``copy_threads``
+    verify and copy what a get of several chunks brings.
     """
 
     transport: TransportName = "auto"
@@ -26,6 +27,7 @@ class ClientOptions:
     staging_bytes: int = 64 << 20
     retry_after_ms: int = 1000
     name: str = ""
+    copy_threads: int = 2
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "shm", "grpc"):
@@ -34,6 +36,6 @@ class ClientOptions:
             raise InvalidRequestError(
                 "chunk_tokens", self.chunk_tokens, f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
             )
-        for name in ("deadline_ms", "staging_bytes", "retry_after_ms"):
+        for name in ("deadline_ms", "staging_bytes", "retry_after_ms", "copy_threads"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(name, getattr(self, name), "give a positive number")

@@ -48,7 +48,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A frame in reach until the next is asked for. Its bytes are not verified yet.
+    """A frame in reach until the iteration ends. Its bytes are not verified yet.
 
     Call ``confirm`` after reading: it raises LeaseExpiredError if the memory was reused
     meanwhile.

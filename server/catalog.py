@@ -43,11 +43,13 @@ class Catalog:
         self._clock = clock
         self._index = RadixIndex()
         self._pending: dict[ChunkKey, int] = {}
-        self._leaving: set[ChunkKey] = set()
+        self._leaving: dict[ChunkKey, str] = {}
+        """Chunks being evicted, and the tier they leave."""
         self._pinned: dict[ChunkKey, tuple[float, int]] = {}
         self._pin_limit_bytes = pin_limit_bytes
         # Guards all of the above; held for dictionary operations only.
         self._lock = threading.Lock()
+        self._unclaimed = threading.Condition(self._lock)
 
     # --- copies
 
@@ -233,13 +235,23 @@ class Catalog:
                 victims = self._policies[tier].victims(need_bytes, self._stays, limit)
             else:
                 victims = [key for key in among if not self._stays(key)]
-            self._leaving.update(victims)
+            self._leaving.update(dict.fromkeys(victims, tier))
             return victims
 
     def unclaim(self, keys: Iterable[ChunkKey]) -> None:
         """The eviction is over, whatever became of it."""
         with self._lock:
-            self._leaving.difference_update(keys)
+            for key in keys:
+                del self._leaving[key]
+            self._unclaimed.notify_all()
+
+    def await_unclaimed(self, tier: str, deadline: float) -> bool:
+        """Wait until an eviction from *tier* is over; False if none runs or time is up."""
+        with self._unclaimed:
+            left_s = deadline - self._clock()
+            if tier not in self._leaving.values() or left_s <= 0:
+                return False
+            return self._unclaimed.wait(left_s)
 
     def _is_held(self, key: ChunkKey) -> bool:
         return key in self._leases.pins or key in self._pinned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -107,6 +107,22 @@ class Mover:
         if ticket.error is not None:
             raise ticket.error
         return ticket.result
+
+    def await_any(self, lanes: Sequence[str], deadline: float) -> bool:
+        """Wait until a ticket of *lanes* is done; False if none is open or time is up."""
+        with self._changed:
+            tickets = [ticket for (lane, _), ticket in self._open.items() if lane in lanes]
+        if not tickets:
+            return False
+        if self._stepped:
+            return self.step(tickets[0].lane)
+        with self._changed:
+            while not any(ticket.done for ticket in tickets) and not self._closed:
+                left_s = deadline - self._clock()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+        return True
 
     def named(self, name: bytes) -> list[Ticket]:
         """Return the tickets of any lane that have *name* and are not done."""

@@ -30,7 +30,7 @@ from kvstore.server.shelf import Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
 from kvstore.tiers.cpu import CpuTier
 
-MAX_RECLAIM_ROUNDS = 64
+MAX_RECLAIM_ROUNDS = 1000
 VICTIMS_PER_ROUND = 64
 
 
@@ -98,14 +98,20 @@ class Transfers:
                     missing = need
             # Scattered room does not help: after a few rounds empty one piece of the medium.
             among = tier.residents(victim) if victim is not None and attempt % 4 == 3 else None
-            victim = self._evict(shelf, missing, room.deadline, among or None)
+            victim = self._evict(shelf, missing, room.deadline, among or None) or victim
         raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
 
     def _evict(
         self, shelf: Shelf, need_bytes: int, deadline: float, among: list[ChunkKey] | None
-    ) -> ChunkKey:
-        victims = self.catalog.claim_victims(shelf.name, need_bytes, VICTIMS_PER_ROUND, among)
+    ) -> ChunkKey | None:
+        """Evict a round of victims and return the first; None after waiting for others' moves."""
+        claim = self.catalog.claim_victims
+        victims = claim(shelf.name, need_bytes, VICTIMS_PER_ROUND, among)
+        if not victims and among:
+            victims = claim(shelf.name, need_bytes, VICTIMS_PER_ROUND)
         if not victims:
+            if self._await_progress(shelf, deadline):
+                return None
             stats = shelf.tier.stats()
             free_bytes = stats.capacity_bytes - stats.used_bytes
             raise TierFullError(shelf.name, need_bytes, free_bytes)
@@ -119,6 +125,17 @@ class Transfers:
         finally:
             self.catalog.unclaim(victims)
         return victims[0]
+
+    def _await_progress(self, shelf: Shelf, deadline: float) -> bool:
+        """Wait until something that keeps chunks on *shelf* is done; False if nothing does.
+
+        Only evictions from this shelf and moves to lower ones count, as only these end
+        without our help.
+        """
+        if self.catalog.await_unclaimed(shelf.name, deadline):
+            return True
+        lower = self._order[self._order.index(shelf) + 1 :]
+        return self.mover.await_any([f"store-{target.name}" for target in lower], deadline)
 
     def _demote(self, shelf: Shelf, key: ChunkKey) -> Ticket | None:
         """Queue a copy to the next lower shelf that is in use, unless one has the chunk."""

@@ -1,1 +1,104 @@
 """Fixtures every room shares."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from local_server import LocalServer, eventually
+from redis_process import RedisProcess
+from server_process import ServerProcess
+
+ServerMaker = Callable[..., LocalServer]
+ProcessMaker = Callable[..., ServerProcess]
+
+_SHARED_BY_ALL_CHANNELS = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]")
+"""What gRPC opens when it first needs it and never closes."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kill-loops", type=int, default=10, help="times that tests/e2e/test_kill9.py kills"
+    )
+
+
+def _open_files() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        if target not in _SHARED_BY_ALL_CHANNELS:
+            found[target.partition(":[")[0]] += 1
+    return found
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.is_alive()}
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail when a test leaves threads or open files behind."""
+    gc.collect()
+    files, threads = _open_files(), _threads()
+
+    def is_clean() -> bool:
+        gc.collect()
+        return _threads() <= threads and _open_files() <= files
+
+    yield
+    assert eventually(is_clean), (_threads() - threads, _open_files() - files)
+
+
+@pytest.fixture
+def make_server(tmp_path: Path, no_leaks: None) -> Iterator[ServerMaker]:
+    """Start servers in this process, with *flags* after those for small tiers."""
+    started: list[LocalServer] = []
+
+    def make(*flags: str) -> LocalServer:
+        started.append(LocalServer(tmp_path, *flags))
+        return started[-1]
+
+    yield make
+    for server in reversed(started):
+        server.close()
+
+
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    """A server in this process: 16 MiB of CPU memory, 32 MiB of disk."""
+    return make_server()
+
+
+@pytest.fixture
+def server_process(tmp_path: Path) -> Iterator[ProcessMaker]:
+    """Make real server processes that are killed in the end; each has a folder of its own."""
+    made: list[ServerProcess] = []
+
+    def make(*flags: str) -> ServerProcess:
+        folder = tmp_path / f"server{len(made)}"
+        folder.mkdir(mode=0o700)
+        made.append(ServerProcess(folder, "--log-level", "error", *flags))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.kill()
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    """A redis-server of this test alone, not yet started."""
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    process = RedisProcess(folder)
+    yield process
+    process.client.close()
+    process.stop()

@@ -23,7 +23,7 @@ from kvstore.tiers.extents import TIER, remove_made, sync_folder
 from kvstore.tiers.lmdb_pages import LmdbReader
 
 DEFAULT_INDEX_BYTES = 256 << 20
-"""Room for about 700,000 rows. Allocated at start, like the extents."""
+"""Room for about 600,000 rows. Allocated at start, like the extents."""
 MIN_INDEX_BYTES = 1 << 20
 SPARE_SHARE = 4
 """One page in so many is kept from rows: a full index must still be able to delete."""

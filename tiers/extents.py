@@ -71,7 +71,7 @@ class ExtentFolder:
         done = 0
         try:
             while done < len(out):
-                count = os.preadv(self._fds[extent], [out[done:]], offset + done)
+                count = os.preadv(self._fds[extent], [out[done:].data], offset + done)
                 if count == 0:
                     raise TierUnavailableError(TIER, f"{self._file(extent)} ends early")
                 done += count
@@ -83,7 +83,7 @@ class ExtentFolder:
         done = 0
         try:
             while done < len(data):
-                done += os.pwritev(self._fds[extent], [data[done:]], offset + done)
+                done += os.pwritev(self._fds[extent], [data[done:].data], offset + done)
         except OSError as error:
             raise self._failed(extent, "write", error) from error
 

@@ -140,8 +140,9 @@ class Connector:
 
         Never raises. *from_token* is how many tokens the store is known to hold already.
         """
+        outcomes: list[PutOutcome] = []
         outcomes = self._guarded(
-            lambda: self._store(tokens, source, from_token, extra), [], self._store_errors
+            lambda: self._store(tokens, source, from_token, extra), outcomes, self._store_errors
         )
         with self._lock:
             for outcome in outcomes:

@@ -273,6 +273,23 @@ def test_row_of_a_commit_in_doubt_is_deleted_before_its_region_is_used(tmp_path:
     folder.close()
 
 
+def test_seal_deleted_while_it_waits_has_not_failed(tmp_path: Path) -> None:
+    folder = ExtentFolder(tmp_path, 1 << 20, 1 << 20)
+    index = DiskIndex(tmp_path / "index", 1 << 20)
+    index.open(lambda row: True)
+    lock = Lock()
+    commit = GroupCommit(folder, index, lock, lambda: 0.0, lambda row: pytest.fail("forgotten"))
+    row = IndexRow(make_info(1, 4_096), 0, 0, 0)
+    with lock:
+        seal = commit.add(row, pack_row(row), 0)
+        commit.drop(row.info.key)
+    commit.settle(seal.group)
+    assert (seal.failure, commit.commits, commit.lost_seals) == (None, 0, 0)
+    commit.close()
+    index.close()
+    folder.close()
+
+
 def test_readers_and_durable_sealers_share_the_tier(tmp_path: Path) -> None:
     tier = open_disk(tmp_path / "disk")
     infos = [put_some(tier, seed) for seed in range(20)]

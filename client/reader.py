@@ -1,0 +1,82 @@
+"""The Reader: frames that arrived, verified and decoded into tensors, several at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvstore.client.session import Session
+from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.client.transport import Arrived
+from kvstore.codecs.base import ChunkTensors, codec_by_id, empty_tensors
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
+from kvstore.proto.frame import parse_header
+from kvstore.proto.types import ChunkKey
+
+
+class Reader:
+    """Decodes with *threads* threads of its own: one core copies slower than memory answers.
+
+    Thread-safe.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._ahead = 2 * threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-copy")
+
+    def read(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        arriving: Iterator[Arrived],
+        out: Sequence[LayerTensors] | None,
+    ) -> tuple[list[ChunkTensors], ChunkKey | None]:
+        """Return the tensors of the longest prefix that proves right, and the key that did not.
+
+        Written into *out* where given. Raises LeaseExpiredError when memory was reused under
+        the reader, LayoutMismatchError when *out* does not have the chunk's layout.
+        """
+        found: list[ChunkTensors] = []
+        pending: deque[Future[ChunkTensors]] = deque()
+        try:
+            for arrived in arriving:
+                key = keys[arrived.index]
+                room = None if out is None else to_arrays(out[arrived.index])
+                if len(keys) == 1:
+                    found.append(decode(session, key, arrived, room))
+                    break
+                if len(pending) >= self._ahead:
+                    found.append(pending.popleft().result())
+                pending.append(self._pool.submit(decode, session, key, arrived, room))
+            while pending:
+                found.append(pending.popleft().result())
+        except (ChunkCorruptError, InvalidFrameError, UnknownCodecError):
+            # What is returned was verified; this was not, so the prefix ends before it.
+            return found, keys[len(found)]
+        finally:
+            for left in pending:  # still reading shared memory and writing the caller's
+                left.exception()
+        return found, None
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+        self._pool.shutdown()
+
+
+def decode(
+    session: Session, key: ChunkKey, arrived: Arrived, room: ChunkTensors | None
+) -> ChunkTensors:
+    """Verify the frame that arrived for *key* and decode it, into *room* where given.
+
+    Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, LeaseExpiredError.
+    """
+    header = parse_header(arrived.frame)
+    if header.key != key or header.frame_bytes != len(arrived.frame):
+        raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
+    if header.representation != session.representation_digest:
+        raise ChunkCorruptError(key, "it was stored for another Representation")
+    tensors = empty_tensors(header.layout) if room is None else room
+    codec_by_id(header.codec_id).decode_into(header, arrived.frame, tensors)
+    arrived.confirm()
+    return tensors

@@ -1,0 +1,139 @@
+"""A server in the test's own process, with real sockets, and what can be counted in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prompts import SMALL
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import Connection
+from kvstore.client.options import TransportName
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.types import Representation
+from kvstore.proto.wire import representation_to_message
+from kvstore.server.config import load_config
+from kvstore.server.node import Node
+from kvstore.tiers.base import TierStats
+
+DEADLINE_MS = 20_000
+"""Of calls that are expected to succeed: the machine may be busy."""
+
+_SETTLE_S = 20.0
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether *condition* holds before a generous time is up."""
+    deadline = time.monotonic() + _SETTLE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a server holds at one instant: bytes and chunks by tier, and who holds what."""
+
+    tiers: tuple[tuple[str, TierStats], ...]
+    leases: int
+    held: int
+    pending_puts: int
+    open_puts: int
+
+
+class LocalServer:
+    """A started Node. ``connect`` makes clients, ``dial`` bare connections; ``close`` ends all."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        """*flags* may repeat, and then replace, those for small tiers in *folder*."""
+        sizes = ("--cpu", "16MiB", "--disk", f"32MiB:{folder / 'disk'}")
+        places = ("--listen", "127.0.0.1:0", "--socket", str(folder / "s.sock"))
+        self.config = load_config([*sizes, *places, "--log-level", "error", *flags])
+        self.node = Node(self.config)
+        self.node.start()
+        self._connected: list[Client | Connection] = []
+        self._stopped = False
+
+    @property
+    def address(self) -> str:
+        """Where clients connect to."""
+        return f"127.0.0.1:{self.node.port}"
+
+    def connect(
+        self,
+        transport: TransportName = "auto",
+        representation: Representation = SMALL,
+        options: ClientOptions | None = None,
+    ) -> Client:
+        """Return a client of chunks of 16 tokens, or with *options*, closed in the end."""
+        options = options or ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)
+        client = Client(self.address, representation, options)
+        self._connected.append(client)
+        return client
+
+    def dial(self) -> Connection:
+        """Return a bare connection, closed in the end."""
+        connection = Connection(self.address, retry_after_ms=1)
+        self._connected.append(connection)
+        return connection
+
+    def usage(self) -> Usage:
+        """Return what the server holds now."""
+        manager = self.node.manager
+        return Usage(
+            tuple((status.name, status.stats) for status in manager.shelf_statuses()),
+            manager.catalog.lease_count(),
+            manager.catalog.held_count(),
+            manager.catalog.pending_count(),
+            len(manager.puts),
+        )
+
+    def settled(self) -> Usage:
+        """Return what the server holds once nothing is leased, being put or moved."""
+        manager = self.node.manager
+
+        def is_quiet() -> bool:
+            usage = self.usage()
+            counts = (usage.leases, usage.held, usage.pending_puts, usage.open_puts)
+            return not any(counts) and manager.transfers.mover.is_idle()
+
+        assert eventually(is_quiet), self.usage()
+        return self.usage()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Fail unless the server holds the same afterwards."""
+        before = self.settled()
+        yield
+        assert eventually(lambda: self.usage() == before), (before, self.usage())
+
+    def counter(self, name: str) -> int:
+        """Return one of the server's counts."""
+        return self.node.counters[name]
+
+    def stop(self) -> bool:
+        """Stop the server, leaving clients alone. Idempotent; return whether it was clean."""
+        if self._stopped:
+            return True
+        self._stopped = True
+        return self.node.stop(5.0)
+
+    def close(self) -> None:
+        """Close every client, then stop the server."""
+        while self._connected:
+            self._connected.pop().close()
+        self.stop()
+
+
+def open_session(
+    connection: Connection, representation: Representation = SMALL
+) -> pb.OpenSessionResponse:
+    """Open a session that nobody keeps alive."""
+    request = pb.OpenSessionRequest(representation=representation_to_message(representation))
+    return connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)

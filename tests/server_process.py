@@ -1,0 +1,117 @@
+"""A real kvstore-server for tests, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_START_S = 60.0
+_STOP_S = 60.0
+_LISTENING = re.compile(r"kvstore-server listening on (\S+):(\d+) tiers=\S+ recovered_chunks=(\d+)")
+
+
+class ServerProcess:
+    """One server that can be killed and started again on the same port and the same disk.
+
+    *flags* come after ``--listen`` and ``--socket``, which are its own.
+    """
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.socket_path = folder / "s.sock"
+        self.errors_path = folder / "server-errors.txt"
+        self.port = 0
+        self.recovered_chunks = 0
+        self.output = ""
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where its clients connect to."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def errors(self) -> str:
+        """What it wrote to its standard error since it was first started."""
+        return self.errors_path.read_text()
+
+    def start(self) -> None:
+        """Start the server and wait until it says that it listens."""
+        self.spawn()
+        found = _LISTENING.search(self._wait_for_line())
+        if found is None:
+            status = self.wait()
+            raise RuntimeError(f"kvstore-server ended with status {status}: {self.errors}")
+        self.port = int(found[2])
+        self.recovered_chunks = int(found[3])
+
+    def spawn(self) -> None:
+        """Start the process and wait for nothing."""
+        self.output = ""
+        listen = f"127.0.0.1:{self.port}"
+        with self.errors_path.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "kvstore.server", "--listen", listen),
+                    *("--socket", str(self.socket_path), *self._flags),
+                ],
+                cwd=self.socket_path.parent,
+                env={**os.environ, "PYTHONPATH": str(_ROOT / "src")},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+
+    def _wait_for_line(self) -> str:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        deadline = time.monotonic() + _START_S
+        while "\n" not in self.output and time.monotonic() < deadline:
+            if select.select([pipe], [], [], 0.5)[0]:
+                text = os.read(pipe, 4096).decode()
+                if not text:
+                    break
+                self.output += text
+        return self.output
+
+    def wait(self) -> int:
+        """Return the exit status of a process that is about to end."""
+        assert self._process is not None
+        rest, _ = self._process.communicate(timeout=_STOP_S)
+        self.output += rest.decode()
+        return self._process.returncode
+
+    def terminate(self) -> int:
+        """Ask the server to stop; return its exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self.wait()
+
+    def kill(self) -> None:
+        """Kill the server with SIGKILL, if it runs, and wait until it is gone."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process = None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self._process is not None
+        self._process.send_signal(number)

@@ -1,0 +1,200 @@
+"""A server without sockets, threads or real time, drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from simulation.clock import FakeClock
+from simulation.tiers import DictTier, Faults, SimDisk, SimRedis
+from simulation.universe import salt
+from typing_extensions import override
+
+from kvstore.codecs.base import codec_by_name
+from kvstore.proto.errors import KVStoreError
+from kvstore.server.breaker import Breaker
+from kvstore.server.catalog import Catalog
+from kvstore.server.leases import LeaseTable
+from kvstore.server.manager import ManagerLimits, TierManager
+from kvstore.server.metrics import Counters
+from kvstore.server.mover import Mover, Ticket
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.lru import LruEviction
+from kvstore.server.sessions import SessionTable
+from kvstore.server.shelf import Shelf
+from kvstore.server.transfer import Transfers
+from kvstore.tiers.base import Tier
+from kvstore.tiers.cpu import CpuTier
+
+SLAB_BYTES = 4096
+LEASE_TTL_S = 1.0
+SESSION_TTL_S = 3.0
+BREAKER_RETRY_S = 0.5
+MOVE_TIMEOUT_S = 0.4
+MAX_SESSIONS = 4
+LEASES_PER_SESSION = 4
+PUTS_PER_SESSION = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a schedule's server is made of. 0 bytes: without that tier."""
+
+    slabs: int
+    disk_bytes: int
+    redis_bytes: int
+    disk_codec: str
+    lane_limit: int
+    loose_bytes: int
+    headroom_percent: int
+    write_through: bool
+    fail: float
+    slow: float
+    full: float
+    spoils: bool
+    """Whether media lose and damage what they hold."""
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> Plan:
+        quiet = draw.random() < 0.4
+        tiers = draw.choice(("disk", "disk", "redis", "both", "both", "none"))
+        return cls(
+            slabs=draw.randrange(2, 6),
+            disk_bytes=draw.randrange(3_000, 24_000) if tiers in ("disk", "both") else 0,
+            redis_bytes=draw.randrange(3_000, 24_000) if tiers in ("redis", "both") else 0,
+            disk_codec=draw.choice(("raw", "raw", "zstd")),
+            lane_limit=1000 if quiet else draw.choice((2, 8, 1000)),
+            loose_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
+            headroom_percent=draw.choice((0, 5, 40)),
+            write_through=draw.random() < 0.7,
+            fail=0.0 if quiet else draw.choice((0.0, 0.02, 0.1, 0.4)),
+            slow=0.0 if quiet else draw.choice((0.0, 0.05, 0.3)),
+            full=0.0 if quiet else draw.choice((0.0, 0.0, 0.1)),
+            spoils=not quiet and draw.random() < 0.5,
+        )
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing goes wrong, so that every answer can be told beforehand."""
+        troubled = self.fail or self.slow or self.full or self.spoils
+        return not troubled and self.lane_limit == 1000 and self.loose_bytes == 1 << 20
+
+
+class WatchedMover(Mover):
+    """A stepped Mover that remembers when work ran and what it raised."""
+
+    def __init__(self, lanes: list[str], limit_per_lane: int, clock: FakeClock) -> None:
+        super().__init__(dict.fromkeys(lanes, 0), limit_per_lane, clock)
+        self._now = clock
+        self._depth = 0
+        self.started = 0.0
+        self.ended = 0.0
+        """When the last piece of work that no other was waiting for began and ended."""
+        self.surprises: list[BaseException] = []
+
+    @override
+    def submit(
+        self, lane: str, name: bytes, work: Callable[[], object], *, urgent: bool = False
+    ) -> Ticket | None:
+        return super().submit(lane, name, lambda: self._watch(work), urgent=urgent)
+
+    def _watch(self, work: Callable[[], object]) -> object:
+        if not self._depth:
+            self.started = self._now()
+        self._depth += 1
+        try:
+            return work()
+        except KVStoreError:
+            raise
+        except BaseException as error:
+            self.surprises.append(error)
+            raise
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.ended = self._now()
+
+
+class World:
+    """One server and the media under it. ``restart`` is a power cut."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.plan = Plan.drawn(self.draw)
+        self.clock = FakeClock()
+        plan = self.plan
+        self.faults = Faults(self.draw, self.clock, plan.fail, plan.slow, MOVE_TIMEOUT_S, plan.full)
+        self.disk = SimDisk(plan.disk_bytes, self.faults) if plan.disk_bytes else None
+        self.redis = SimRedis(plan.redis_bytes, self.faults) if plan.redis_bytes else None
+        self._ids = 0
+        self.totals: dict[str, int] = {}
+        self.start()
+
+    @property
+    def lower(self) -> list[DictTier]:
+        return [tier for tier in (self.disk, self.redis) if tier is not None]
+
+    def new_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def start(self) -> None:
+        """Put a server together as server/node.py does, over what the media hold."""
+        clock, plan = self.clock, self.plan
+        self.cpu = CpuTier(plan.slabs * SLAB_BYTES, SLAB_BYTES)
+        self.shelves = [self._shelf(self.cpu, "raw")]
+        lanes = []
+        for tier in self.lower:
+            codec = plan.disk_codec if tier is self.disk else "raw"
+            self.shelves.append(self._shelf(tier, codec))
+            lanes += [f"load-{tier.name}", f"store-{tier.name}"]
+            if tier.shared:
+                lanes.append(f"ask-{tier.name}")
+        self.mover = WatchedMover(lanes, plan.lane_limit, clock)
+        policies: dict[str, EvictionPolicy] = {s.name: s.policy for s in self.shelves}
+        leases = LeaseTable(LEASES_PER_SESSION, self.new_id)
+        self.catalog = Catalog(policies, leases, self.cpu.capacity_bytes // 2, clock)
+        self.counters = Counters()
+        transfers = Transfers(
+            self.shelves, self.catalog, self.mover, self.counters, clock,
+            round(1000 * MOVE_TIMEOUT_S),
+        )  # fmt: skip
+        limits = ManagerLimits(
+            round(1000 * LEASE_TTL_S), PUTS_PER_SESSION, plan.headroom_percent,
+            plan.loose_bytes, plan.write_through,
+        )  # fmt: skip
+        self.manager = TierManager(transfers, limits, self.new_id)
+        self.sessions = SessionTable(
+            MAX_SESSIONS, round(1000 * SESSION_TTL_S), salt, clock, self._unique_bytes
+        )
+        self.sessions.on_close.append(self.manager.end_session)
+
+    def _unique_bytes(self, count: int) -> bytes:
+        return self.new_id().to_bytes(count, "little")
+
+    def _shelf(self, tier: Tier, codec: str) -> Shelf:
+        breaker = Breaker(3, round(1000 * BREAKER_RETRY_S), self.clock)
+        return Shelf(tier, codec_by_name(codec), LruEviction(), breaker, self.clock)
+
+    def restart(self) -> int:
+        """Cut the power; return how many chunks the next server recovered."""
+        self.close()
+        if self.disk is not None:
+            self.disk = self.disk.restarted()
+        if self.redis is not None:
+            self.redis = SimRedis(self.redis.capacity_bytes, self.faults, self.redis.medium)
+        self.start()
+        return self.manager.recover()
+
+    def close(self) -> None:
+        """End this server, keeping what it counted."""
+        for name, value in self.counters.snapshot().items():
+            self.totals[name] = self.totals.get(name, 0) + value
+        self.mover.close()
+        self.cpu.close()
+
+    def settle(self) -> None:
+        """Work off everything that waits."""
+        while self.mover.step():
+            pass
