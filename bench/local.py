@@ -112,7 +112,7 @@ def copy_all(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
 
 def bench_transport(address: str, report: Report) -> None:
     """Shared memory against memcpy, and gRPC in GB/s."""
-    options = ClientOptions(transport="shm", deadline_ms=20_000, staging_bytes=64 * MIB)
+    options = ClientOptions(transport="shm", deadline_ms=20_000)
     with Client(address, MODEL, options) as client:
         keys, chunks = make_chunks(client, CHUNKS, 1)
         size = chunk_bytes(chunks)
@@ -392,7 +392,7 @@ def bench_metadata(folder: Path, report: Report) -> None:
 
 
 def _client(address: str, model: Representation) -> Client:
-    return Client(address, model, ClientOptions(deadline_ms=20_000, staging_bytes=64 * MIB))
+    return Client(address, model, ClientOptions(deadline_ms=20_000))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import ChunkTensors, check_tensors
-from kvstore.proto.errors import LayoutMismatchError
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -36,6 +37,17 @@ class Chunk:
     prefill_flops: float = 0.0
     content: bytes = bytes(DIGEST_BYTES)
 
+    def __post_init__(self) -> None:
+        for name in ("parent", "content"):
+            if len(getattr(self, name)) != DIGEST_BYTES:
+                raise InvalidRequestError(name, getattr(self, name), f"give {DIGEST_BYTES} bytes")
+        if not 0 <= self.position < 1 << 32:
+            raise InvalidRequestError("position", self.position, "a token index is in 0..2^32-1")
+        if not 0 <= self.prefill_flops < math.inf:
+            raise InvalidRequestError(
+                "prefill_flops", self.prefill_flops, "must be finite, not negative"
+            )
+
     def arrays(self, representation: Representation) -> tuple[KVLayout, ChunkTensors]:
         """Return the chunk's layout and its tensors as arrays.
 
@@ -43,14 +55,14 @@ class Chunk:
         """
         try:
             tokens = int(self.tensors[0][0][0].shape[1])
-        except (IndexError, TypeError):
+        except (AttributeError, IndexError, TypeError):
             raise LayoutMismatchError(
                 "tensors", type(self.tensors).__name__,
                 "give components, layers, parts of (kv_heads, tokens, head_dim)",
             ) from None  # fmt: skip
         layout = KVLayout.of(representation, tokens)
-        self._check_dtypes(layout)
         arrays = to_arrays(self.tensors)
+        self._check_dtypes(layout)
         check_tensors(layout, arrays)
         return layout, arrays
 

@@ -17,7 +17,7 @@ from kvstore.proto.wire import MESSAGE_BYTES
 SLACK_S = 0.05
 """What a call may take beyond the deadline that the server was given."""
 
-_CALLERS = 2
+_CALLERS = 4
 
 T = TypeVar("T")
 
@@ -64,7 +64,10 @@ class Connection:
         as the call takes (measured with grpcio 1.76: 4 ms of a 4 ms call).
         """
         self._gate.check()
-        return self._callers.submit(self.call, method, request, deadline_ms, object).result
+        try:
+            return self._callers.submit(self.call, method, request, deadline_ms, object).result
+        except RuntimeError as error:  # the executor's answer after ``close``
+            raise KVStoreError(f"the client is closed: {error}") from None
 
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""
@@ -76,7 +79,11 @@ class Connection:
     def stream(self, method: str, request: Any, deadline_ms: int) -> Iterator[Any]:
         """Yield the replies of *method*. Closing the iterator cancels the call."""
         self._gate.check()
-        call = getattr(self._stub, method)(request, timeout=deadline_ms / 1000 + SLACK_S)
+        timeout_s = deadline_ms / 1000 + SLACK_S
+        try:
+            call = getattr(self._stub, method)(request, timeout=timeout_s)
+        except ValueError as error:  # grpc's answer to a closed channel
+            raise KVStoreError(f"the client is closed: {error}") from None
         try:
             while True:
                 message = self._tried(lambda: next(call, None), object)

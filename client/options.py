@@ -10,13 +10,18 @@ from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, MAX_CHUNK_TOKENS, MIN_CHUN
 
 TransportName = Literal["auto", "shm", "grpc"]
 
+MAX_DEADLINE_MS = 600_000
+"""The longest that a server grants."""
+MIN_STAGING_BYTES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
     """``transport`` auto takes shared memory on the server's host and gRPC elsewhere.
 
     ``deadline_ms`` bounds every call. ``staging_bytes`` of memory are shared with the server
-    to put through. After the server did not answer, calls fail at once for ``retry_after_ms``
+    to put through; four frames at least, whatever is given. After the server did not answer,
+    calls fail at once for ``retry_after_ms``
     rather than wait again. ``name`` shows in the server's log and status. ``copy_threads``
     verify and copy what a get of several chunks brings.
     """
@@ -24,7 +29,7 @@ class ClientOptions:
     transport: TransportName = "auto"
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     deadline_ms: int = 2000
-    staging_bytes: int = 64 << 20
+    staging_bytes: int = 66 << 20
     retry_after_ms: int = 1000
     name: str = ""
     copy_threads: int = 2
@@ -39,3 +44,9 @@ class ClientOptions:
         for name in ("deadline_ms", "staging_bytes", "retry_after_ms", "copy_threads"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(name, getattr(self, name), "give a positive number")
+        if self.deadline_ms > MAX_DEADLINE_MS:
+            raise InvalidRequestError("deadline_ms", self.deadline_ms, f"at most {MAX_DEADLINE_MS}")
+        if self.staging_bytes < MIN_STAGING_BYTES:
+            raise InvalidRequestError(
+                "staging_bytes", self.staging_bytes, f"give {MIN_STAGING_BYTES} or more"
+            )

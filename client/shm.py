@@ -24,13 +24,14 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import ALIGN_BYTES
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, PutOutcome
+from kvstore.proto.frame import ALIGN_BYTES, raw_frame_bytes
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, KVLayout, PutOutcome
 from kvstore.proto.wire import join_digests, layout_to_message
 
 _GENERATION_BYTES = 8
 _SOCKET_TIMEOUT_S = 2.0
-_HALVES = 2
+_PARTS = 4
+"""The staging memory is written part by part, while the server reads those before."""
 _MAX_SLABS = 4096
 
 
@@ -54,9 +55,10 @@ class ShmTransport(Transport):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        # Frames start aligned; each half of the staging memory takes one at least.
-        self._half_bytes = session.options.staging_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
-        size_bytes = 2 * self._half_bytes
+        whole_chunk = KVLayout.of(session.representation, session.options.chunk_tokens)
+        part_bytes = max(session.options.staging_bytes // _PARTS, raw_frame_bytes(whole_chunk))
+        self._part_bytes = -(-part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size_bytes = _PARTS * self._part_bytes
         descriptor = shm.create_memfd("kvstore-staging", size_bytes)
         try:
             shm.add_seals(descriptor, shm.SIZE_SEALS)
@@ -91,32 +93,20 @@ class ShmTransport(Transport):
 
     @override
     def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
-        results: list[Put] = []
-        pending: deque[_Group] = deque()
         with self._put_lock:
-            try:
-                for number, group in enumerate(self._groups(chunks)):
-                    if len(pending) == _HALVES:
-                        # Its half of the staging memory is the one written to next.
-                        results += pending.popleft().finish()
-                    pending.append(self._stage(group, number % _HALVES, durable, deadline_ms))
-                while pending:
-                    results += pending.popleft().finish()
-            finally:
-                for group_left in pending:
-                    group_left.settle()
-        return results
+            return _Pipeline(self, durable, deadline_ms).run(list(self._groups(chunks)))
 
     def _groups(self, chunks: Sequence[Outgoing]) -> Iterator[list[Outgoing]]:
+        """Cut *chunks* into groups that fit one part of the staging memory each."""
         group: list[Outgoing] = []
         used_bytes = 0
         for chunk in chunks:
             room_bytes = _aligned(chunk.frame_bytes)
-            if room_bytes > self._half_bytes:
+            if room_bytes > self._part_bytes:
                 raise InvalidRequestError(
-                    "staging_bytes", 2 * self._half_bytes, f"give {2 * room_bytes} or more"
+                    "staging_bytes", _PARTS * self._part_bytes, f"give {_PARTS * room_bytes}"
                 )
-            if group and used_bytes + room_bytes > self._half_bytes:
+            if group and used_bytes + room_bytes > self._part_bytes:
                 yield group
                 group, used_bytes = [], 0
             group.append(chunk)
@@ -124,39 +114,15 @@ class ShmTransport(Transport):
         if group:
             yield group
 
-    def _stage(
-        self, group: Sequence[Outgoing], half: int, durable: bool, deadline_ms: int
-    ) -> _Group:
-        """Reserve room for a group, write its frames into one half, start the commit."""
-        connection = self.session.connection
-        session_id = self.session.terms.session_id
-        request = _reserve_request(session_id, group, durable, deadline_ms)
-        reply = connection.call("Reserve", request, deadline_ms, pb.ReserveResponse)
-        outcomes = read_outcomes(reply.outcomes, reply.reasons)
-        ids = [reservation_id for reservation_id in reply.reservation_ids if reservation_id]
-        if not ids:
-            return _Group(outcomes, None)
-        try:
-            offsets = self._write(group, reply.reservation_ids, half * self._half_bytes)
-        except KVStoreError:
-            abort = pb.AbortRequest(session_id=session_id, reservation_ids=ids)
-            connection.call("Abort", abort, deadline_ms, pb.AbortResponse)
-            raise
-        commit = pb.CommitRequest(
-            session_id=session_id,
-            reservation_ids=ids,
-            offsets=offsets,
-            durable=durable,
-            deadline_ms=deadline_ms,
-        )
-        return _Group(outcomes, connection.send("Commit", commit, deadline_ms))
+    def write(self, part: int, group: Sequence[Outgoing], wanted: Sequence[int]) -> list[int]:
+        """Encode the wanted chunks of *group* into one part of the staging memory.
 
-    def _write(
-        self, group: Sequence[Outgoing], reservation_ids: Sequence[int], offset: int
-    ) -> list[int]:
+        Return the offset of each.
+        """
+        offset = part * self._part_bytes
         offsets = []
-        for chunk, reservation_id in zip(group, reservation_ids, strict=True):
-            if reservation_id:
+        for chunk, is_wanted in zip(group, wanted, strict=True):
+            if is_wanted:
                 chunk.encode(self._staging[offset : offset + chunk.frame_bytes])
                 offsets.append(offset)
                 offset += _aligned(chunk.frame_bytes)
@@ -246,9 +212,91 @@ class ShmTransport(Transport):
             self._slabs.clear()
 
 
+class _Pipeline:
+    """One put: while a group is encoded, the next is reserved and those before are committed."""
+
+    def __init__(self, transport: ShmTransport, durable: bool, deadline_ms: int) -> None:
+        self._transport = transport
+        self._connection = transport.session.connection
+        self._session_id = transport.session.terms.session_id
+        self._durable = durable
+        self._deadline_ms = deadline_ms
+        self._results: list[Put] = []
+        self._pending: deque[_Group] = deque()
+        self._open_ids: set[int] = set()
+
+    def run(self, groups: Sequence[Sequence[Outgoing]]) -> list[Put]:
+        """Put the groups; return what became of each chunk, in order."""
+        try:
+            reserved = self._reserve(groups[0])
+            for number, group in enumerate(groups):
+                outcomes, ids = reserved()
+                if self._pending and any(put.outcome is PutOutcome.refused for put in outcomes):
+                    # What we have under way may be what fills the tier: let it land, ask again.
+                    self._finish_all()
+                    self._abort()
+                    outcomes, ids = self._reserve(group)()
+                if number + 1 < len(groups):
+                    reserved = self._reserve(groups[number + 1])
+                if len(self._pending) == _PARTS:
+                    # Its part of the staging memory is the one written to next.
+                    self._results += self._pending.popleft().finish()
+                offsets = self._transport.write(number % _PARTS, group, ids)
+                self._pending.append(_Group(outcomes, self._commit(ids, offsets)))
+            self._finish_all()
+        except KVStoreError:
+            for left in self._pending:
+                left.settle()
+            self._abort()
+            raise
+        return self._results
+
+    def _reserve(self, group: Sequence[Outgoing]) -> Callable[[], tuple[list[Put], list[int]]]:
+        request = _reserve_request(self._session_id, group, self._durable, self._deadline_ms)
+        wait = self._connection.send("Reserve", request, self._deadline_ms)
+
+        def reserved() -> tuple[list[Put], list[int]]:
+            reply: pb.ReserveResponse = wait()
+            self._open_ids.update(i for i in reply.reservation_ids if i)
+            return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
+
+        return reserved
+
+    def _commit(
+        self, ids: Sequence[int], offsets: Sequence[int]
+    ) -> Callable[[], pb.CommitResponse] | None:
+        wanted = [i for i in ids if i]
+        if not wanted:
+            return None
+        self._open_ids.difference_update(wanted)
+        request = pb.CommitRequest(
+            session_id=self._session_id,
+            reservation_ids=wanted,
+            offsets=offsets,
+            durable=self._durable,
+            deadline_ms=self._deadline_ms,
+        )
+        return self._connection.send("Commit", request, self._deadline_ms)
+
+    def _finish_all(self) -> None:
+        while self._pending:
+            self._results += self._pending.popleft().finish()
+
+    def _abort(self) -> None:
+        """Give back what was reserved and not committed."""
+        if not self._open_ids:
+            return
+        request = pb.AbortRequest(session_id=self._session_id, reservation_ids=self._open_ids)
+        self._open_ids.clear()
+        try:
+            self._connection.call("Abort", request, self._deadline_ms, pb.AbortResponse)
+        except KVStoreError:
+            return  # they end with the session
+
+
 @dataclass(slots=True)
 class _Group:
-    """Chunks of one half of the staging memory, and the commit that is on its way."""
+    """Chunks of one part of the staging memory, and the commit that is on its way."""
 
     outcomes: list[Put]
     commit: Callable[[], pb.CommitResponse] | None

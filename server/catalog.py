@@ -45,6 +45,8 @@ class Catalog:
         self._pending: dict[ChunkKey, int] = {}
         self._leaving: dict[ChunkKey, str] = {}
         """Chunks being evicted, and the tier they leave."""
+        self._strays: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
+        """Copies that were forgotten and that their tier has not freed yet."""
         self._pinned: dict[ChunkKey, tuple[float, int]] = {}
         self._pin_limit_bytes = pin_limit_bytes
         # Guards all of the above; held for dictionary operations only.
@@ -56,16 +58,41 @@ class Catalog:
     def note_sealed(self, tier: str, info: ChunkInfo) -> None:
         """A copy became visible on *tier*."""
         with self._lock:
+            self._strays[tier].discard(info.key)
             self._index.add(tier, info)
             self._policies[tier].insert(info)
 
-    def forget(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        """A copy is about to leave *tier*. False if it was not there, or is held."""
+    def forget(self, tier: str, key: ChunkKey) -> bool:
+        """A copy is gone from *tier*. False if it was not known."""
+        with self._lock:
+            return self._forget(tier, key)
+
+    def _forget(self, tier: str, key: ChunkKey) -> bool:
+        self._policies[tier].remove(key)
+        return self._index.discard(tier, key) is not None
+
+    def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
+        """A copy is about to leave *tier*, and a stray until ``swept``.
+
+        False if it was not there, or is held.
+        """
         with self._lock:
             if not even_if_held and self._is_held(key):
                 return False
-            self._policies[tier].remove(key)
-            return self._index.discard(tier, key) is not None
+            known = self._forget(tier, key)
+            if known:
+                self._strays[tier].add(key)
+            return known
+
+    def strays(self, tier: str) -> set[ChunkKey]:
+        """Return what was cast out of *tier* and may still lie there."""
+        with self._lock:
+            return set(self._strays[tier])
+
+    def swept(self, tier: str, key: ChunkKey) -> None:
+        """The tier has freed a stray."""
+        with self._lock:
+            self._strays[tier].discard(key)
 
     def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Return the chunk's copies by tier name; empty when there is none."""

@@ -10,6 +10,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
+    InvalidRequestError,
     KVStoreError,
     TierFullError,
     TierUnavailableError,
@@ -104,7 +105,7 @@ class Delivery:
                 return self._in_cpu(index, key) if name else None
             try:
                 self._mover.wait(ticket, deadline)
-            except TierFullError:
+            except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
                 return self._loose(index, key, name, deadline)
             except DeadlineError:
                 self._counters.add("get_late_chunks")

@@ -101,25 +101,38 @@ class TierManager:
             raise InvalidRequestError("durable", True, "start the server with a disk tier")
         shelf = self._keepers[0]
         copied = self._copied(keys, shelf, deadline)
-        flushed = self._flushed(shelf, deadline)
-        return [reason or flushed for reason in copied]
+        failure, lost = self._flushed(keys, shelf, deadline)
+        return [
+            reason or failure or ("lost before it was flushed" if key in lost else "")
+            for key, reason in zip(keys, copied, strict=True)
+        ]
 
     def _copied(self, keys: Sequence[ChunkKey], shelf: Shelf, deadline: float) -> list[str]:
         tickets = [self.transfers.copy_down(key, shelf, urgent=True) for key in keys]
         return [self._outcome(ticket, deadline) for ticket in tickets]
 
-    def _flushed(self, shelf: Shelf, deadline: float) -> str:
+    def _flushed(
+        self, keys: Sequence[ChunkKey], shelf: Shelf, deadline: float
+    ) -> tuple[str, set[ChunkKey]]:
+        """Flush; return why that failed, and which *keys* are not on the medium after it."""
         # A name of its own: a flush that already runs may have begun before our chunks came.
         name = b"flush" + self._new_id().to_bytes(8, "little")
+        lost: set[ChunkKey] = set()
 
         def work() -> bool:
             shelf.tier.flush()
+            # The medium itself is asked: a flush that failed before may have taken chunks
+            # that the catalog still names.
+            for key, info in zip(keys, shelf.tier.find(keys), strict=True):
+                if info is None:
+                    self.catalog.forget(shelf.name, key)
+                    lost.add(key)
             return True
 
         ticket = self._mover.submit(
             f"store-{shelf.name}", name, lambda: shelf.guarded(work), urgent=True
         )
-        return self._outcome(ticket, deadline)
+        return self._outcome(ticket, deadline), lost
 
     def _outcome(self, ticket: Ticket | None, deadline: float) -> str:
         if ticket is None:
@@ -152,6 +165,9 @@ class TierManager:
                 session.session_id, keys[: len(copies)], self._lease_ttl_ms / 1000
             )
             copies, lease_id = copies[:known], granted.lease_id
+            if not known:
+                self.catalog.release(lease_id, session.session_id)
+                lease_id = 0
         best = [self._fastest(held) for held in copies]
         self.counters.add("lookups")
         self.counters.add("lookup_chunks", len(keys))
@@ -195,12 +211,14 @@ class TierManager:
 
         shelf.guarded(work)
         news = False
+        strays = self.catalog.strays(shelf.name)
         for info in found:
-            if info is None:
-                break
+            if info is None or info.key in strays:
+                continue
+            # Known by now or not, the caller asked because it did not know it.
+            news = True
             if shelf.name not in self.catalog.copies(info.key):
                 self.catalog.note_sealed(shelf.name, info)
-                news = True
         return news
 
     def release(self, session: Session, lease_id: int) -> bool:
@@ -238,12 +256,16 @@ class TierManager:
     def delete(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[int, int]:
         """Forget chunks on every tier; return how many went, and how many are being read."""
         deleted = leased = 0
+        self._ask_shared(keys, deadline)
         for key in keys:
             self._settle(key, deadline)
             names = list(self.catalog.copies(key))
-            gone = [n for n in names if self.catalog.forget(n, key, even_if_held=False)]
+            gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
             for name in gone:
-                self._delete_from(self.transfers.shelves[name], key, deadline)
+                shelf = self.transfers.shelves[name]
+                ticket = self.transfers.delete_from(shelf, key, urgent=True)
+                if ticket is not None:
+                    self._outcome(ticket, deadline)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
@@ -252,18 +274,6 @@ class TierManager:
         """Wait for moves of *key*, lest one makes it visible again after its deletion."""
         for ticket in self._mover.named(key):
             self._outcome(ticket, deadline)
-
-    def _delete_from(self, shelf: Shelf, key: ChunkKey, deadline: float) -> None:
-        if shelf is self.transfers.cpu:
-            shelf.tier.delete(key)
-            return
-        ticket = self._mover.submit(
-            f"store-{shelf.name}",
-            b"delete" + key,
-            lambda: self.transfers.delete_from(shelf, key),
-            urgent=True,
-        )
-        self._outcome(ticket, deadline)
 
     def clear(self, space: Namespace, deadline: float) -> tuple[int, int]:
         """Forget every chunk of a namespace that this node knows and nobody reads."""
@@ -315,7 +325,9 @@ class TierManager:
         shelf = self._keepers[0]
         alone = self.catalog.only_on(self.transfers.cpu.name)
         reasons = self._copied(alone, shelf, deadline)
-        return not any(reasons) and not self._flushed(shelf, deadline)
+        failure, lost = self._flushed(alone, shelf, deadline)
+        # A copy that came later may have pushed an earlier one out.
+        return not (any(reasons) or failure or lost or self.catalog.only_on(self.transfers.cpu.name))
 
     def is_alive(self) -> bool:
         """Whether the Mover's workers live."""

@@ -115,7 +115,7 @@ class Mover:
         if not tickets:
             return False
         if self._stepped:
-            return self.step(tickets[0].lane)
+            return self._clock() < deadline and self.step(tickets[0].lane)
         with self._changed:
             while not any(ticket.done for ticket in tickets) and not self._closed:
                 left_s = deadline - self._clock()

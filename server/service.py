@@ -11,7 +11,7 @@ from typing_extensions import override
 from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, wire
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import PutOutcome
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
 from kvstore.server.dataplane import DataPlane
@@ -234,14 +234,20 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         if self._data_plane is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
         staging = self._data_plane.staging(session.session_id)
-        tickets = [self._manager.puts.claim(session, i) for i in request.reservation_ids]
-        frames = [
-            staging[offset : offset + ticket.reservation.info.size_bytes]
-            for ticket, offset in zip(tickets, request.offsets, strict=True)
-        ]
-        results = self._manager.puts.ingest(tickets, frames)
+        puts, keys, results = self._manager.puts, [], []
+        try:
+            for reservation_id, offset in zip(
+                request.reservation_ids, request.offsets, strict=True
+            ):
+                ticket = puts.claim(session, reservation_id)
+                info = ticket.reservation.info
+                results += puts.ingest([ticket], [staging[offset : offset + info.size_bytes]])
+                keys.append(info.key)
+        except KVStoreError:
+            for reservation_id in request.reservation_ids:
+                puts.abort(session, reservation_id)
+            raise
         if request.durable:
-            keys = [ticket.reservation.info.key for ticket in tickets]
             results = self._manager.harden(
                 keys, results, self._checks.deadline(request.deadline_ms)
             )

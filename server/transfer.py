@@ -7,6 +7,7 @@ chunk of which no lower tier has a copy is demoted first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +17,14 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
+    InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
     TierFullError,
     TierUnavailableError,
+    UnknownCodecError,
 )
-from kvstore.proto.frame import check_frame, raw_frame_bytes, with_size
+from kvstore.proto.frame import raw_frame_bytes, with_size
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.catalog import Catalog
 from kvstore.server.metrics import Counters
@@ -88,7 +91,6 @@ class Transfers:
             )
         need = tier.allocated_bytes(size)
         limit = tier.capacity_bytes - room.headroom_bytes
-        victim: ChunkKey | None = None
         for attempt in range(MAX_RECLAIM_ROUNDS):
             missing = tier.stats().used_bytes + need - limit
             if missing <= 0:
@@ -96,22 +98,22 @@ class Transfers:
                     return tier.reserve(room.info, room.tenant)
                 except TierFullError:
                     missing = need
+                except TierUnavailableError as error:
+                    shelf.breaker.fail(str(error))
+                    raise
             # Scattered room does not help: after a few rounds empty one piece of the medium.
-            among = tier.residents(victim) if victim is not None and attempt % 4 == 3 else None
-            victim = self._evict(shelf, missing, room.deadline, among or None) or victim
+            self._evict(shelf, missing, room.deadline, whole_piece=attempt % 4 == 3)
         raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
 
-    def _evict(
-        self, shelf: Shelf, need_bytes: int, deadline: float, among: list[ChunkKey] | None
-    ) -> ChunkKey | None:
-        """Evict a round of victims and return the first; None after waiting for others' moves."""
+    def _evict(self, shelf: Shelf, need_bytes: int, deadline: float, *, whole_piece: bool) -> None:
+        """Evict a round of victims, or wait for others' moves when there are none."""
         claim = self.catalog.claim_victims
-        victims = claim(shelf.name, need_bytes, VICTIMS_PER_ROUND, among)
-        if not victims and among:
-            victims = claim(shelf.name, need_bytes, VICTIMS_PER_ROUND)
+        victims = claim(shelf.name, need_bytes, VICTIMS_PER_ROUND)
+        if victims and whole_piece:
+            victims += claim(shelf.name, 0, 0, shelf.tier.residents(victims[0]))
         if not victims:
             if self._await_progress(shelf, deadline):
-                return None
+                return
             stats = shelf.tier.stats()
             free_bytes = stats.capacity_bytes - stats.used_bytes
             raise TierFullError(shelf.name, need_bytes, free_bytes)
@@ -124,7 +126,6 @@ class Transfers:
             raise TierFullError(shelf.name, need_bytes, 0) from None
         finally:
             self.catalog.unclaim(victims)
-        return victims[0]
 
     def _await_progress(self, shelf: Shelf, deadline: float) -> bool:
         """Wait until something that keeps chunks on *shelf* is done; False if nothing does.
@@ -159,8 +160,8 @@ class Transfers:
         copies = self.catalog.copies(key)
         if shelf.name not in copies:
             return
-        if self.catalog.forget(shelf.name, key, even_if_held=False):
-            shelf.tier.delete(key)
+        if self.catalog.cast_out(shelf.name, key, even_if_held=False):
+            self._discard(shelf, key)
             self.counters.add("evicted_chunks")
             if len(copies) == 1:
                 self.counters.add("dropped_victims")
@@ -190,14 +191,25 @@ class Transfers:
                 return False
             frame = target.encode_for(frame)
             header = verify(frame, key)
+            self._sweep(target)
             room = Room(header.info(), DEFAULT_TENANT, self.clock() + self._move_timeout_s)
             reservation = self.reserve(target, room)
             if self._write(target, reservation, frame):
                 self.catalog.note_sealed(target.name, header.info())
                 self.counters.add("copied_chunks")
-            return True
+                return True
+            return self._adopt(key, target)
         finally:
             self.catalog.let_go(key)
+
+    def _adopt(self, key: ChunkKey, target: Shelf) -> bool:
+        """Take note of a copy that somebody else sealed first; False when it is gone again."""
+        if not target.tier.shared:
+            raise TierUnavailableError(target.name, f"does not let go of {key.hex()}")
+        (info,) = target.tier.find([key])
+        if info is not None:
+            self.catalog.note_sealed(target.name, info)
+        return info is not None
 
     def _write(self, target: Shelf, reservation: Reservation, frame: Bytes) -> bool:
         sealing = False
@@ -251,7 +263,7 @@ class Transfers:
             reservation = self.reserve(self.cpu, Room(info, tenant, deadline))
             try:
                 found = self._fill(stored, source, self.cpu_tier.view(reservation))
-            except (KVStoreError, OSError):
+            except BaseException:
                 self.cpu_tier.abort(reservation)
                 raise
             if not found:
@@ -271,9 +283,14 @@ class Transfers:
         scratch = np.empty(stored.size_bytes, np.uint8)
         if not self._read(stored, source, scratch):
             return False
-        transcode(scratch, self.cpu.codec, out)
-        # Verified as it was read; checked again as it will be served.
-        check_frame(out, stored.key)
+        try:
+            transcode(scratch, self.cpu.codec, out)
+            # Verified as it was read; checked again as it will be served.
+            verify(out, stored.key)
+        except (ChunkCorruptError, InvalidFrameError, UnknownCodecError) as error:
+            # Its checksums are right, and yet its codec cannot read it: it never will.
+            self.quarantine(source, stored.key)
+            raise ChunkCorruptError(stored.key, str(error)) from None
         return True
 
     def read_loose(self, stored: ChunkInfo, source: Shelf) -> Bytes | None:
@@ -287,6 +304,8 @@ class Transfers:
         except ChunkCorruptError:
             self.quarantine(source, stored.key)
             raise
+        except InvalidRequestError:
+            header = None  # others have put a frame of another size in its place
         if header is None:
             self.catalog.forget(source.name, stored.key)
             self.counters.add("lost_chunks")
@@ -296,15 +315,39 @@ class Transfers:
     def quarantine(self, shelf: Shelf, key: ChunkKey) -> None:
         """Drop a copy that failed verification, so that the chunk can be put again at once."""
         self.counters.add("corrupt_chunks")
-        if self.catalog.forget(shelf.name, key):
+        if self.catalog.cast_out(shelf.name, key):
             self.delete_from(shelf, key)
 
-    def delete_from(self, shelf: Shelf, key: ChunkKey) -> None:
-        """Free a forgotten copy; a medium that does not answer keeps it, unseen."""
-        try:
+    def delete_from(self, shelf: Shelf, key: ChunkKey, *, urgent: bool = False) -> Ticket | None:
+        """Free a copy that was cast out; lower shelves do that in their store lane.
+
+        None when there is nothing to wait for.
+        """
+        if shelf is self.cpu:
+            self._discard(shelf, key)
+            return None
+        return self.mover.submit(
+            f"store-{shelf.name}",
+            b"delete" + key,
+            lambda: self._discard(shelf, key),
+            urgent=urgent,
+        )
+
+    def _discard(self, shelf: Shelf, key: ChunkKey) -> None:
+        """Delete a stray. A medium that does not answer keeps it, unseen, until ``_sweep``.
+
+        Only the store lane deletes from a lower shelf and writes to it, so no stray can be
+        replaced by a copy worth keeping in the meantime.
+        """
+        if key in self.catalog.strays(shelf.name):
             shelf.guarded(lambda: shelf.tier.delete(key))
-        except TierUnavailableError:
-            self.counters.add("failed_copies")
+            self.catalog.swept(shelf.name, key)
+
+    def _sweep(self, shelf: Shelf) -> None:
+        """Delete what earlier attempts left on *shelf*, as far as it answers."""
+        with suppress(TierUnavailableError):
+            for key in self.catalog.strays(shelf.name):
+                self._discard(shelf, key)
 
     def lower_shelves(self) -> list[Shelf]:
         """Return the shelves below CPU memory, fastest first."""

@@ -10,8 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
@@ -33,8 +32,6 @@ Room: TypeAlias = Callable[[Sequence[Span]], Sequence[LayerTensors]]
 Source: TypeAlias = Callable[[Span], LayerTensors]
 """Returns the tensors of one span, without copying if it can."""
 
-_NOTHING: Mapping[str, int] = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
@@ -46,7 +43,7 @@ class Prefix:
 
     stored_tokens: int = 0
     hit_tokens: int = 0
-    tier_tokens: Mapping[str, int] = _NOTHING
+    tier_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spans: Sequence[Span], tiers: Sequence[str], prompt_tokens: int) -> Prefix:

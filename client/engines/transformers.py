@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -133,14 +134,15 @@ class TransformersConnector(Connector):
         generated, but for the last token, whose KV nobody computed.
         """
         tokens = _prompt(input_ids)
-        model = self._model
-        if not isinstance(model, GenerationMixin):
-            raise InvalidRequestError("model", type(model).__name__, "give one that generates")
+        if not isinstance(self._model, GenerationMixin):
+            name = type(self._model).__name__
+            raise InvalidRequestError("model", name, "give one that generates")
+        model: Any = self._model
         settings = copy.deepcopy(config or model.generation_config)
         _check_settings(settings)
         settings.return_dict_in_generate = True
         cache, prefix = self._load_cache(tokens, extra)
-        output = model.generate(
+        output: GenerateDecoderOnlyOutput = model.generate(
             input_ids,
             generation_config=settings,
             attention_mask=torch.ones_like(input_ids),

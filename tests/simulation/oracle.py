@@ -95,17 +95,17 @@ class Oracle:
             stats = tier.stats()
             assert stats.used_bytes <= stats.capacity_bytes
             assert stats.reservations == 0, f"{tier.name} has a reservation that nobody owns"
-        self._forget_what_is_gone()
+        self.forget_what_is_gone()
         if thoroughly:
             self._check_accounts()
             self._check_catalog()
 
-    def _forget_what_is_gone(self) -> None:
+    def forget_what_is_gone(self) -> None:
         """What is nowhere, and is not being put, must never be seen again."""
         world = self.world
         if world.disk is not None:
-            self.durable -= world.disk.deleted | world.disk.lost
-            world.disk.deleted.clear()
+            self.durable -= world.disk.gone
+            world.disk.gone.clear()
         chunks = [tier.medium.chunks for tier in world.lower]
         unflushed = world.disk.durable if world.disk is not None else {}
         keys = [key for key, frames in self._offered.items() if frames]

@@ -85,10 +85,10 @@ class DictTier(Tier):
         self.medium = medium or Medium()
         self._open: dict[object, Bytes] = {}
         self._open_bytes = 0
-        self.deleted: set[ChunkKey] = set()
-        """Keys whose deletion was asked for since somebody last emptied this."""
         self.lost: set[ChunkKey] = set()
-        """Keys that the medium lost or damaged by itself, ever."""
+        """What the medium lost or damaged by itself, until it is sealed anew."""
+        self.gone: set[ChunkKey] = set()
+        """What was deleted, lost or damaged since somebody last emptied this."""
 
     def _try(self, verb: str) -> None:
         if self.faults.strikes():
@@ -150,6 +150,7 @@ class DictTier(Tier):
         if stored.info.key in self.medium.chunks:
             return False
         self.medium.chunks[stored.info.key] = stored
+        self.lost.discard(stored.info.key)
         self.medium.used_bytes += self.allocated_bytes(stored.info.size_bytes)
         return True
 
@@ -181,7 +182,7 @@ class DictTier(Tier):
     def delete(self, key: ChunkKey) -> bool:
         fails = self.faults.strikes()
         with self.medium.lock:
-            self.deleted.add(key)
+            self.gone.add(key)
             gone = (not fails or self.faults.chance(0.5)) and self._remove(key)
         if fails:
             raise TierUnavailableError(self.name, "delete fails on purpose")
@@ -215,12 +216,16 @@ class DictTier(Tier):
 
     def lose(self, key: ChunkKey) -> None:
         """Forget a chunk without a word, as a medium may."""
-        self.lost.add(key)
+        self._spoil(key)
         self._remove(key)
+
+    def _spoil(self, key: ChunkKey) -> None:
+        self.lost.add(key)
+        self.gone.add(key)
 
     def flip(self, key: ChunkKey, bit: int) -> None:
         """Flip one bit of a stored frame."""
-        self.lost.add(key)
+        self._spoil(key)
         frame = self.medium.chunks[key].frame
         frame[bit // 8 % len(frame)] ^= np.uint8(1 << bit % 8)
 
@@ -287,6 +292,7 @@ class SimRedis(DictTier):
             free_bytes = self.capacity_bytes - self.medium.used_bytes - self._open_bytes
             if self.allocated_bytes(info.size_bytes) > free_bytes:
                 return False
-            self.lost.add(info.key)
             self._remove(info.key)
-            return self._publish(Stored(info, frame.copy()), durable=False)
+            self._publish(Stored(info, frame.copy()), durable=False)
+            self._spoil(info.key)
+            return True

@@ -1,0 +1,76 @@
+"""A server's status: asked for without a session, shown as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.client.connection import Connection
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
+
+DEADLINE_MS = 2000
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def ask_status(address: str) -> pb.StatusResponse:
+    """Return the state of the server at *address*. Raises KVStoreErrors within two seconds."""
+    connection = Connection(address, retry_after_ms=DEADLINE_MS)
+    try:
+        return connection.call("Status", pb.StatusRequest(), DEADLINE_MS, pb.StatusResponse)
+    except (TierUnavailableError, DeadlineError) as error:
+        reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
+        raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
+    finally:
+        connection.close()
+
+
+def status_as_json(address: str, reply: pb.StatusResponse) -> str:
+    """Return *reply* as JSON."""
+    fields = ("name", "capacity_bytes", "used_bytes", "chunks", "codec", "state", "reason")
+    status = {
+        "address": address,
+        "version": reply.version,
+        "state": reply.state,
+        "uptime_s": reply.uptime_s,
+        "sessions": reply.sessions,
+        "leases": reply.leases,
+        "socket_path": reply.socket_path,
+        "tiers": [{name: getattr(tier, name) for name in fields} for tier in reply.tiers],
+        "counters": dict(sorted(reply.counters.items())),
+    }
+    return json.dumps(status, indent=2)
+
+
+def print_status(address: str, reply: pb.StatusResponse) -> None:
+    """Print *reply* as tables."""
+    console = Console()
+    console.print(
+        f"{address}: {reply.state}, version {reply.version}, up {reply.uptime_s:.0f} s, "
+        f"{reply.sessions} sessions, {reply.leases} leases",
+        highlight=False,
+    )
+    tiers = Table("tier", "used", "of", "chunks", "codec", "state")
+    for tier in reply.tiers:
+        tiers.add_row(
+            tier.name,
+            _size(tier.used_bytes),
+            _size(tier.capacity_bytes),
+            str(tier.chunks),
+            tier.codec,
+            f"{tier.state}: {tier.reason}" if tier.reason else tier.state,
+        )
+    console.print(tiers)
+    counters = Table("counter", "since the start")
+    for name, value in sorted(reply.counters.items()):
+        counters.add_row(name, str(value))
+    console.print(counters)
+
+
+def _size(size_bytes: int) -> str:
+    value, unit = float(size_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size_bytes} B"

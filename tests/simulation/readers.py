@@ -1,0 +1,171 @@
+"""Operations that look up, lease and read, each checked against the oracle as it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from simulation.bounds import bounded
+from simulation.oracle import LiveLease, Oracle
+from simulation.universe import universe
+from simulation.world import LEASE_TTL_S, World
+
+from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, QuotaExceededError
+from kvstore.proto.types import ChunkKey
+from kvstore.server.delivery import Arrival
+from kvstore.server.sessions import Session
+
+
+@dataclass(slots=True)
+class Reader:
+    """A get that is under way: what it is to deliver and what came last."""
+
+    session: Session
+    lease_id: int
+    keys: list[ChunkKey]
+    deadline: float
+    arrivals: Iterator[Arrival]
+    delivered: int = 0
+    last: tuple[Arrival, bytes] | None = None
+
+
+class Readers:
+    """Sessions that look up and get."""
+
+    def __init__(self, world: World, oracle: Oracle) -> None:
+        self.world = world
+        self.oracle = oracle
+        self.draw = world.draw
+        self.open: list[Reader] = []
+
+    def deadline(self) -> float:
+        return self.world.clock() + self.draw.choice((0.0, 0.05, 0.5, 5.0))
+
+    def chain(self, tenant: str) -> list[ChunkKey]:
+        chain = self.draw.choice(universe().chains[tenant])
+        return list(chain[: self.draw.randrange(1, len(chain) + 1)])
+
+    # --- lookups and leases
+
+    def look_up(self, session: Session) -> None:
+        """The answer is the longest prefix that exists, each chunk from its fastest tier."""
+        keys = self.chain(session.tenant)
+        deadline = self.deadline()
+        lease = self.draw.random() < 0.6
+        with bounded(self.world, deadline):
+            try:
+                match = self.world.manager.lookup(session, keys, deadline, lease=lease)
+            except QuotaExceededError:
+                return
+        copies = [self.world.catalog.copies(key) for key in keys]
+        assert match.ready == next((at for at, held in enumerate(copies) if not held), len(keys))
+        assert match.ready + match.pending + match.missing == len(keys)
+        order = [shelf.name for shelf in self.world.shelves]
+        fastest = [min(held, key=order.index) for held in copies[: match.ready]]
+        assert list(match.tiers) == fastest
+        assert len(match.load_us) == match.ready
+        assert bool(match.lease_id) == (lease and match.ready > 0)
+        if match.lease_id:
+            self._note_lease(session, match.lease_id, keys[: match.ready])
+
+    def _note_lease(self, session: Session, lease_id: int, keys: list[ChunkKey]) -> None:
+        until = self.world.clock() + LEASE_TTL_S
+        self.oracle.leases[lease_id] = LiveLease(session, keys, until)
+
+    def release(self, session: Session) -> None:
+        """A lease ends once, and only for the session that has it."""
+        if not self.oracle.leases:
+            return
+        lease_id = self.draw.choice(list(self.oracle.leases))
+        held = self.oracle.leases[lease_id]
+        assert self.world.manager.release(session, lease_id) == (held.session is session)
+        if held.session is session:
+            del self.oracle.leases[lease_id]
+            assert not self.world.manager.release(session, lease_id)
+
+    # --- gets
+
+    def begin(self, session: Session) -> Reader | None:
+        """Open a get, under a lease of the session's or one of its own."""
+        keys, lease_id = self._choose(session)
+        try:
+            lease_id, known = self.world.manager.open_get(session, keys, lease_id)
+        except LeaseExpiredError:
+            assert self.oracle.leases[lease_id].deadline <= self.world.clock()
+            return None
+        except QuotaExceededError:
+            return None
+        if lease_id not in self.oracle.leases:
+            self._note_lease(session, lease_id, keys[:known])
+        deadline = self.deadline()
+        arrivals = self.world.manager.gets.get(session, keys[:known], deadline)
+        reader = Reader(session, lease_id, keys[:known], deadline, arrivals)
+        self.open.append(reader)
+        return reader
+
+    def _choose(self, session: Session) -> tuple[list[ChunkKey], int]:
+        own = [i for i, held in self.oracle.leases.items() if held.session is session]
+        if not own or self.draw.random() < 0.4:
+            return self.chain(session.tenant), 0
+        lease_id = self.draw.choice(own)
+        return list(self.oracle.leases[lease_id].keys), lease_id
+
+    def ask_beyond_the_lease(self, session: Session) -> None:
+        """A lease opens what it names and nothing else."""
+        own = [i for i, held in self.oracle.leases.items() if held.session is session]
+        if own:
+            lease_id = self.draw.choice(own)
+            held = self.oracle.leases[lease_id]
+            beyond = next(key for key in universe().chunks if key not in held.keys)
+            try:
+                self.world.manager.open_get(session, [*held.keys, beyond], lease_id)
+            except (InvalidRequestError, LeaseExpiredError):
+                return
+            raise AssertionError("a get was opened beyond its lease")
+
+    def advance(self, reader: Reader) -> bool:
+        """Take the next chunk of a get; return whether one came."""
+        self.check_last(reader)
+        with bounded(self.world, reader.deadline):
+            arrival = next(reader.arrivals, None)
+        if arrival is None:
+            self.end(reader)
+            return False
+        assert arrival.index == reader.delivered
+        key = reader.keys[arrival.index]
+        self.oracle.check_frame(key, arrival.frame)
+        reader.delivered += 1
+        reader.last = arrival, arrival.frame.tobytes()
+        return True
+
+    def check_last(self, reader: Reader) -> None:
+        """What was delivered last stays as it is while the lease lives."""
+        held = self.oracle.leases.get(reader.lease_id)
+        if reader.last is not None and held is not None and held.deadline > self.world.clock():
+            self.oracle.check_unchanged(*reader.last)
+
+    def end(self, reader: Reader) -> None:
+        reader.arrivals.close()  # type: ignore[attr-defined]
+        self.open.remove(reader)
+
+    def step(self) -> None:
+        if self.open:
+            self.advance(self.draw.choice(self.open))
+
+    def get(self, session: Session) -> None:
+        """A whole get. Where nothing goes wrong, all that is known and leased arrives."""
+        reader = self.begin(session)
+        if reader is None:
+            return
+        while self.advance(reader):
+            pass
+        if self.world.plan.is_quiet and reader.deadline > self.world.clock():
+            assert reader.delivered == len(reader.keys), "a leased chunk did not arrive"
+
+    def forget_session(self, session: Session) -> None:
+        for reader in [reader for reader in self.open if reader.session is session]:
+            self.end(reader)
+
+    def forget_all(self) -> None:
+        for reader in list(self.open):
+            self.end(reader)

@@ -1,0 +1,230 @@
+"""One seed, one schedule: operations at random, a check after each, and an end in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from simulation.oracle import Oracle
+from simulation.readers import Readers
+from simulation.universe import REPRESENTATION, TENANTS, universe
+from simulation.world import BREAKER_RETRY_S, SESSION_TTL_S, World
+from simulation.writers import Writers
+
+from kvstore.proto.errors import QuotaExceededError
+from kvstore.server.sessions import Session
+
+_FULL_CHECK_EVERY = 8
+_OF_A_SESSION = {
+    "put": 9, "begin": 4, "look_up": 6, "get": 7, "begin_get": 3, "release": 4,
+    "ask_beyond_the_lease": 1, "pin": 1, "unpin": 1, "delete": 3, "clear": 1, "harden": 3,
+}  # fmt: skip
+_OF_NOBODY = {
+    "finish": 4, "abort": 1, "step_get": 6, "open_session": 3, "close_session": 1,
+    "step_mover": 8, "settle": 1, "tick": 3, "sleep": 3, "spoil": 3, "others": 2,
+    "crash": 1, "drain": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a schedule went, for tests of the simulation itself."""
+
+    counters: dict[str, int]
+    operations: tuple[str, ...]
+    ended_at: float
+
+
+class Schedule:
+    """Run with ``run``; it raises AssertionError at the first thing that must not be."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(seed)
+        self.draw = self.world.draw
+        self.oracle = Oracle(self.world)
+        self.readers = Readers(self.world, self.oracle)
+        self.writers = Writers(self.world, self.oracle)
+        self.sessions: list[Session] = []
+        self.operations: list[str] = []
+        readers, writers = self.readers, self.writers
+        self._of_a_session: dict[str, Callable[[Session], object]] = {
+            "put": writers.put_all, "begin": writers.begin, "look_up": readers.look_up,
+            "get": readers.get, "begin_get": readers.begin, "release": readers.release,
+            "ask_beyond_the_lease": readers.ask_beyond_the_lease, "pin": writers.pin,
+            "unpin": writers.unpin, "delete": writers.delete, "clear": writers.clear,
+            "harden": writers.harden_known,
+        }  # fmt: skip
+        self._of_nobody: dict[str, Callable[[], object]] = {
+            "finish": writers.finish, "abort": writers.abort, "step_get": readers.step,
+            "open_session": self.open_session, "close_session": self.close_session,
+            "step_mover": self.step_mover, "settle": self.world.settle, "tick": self.tick,
+            "sleep": self.sleep, "spoil": self.spoil, "others": self.others,
+            "crash": self.crash, "drain": self.drain,
+        }  # fmt: skip
+
+    def run(self) -> Report:
+        draw = self.draw
+        names = [*_OF_A_SESSION, *_OF_NOBODY]
+        weights = [*_OF_A_SESSION.values(), *_OF_NOBODY.values()]
+        self.open_session()
+        for number, name in enumerate(draw.choices(names, weights, k=draw.randrange(40, 81))):
+            self.operations.append(name)
+            self._do(name)
+            self.oracle.check(thoroughly=number % _FULL_CHECK_EVERY == 0)
+            for reader in self.readers.open:
+                self.readers.check_last(reader)
+        self.oracle.check(thoroughly=True)
+        self.end()
+        return Report(self.world.totals, tuple(self.operations), self.world.clock())
+
+    def _do(self, name: str) -> None:
+        if name in self._of_nobody:
+            self._of_nobody[name]()
+        elif self.sessions:
+            self._of_a_session[name](self.draw.choice(self.sessions))
+
+    # --- sessions and time
+
+    def open_session(self) -> None:
+        tenant = self.draw.choice((*TENANTS, TENANTS[0]))
+        try:
+            self.sessions.append(self.world.sessions.open(REPRESENTATION, "simulated", tenant))
+        except QuotaExceededError:
+            assert len(self.sessions) == len(self.world.sessions)
+
+    def close_session(self) -> None:
+        """A process dies with whatever it had open."""
+        if len(self.sessions) > 1:
+            session = self.sessions[self.draw.randrange(len(self.sessions))]
+            assert self.world.sessions.close(session.session_id)
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        self.sessions.remove(session)
+        self.oracle.note_session_end(session)
+        self.readers.forget_session(session)
+
+    def tick(self) -> None:
+        for session in self.sessions:
+            if self.draw.random() < 0.7:
+                self.world.sessions.get(session.session_id)
+        self.world.manager.tick()
+        self.oracle.note_tick()
+        silent = self.world.clock() - SESSION_TTL_S
+        late = [session for session in self.sessions if session.heard_at < silent]
+        assert self.world.sessions.expire() == len(late)
+        for session in late:
+            self._forget(session)
+
+    def sleep(self) -> None:
+        self.world.clock.advance(self.draw.choice((0.01, 0.3, 0.6, 1.2, 3.5)))
+
+    def step_mover(self) -> None:
+        for _ in range(self.draw.randrange(1, 4)):
+            self.world.mover.step(self.draw.choice([None, *self.world.mover.depth()]))
+
+    # --- what happens to media
+
+    def spoil(self) -> None:
+        """A medium forgets a chunk, or one bit of it turns."""
+        if not (self.world.plan.spoils and self.world.lower):
+            return
+        tier = self.draw.choice(self.world.lower)
+        if tier.medium.chunks:
+            key = self.draw.choice(list(tier.medium.chunks))
+            if self.draw.random() < 0.5:
+                tier.lose(key)
+            else:
+                tier.flip(key, self.draw.randrange(8 * 4096))
+
+    def others(self) -> None:
+        """Another node puts over a chunk, with bytes and a codec of its own."""
+        redis = self.world.redis
+        if self.world.plan.spoils and redis is not None:
+            chunk = self.draw.choice(list(universe().chunks.values()))
+            version = self.draw.choice(chunk.versions)
+            packed = self.draw.random() < 0.5
+            info, frame = version.info, version.frame
+            if packed:
+                info, frame = version.packed_info, version.packed
+            if redis.others_put(info, frame):
+                self.oracle.note_stored(version)
+
+    # --- ends
+
+    def crash(self) -> None:
+        """The power fails; what was acknowledged as durable is there, and right."""
+        if self.draw.random() < 0.5:
+            return
+        self._restart()
+
+    def drain(self) -> None:
+        """The server stops in order and another takes its place."""
+        if self.sessions and self.draw.random() < 0.5:
+            self.writers.drain(self.sessions[0])
+            self._restart()
+
+    def _restart(self) -> None:
+        self.readers.forget_all()
+        self.sessions.clear()
+        self.oracle.forget_what_is_gone()
+        self.oracle.note_restart()
+        recovered = self.world.restart()
+        disk = self.world.disk
+        assert recovered == (len(disk.medium.chunks) if disk is not None else 0)
+        for key in self.oracle.durable:
+            assert disk is not None
+            assert "disk" in self.world.catalog.copies(key), "a durable chunk was not recovered"
+            self.oracle.check_frame(key, disk.medium.chunks[key].frame)
+        self.open_session()
+    def end(self) -> None:
+        """Everything is given back, everything that should be readable is, nothing is left."""
+        world = self.world
+        world.faults.end()
+        self.readers.forget_all()
+        while self.sessions:
+            session = self.sessions[0]
+            assert world.sessions.close(session.session_id)
+            self._forget(session)
+        world.clock.advance(10.0 + BREAKER_RETRY_S)
+        self.oracle.pins.clear()
+        world.manager.tick()
+        world.settle()
+        self.oracle.check(thoroughly=True)
+        assert world.catalog.held_count() == world.catalog.pending_count() == 0
+        assert world.mover.is_idle()
+        self._read_everything()
+        self._clear_everything()
+        world.close()
+
+    def _read_everything(self) -> None:
+        """With no faults left and nobody else there, every sound chunk is delivered."""
+        world = self.world
+        for key in universe().chunks:
+            lost = {tier.name for tier in world.lower if key in tier.lost}
+            if not set(world.catalog.copies(key)) - lost:
+                continue
+            tenant = universe().chunks[key].tenant
+            session = world.sessions.open(REPRESENTATION, "the end", tenant)
+            lease_id, count = world.manager.open_get(session, [key], 0)
+            assert count == 1
+            arrivals = list(world.manager.gets.get(session, [key], world.clock() + 1))
+            assert len(arrivals) == 1, "a sound chunk that the catalog names did not arrive"
+            self.oracle.check_frame(key, arrivals[0].frame)
+            assert world.manager.release(session, lease_id)
+            assert world.sessions.close(session.session_id)
+
+    def _clear_everything(self) -> None:
+        """After a clear nothing is left, and a put still works."""
+        world = self.world
+        for tenant in TENANTS:
+            session = world.sessions.open(REPRESENTATION, "the end", tenant)
+            world.manager.clear(session.namespace, world.clock() + 1)
+            assert world.manager.holdings(session.namespace) == []
+            self.writers.put_one(session, universe().chains[tenant][0][0])
+            assert world.sessions.close(session.session_id)
+        world.settle()
+        self.oracle.check(thoroughly=True)
+        assert world.cpu.stats().chunks == len(TENANTS)
+        if world.disk is not None and world.plan.write_through:
+            self.oracle.check_nothing_leaked(world.disk)

@@ -1,0 +1,42 @@
+"""Ten thousand schedules, and one by its seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from simulation.schedule import Report, Schedule
+
+BLOCKS = 20
+SEEDS_PER_BLOCK = 500
+
+
+def run(seed: int) -> Report:
+    try:
+        return Schedule(seed).run()
+    except BaseException as error:
+        error.add_note(f"replay it: pytest tests/simulation -k replay --seed {seed}")
+        raise
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_ten_thousand_schedules_never_break_a_promise(block: int) -> None:
+    for seed in range(block * SEEDS_PER_BLOCK, (block + 1) * SEEDS_PER_BLOCK):
+        run(seed)
+
+
+def test_replay_of_one_seed(request: pytest.FixtureRequest) -> None:
+    run(request.config.getoption("--seed", default=None) or 0)
+
+
+def test_a_seed_always_gives_the_same_schedule() -> None:
+    for seed in range(20):
+        assert run(seed) == run(seed)
+
+
+def test_the_schedules_go_everywhere() -> None:
+    """What no schedule does, no schedule can find wrong."""
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        seen.update(run(seed).counters)
+    assert sorted(name for name, count in seen.items() if not count) == ["expired_sessions"]
