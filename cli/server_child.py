@@ -63,18 +63,6 @@ class ServerChild:
         """Let it drain and end."""
         self._end(signal.SIGTERM)
 
-    def pause(self) -> None:
-        """Keep it from running until it is resumed or ended."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let it run on after a pause."""
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
-
     def _end(self, number: signal.Signals) -> None:
         process, self._process = self._process, None
         if process is None:
@@ -96,5 +84,4 @@ class ServerChild:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.resume()
         self.stop()

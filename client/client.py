@@ -16,7 +16,7 @@ from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Arrived, Outgoing, Put, Transport
+from kvstore.client.transport import Outgoing, Put, Transport
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -225,13 +225,9 @@ class Client:
         if out is not None and len(out) < len(keys):
             raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
         transport = self._connected()
-        arriving = transport.get(
-            [self._digest(key) for key in keys], lease_id, self.options.deadline_ms
-        )
-        try:
+        digests = [self._digest(key) for key in keys]
+        with transport.get(digests, lease_id, self.options.deadline_ms) as arriving:
             found, broken = self._reader.read(transport.session, keys, arriving, out)
-        finally:
-            _close(arriving)
         if broken is not None:
             self._quarantine(transport, broken)
         return found
@@ -240,6 +236,7 @@ class Client:
         request = pb.DeleteRequest(
             session_id=transport.session.terms.session_id, digests=self._digest(key)
         )
+        self._connection.settle()  # what we still lease is not deleted
         try:
             self._call("Delete", request, pb.DeleteResponse)
         except KVStoreError:
@@ -300,11 +297,11 @@ class Client:
 
     def close(self) -> None:
         """End the session and close the connection. Idempotent."""
-        transport = self._transport
-        if transport is not None:
-            self._disconnect(transport, tell_server=True)
         with self._lock:
             self._closed = True
+            transport = self._transport
+        if transport is not None:
+            self._disconnect(transport, tell_server=True)
         self._connection.close()
         self._reader.close()
 
@@ -353,9 +350,3 @@ def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
 def _batches(chunks: Sequence[Outgoing], limit: int) -> Iterator[Sequence[Outgoing]]:
     for start in range(0, len(chunks), limit):
         yield chunks[start : start + limit]
-
-
-def _close(iterator: Iterator[Arrived]) -> None:
-    close = getattr(iterator, "close", None)
-    if close is not None:
-        close()

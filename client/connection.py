@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import grpc
@@ -42,13 +42,15 @@ class Connection:
                 ("grpc.max_send_message_length", limit),
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.min_reconnect_backoff_ms", 100),
+                # Also what making a connection may take, so that a busy server is not a dead one.
+                ("grpc.min_reconnect_backoff_ms", 2_000),
                 ("grpc.max_reconnect_backoff_ms", 2_000),
             ],
         )
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
         self._gate = Gate(retry_after_ms, clock)
         self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
+        self._sent: set[Future[Any]] = set()
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
@@ -65,9 +67,16 @@ class Connection:
         """
         self._gate.check()
         try:
-            return self._callers.submit(self.call, method, request, deadline_ms, object).result
+            sent = self._callers.submit(self.call, method, request, deadline_ms, object)
         except RuntimeError as error:  # the executor's answer after ``close``
             raise KVStoreError(f"the client is closed: {error}") from None
+        self._sent.add(sent)
+        sent.add_done_callback(self._sent.discard)
+        return sent.result
+
+    def settle(self) -> None:
+        """Wait until every call that was sent by now is over, however it ended."""
+        wait(self._sent.copy())
 
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""

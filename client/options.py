@@ -12,7 +12,6 @@ TransportName = Literal["auto", "shm", "grpc"]
 
 MAX_DEADLINE_MS = 600_000
 """The longest that a server grants."""
-MIN_STAGING_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,3 @@ class ClientOptions:
                 raise InvalidRequestError(name, getattr(self, name), "give a positive number")
         if self.deadline_ms > MAX_DEADLINE_MS:
             raise InvalidRequestError("deadline_ms", self.deadline_ms, f"at most {MAX_DEADLINE_MS}")
-        if self.staging_bytes < MIN_STAGING_BYTES:
-            raise InvalidRequestError(
-                "staging_bytes", self.staging_bytes, f"give {MIN_STAGING_BYTES} or more"
-            )

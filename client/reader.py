@@ -10,7 +10,13 @@ from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.client.transport import Arrived
 from kvstore.codecs.base import ChunkTensors, codec_by_id, empty_tensors
-from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    InvalidFrameError,
+    TierUnavailableError,
+    UnknownCodecError,
+)
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChunkKey
 
@@ -40,7 +46,7 @@ class Reader:
         found: list[ChunkTensors] = []
         pending: deque[Future[ChunkTensors]] = deque()
         try:
-            for arrived in arriving:
+            for arrived in _in_time(arriving):
                 key = keys[arrived.index]
                 room = None if out is None else to_arrays(out[arrived.index])
                 if len(keys) == 1:
@@ -51,9 +57,11 @@ class Reader:
                 pending.append(self._pool.submit(decode, session, key, arrived, room))
             while pending:
                 found.append(pending.popleft().result())
-        except (ChunkCorruptError, InvalidFrameError, UnknownCodecError):
+        except (ChunkCorruptError, InvalidFrameError):
             # What is returned was verified; this was not, so the prefix ends before it.
             return found, keys[len(found)]
+        except UnknownCodecError:
+            return found, None  # right for all we know, to a newer client
         finally:
             for left in pending:  # still reading shared memory and writing the caller's
                 left.exception()
@@ -64,6 +72,20 @@ class Reader:
         self._pool.shutdown()
 
 
+def _in_time(arriving: Iterator[Arrived]) -> Iterator[Arrived]:
+    """Yield what follows without a gap and arrives in time; raise only if nothing does."""
+    count = 0
+    try:
+        for arrived in arriving:
+            if arrived.index != count:
+                return
+            count += 1
+            yield arrived
+    except (DeadlineError, TierUnavailableError):
+        if not count:
+            raise
+
+
 def decode(
     session: Session, key: ChunkKey, arrived: Arrived, room: ChunkTensors | None
 ) -> ChunkTensors:
@@ -71,6 +93,16 @@ def decode(
 
     Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, LeaseExpiredError.
     """
+    try:
+        return _decode(session, key, arrived, room)
+    finally:
+        # First of all errors: memory that was reused says nothing of the chunk.
+        arrived.confirm()
+
+
+def _decode(
+    session: Session, key: ChunkKey, arrived: Arrived, room: ChunkTensors | None
+) -> ChunkTensors:
     header = parse_header(arrived.frame)
     if header.key != key or header.frame_bytes != len(arrived.frame):
         raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
@@ -78,5 +110,4 @@ def decode(
         raise ChunkCorruptError(key, "it was stored for another Representation")
     tensors = empty_tensors(header.layout) if room is None else room
     codec_by_id(header.codec_id).decode_into(header, arrived.frame, tensors)
-    arrived.confirm()
     return tensors

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvstore.proto.wire import join_digests, layout_to_message
 
 _GENERATION_BYTES = 8
 _SOCKET_TIMEOUT_S = 2.0
+_GROUPS_PER_RESERVE = 8
 _PARTS = 4
 """The staging memory is written part by part, while the server reads those before."""
 _MAX_SLABS = 4096
@@ -131,9 +133,10 @@ class ShmTransport(Transport):
     # --- get
 
     @override
+    @contextmanager
     def get(
         self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
-    ) -> Iterator[Arrived]:
+    ) -> Iterator[Iterator[Arrived]]:
         request = pb.GetRequest(
             session_id=self.session.terms.session_id,
             digests=join_digests(digests),
@@ -141,20 +144,24 @@ class ShmTransport(Transport):
             deadline_ms=deadline_ms,
             via=pb.VIA_SHARED_MEMORY,
         )
-        assembly = Assembly(self.session.terms.max_frame_bytes)
-        own_lease = 0
+        leases: set[int] = set()
         try:
-            for reply in self.session.connection.stream("Get", request, deadline_ms):
-                if not lease_id:
-                    own_lease = reply.lease_id or own_lease
-                for number, place in enumerate(reply.places.places):
-                    yield self._arrived(reply.index + number, place)
-                frame = assembly.add(reply.part) if reply.HasField("part") else None
-                if frame is not None:
-                    yield Arrived(reply.index, reply.tier, frame, _stays)
+            with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
+                yield self._arriving(replies, leases)
         finally:
-            if own_lease:
+            for own_lease in leases - {0, lease_id}:
                 self._release(own_lease, deadline_ms)
+
+    def _arriving(self, replies: Iterator[pb.GetResponse], leases: set[int]) -> Iterator[Arrived]:
+        """Yield what *replies* put in reach; *leases* learns under which leases."""
+        assembly = Assembly(self.session.terms.max_frame_bytes)
+        for reply in replies:
+            leases.add(reply.lease_id)
+            for number, place in enumerate(reply.places.places):
+                yield self._arrived(reply.index + number, place)
+            frame = assembly.add(reply.part) if reply.HasField("part") else None
+            if frame is not None:
+                yield Arrived(reply.index, reply.tier, frame, _stays)
 
     def _arrived(self, index: int, place: pb.Place) -> Arrived:
         slab = self._slab(place.slab)
@@ -186,6 +193,8 @@ class ShmTransport(Transport):
             self._socket.send(shm.Request(shm.Op.slab, slab_id).pack())
             message, files, _, _ = socket.recv_fds(self._socket, shm.MESSAGE_BYTES, 1)
         except OSError as error:
+            # An answer that is only late must not be taken for that of the next question.
+            self._socket.close()
             raise TierUnavailableError("shm", f"the server hung up: {error}") from None
         try:
             reply, size_bytes = shm.unpack_reply(message)
@@ -208,12 +217,17 @@ class ShmTransport(Transport):
     @override
     def close(self) -> None:
         self._socket.close()
+        self._staging = np.empty(0, np.uint8)
         with self._slab_lock:
             self._slabs.clear()
 
 
 class _Pipeline:
-    """One put: while a group is encoded, the next is reserved and those before are committed."""
+    """One put: while one group is encoded, those before it are being committed.
+
+    A call costs each side about half a millisecond of its core, so room is reserved for many
+    groups at once.
+    """
 
     def __init__(self, transport: ShmTransport, durable: bool, deadline_ms: int) -> None:
         self._transport = transport
@@ -224,43 +238,51 @@ class _Pipeline:
         self._results: list[Put] = []
         self._pending: deque[_Group] = deque()
         self._open_ids: set[int] = set()
+        self._next_part = 0
 
     def run(self, groups: Sequence[Sequence[Outgoing]]) -> list[Put]:
         """Put the groups; return what became of each chunk, in order."""
         try:
-            reserved = self._reserve(groups[0])
-            for number, group in enumerate(groups):
-                outcomes, ids = reserved()
-                if self._pending and any(put.outcome is PutOutcome.refused for put in outcomes):
-                    # What we have under way may be what fills the tier: let it land, ask again.
-                    self._finish_all()
-                    self._abort()
-                    outcomes, ids = self._reserve(group)()
-                if number + 1 < len(groups):
-                    reserved = self._reserve(groups[number + 1])
-                if len(self._pending) == _PARTS:
-                    # Its part of the staging memory is the one written to next.
-                    self._results += self._pending.popleft().finish()
-                offsets = self._transport.write(number % _PARTS, group, ids)
-                self._pending.append(_Group(outcomes, self._commit(ids, offsets)))
+            for start in range(0, len(groups), _GROUPS_PER_RESERVE):
+                self._put_window(groups[start : start + _GROUPS_PER_RESERVE])
             self._finish_all()
-        except KVStoreError:
+        except BaseException:
             for left in self._pending:
                 left.settle()
             self._abort()
             raise
         return self._results
 
-    def _reserve(self, group: Sequence[Outgoing]) -> Callable[[], tuple[list[Put], list[int]]]:
-        request = _reserve_request(self._session_id, group, self._durable, self._deadline_ms)
-        wait = self._connection.send("Reserve", request, self._deadline_ms)
+    def _put_window(self, groups: Sequence[Sequence[Outgoing]]) -> None:
+        """Reserve room for all groups in one call; group by group if there is not enough."""
+        outcomes, ids = self._reserve([chunk for group in groups for chunk in group])
+        is_short = any(put.outcome is PutOutcome.refused for put in outcomes)
+        if is_short and (self._pending or len(groups) > 1):
+            # What we have under way may be what fills the tier: let it land, ask for less.
+            self._finish_all()
+            self._abort()
+            for group in groups:
+                self._put_window([group])
+            return
+        start = 0
+        for group in groups:
+            stop = start + len(group)
+            self._stage(group, outcomes[start:stop], ids[start:stop])
+            start = stop
 
-        def reserved() -> tuple[list[Put], list[int]]:
-            reply: pb.ReserveResponse = wait()
-            self._open_ids.update(i for i in reply.reservation_ids if i)
-            return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
+    def _stage(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
+        if len(self._pending) == _PARTS:
+            # Its part of the staging memory is the one written to next.
+            self._results += self._pending.popleft().finish()
+        offsets = self._transport.write(self._next_part, group, ids)
+        self._next_part = (self._next_part + 1) % _PARTS
+        self._pending.append(_Group(outcomes, self._commit(ids, offsets)))
 
-        return reserved
+    def _reserve(self, chunks: Sequence[Outgoing]) -> tuple[list[Put], list[int]]:
+        request = _reserve_request(self._session_id, chunks, self._durable, self._deadline_ms)
+        reply = self._connection.call("Reserve", request, self._deadline_ms, pb.ReserveResponse)
+        self._open_ids.update(i for i in reply.reservation_ids if i)
+        return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
 
     def _commit(
         self, ids: Sequence[int], offsets: Sequence[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import numpy as np
 from typing_extensions import override
@@ -46,9 +47,10 @@ class StreamTransport(Transport):
                 yield message
 
     @override
+    @contextmanager
     def get(
         self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
-    ) -> Iterator[Arrived]:
+    ) -> Iterator[Iterator[Arrived]]:
         request = pb.GetRequest(
             session_id=self.session.terms.session_id,
             digests=join_digests(digests),
@@ -56,8 +58,12 @@ class StreamTransport(Transport):
             deadline_ms=deadline_ms,
             via=pb.VIA_STREAM,
         )
+        with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
+            yield self._assembled(replies)
+
+    def _assembled(self, replies: Iterator[pb.GetResponse]) -> Iterator[Arrived]:
         assembly = Assembly(self.session.terms.max_frame_bytes)
-        for reply in self.session.connection.stream("Get", request, deadline_ms):
+        for reply in replies:
             frame = assembly.add(reply.part)
             if frame is not None:
                 yield Arrived(reply.index, reply.tier, frame, _stays)

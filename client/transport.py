@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,7 +49,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A frame in reach until the iteration ends. Its bytes are not verified yet.
+    """A frame in reach until the get it belongs to is left. Its bytes are not verified yet.
 
     Call ``confirm`` after reading: it raises LeaseExpiredError if the memory was reused
     meanwhile.
@@ -78,10 +79,11 @@ class Transport(ABC):
     @abstractmethod
     def get(
         self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
-    ) -> Iterator[Arrived]:
-        """Yield frames in the order of *digests*, up to the first missing or late one.
+    ) -> AbstractContextManager[Iterator[Arrived]]:
+        """Enter to iterate frames in the order of *digests*, up to the first missing or late one.
 
-        With a ``lease_id`` of 0 a lease is taken for the duration of the iteration.
+        With a ``lease_id`` of 0 a lease is taken until the context is left: read before that,
+        not only before the iteration ends.
         """
 
     @abstractmethod

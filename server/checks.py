@@ -55,6 +55,11 @@ class Checks:
             raise InvalidRequestError("deadline_ms", deadline_ms, f"at most {MAX_DEADLINE_MS}")
         return self.clock() + (deadline_ms or self.limits.default_deadline_ms) / 1000
 
+    def durable(self, wanted: bool, *, is_possible: bool) -> None:
+        """Refuse a durable put where nothing survives a restart."""
+        if wanted and not is_possible:
+            raise InvalidRequestError("durable", True, "start the server with a disk tier")
+
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
         split = wire.split_digests(digests, self.limits.max_batch_chunks)

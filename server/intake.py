@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore.codecs.base import codec_by_id
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -164,8 +165,8 @@ class Intake:
     def commit(self, ticket: PutTicket) -> PutResult:
         """Verify what was written into a claimed put and make it visible, or abort it.
 
-        Raises InvalidFrameError, ChunkCorruptError, InvalidRequestError for frames that are
-        not what was reserved; nothing of them stays.
+        Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
+        for frames that are not what was reserved; nothing of them stays.
         """
         return self._finish(ticket, check_frame)
 
@@ -240,7 +241,10 @@ def _copy_from(frame: Bytes, view: Bytes, key: ChunkKey) -> FrameHeader:
 
 
 def _check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:
-    """Refuse a frame that is not what was reserved or not an original of this session's model."""
+    """Refuse a frame that is not what was reserved, not an original of this session's model,
+    or of a codec that could not move it to another tier.
+    """
+    codec_by_id(header.codec_id).check_header(header)
     if header.representation != session.representation_digest:
         raise InvalidRequestError(
             "representation", header.representation.hex(), "the frame is of another model's KV"

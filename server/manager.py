@@ -123,8 +123,10 @@ class TierManager:
             shelf.tier.flush()
             # The medium itself is asked: a flush that failed before may have taken chunks
             # that the catalog still names.
-            for key, info in zip(keys, shelf.tier.find(keys), strict=True):
-                if info is None:
+            found = shelf.tier.find(keys)
+            strays = self.catalog.strays(shelf.name)
+            for key, info in zip(keys, found, strict=True):
+                if info is None or key in strays:
                     self.catalog.forget(shelf.name, key)
                     lost.add(key)
             return True
@@ -261,11 +263,7 @@ class TierManager:
             self._settle(key, deadline)
             names = list(self.catalog.copies(key))
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
-            for name in gone:
-                shelf = self.transfers.shelves[name]
-                ticket = self.transfers.delete_from(shelf, key, urgent=True)
-                if ticket is not None:
-                    self._outcome(ticket, deadline)
+            self._sweep(key, deadline)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
@@ -274,6 +272,14 @@ class TierManager:
         """Wait for moves of *key*, lest one makes it visible again after its deletion."""
         for ticket in self._mover.named(key):
             self._outcome(ticket, deadline)
+
+    def _sweep(self, key: ChunkKey, deadline: float) -> None:
+        """Free what was cast out of *key*, now or before, on every tier that answers."""
+        for shelf in self.transfers.shelves.values():
+            if key in self.catalog.strays(shelf.name):
+                ticket = self.transfers.delete_from(shelf, key, urgent=True)
+                if ticket is not None:
+                    self._outcome(ticket, deadline)
 
     def clear(self, space: Namespace, deadline: float) -> tuple[int, int]:
         """Forget every chunk of a namespace that this node knows and nobody reads."""
@@ -327,7 +333,9 @@ class TierManager:
         reasons = self._copied(alone, shelf, deadline)
         failure, lost = self._flushed(alone, shelf, deadline)
         # A copy that came later may have pushed an earlier one out.
-        return not (any(reasons) or failure or lost or self.catalog.only_on(self.transfers.cpu.name))
+        return not (
+            any(reasons) or failure or lost or self.catalog.only_on(self.transfers.cpu.name)
+        )
 
     def is_alive(self) -> bool:
         """Whether the Mover's workers live."""

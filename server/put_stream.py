@@ -48,6 +48,7 @@ class PutStream:
                 session = self._sessions.get(message.session_id)
                 if first is None:
                     first = message
+                    self._checks.durable(message.durable, is_possible=self._manager.can_be_durable)
                     deadline = self._checks.deadline(message.deadline_ms)
                 if self._incoming is None:
                     self._begin(session, message, deadline)

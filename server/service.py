@@ -132,8 +132,8 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         deadline = self._checks.deadline(request.deadline_ms)
         shared = request.via == pb.VIA_SHARED_MEMORY and self._data_plane is not None
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
-        # Through shared memory the client reads after this call and releases by itself.
-        release = not request.lease_id and not (shared and known)
+        release = not request.lease_id
+        told = False
         places: list[Arrival] = []
         try:
             for arrival in self._manager.gets.get(session, keys[:known], deadline):
@@ -143,10 +143,15 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
                 places.append(arrival)
                 following = keys[arrival.index + 1 : known][:1]
                 if not (following and self._manager.gets.in_reach(following[0])):
+                    told = True
                     yield self._places(places, lease_id)
                     places = []
             if places:
+                told = True
                 yield self._places(places, lease_id)
+            # Through shared memory the client reads after this call and releases by itself; one
+            # that cancelled it, or was told nothing, does not.
+            release = release and not told
         finally:
             if release:
                 self._manager.release(session, lease_id)
@@ -208,6 +213,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         self, request: pb.ReserveRequest, context: grpc.ServicerContext
     ) -> pb.ReserveResponse:
         session = self._sessions.get(request.session_id)
+        self._checks.durable(request.durable, is_possible=self._manager.can_be_durable)
         infos = self._checks.reserved_infos(session, request)
         deadline = self._checks.deadline(request.deadline_ms)
         begun = self._manager.puts.begin_all(session, infos, deadline)
@@ -231,6 +237,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
                 "offsets", len(request.offsets), "give one for each reservation"
             )
         self._checks.batch("reservation_ids", len(request.reservation_ids))
+        self._checks.durable(request.durable, is_possible=self._manager.can_be_durable)
         if self._data_plane is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
         staging = self._data_plane.staging(session.session_id)

@@ -23,7 +23,7 @@ from kvstore.tiers.base import TierStats
 DEADLINE_MS = 20_000
 """Of calls that are expected to succeed: the machine may be busy."""
 
-_SETTLE_S = 5.0
+_SETTLE_S = 20.0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

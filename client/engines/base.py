@@ -178,7 +178,8 @@ class Connector:
                 errors[name] += 1
                 is_news, self._is_failing = not self._is_failing, True
             if is_news:
-                logger.warning("going on without the store: %s: %s", name, error)
+                # As text: a record that kept the error would keep the buffers of its frames.
+                logger.warning("going on without the store: %s: %s", name, str(error))
             return otherwise
         with self._lock:
             self._is_failing = False

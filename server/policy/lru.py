@@ -47,11 +47,25 @@ class LruEviction(EvictionPolicy):
             self.touch([info.key])
             return
         parent = info.parent_key
+        if self._closes_circle(info.key, parent):
+            parent = None
         node = _Node(parent, info.size_bytes, next(self._ticks), self._waiting.pop(info.key, 0))
         self._nodes[info.key] = node
         if parent is not None:
             self._count_child(parent, 1)
         self._push(info.key, node)
+
+    def _closes_circle(self, key: ChunkKey, parent: ChunkKey | None) -> bool:
+        """Whether *key* is among its own ancestors, as a client that lies about parents can
+        make it. A circle has no leaf and would never be evicted.
+        """
+        if parent != key and key not in self._waiting:
+            return False  # nothing continues it, so nothing leads back to it
+        above = parent
+        while above is not None and above != key:
+            node = self._nodes.get(above)
+            above = None if node is None else node.parent
+        return above == key
 
     @override
     def touch(self, keys: Sequence[ChunkKey]) -> None:

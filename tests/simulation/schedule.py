@@ -18,10 +18,11 @@ _FULL_CHECK_EVERY = 8
 _OF_A_SESSION = {
     "put": 9, "begin": 4, "look_up": 6, "get": 7, "begin_get": 3, "release": 4,
     "ask_beyond_the_lease": 1, "pin": 1, "unpin": 1, "delete": 3, "clear": 1, "harden": 3,
+    "hog": 2,
 }  # fmt: skip
 _OF_NOBODY = {
     "finish": 4, "abort": 1, "step_get": 6, "open_session": 3, "close_session": 1,
-    "step_mover": 8, "settle": 1, "tick": 3, "sleep": 3, "spoil": 3, "others": 2,
+    "step_mover": 8, "settle": 1, "tick": 3, "sleep": 3, "spoil": 5, "others": 3,
     "crash": 1, "drain": 1,
 }  # fmt: skip
 
@@ -52,7 +53,7 @@ class Schedule:
             "get": readers.get, "begin_get": readers.begin, "release": readers.release,
             "ask_beyond_the_lease": readers.ask_beyond_the_lease, "pin": writers.pin,
             "unpin": writers.unpin, "delete": writers.delete, "clear": writers.clear,
-            "harden": writers.harden_known,
+            "harden": writers.harden_known, "hog": readers.hog,
         }  # fmt: skip
         self._of_nobody: dict[str, Callable[[], object]] = {
             "finish": writers.finish, "abort": writers.abort, "step_get": readers.step,
@@ -112,7 +113,9 @@ class Schedule:
         self.oracle.note_tick()
         silent = self.world.clock() - SESSION_TTL_S
         late = [session for session in self.sessions if session.heard_at < silent]
-        assert self.world.sessions.expire() == len(late)
+        expired = self.world.sessions.expire()
+        self.world.counters.add("expired_sessions", expired)
+        assert expired == len(late)
         for session in late:
             self._forget(session)
 
@@ -130,12 +133,17 @@ class Schedule:
         if not (self.world.plan.spoils and self.world.lower):
             return
         tier = self.draw.choice(self.world.lower)
-        if tier.medium.chunks:
-            key = self.draw.choice(list(tier.medium.chunks))
-            if self.draw.random() < 0.5:
+        # What is in CPU memory too would not be read from below for a long while.
+        low = [key for key in tier.medium.chunks if self.world.cpu.find([key]) == [None]]
+        if low:
+            key = self.draw.choice(low)
+            if self.draw.random() < 0.3:
                 tier.lose(key)
             else:
                 tier.flip(key, self.draw.randrange(8 * 4096))
+            tenant = universe().chunks[key].tenant
+            for session in [s for s in self.sessions if s.tenant == tenant][:1]:
+                self.readers.get_one(session, key)
 
     def others(self) -> None:
         """Another node puts over a chunk, with bytes and a codec of its own."""
@@ -177,6 +185,7 @@ class Schedule:
             assert "disk" in self.world.catalog.copies(key), "a durable chunk was not recovered"
             self.oracle.check_frame(key, disk.medium.chunks[key].frame)
         self.open_session()
+
     def end(self) -> None:
         """Everything is given back, everything that should be readable is, nothing is left."""
         world = self.world

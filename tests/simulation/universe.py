@@ -64,7 +64,7 @@ def salt(tenant: str) -> bytes:
     return b"salt of " + tenant.encode()
 
 
-def _template(tenant: str, parent: ChainDigest, tokens: bytes, flags: int = 0) -> FrameTemplate:
+def make_template(tenant: str, parent: ChainDigest, tokens: bytes, flags: int = 0) -> FrameTemplate:
     return FrameTemplate(
         key=chunk_key(namespace(salt(tenant), REPRESENTATION), chain_digest(parent, tokens)),
         parent=parent,
@@ -75,7 +75,7 @@ def _template(tenant: str, parent: ChainDigest, tokens: bytes, flags: int = 0) -
     )
 
 
-def _frame(template: FrameTemplate, seed: int) -> Bytes:
+def write_frame(template: FrameTemplate, seed: int) -> Bytes:
     frame = np.zeros(raw_frame_bytes(template.layout), np.uint8)
     writer = FrameWriter(template, frame)
     draw = np.random.default_rng(seed)
@@ -88,14 +88,14 @@ def _frame(template: FrameTemplate, seed: int) -> Bytes:
     return frame
 
 
-def _version(tenant: str, parent: ChainDigest, tokens: bytes, seed: int) -> Version:
-    template = _template(tenant, parent, tokens)
-    frame = _frame(template, seed)
+def make_version(tenant: str, parent: ChainDigest, tokens: bytes, seed: int) -> Version:
+    template = make_template(tenant, parent, tokens)
+    frame = write_frame(template, seed)
     codec = ZstdCodec()
     packed = np.zeros(max_transcoded_bytes(template.layout, codec), np.uint8)
     header = transcode(frame, codec, packed)
     info = ChunkInfo(template.key, parent, template.layout, 0, len(frame))
-    restored = _frame(_template(tenant, parent, tokens, FLAG_RESTORED), seed)
+    restored = write_frame(make_template(tenant, parent, tokens, FLAG_RESTORED), seed)
     return Version(info, frame, header.info(), packed[: header.frame_bytes].copy(), restored)
 
 
@@ -112,7 +112,8 @@ def universe() -> Universe:
                 tokens = tokens_le32([seed] * TOKENS[seed % len(TOKENS)])
                 parent = ChainDigest(chain[-1][16:]) if chain else ROOT
                 versions = tuple(
-                    _version(tenant, parent, tokens, VERSIONS * seed + v) for v in range(VERSIONS)
+                    make_version(tenant, parent, tokens, VERSIONS * seed + v)
+                    for v in range(VERSIONS)
                 )
                 key = versions[0].info.key
                 chunks[key] = Chunk(key, tenant, versions)

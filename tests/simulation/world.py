@@ -29,11 +29,11 @@ from kvstore.tiers.cpu import CpuTier
 
 SLAB_BYTES = 4096
 LEASE_TTL_S = 1.0
-SESSION_TTL_S = 3.0
+SESSION_TTL_S = 2.0
 BREAKER_RETRY_S = 0.5
 MOVE_TIMEOUT_S = 0.4
 MAX_SESSIONS = 4
-LEASES_PER_SESSION = 4
+LEASES_PER_SESSION = 6
 PUTS_PER_SESSION = 5
 
 
@@ -60,7 +60,7 @@ class Plan:
         quiet = draw.random() < 0.4
         tiers = draw.choice(("disk", "disk", "redis", "both", "both", "none"))
         return cls(
-            slabs=draw.randrange(2, 6),
+            slabs=draw.choice((2, 2, 3, 4)),
             disk_bytes=draw.randrange(3_000, 24_000) if tiers in ("disk", "both") else 0,
             redis_bytes=draw.randrange(3_000, 24_000) if tiers in ("redis", "both") else 0,
             disk_codec=draw.choice(("raw", "raw", "zstd")),
@@ -183,7 +183,9 @@ class World:
         if self.disk is not None:
             self.disk = self.disk.restarted()
         if self.redis is not None:
+            lost = self.redis.lost
             self.redis = SimRedis(self.redis.capacity_bytes, self.faults, self.redis.medium)
+            self.redis.lost = lost
         self.start()
         return self.manager.recover()
 

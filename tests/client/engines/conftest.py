@@ -1,0 +1,40 @@
+"""The trained model of the checkout, and small random ones of the other architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+TINYLM = Path(__file__).resolve().parents[3] / "data" / "tinylm"
+
+ModelLoader = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(scope="session")
+def load_tinylm() -> ModelLoader:
+    """Load the trained model with *settings* that differ from its own, in float32 by default."""
+
+    def load(dtype: torch.dtype = torch.float32, **settings: Any) -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            TINYLM, dtype=dtype, **settings
+        )
+        return model
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def tinylm(load_tinylm: ModelLoader) -> PreTrainedModel:
+    """The trained model in float32."""
+    return load_tinylm()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Its tokenizer."""
+    return AutoTokenizer.from_pretrained(TINYLM)

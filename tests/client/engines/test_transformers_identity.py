@@ -1,0 +1,214 @@
+"""What a transformers model's identity is made of, and which models have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from kvstore.client.engines.transformers import representation_of
+from kvstore.client.engines.transformers_identity import rope_parameters, weights_digest
+from kvstore.proto.errors import RepresentationError
+from kvstore.proto.types import DType, LayerGroup, LayerKind, RopeParameters
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "pad_token_id": 1,
+}  # fmt: skip
+
+
+def llama(**settings: Any) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(**(SMALL | settings)))
+
+
+def test_the_trained_model_is_described_completely(tinylm: PreTrainedModel, tokenizer: Any) -> None:
+    identity = representation_of(tinylm, tokenizer)
+    assert identity.model_id == "tinylm"
+    assert identity.layer_groups == (
+        LayerGroup(LayerKind.attention, DType.float32, (0, 1, 2, 3, 4, 5), 4, 32),
+    )
+    assert identity.rope == RopeParameters(500_000.0, 32)
+    assert identity.model_revision == weights_digest(tinylm)
+    assert identity.tokenizer_digest.startswith("blake3:")
+
+
+def test_a_second_load_of_the_same_files_has_the_same_identity(
+    tinylm: PreTrainedModel, load_tinylm: Any, tokenizer: Any
+) -> None:
+    assert representation_of(load_tinylm(), tokenizer) == representation_of(tinylm, tokenizer)
+
+
+def test_a_copy_in_another_folder_has_the_same_identity(
+    tinylm: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tinylm.save_pretrained(tmp_path / "tinylm")
+    copied = AutoModelForCausalLM.from_pretrained(tmp_path / "tinylm", dtype=torch.float32)
+    assert representation_of(copied, tokenizer) == representation_of(tinylm, tokenizer)
+
+
+def test_a_commit_is_the_revision_where_there_is_one(tokenizer: Any) -> None:
+    model = llama()
+    model.config._commit_hash = "c0ffee"
+    assert representation_of(model, tokenizer).model_revision == "c0ffee"
+    assert representation_of(model, tokenizer, "given").model_revision == "given"
+
+
+def test_weights_that_are_quantised_at_load_time_are_not_the_commits(tokenizer: Any) -> None:
+    model = llama()
+    model.config._commit_hash = "c0ffee"
+    model.config.quantization_config = {"load_in_4bit": True}
+    four = representation_of(model, tokenizer).model_revision
+    model.config.quantization_config = {"load_in_8bit": True}
+    eight = representation_of(model, tokenizer).model_revision
+    assert len({"c0ffee", four, eight}) == 3
+
+
+def test_one_changed_weight_is_another_revision() -> None:
+    model = llama()
+    before = weights_digest(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-3
+    assert weights_digest(model) != before
+
+
+def test_a_setting_that_the_layers_compute_with_is_part_of_the_revision() -> None:
+    assert weights_digest(llama()) == weights_digest(llama())
+    assert weights_digest(llama()) != weights_digest(llama(rms_norm_eps=1e-3))
+
+
+def test_a_token_that_means_something_else_is_another_tokenizer(tokenizer: Any) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    other = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer.backend_tokenizer
+    )
+    model = llama()
+    assert representation_of(model, other).tokenizer_digest == (
+        representation_of(model, tokenizer).tokenizer_digest
+    )
+    other.add_tokens(["<new>"])
+    assert representation_of(model, other).tokenizer_digest != (
+        representation_of(model, tokenizer).tokenizer_digest
+    )
+
+
+@pytest.mark.parametrize("mark", ["_hf_peft_config_loaded", "peft_config"])
+def test_a_model_with_an_adapter_needs_the_adapters_digest(tokenizer: Any, mark: str) -> None:
+    model = llama()
+    setattr(model, mark, {"default": "lora"})
+    with pytest.raises(RepresentationError, match="adapter"):
+        representation_of(model, tokenizer)
+    identity = representation_of(model, tokenizer, adapter_digest="5ad1")
+    assert identity.adapter_digest == "5ad1"
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, RopeParameters(1e4, 16)),
+        (
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+            RopeParameters(1e4, 16, "linear", (("factor", 4.0),)),
+        ),
+        (
+            {
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
+            },
+            RopeParameters(
+                5e5, 16, "llama3",
+                (
+                    ("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
+                    ("original_max_position_embeddings", 128.0),
+                ),
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_the_rotation_is_read_from_the_configuration(
+    stated: dict[str, Any], expected: RopeParameters
+) -> None:
+    assert rope_parameters(LlamaConfig(**SMALL, rope_parameters=stated)) == expected
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        {
+            "rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8, "original_max_position_embeddings": 256,
+        },
+    ],
+)  # fmt: skip
+def test_a_rotation_that_depends_on_the_prompts_length_is_refused(
+    tokenizer: Any, stated: dict[str, Any]
+) -> None:
+    with pytest.raises(RepresentationError, match=stated["rope_type"]):
+        representation_of(llama(rope_parameters=stated), tokenizer)
+
+
+SLIDING: dict[str, Any] = {"sliding_window": 32}
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        (lambda: MistralForCausalLM(MistralConfig(**SMALL, **SLIDING)), "DynamicSlidingWindow"),
+        (
+            lambda: Qwen2ForCausalLM(
+                Qwen2Config(**SMALL, **SLIDING, use_sliding_window=True, max_window_layers=1)
+            ),
+            "layers\\[1\\]",
+        ),
+        (
+            lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, **SLIDING, head_dim=16)),
+            "DynamicSlidingWindow",
+        ),
+        (
+            lambda: DeepseekV3ForCausalLM(
+                DeepseekV3Config(
+                    **SMALL, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8,
+                    qk_nope_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+                    topk_group=1, moe_intermediate_size=16,
+                )
+            ),
+            "MLA",
+        ),
+        (lambda: Phi3ForCausalLM(Phi3Config(**SMALL)), "phi3"),
+    ],
+    ids=["mistral-sliding", "qwen2-mixed", "gemma3", "deepseek-mla", "untested"],
+)  # fmt: skip
+def test_models_whose_cache_is_not_understood_are_refused_by_name(
+    tokenizer: Any, model: Any, word: str
+) -> None:
+    with pytest.raises(RepresentationError, match=word):
+        representation_of(model(), tokenizer)
+
+
+def test_a_model_without_weights_in_memory_is_refused(tokenizer: Any) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    with pytest.raises(RepresentationError, match="one device"):
+        representation_of(model, tokenizer)

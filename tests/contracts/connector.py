@@ -1,0 +1,211 @@
+"""The suite that every Connector passes. Subclass ConnectorContract and say how to run one.
+
+class TestTransformersConnector(ConnectorContract):
+    vocabulary = 4096
+
+    def representation(self) -> Representation:
+        return representation_of(self.model, self.tokenizer)
+
+    def make_connector(self, client: Client) -> Connector:
+        return TransformersConnector(client, self.model, durable=True)
+
+    def generate(self, connector: Connector | None, prompt: list[int]) -> list[int]:
+        ...
+"""
+
+from __future__ import annotations
+
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from local_server import DEADLINE_MS, LocalServer, eventually
+from redis_process import free_port
+from server_process import ServerProcess
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.engines.base import Connector
+from kvstore.client.options import TransportName
+from kvstore.proto.types import MIN_CHUNK_TOKENS, Representation
+
+ProcessMaker = Callable[..., ServerProcess]
+
+_LONG_MS = 600_000
+
+
+class ConnectorContract(ABC):
+    """What client/engines/base.py promises an engine, seen from the engine."""
+
+    vocabulary: ClassVar[int]
+    chunk_tokens: ClassVar[int] = 64
+
+    @abstractmethod
+    def representation(self) -> Representation:
+        """Return the identity of the KV of the engine's model."""
+
+    @abstractmethod
+    def make_connector(self, client: Client) -> Connector:
+        """Return a connector that stores durably."""
+
+    @abstractmethod
+    def generate(self, connector: Connector | None, prompt: list[int]) -> list[int]:
+        """Return a few greedy tokens that follow *prompt*; None is the engine by itself."""
+
+    # --- helpers
+
+    def prompt(self, tokens: int, seed: int = 0) -> list[int]:
+        """Return a prompt that shares no chunk with that of another seed."""
+        ids = np.random.default_rng(seed).integers(3, self.vocabulary, tokens)
+        return [3 + seed, *map(int, ids[1:])]
+
+    def options(
+        self,
+        transport: TransportName = "auto",
+        deadline_ms: int = DEADLINE_MS,
+        retry_after_ms: int = 1,
+    ) -> ClientOptions:
+        """Return options with the suite's chunk size."""
+        return ClientOptions(
+            transport,
+            chunk_tokens=self.chunk_tokens,
+            deadline_ms=deadline_ms,
+            retry_after_ms=retry_after_ms,
+        )
+
+    def connect(self, server: LocalServer, transport: TransportName = "auto") -> Connector:
+        """Return a connector with a client of its own."""
+        client = server.connect(
+            representation=self.representation(), options=self.options(transport)
+        )
+        return self.make_connector(client)
+
+    def dial(self, address: str, options: ClientOptions) -> Connector:
+        """Return a connector whose client the test closes."""
+        return self.make_connector(Client(address, self.representation(), options))
+
+    def hit_tokens(self, connector: Connector, prompt: list[int]) -> int:
+        """Generate through *connector*, check the tokens and the counts, return the tokens hit."""
+        before = connector.stats()
+        assert self.generate(connector, prompt) == self.generate(None, prompt)
+        after = connector.stats()
+        hits = after.hit_tokens - before.hit_tokens
+        assert hits + after.miss_tokens - before.miss_tokens == len(prompt)
+        assert after.lookups == before.lookups + 1
+        assert sum(after.hit_tokens_by_tier.values()) == after.hit_tokens
+        return hits
+
+    # --- hits
+
+    def test_the_first_to_ask_misses_and_stores(self, server: LocalServer) -> None:
+        connector = self.connect(server)
+        assert self.hit_tokens(connector, self.prompt(3 * self.chunk_tokens)) == 0
+        stats = connector.stats()
+        assert stats.stored_chunks >= 3
+        assert (stats.load_errors, stats.store_errors) == ({}, {})
+
+    @pytest.mark.parametrize("transport", ["shm", "grpc"])
+    def test_another_client_hits_all_but_the_last_token(
+        self, server: LocalServer, transport: TransportName
+    ) -> None:
+        prompt = self.prompt(3 * self.chunk_tokens)
+        self.hit_tokens(self.connect(server, transport), prompt)
+        other = self.connect(server, transport)
+        assert self.hit_tokens(other, prompt) == len(prompt) - 1
+        assert other.stats().hit_tokens_by_tier == {"cpu": len(prompt) - 1}
+
+    @pytest.mark.parametrize("tail", [MIN_CHUNK_TOKENS - 1, MIN_CHUNK_TOKENS, MIN_CHUNK_TOKENS + 9])
+    def test_a_tail_is_hit_when_it_is_long_enough_to_be_stored(
+        self, server: LocalServer, tail: int
+    ) -> None:
+        prompt = self.prompt(2 * self.chunk_tokens + tail)
+        self.hit_tokens(self.connect(server), prompt)
+        stored = len(prompt) - 1 if tail >= MIN_CHUNK_TOKENS else 2 * self.chunk_tokens
+        assert self.hit_tokens(self.connect(server), prompt) == stored
+
+    def test_a_prompt_below_the_shortest_chunk_is_neither_hit_nor_an_error(
+        self, server: LocalServer
+    ) -> None:
+        connector = self.connect(server)
+        prompt = self.prompt(3)
+        assert self.hit_tokens(connector, prompt) == 0
+        assert self.hit_tokens(connector, prompt) == 0
+        assert connector.stats().load_errors == {}
+
+    def test_a_longer_prompt_hits_the_whole_chunks_that_are_stored(
+        self, server: LocalServer
+    ) -> None:
+        prompt = self.prompt(4 * self.chunk_tokens)
+        self.hit_tokens(self.connect(server), prompt[: 2 * self.chunk_tokens])
+        assert self.hit_tokens(self.connect(server), prompt) == 2 * self.chunk_tokens
+
+    def test_a_shorter_prompt_hits_the_whole_chunks_it_shares(self, server: LocalServer) -> None:
+        prompt = self.prompt(3 * self.chunk_tokens)
+        self.hit_tokens(self.connect(server), prompt)
+        shorter = prompt[: 2 * self.chunk_tokens + MIN_CHUNK_TOKENS]
+        assert self.hit_tokens(self.connect(server), shorter) == 2 * self.chunk_tokens
+
+    def test_one_other_token_ends_the_hit_before_its_chunk(self, server: LocalServer) -> None:
+        prompt = self.prompt(3 * self.chunk_tokens)
+        connector = self.connect(server)
+        self.hit_tokens(connector, prompt)
+        changed = list(prompt)
+        changed[self.chunk_tokens + 5] ^= 1
+        assert self.hit_tokens(connector, changed) == self.chunk_tokens
+        assert self.hit_tokens(connector, [prompt[0] ^ 1, *prompt[1:]]) == 0
+
+    # --- the store fails, the engine does not
+
+    def test_no_server_at_all_is_a_counted_miss(self) -> None:
+        connector = self.dial(f"127.0.0.1:{free_port()}", self.options(retry_after_ms=_LONG_MS))
+        with connector.client:
+            assert self.hit_tokens(connector, self.prompt(2 * self.chunk_tokens)) == 0
+            stats = connector.stats()
+        assert stats.load_errors == {"TierUnavailableError": 1}
+        assert set(stats.store_errors) == {"TierUnavailableError"}
+
+    def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
+        self, server_process: ProcessMaker, tmp_path: Path
+    ) -> None:
+        process = self._start(server_process, tmp_path)
+        process.send_signal(signal.SIGSTOP)
+        options = self.options(deadline_ms=200, retry_after_ms=_LONG_MS)
+        connector = self.dial(process.address, options)
+        with connector.client:
+            for seed in range(3):
+                assert self.hit_tokens(connector, self.prompt(self.chunk_tokens, seed)) == 0
+            stats = connector.stats()
+        assert stats.load_errors == {"DeadlineError": 1, "TierUnavailableError": 2}
+        assert set(stats.store_errors) == {"TierUnavailableError"}
+
+    def test_a_killed_server_is_a_miss_and_a_restarted_one_hits_again(
+        self, server_process: ProcessMaker, tmp_path: Path
+    ) -> None:
+        process = self._start(server_process, tmp_path)
+        prompt = self.prompt(3 * self.chunk_tokens)
+        connector = self.dial(process.address, self.options())
+        with connector.client:
+            self.hit_tokens(connector, prompt)
+            process.kill()
+            assert self.hit_tokens(connector, prompt) == 0
+            assert sum(connector.stats().load_errors.values()) == 1
+            process.start()
+            assert eventually(lambda: self.hit_tokens(connector, prompt) == len(prompt) - 1)
+            assert connector.stats().hit_tokens_by_tier["disk"] > 0
+
+    def _start(self, make: ProcessMaker, tmp_path: Path) -> ServerProcess:
+        process = make("--cpu", "16MiB", "--disk", f"32MiB:{tmp_path / 'disk'}")
+        process.start()
+        return process
+
+    def test_a_server_that_drains_still_gives_and_takes_nothing(self, server: LocalServer) -> None:
+        prompt = self.prompt(2 * self.chunk_tokens)
+        connector = self.connect(server)
+        self.hit_tokens(connector, prompt)
+        connector.client.drain()
+        assert self.hit_tokens(connector, prompt) == len(prompt) - 1
+        self.hit_tokens(connector, self.prompt(2 * self.chunk_tokens, seed=1))
+        assert set(connector.stats().store_errors) == {"ShuttingDownError"}

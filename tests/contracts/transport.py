@@ -1,0 +1,426 @@
+"""The suite that every Transport passes. Subclass TransportContract and say which it is.
+
+class TestShm(TransportContract):
+    transport = ShmTransport
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from contracts.chunks import make_representation
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import (
+    MEDIUM,
+    SMALL,
+    chunks_of,
+    equal,
+    is_right,
+    keys_of,
+    parts_of,
+    tensors_of,
+    tokens,
+)
+
+from kvstore.client import Chunk, Client, ClientOptions
+from kvstore.client.client import parents
+from kvstore.client.options import TransportName
+from kvstore.client.session import Session
+from kvstore.client.tensors import to_torch
+from kvstore.client.transport import Transport
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    LeaseExpiredError,
+)
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ChainDigest,
+    ChunkKey,
+    DType,
+    KVLayout,
+    PutOutcome,
+    Representation,
+)
+
+_WRITERS = 16
+_THREADS = 8
+
+
+def outcomes(client: Client, chunks: list[Chunk]) -> list[PutOutcome]:
+    """Put chunks and return what became of each."""
+    return [put.outcome for put in client.put(chunks)]
+
+
+def store(client: Client, seed: int, count: int) -> list[ChunkKey]:
+    """Put a prompt of *count* chunks, all of which must be stored; return its keys."""
+    keys = keys_of(client, seed, count)
+    assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.stored] * count
+    return keys
+
+
+def assert_reads(client: Client, keys: list[ChunkKey]) -> None:
+    """Fail unless every chunk comes back, right and in order."""
+    found = client.get(keys)
+    assert len(found) == len(keys)
+    assert all(is_right(client, key, one) for key, one in zip(keys, found, strict=True))
+
+
+class TransportContract:
+    """What client/transport.py promises, seen through a Client and a real server."""
+
+    transport: ClassVar[type[Transport]]
+
+    @pytest.fixture
+    def connect(self, server: LocalServer) -> Callable[..., Client]:
+        """Connect to the server over this transport."""
+
+        def connect(
+            representation: Representation = SMALL, options: ClientOptions | None = None
+        ) -> Client:
+            client = server.connect(self.name(), representation, options)
+            assert client.transport_name == self.name()
+            return client
+
+        return connect
+
+    def name(self) -> TransportName:
+        """The transport's name, as options take it."""
+        name = self.transport.name
+        assert name in ("shm", "grpc")
+        return name  # type: ignore[return-value]
+
+    def options(self, chunk_tokens: int = 16, staging_bytes: int = 1 << 20) -> ClientOptions:
+        """Options for other chunks or less staging memory."""
+        return ClientOptions(
+            self.name(), chunk_tokens, deadline_ms=DEADLINE_MS, staging_bytes=staging_bytes
+        )
+
+    @pytest.fixture
+    def client(self, connect: Callable[..., Client]) -> Client:
+        return connect()
+
+    @pytest.fixture
+    def bare(self, server: LocalServer) -> Iterator[Transport]:
+        """The transport by itself, with a session of its own."""
+        session = Session(server.dial(), SMALL, self.options())
+        transport = self.transport(session)
+        yield transport
+        transport.close()
+        session.close()
+
+    # --- what is put comes back
+
+    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    def test_what_is_put_comes_back_bit_for_bit_in_every_dtype(
+        self, connect: Callable[..., Client], dtype: DType
+    ) -> None:
+        client = connect(make_representation(dtype=dtype))
+        keys = store(client, 1, 3)
+        assert_reads(client, keys)
+        assert client.get(keys[:1])[0][0][0][0].dtype.itemsize == dtype.item_bytes
+
+    @pytest.mark.parametrize(
+        "dtype", [DType.bfloat16, DType.float8_e4m3fn, DType.float16], ids=lambda d: d.name
+    )
+    def test_torch_tensors_of_any_strides_are_put_and_filled(
+        self, connect: Callable[..., Client], dtype: DType
+    ) -> None:
+        client = connect(make_representation(dtype=dtype))
+        (key,) = keys_of(client, 1, 1)
+        right = tensors_of(key, client.representation, 16)
+
+        def strided(part: torch.Tensor) -> torch.Tensor:
+            # (kv_heads, tokens, head_dim) as every other row of an engine's (tokens, heads, dim).
+            wide = torch.zeros(32, 2, 8, dtype=part.dtype)
+            wide[::2] = part.transpose(0, 1)
+            return wide[::2].transpose(0, 1)
+
+        given = [
+            [[strided(to_torch(p, dtype)) for p in parts] for parts in layers] for layers in right
+        ]
+        assert not given[0][0][0].is_contiguous()
+        assert outcomes(client, [Chunk(key, given)]) == [PutOutcome.stored]
+        assert equal(client.get([key])[0], right)
+        room = [
+            [[strided(torch.zeros_like(p)) for p in parts] for parts in layers] for layers in given
+        ]
+        assert len(client.get([key], [room])) == 1
+        for got, want in zip(parts_of(room), parts_of(given), strict=True):  # type: ignore[arg-type]
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))  # type: ignore[call-overload]
+
+    def test_short_last_chunk_comes_back_at_its_own_length(
+        self, connect: Callable[..., Client]
+    ) -> None:
+        client = connect(options=self.options(chunk_tokens=64))
+        keys = client.keys(tokens(1, 64 + 17))
+        sizes = (64, 17)
+        chunks = [
+            Chunk(key, tensors_of(key, SMALL, size), parent)
+            for key, size, parent in zip(keys, sizes, parents(keys), strict=True)
+        ]
+        assert outcomes(client, chunks) == [PutOutcome.stored] * 2
+        found = client.get(keys)
+        assert [one[0][0][0].shape[1] for one in found] == list(sizes)
+        for key, size, one in zip(keys, sizes, found, strict=True):
+            assert equal(one, tensors_of(key, SMALL, size))
+
+    def test_batch_larger_than_the_staging_memory_is_put_whole_and_in_order(
+        self, connect: Callable[..., Client]
+    ) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=64, staging_bytes=1 << 20))
+        keys = store(client, 1, 24)
+        assert_reads(client, keys)
+
+    def test_many_chunks_come_in_the_order_they_are_asked_for(self, client: Client) -> None:
+        keys = store(client, 1, 200)
+        assert_reads(client, keys)
+        random.Random(1).shuffle(keys)
+        assert_reads(client, keys)
+
+    def test_caller_s_buffers_are_filled_and_returned(self, client: Client) -> None:
+        keys = store(client, 1, 4)
+        room = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
+        found = client.get(keys, room)
+        assert len(found) == 4
+        for one, own in zip(found, room, strict=True):
+            assert parts_of(one)[0] is parts_of(own)[0]
+        assert all(is_right(client, key, own) for key, own in zip(keys, room, strict=True))
+
+    def test_buffers_of_another_shape_are_refused_by_name(self, client: Client) -> None:
+        keys = store(client, 1, 2)
+        room = [empty_tensors(KVLayout.of(SMALL, 17)) for _ in keys]
+        with pytest.raises(LayoutMismatchError, match=r"shape=\(2, 17, 8\): give \(2, 16, 8\)"):
+            client.get(keys, room)
+        with pytest.raises(InvalidRequestError, match="out=1: give 2 entries"):
+            client.get(keys, room[:1])
+
+    # --- what is not there
+
+    def test_get_ends_at_the_first_missing_chunk(self, client: Client) -> None:
+        keys = store(client, 1, 5)
+        assert client.delete([keys[3]]) == 1
+        assert_reads(client, keys[:3])
+        assert len(client.get(keys)) == 3
+        assert client.get([keys[3]]) == []
+
+    def test_get_of_nothing_is_empty(self, client: Client, server: LocalServer) -> None:
+        with server.unchanged():
+            assert client.get([]) == []
+            assert client.get(keys_of(client, 9, 3)) == []
+
+    def test_damaged_chunk_is_a_miss_and_can_be_put_again(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 3)
+        frame = server.node.manager.transfers.cpu_tier.peek(keys[1])
+        assert frame is not None
+        frame.flags.writeable = True
+        frame[-1] ^= 1
+        assert len(client.get(keys)) == 1
+        assert client.lookup(keys).ready == 1
+        assert outcomes(client, chunks_of(client, keys)) == [
+            PutOutcome.exists, PutOutcome.stored, PutOutcome.exists
+        ]  # fmt: skip
+        assert_reads(client, keys)
+
+    # --- putting twice
+
+    def test_second_put_of_a_key_is_answered_exists_and_changes_nothing(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 3)
+        with server.unchanged():
+            again = outcomes(client, chunks_of(client, keys, version=1))
+        assert again == [PutOutcome.exists] * 3
+        assert_reads(client, keys)
+
+    def test_one_batch_may_name_a_key_twice(self, client: Client) -> None:
+        (key,) = keys_of(client, 1, 1)
+        chunks = [*chunks_of(client, [key]), *chunks_of(client, [key], version=1)]
+        assert outcomes(client, chunks) == [PutOutcome.stored, PutOutcome.exists]
+        assert_reads(client, [key])
+
+    def test_of_many_writers_of_one_key_one_wins_whole(
+        self, connect: Callable[..., Client], server: LocalServer
+    ) -> None:
+        clients = [
+            connect(MEDIUM, self.options(chunk_tokens=64, staging_bytes=1 << 19)) for _ in range(4)
+        ]
+        (key,) = keys_of(clients[0], 1, 1)
+        start = Barrier(_WRITERS)
+
+        def write(version: int) -> PutOutcome:
+            client = clients[version % len(clients)]
+            chunks = chunks_of(client, [key], version)
+            start.wait()
+            return outcomes(client, chunks)[0]
+
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            answers = list(pool.map(write, range(_WRITERS)))
+        assert sorted(answers) == [PutOutcome.stored] + [PutOutcome.exists] * (_WRITERS - 1)
+        (found,) = clients[0].get([key])
+        assert is_right(clients[0], key, found, answers.index(PutOutcome.stored))
+        assert server.settled().tiers[0][1].chunks == 1
+
+    # --- leases
+
+    def test_lease_keeps_its_chunks_readable_until_it_is_released(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 3)
+        with client.lease([*keys, *keys_of(client, 2, 1)]) as lease:
+            assert (lease.match.ready, lease.match.missing) == (3, 1)
+            assert lease.keys == keys
+            assert client.delete(keys) == 0
+            found = lease.get()
+            assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 3
+            assert server.usage().leases >= 1
+        assert server.settled().leases == 0
+        with pytest.raises(LeaseExpiredError, match="call lookup again"):
+            lease.get()
+        assert client.delete(keys) == 3
+
+    def test_lease_of_nothing_is_empty_and_needs_no_release(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        with client.lease(keys_of(client, 1, 3)) as lease:
+            assert lease.get() == []
+            assert server.usage().leases == 0
+
+    def test_get_under_an_expired_lease_says_so(
+        self, make_server: Callable[..., LocalServer]
+    ) -> None:
+        server = make_server("--lease-ttl-ms", "20")
+        client = server.connect(self.name())
+        keys = store(client, 1, 2)
+        with client.lease(keys) as lease:
+            assert lease.match.lease_ttl_ms == 20
+            assert eventually(lambda: server.counter("expired_leases") == 1)
+            with pytest.raises(LeaseExpiredError, match="expired"):
+                lease.get()
+
+    def test_get_of_what_the_lease_does_not_hold_is_refused(self, client: Client) -> None:
+        keys = store(client, 1, 3)
+        with client.lease(keys[:2]) as lease:
+            lease.keys.append(keys[2])
+            with pytest.raises(InvalidRequestError, match="not under lease"):
+                lease.get()
+
+    @pytest.mark.parametrize("read", [0, 1, 5])
+    def test_get_that_is_given_up_leaves_no_lease(
+        self, bare: Transport, client: Client, server: LocalServer, read: int
+    ) -> None:
+        keys = store(client, 1, 50)
+        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+        for _ in range(20):
+            with bare.get(digests, 0, DEADLINE_MS) as arriving:
+                for index in range(read):
+                    assert next(arriving).index == index
+        assert server.settled().leases == 0
+
+    def test_many_gets_leave_no_lease(self, client: Client, server: LocalServer) -> None:
+        keys = store(client, 1, 3)
+        for _ in range(100):
+            assert len(client.get([*keys, *keys_of(client, 2, 1)])) == 3
+        assert server.settled().leases == 0
+        assert server.counter("expired_leases") == 0
+
+    # --- room
+
+    def test_put_into_a_tier_full_of_leases_is_refused_with_a_reason(
+        self, make_server: Callable[..., LocalServer]
+    ) -> None:
+        server = make_server("--tiers", "cpu", "--cpu", "4MiB")
+        options = self.options(chunk_tokens=64)
+        client = server.connect(self.name(), MEDIUM, options)
+        kept: list[ChunkKey] = []
+        leases = []
+        for seed in range(100):
+            (key,) = keys_of(client, seed, 1)
+            (put,) = client.put(chunks_of(client, [key]))
+            if put.outcome is PutOutcome.refused:
+                break
+            kept.append(key)
+            leases.append(client.lease([key]))
+        assert 8 <= len(kept) < 16
+        assert "tier 'cpu' needs" in put.reason
+        assert server.counter("put_refused_chunks") >= 1
+        for key in kept:
+            assert_reads(client, [key])
+        for lease in leases:
+            lease.release()
+        assert outcomes(client, chunks_of(client, keys_of(client, 1000, 1))) == [PutOutcome.stored]
+
+    def test_more_than_memory_holds_comes_back_from_disk(
+        self, server: LocalServer, connect: Callable[..., Client]
+    ) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=64))
+        prompts = [store(client, seed, 8) for seed in range(12)]
+        assert server.counter("evicted_chunks") > 0
+        for keys in prompts:
+            assert_reads(client, keys)
+        assert server.counter("promoted_chunks") > 0
+
+    def test_durable_put_is_on_disk_when_it_is_answered(self, client: Client) -> None:
+        keys = keys_of(client, 1, 4)
+        chunks = chunks_of(client, keys)
+        client.put(chunks[:2])
+        answers = [put.outcome for put in client.put(chunks, durable=True)]
+        assert answers == [PutOutcome.exists] * 2 + [PutOutcome.stored] * 2
+        held = client.stat(keys)
+        assert ["disk" in [copy.tier for copy in chunk.copies] for chunk in held] == [True] * 4
+
+    def test_durable_put_without_a_disk_is_refused_and_says_what_to_do(
+        self, make_server: Callable[..., LocalServer]
+    ) -> None:
+        server = make_server("--tiers", "cpu")
+        client = server.connect(self.name())
+        chunks = chunks_of(client, keys_of(client, 1, 2))
+        with pytest.raises(InvalidRequestError, match="durable=True: start the server with a disk"):
+            client.put(chunks, durable=True)
+        assert server.settled().open_puts == 0
+
+    # --- many at once, and the end
+
+    def test_threads_that_share_a_client_do_not_disturb_each_other(self, client: Client) -> None:
+        shared = store(client, 99, 6)
+
+        def work(seed: int) -> None:
+            for turn in range(5):
+                keys = store(client, 100 * (seed + 1) + turn, 4)
+                assert_reads(client, keys)
+                assert_reads(client, shared)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(work, range(_THREADS)))
+
+    def test_closing_a_client_releases_everything_it_had(
+        self, server: LocalServer, connect: Callable[..., Client]
+    ) -> None:
+        client = connect()
+        keys = store(client, 1, 3)
+        client.lease(keys)
+        assert server.usage().leases == 1
+        client.close()
+        client.close()
+        assert server.settled().leases == 0
+        assert eventually(lambda: len(server.node.sessions) == 0)
+
+    def test_transport_reports_the_tier_a_chunk_came_from(
+        self, bare: Transport, client: Client
+    ) -> None:
+        keys = store(client, 1, 2)
+        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+        with bare.get(digests, 0, DEADLINE_MS) as arriving:
+            arrived = list(arriving)
+        assert [(one.index, one.tier) for one in arrived] == [(0, "cpu"), (1, "cpu")]
+        assert all(isinstance(one.frame, np.ndarray) for one in arrived)

@@ -1,0 +1,150 @@
+"""The server's core without its sockets, over the tiers that a test wants to see in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from simulation.universe import REPRESENTATION, Version, make_version, salt
+
+from kvstore.codecs.base import codec_by_name
+from kvstore.proto.keys import tokens_le32
+from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
+from kvstore.server.breaker import Breaker
+from kvstore.server.catalog import Catalog
+from kvstore.server.intake import PutResult, PutTicket
+from kvstore.server.leases import LeaseTable
+from kvstore.server.manager import ManagerLimits, TierManager
+from kvstore.server.metrics import Counters
+from kvstore.server.mover import Mover
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.lru import LruEviction
+from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.shelf import Shelf
+from kvstore.server.transfer import Transfers
+from kvstore.tiers.base import Tier
+from kvstore.tiers.cpu import CpuTier
+
+BREAKER_RETRY_S = 1.0
+FOREVER_S = 60.0
+
+
+@dataclass(slots=True)
+class Core:
+    """A manager and everything under it. ``close`` it; the lower tiers stay the test's.
+
+    Without *workers* nothing moves by itself and *clock* may stand still.
+    """
+
+    lower: Sequence[Tier] = ()
+    slabs: int = 4
+    slab_bytes: int = 4096
+    workers: int = 0
+    codec: str = "raw"
+    limits: ManagerLimits = field(default_factory=lambda: ManagerLimits(write_through=False))
+    lane_limit: int = 1000
+    move_timeout_ms: int = 30_000
+    clock: Callable[[], float] = time.monotonic
+    cpu: CpuTier = field(init=False)
+    mover: Mover = field(init=False)
+    catalog: Catalog = field(init=False)
+    counters: Counters = field(init=False)
+    transfers: Transfers = field(init=False)
+    manager: TierManager = field(init=False)
+    sessions: SessionTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        ids = count(1)
+        self.cpu = CpuTier(self.slabs * self.slab_bytes, self.slab_bytes)
+        shelves = [self._shelf(self.cpu, "raw")]
+        shelves += [self._shelf(tier, self.codec) for tier in self.lower]
+        lanes: dict[str, int] = {}
+        for tier in self.lower:
+            lanes |= {f"load-{tier.name}": self.workers, f"store-{tier.name}": self.workers and 1}
+            lanes |= {f"ask-{tier.name}": self.workers and 1}
+        self.mover = Mover(lanes, self.lane_limit, self.clock)
+        policies: dict[str, EvictionPolicy] = {shelf.name: shelf.policy for shelf in shelves}
+        leases = LeaseTable(100, lambda: next(ids))
+        self.catalog = Catalog(policies, leases, self.cpu.capacity_bytes, self.clock)
+        self.counters = Counters()
+        self.transfers = Transfers(
+            shelves, self.catalog, self.mover, self.counters, self.clock, self.move_timeout_ms
+        )
+        self.manager = TierManager(self.transfers, self.limits, lambda: next(ids))
+        self.sessions = SessionTable(
+            8, 60_000, salt, self.clock, lambda size: next(ids).to_bytes(size, "little")
+        )
+        self.sessions.on_close.append(self.manager.end_session)
+
+    def _shelf(self, tier: Tier, codec: str) -> Shelf:
+        breaker = Breaker(3, round(1000 * BREAKER_RETRY_S), self.clock)
+        return Shelf(tier, codec_by_name(codec), LruEviction(), breaker, self.clock)
+
+    def shelf(self, name: str) -> Shelf:
+        return self.transfers.shelves[name]
+
+    def later(self, seconds: float = FOREVER_S) -> float:
+        """A deadline."""
+        return self.clock() + seconds
+
+    def open_session(self, tenant: str = "red") -> Session:
+        return self.sessions.open(REPRESENTATION, "a test", tenant)
+
+    def put(
+        self, session: Session, versions: Sequence[Version], *, durable: bool = False
+    ) -> list[PutResult]:
+        """Put frames one after another; return what became of each."""
+        results = []
+        for version in versions:
+            begun = self.manager.puts.begin(session, version.info, self.later())
+            if isinstance(begun, PutTicket):
+                ticket = self.manager.puts.claim(session, begun.ticket_id)
+                begun = self.manager.puts.ingest([ticket], [version.frame])[0]
+            results.append(begun)
+        if durable:
+            return self.manager.harden(keys_of(versions), results, self.later())
+        return results
+
+    def get(
+        self, session: Session, keys: Sequence[ChunkKey], seconds: float = FOREVER_S
+    ) -> list[bytes]:
+        """Return the frames that a get under a lease of its own delivers."""
+        lease_id, known = self.manager.open_get(session, keys, 0)
+        arrivals = self.manager.gets.get(session, keys[:known], self.later(seconds))
+        frames = [arrival.frame.tobytes() for arrival in arrivals]
+        assert self.manager.release(session, lease_id)
+        return frames
+
+    def tiers_of(self, version: Version) -> list[str]:
+        """The tiers that hold a chunk, fastest first, as the catalog names them."""
+        return sorted(self.catalog.copies(version.info.key), key=list(self.transfers.shelves).index)
+
+    def settle(self) -> None:
+        """Work off everything that waits, in a core without workers."""
+        while self.mover.step():
+            pass
+
+    def close(self) -> None:
+        self.mover.close()
+        self.cpu.close()
+
+
+def prompt(length: int, seed: int = 0, tokens: int = 64, tenant: str = "red") -> list[Version]:
+    """A chain of chunks that no other seed shares; 64 tokens make frames of 1.3 KB."""
+    versions: list[Version] = []
+    parent = ROOT
+    for at in range(length):
+        name = 1000 * (seed + 1) + at
+        versions.append(make_version(tenant, parent, tokens_le32([name] * tokens), name))
+        parent = ChainDigest(versions[-1].info.key[16:])
+    return versions
+
+
+def keys_of(versions: Sequence[Version]) -> list[ChunkKey]:
+    return [version.info.key for version in versions]
+
+
+def frames_of(versions: Sequence[Version]) -> list[bytes]:
+    return [version.frame.tobytes() for version in versions]

@@ -1,0 +1,221 @@
+"""A simulation is worth what it finds: each promise is broken on purpose, and it must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from simulation.schedule import Schedule
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.frame import FrameHeader, parse_header
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server import intake
+from kvstore.server.catalog import Catalog
+from kvstore.server.delivery import Delivery
+from kvstore.server.intake import Intake, PutTicket
+from kvstore.server.leases import LeaseTable
+from kvstore.server.manager import TierManager
+from kvstore.server.mover import Mover
+from kvstore.server.policy.lru import LruEviction
+from kvstore.server.shelf import Shelf
+from kvstore.server.transfer import Transfers
+from kvstore.tiers.cpu import CpuTier
+
+SEEDS = 600
+"""Schedules within which each mutation has to show."""
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def nothing(*_: object, **__: object) -> None:
+    """Do nothing, whatever is asked."""
+
+
+def reads_are_not_verified(patch: pytest.MonkeyPatch) -> None:
+    def read(shelf: Shelf, info: ChunkInfo, out: Bytes) -> FrameHeader | None:
+        found = shelf.guarded(lambda: shelf.tier.read_into(info.key, out))
+        return _any_header(info) if found else None
+
+    patch.setattr(Shelf, "read_verified", read)
+
+
+def _any_header(info: ChunkInfo) -> FrameHeader:
+    return FrameHeader(
+        info.key, info.parent, b"", b"", info.layout, 0, 1, info.fidelity, 0, 0.0, 0.0, 0,
+        info.size_bytes, np.zeros(0),
+    )  # fmt: skip
+
+
+def puts_are_not_verified(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(intake, "check_frame", lambda frame, _: parse_header(frame))
+
+
+def restored_frames_are_taken_for_originals(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(intake, "_check_put", nothing)
+
+
+def what_is_aborted_keeps_its_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CpuTier, "abort", nothing)
+
+
+def failed_writes_keep_their_room(patch: pytest.MonkeyPatch) -> None:
+    def write(_: Transfers, target: Shelf, reservation: object, frame: Bytes) -> bool:
+        def work() -> bool:
+            target.tier.write(reservation, 0, frame)  # type: ignore[arg-type]
+            return target.tier.seal(reservation)  # type: ignore[arg-type]
+
+        return target.guarded(work)
+
+    patch.setattr(Transfers, "_write", write)
+
+
+def a_dead_session_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Catalog, "release_session", nothing)
+
+
+def a_dead_session_keeps_its_puts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Intake, "abort_session", nothing)
+
+
+def leases_do_not_pin(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Catalog, "_is_held", lambda *_: False)
+
+
+def leases_do_not_expire(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LeaseTable, "expire", lambda *_: 0)
+
+
+def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Catalog, "let_go", nothing)
+
+
+def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: Intake, ticket: PutTicket) -> None:
+        self._transfers.cpu_tier.abort(ticket.reservation)
+
+    patch.setattr(Intake, "_drop_reservation", drop)
+
+
+def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:
+    def cast_out(self: Catalog, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
+        self._strays[tier].add(key)
+        return even_if_held or not self._is_held(key)
+
+    patch.setattr(Catalog, "cast_out", cast_out)
+
+
+def the_policy_forgets_to_forget(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LruEviction, "remove", nothing)
+
+
+def damaged_chunks_vanish_with_their_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Transfers, "quarantine", lambda self, s, key: self.catalog.forget(s.name, key))
+
+
+def lost_copies_are_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Catalog, "forget", lambda *_: True)
+
+
+def durable_is_acknowledged_without_a_flush(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TierManager, "_flushed", lambda *_: ("", set()))
+
+
+def a_flush_is_believed_without_asking_the_medium(patch: pytest.MonkeyPatch) -> None:
+    flushed = TierManager._flushed
+
+    def believe(self: TierManager, keys: list[ChunkKey], shelf: Shelf, by: float) -> object:
+        return flushed(self, [], shelf, by)[0], set()
+
+    patch.setattr(TierManager, "_flushed", believe)
+
+
+def deletes_do_not_reach_the_medium(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Transfers, "delete_from", nothing)
+
+
+def strays_are_never_swept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Transfers, "_sweep", nothing)
+    patch.setattr(TierManager, "_sweep", nothing)
+
+
+def late_deletes_take_what_was_put_since(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Transfers, "_discard", lambda _, shelf, key: shelf.tier.delete(key))
+
+
+def whatever_was_sealed_first_counts_as_a_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Transfers, "_adopt", lambda *_: True)
+    patch.setattr(Transfers, "_sweep", nothing)
+
+
+def a_lease_opens_every_chunk(patch: pytest.MonkeyPatch) -> None:
+    def open_get(
+        self: TierManager, session: object, keys: list[ChunkKey], lease_id: int
+    ) -> tuple[int, int]:
+        return lease_id, len(keys)
+
+    patch.setattr(TierManager, "open_get", open_get)
+
+
+def work_begins_after_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    wait = Mover.wait
+    patch.setattr(Mover, "wait", lambda self, ticket, _: wait(self, ticket, 1e12))
+
+
+def a_full_cpu_tier_is_a_miss(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Delivery, "_loose", nothing)
+
+
+def gets_give_the_next_chunk(patch: pytest.MonkeyPatch) -> None:
+    in_cpu = Delivery._in_cpu
+
+    def other(self: Delivery, index: int, key: ChunkKey) -> object:
+        first = next(self._transfers.cpu_tier.scan()).key
+        arrival = in_cpu(self, index, first)
+        return arrival and replace(arrival, index=index)
+
+    patch.setattr(Delivery, "_in_cpu", other)
+
+
+def lookups_stop_one_short(patch: pytest.MonkeyPatch) -> None:
+    match = Catalog.match
+
+    def short(self: Catalog, keys: list[ChunkKey], least: object) -> object:
+        copies, pending = match(self, keys, least)  # type: ignore[arg-type]
+        return copies[:-1], pending
+
+    patch.setattr(Catalog, "match", short)
+
+
+MUTATIONS: list[Break] = [
+    reads_are_not_verified, puts_are_not_verified, restored_frames_are_taken_for_originals,
+    what_is_aborted_keeps_its_room, failed_writes_keep_their_room, a_dead_session_keeps_its_leases,
+    a_dead_session_keeps_its_puts, leases_do_not_pin, leases_do_not_expire,
+    moves_are_never_let_go, a_put_is_counted_forever, evicted_chunks_stay_in_the_catalog,
+    the_policy_forgets_to_forget, damaged_chunks_vanish_with_their_room, lost_copies_are_kept,
+    durable_is_acknowledged_without_a_flush, a_flush_is_believed_without_asking_the_medium,
+    deletes_do_not_reach_the_medium, strays_are_never_swept, late_deletes_take_what_was_put_since,
+    whatever_was_sealed_first_counts_as_a_copy,
+    a_lease_opens_every_chunk, work_begins_after_the_deadline, a_full_cpu_tier_is_a_miss,
+    gets_give_the_next_chunk, lookups_stop_one_short,
+]  # fmt: skip
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_the_simulation_notices_when(mutation: Break, patch: pytest.MonkeyPatch) -> None:
+    mutation(patch)
+    for seed in range(SEEDS):
+        try:
+            Schedule(seed).run()
+        except (AssertionError, KVStoreError):
+            return
+    raise AssertionError(f"{SEEDS} schedules passed although {mutation.__name__}")
