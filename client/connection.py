@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ from kvstore.proto.wire import MESSAGE_BYTES
 SLACK_S = 0.05
 """What a call may take beyond the deadline that the server was given."""
 
-_CALLERS = 4
+_CALLERS = 2
 
 T = TypeVar("T")
 
@@ -51,6 +52,8 @@ class Connection:
         self._gate = Gate(retry_after_ms, clock)
         self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
         self._sent: set[Future[Any]] = set()
+        self._is_mending = False
+        self._lock = threading.Lock()  # guards _is_mending
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
@@ -108,12 +111,34 @@ class Connection:
             result: T = work()
         except grpc.RpcError as error:
             translated = translate(error)
-            self._gate.note(translated)
+            if self._gate.note(translated):
+                self._mend()
             raise translated from None
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
         self._gate.note(None)
         return result
+
+    def _mend(self) -> None:
+        """Have a thread of gRPC poll until the channel is connected.
+
+        gRPC connects only while somebody polls. Calls on a broken channel fail too soon for
+        that, and a server that came back would be found after 5 to 20 s (grpcio 1.76).
+        """
+        with self._lock:
+            if self._is_mending:
+                return
+            self._is_mending = True
+        try:
+            self._channel.subscribe(self._watch, try_to_connect=True)
+        except ValueError:  # closed meanwhile
+            return
+
+    def _watch(self, state: grpc.ChannelConnectivity) -> None:
+        if state is grpc.ChannelConnectivity.READY:
+            self._channel.unsubscribe(self._watch)
+            with self._lock:
+                self._is_mending = False
 
     def close(self) -> None:
         """Finish calls that were sent, close the channel. Idempotent."""

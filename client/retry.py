@@ -53,10 +53,11 @@ class Gate:
         if left_s > 0:
             raise TierUnavailableError("server", f"did not answer; tried again in {left_s:.1f} s")
 
-    def note(self, error: KVStoreError | None) -> None:
-        """Take note of how a call went: None, or its error."""
+    def note(self, error: KVStoreError | None) -> bool:
+        """Take note of how a call went: None, or its error. Return whether that shut the gate."""
         silent = isinstance(error, DeadlineError) or (
             isinstance(error, TierUnavailableError) and error.args[0].startswith("tier 'server'")
         )
         with self._lock:
             self._shut_until = self._clock() + self._retry_after_s if silent else 0.0
+        return silent

@@ -25,7 +25,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import ALIGN_BYTES, raw_frame_bytes
+from kvstore.proto.frame import ALIGN_BYTES, FLAG_UNSUMMED, raw_frame_bytes
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, KVLayout, PutOutcome
 from kvstore.proto.wire import join_digests, layout_to_message
 
@@ -125,7 +125,8 @@ class ShmTransport(Transport):
         offsets = []
         for chunk, is_wanted in zip(group, wanted, strict=True):
             if is_wanted:
-                chunk.encode(self._staging[offset : offset + chunk.frame_bytes])
+                # The server sums what it copies; to sum here too would read it all twice.
+                chunk.encode(self._staging[offset : offset + chunk.frame_bytes], FLAG_UNSUMMED)
                 offsets.append(offset)
                 offset += _aligned(chunk.frame_bytes)
         return offsets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -34,9 +34,10 @@ class Outgoing:
         """Size of its raw frame."""
         return raw_frame_bytes(self.template.layout)
 
-    def encode(self, out: Bytes) -> None:
-        """Write the raw frame into *out*."""
-        RAW.encode(self.template, self.tensors, out)
+    def encode(self, out: Bytes, flags: int = 0) -> None:
+        """Write the raw frame into *out*, with *flags* in its header."""
+        template = replace(self.template, flags=flags) if flags else self.template
+        RAW.encode(template, self.tensors, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import LayoutMismatchError, UnknownCodecError
 from kvstore.proto.frame import (
     ALIGN_BYTES,
+    FLAG_UNSUMMED,
     FrameHeader,
     FrameTemplate,
     FrameWriter,
@@ -103,6 +104,8 @@ class Codec(ABC):
     def encode(self, template: FrameTemplate, tensors: ChunkTensors, out: Bytes) -> FrameHeader:
         """Write the frame of *tensors* to the start of *out* and return its header.
 
+        Checksums stay zero where the template says FLAG_UNSUMMED.
+
         Raises LayoutMismatchError when *tensors* do not have the template's layout.
         """
         check_tensors(template.layout, tensors)
@@ -111,7 +114,10 @@ class Codec(ABC):
             room_bytes = self.max_segment_bytes(component)
             for parts in layers:
                 room = writer.reserve(room_bytes)
-                writer.commit(*self.encode_checked(parts, component, room))
+                if template.flags & FLAG_UNSUMMED:
+                    writer.commit(self.encode_segment(parts, component, room), 0)
+                else:
+                    writer.commit(*self.encode_checked(parts, component, room))
         return writer.finish(self.codec_id, self.revision, self.fidelity)
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: ChunkTensors) -> None:

@@ -14,7 +14,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 Bytes: TypeAlias = NDArray[np.uint8]
 """A one-dimensional, contiguous view of bytes."""
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 19
 """Copy and checksum in steps that stay in the second-level cache."""
 
 

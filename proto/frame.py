@@ -39,6 +39,8 @@ MAX_FRAME_BYTES = 1 << 30
 
 FLAG_RESTORED = 1
 """Decoded from a lossy copy or blended: never an original again."""
+FLAG_UNSUMMED = 2
+"""Segment checksums are still zero; ``copy_frame`` fills them in. Only in staging memory."""
 _KNOWN_FLAGS = FLAG_RESTORED
 
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd40xQ")
@@ -255,7 +257,7 @@ def unpack_components(table: bytes) -> KVLayout:
     return KVLayout(tuple(components))
 
 
-def parse_header(frame: Bytes) -> FrameHeader:
+def parse_header(frame: Bytes, known_flags: int = _KNOWN_FLAGS) -> FrameHeader:
     """Parse and check the header at the start of *frame*; segments are not read.
 
     Every length and offset is checked against the header's own sizes before it is used, and
@@ -279,7 +281,7 @@ def parse_header(frame: Bytes) -> FrameHeader:
     head[_CHECKSUM_OFFSET:FIXED_BYTES] = bytes(8)
     if checksum(bytes(head)) != fixed[-1]:
         raise InvalidFrameError("header checksum", hex(fixed[-1]), "the header is damaged")
-    if flags & ~_KNOWN_FLAGS or fidelity not in Fidelity.__members__.values():
+    if flags & ~known_flags or fidelity not in Fidelity.__members__.values():
         raise InvalidFrameError("flags", (flags, fidelity), "set by a newer version")
     if not (0 <= fixed[18] < math.inf and 0 <= fixed[19] < math.inf):
         raise InvalidFrameError("cost or bound", fixed[18:20], "must be finite, not negative")
@@ -340,8 +342,9 @@ def check_frame(frame: Bytes, key: ChunkKey | None = None) -> FrameHeader:
 def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
     """Copy the frame *data* to *out* of the same length, checking each byte as it lands.
 
-    What is checked is *out*: whoever still writes to *data* cannot slip anything past. Raises
-    as ``check_frame`` does; *out* then holds rubbish.
+    What is checked is *out*: whoever still writes to *data* cannot slip anything past. A frame
+    whose checksums its writer left to us gets them here. Raises as ``check_frame`` does;
+    *out* then holds rubbish.
     """
     if len(out) < FIXED_BYTES or len(out) != len(data):
         raise InvalidFrameError(
@@ -351,14 +354,21 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
     (size,) = struct.unpack("<I", out[_HEADER_BYTES_OFFSET:][:4].tobytes())
     end = min(max(size, FIXED_BYTES), len(out))
     copy_bytes(out[FIXED_BYTES:end], data[FIXED_BYTES:end])
-    header = parse_header(out)
+    header = parse_header(out, _KNOWN_FLAGS | FLAG_UNSUMMED)
     _check_identity(header, len(out), key)
-    for index, row in enumerate(header.segments):
+    segments = header.segments.copy()
+    for row in segments:
         start = int(row["offset"])
         stop = start + int(row["stored_bytes"])
         out[end:start] = 0
-        check_segment(header, index, copy_checked(out[start:stop], data[start:stop]))
+        row["checksum"] = copy_checked(out[start:stop], data[start:stop])
         end = stop
+    if header.flags & FLAG_UNSUMMED:
+        header = replace(header, flags=header.flags & ~FLAG_UNSUMMED, segments=segments)
+        copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
+    else:
+        for index, row in enumerate(segments):
+            check_segment(header, index, int(row["checksum"]))
     return header
 
 

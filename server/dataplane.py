@@ -207,7 +207,13 @@ def _listen(path: Path) -> socket.socket:
     _make_folder(path.parent)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        if path.exists():
+        if os.path.lexists(path):
+            if not path.is_socket():
+                raise InvalidRequestError(
+                    "socket_path",
+                    str(path),
+                    "something else is there; choose another with --socket",
+                )
             _refuse_second_server(path)
             path.unlink()
         listener.bind(str(path))

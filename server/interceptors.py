@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 else:  # grpc's classes are generic in its stubs only
     ServerInterceptor = grpc.ServerInterceptor
 
+MAX_MESSAGE_CHARS = 600
+"""Trailers hold 8 KB, and each byte of a character may take three there."""
+
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
 
 logger = structlog.get_logger(__name__)
@@ -78,4 +81,6 @@ def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoRe
         name, status, message = "KVStoreError", "INTERNAL", "internal error; see the server's log"
         logger.error("internal error", method=method, exc_info=error)
     context.set_trailing_metadata(((ERROR_NAME, name),))
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[: MAX_MESSAGE_CHARS - 3] + "..."
     context.abort(grpc.StatusCode[status], message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ def make_server(tmp_path: Path, no_leaks: None) -> Iterator[ServerMaker]:
     yield make
     for server in reversed(started):
         server.close()
+    shutil.rmtree(tmp_path / "disk", ignore_errors=True)  # pytest keeps folders for a while
 
 
 @pytest.fixture
@@ -91,6 +93,7 @@ def server_process(tmp_path: Path) -> Iterator[ProcessMaker]:
     yield make
     for process in made:
         process.kill()
+        shutil.rmtree(process.socket_path.parent)  # pytest keeps folders for a while
 
 
 @pytest.fixture

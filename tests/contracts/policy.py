@@ -224,7 +224,7 @@ class PolicyContract(ABC):
 
     def test_any_order_of_events_keeps_every_promise(self) -> None:
         run_state_machine_as_test(
-            lambda: PolicyMachine(self.make_policy()),
+            lambda: PolicyMachine(self.make_policy()),  # type: ignore[arg-type]
             settings=settings(max_examples=150, stateful_step_count=40, deadline=None),
         )
 

@@ -28,6 +28,10 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
 BREAKER_RETRY_S = 1.0
+LIMITS = ManagerLimits(load_headroom_percent=0, write_through=False)
+TOKENS = 60
+"""Frames of which three fill a slab of 4 KB."""
+
 FOREVER_S = 60.0
 
 
@@ -43,7 +47,7 @@ class Core:
     slab_bytes: int = 4096
     workers: int = 0
     codec: str = "raw"
-    limits: ManagerLimits = field(default_factory=lambda: ManagerLimits(write_through=False))
+    limits: ManagerLimits = LIMITS
     lane_limit: int = 1000
     move_timeout_ms: int = 30_000
     clock: Callable[[], float] = time.monotonic
@@ -131,8 +135,8 @@ class Core:
         self.cpu.close()
 
 
-def prompt(length: int, seed: int = 0, tokens: int = 64, tenant: str = "red") -> list[Version]:
-    """A chain of chunks that no other seed shares; 64 tokens make frames of 1.3 KB."""
+def prompt(length: int, seed: int = 0, tokens: int = TOKENS, tenant: str = "red") -> list[Version]:
+    """A chain of chunks that no other seed shares."""
     versions: list[Version] = []
     parent = ROOT
     for at in range(length):

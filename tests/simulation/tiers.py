@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Event, Lock
 from typing import ClassVar
 
 import numpy as np
@@ -273,6 +273,35 @@ class SimDisk(DictTier):
         again = SimDisk(self.capacity_bytes, self.faults, Medium(dict(self.durable), used_bytes))
         again.lost = self.lost
         return again
+
+
+class GatedDisk(SimDisk):
+    """A disk that reads and writes only while its gate is open, for tests with real threads."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes, no_faults())
+        self.gate = Event()
+        self.gate.set()
+        self.reached = Event()
+        """Set once somebody came to the gate."""
+
+    def _pass(self) -> None:
+        self.reached.set()
+        self.gate.wait()
+
+    def shut(self) -> None:
+        self.gate.clear()
+        self.reached.clear()
+
+    @override
+    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+        self._pass()
+        super().write(reservation, offset, data)
+
+    @override
+    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+        self._pass()
+        return super().read_into(key, out, offset)
 
 
 class SimRedis(DictTier):

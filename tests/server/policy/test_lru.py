@@ -20,7 +20,7 @@ class TestLruContract(PolicyContract):
 
 
 def play(events: str) -> LruEviction:
-    """``1`` inserts chunk 1, ``2<1`` one that continues it, ``t12`` touches both, ``-1`` removes."""
+    """``1`` inserts chunk 1, ``2<1`` one that continues it, ``t12`` touches, ``-1`` removes."""
     policy = LruEviction()
     for event in events.split():
         if event[0] == "t":

@@ -1,0 +1,235 @@
+"""The catalog: copies, leases, pins and victims kept in step."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+
+import pytest
+from contracts.policy import ALL, info, key
+from simulation.clock import FakeClock
+from typing_extensions import override
+
+from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
+from kvstore.proto.types import Fidelity, Namespace
+from kvstore.server.catalog import Catalog
+from kvstore.server.leases import LeaseTable
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.lru import LruEviction
+
+SESSION = 7
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def make_catalog(clock: FakeClock, pin_limit_bytes: int = 1_000) -> Catalog:
+    ids = count(1)
+    policies: dict[str, EvictionPolicy] = {"cpu": LruEviction(), "disk": LruEviction()}
+    return Catalog(policies, LeaseTable(10, lambda: next(ids)), pin_limit_bytes, clock)
+
+
+@pytest.fixture
+def catalog(clock: FakeClock) -> Catalog:
+    """A chain of three in CPU memory, the first two on disk as well."""
+    catalog = make_catalog(clock)
+    for number in range(3):
+        catalog.note_sealed("cpu", info(number, number - 1 if number else None))
+    for number in range(2):
+        catalog.note_sealed("disk", info(number, number - 1 if number else None, 60))
+    return catalog
+
+
+CHAIN = [key(number) for number in range(5)]
+
+
+def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: Catalog) -> None:
+    assert catalog.begin_put(key(3))
+    copies, pending = catalog.match(CHAIN, Fidelity.exact)
+    assert [set(held) for held in copies] == [{"cpu", "disk"}, {"cpu", "disk"}, {"cpu"}]
+    assert pending == 1
+    catalog.end_put(key(3))
+    assert catalog.match(CHAIN, Fidelity.exact)[1] == 0
+
+
+def test_pending_counts_go_on_through_chunks_that_exist_behind_one_that_does_not(
+    catalog: Catalog,
+) -> None:
+    catalog.note_sealed("cpu", info(4, 3))
+    catalog.begin_put(key(3))
+    assert catalog.match(CHAIN, Fidelity.exact)[1] == 2
+
+
+def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
+    catalog.note_sealed("cpu", info(9))
+    assert catalog.claim_victims("cpu", 1, ALL) == [key(2)]
+    catalog.unclaim([key(2)])
+    catalog.match(CHAIN, Fidelity.exact)
+    assert catalog.claim_victims("cpu", 1, ALL) == [key(9)]
+
+
+def test_a_chunk_that_exists_needs_no_put_and_writers_are_counted(catalog: Catalog) -> None:
+    assert not catalog.begin_put(key(0))
+    assert catalog.pending_count() == 0
+    assert [catalog.begin_put(key(3)) for _ in range(2)] == [True, True]
+    catalog.end_put(key(3))
+    assert catalog.pending_count() == 1
+    catalog.end_put(key(3))
+    assert catalog.pending_count() == 0
+
+
+def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
+    catalog: Catalog, clock: FakeClock
+) -> None:
+    lease, known = catalog.grant(SESSION, CHAIN, ttl_s=2.0)
+    assert (known, lease.keys) == (3, CHAIN[:3])
+    assert (catalog.held_count(), catalog.lease_count()) == (3, 1)
+    clock.advance(2.0)
+    with pytest.raises(LeaseExpiredError):
+        catalog.lease(lease.lease_id, SESSION)
+    assert catalog.expire() == 1
+    assert (catalog.held_count(), catalog.lease_count()) == (0, 0)
+
+
+def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
+    catalog.grant(SESSION, [key(0)], 10.0)
+    assert catalog.claim_victims("cpu", ALL, ALL) == [key(2), key(1)]
+    assert not catalog.cast_out("cpu", key(0), even_if_held=False)
+    assert catalog.copies(key(0)).keys() == {"cpu", "disk"}
+    assert catalog.cast_out("cpu", key(0))
+    assert catalog.copies(key(0)).keys() == {"disk"}
+
+
+def test_a_moving_chunk_is_held_until_it_is_let_go(catalog: Catalog) -> None:
+    assert catalog.hold(key(2)).keys() == {"cpu"}
+    assert catalog.claim_victims("cpu", ALL, ALL) == []
+    assert not catalog.cast_out("cpu", key(2), even_if_held=False)
+    catalog.let_go(key(2))
+    assert catalog.claim_victims("cpu", 1, ALL) == [key(2)]
+
+
+def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
+    assert catalog.claim_victims("cpu", 100, ALL) == [key(2)]
+    assert catalog.claim_victims("cpu", ALL, ALL) == []
+    assert catalog.claim_victims("disk", ALL, ALL) == [key(1), key(0)]
+    catalog.unclaim([key(2)])
+    assert catalog.claim_victims("cpu", 100, ALL) == [key(2)]
+
+
+def test_among_names_all_of_a_piece_that_may_go(catalog: Catalog) -> None:
+    catalog.grant(SESSION, [key(0)], 10.0)
+    assert catalog.claim_victims("cpu", 0, 0, among=CHAIN[:3]) == [key(1), key(2)]
+
+
+class AskedClock(FakeClock):
+    """Tells when somebody reads it, which a waiter does under the catalog's lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
+    @override
+    def __call__(self) -> float:
+        self.asked.set()
+        return super().__call__()
+
+
+def test_waiting_for_an_eviction_ends_with_it_and_not_without_one() -> None:
+    clock = AskedClock()
+    catalog = make_catalog(clock)
+    catalog.note_sealed("cpu", info(0))
+    assert not catalog.await_unclaimed("cpu", clock.now + 60)
+    victims = catalog.claim_victims("cpu", 1, ALL)
+    assert not catalog.await_unclaimed("disk", clock.now + 60)
+    assert not catalog.await_unclaimed("cpu", clock.now)
+    clock.asked.clear()
+
+    def end_it() -> None:
+        clock.asked.wait()
+        catalog.unclaim(victims)
+
+    over = threading.Thread(target=end_it)
+    over.start()
+    assert catalog.await_unclaimed("cpu", clock.now + 60)
+    over.join()
+
+
+def test_the_policy_knows_what_the_index_knows(catalog: Catalog) -> None:
+    assert catalog.forget("cpu", key(1))
+    assert not catalog.forget("cpu", key(1))
+    assert set(catalog.claim_victims("cpu", ALL, ALL)) == {key(0), key(2)}
+    assert catalog.forget("disk", key(1))
+    assert catalog.copies(key(1)) == {}
+    assert len(catalog) == 2
+
+
+def test_what_was_cast_out_is_a_stray_until_it_is_swept_or_sealed_anew(catalog: Catalog) -> None:
+    assert catalog.cast_out("disk", key(0))
+    assert catalog.strays("disk") == {key(0)}
+    assert catalog.strays("cpu") == set()
+    catalog.swept("disk", key(0))
+    assert catalog.strays("disk") == set()
+    catalog.cast_out("disk", key(1))
+    catalog.note_sealed("disk", info(1, 0, 60))
+    assert catalog.strays("disk") == set()
+
+
+def test_what_is_lost_or_was_never_there_is_no_stray(catalog: Catalog) -> None:
+    catalog.forget("disk", key(0))
+    assert not catalog.cast_out("disk", key(0))
+    assert not catalog.cast_out("disk", key(4))
+    assert catalog.strays("disk") == set()
+
+
+def test_pins_keep_known_chunks_until_they_end_or_are_ended(
+    catalog: Catalog, clock: FakeClock
+) -> None:
+    assert catalog.pin([key(2), key(4)], ttl_s=5.0) == 1
+    assert catalog.claim_victims("cpu", ALL, ALL) == []
+    holding = catalog.holding(key(2))
+    assert holding is not None
+    assert holding.is_pinned
+    assert catalog.unpin([key(2), key(4)]) == 1
+    catalog.pin([key(2)], ttl_s=5.0)
+    clock.advance(5.0)
+    assert catalog.expire() == 0
+    assert catalog.claim_victims("cpu", 100, ALL) == [key(2)]
+
+
+def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) -> None:
+    catalog = make_catalog(clock, pin_limit_bytes=250)
+    for number in range(3):
+        catalog.note_sealed("cpu", info(number))
+    assert catalog.pin([key(0), key(1)], 5.0) == 2
+    assert catalog.pin([key(0), key(1)], 9.0) == 2
+    with pytest.raises(QuotaExceededError, match="pin_limit_bytes=250"):
+        catalog.pin([key(2)], 5.0)
+    catalog.unpin([key(0)])
+    assert catalog.pin([key(2)], 5.0) == 1
+
+
+def test_holdings_are_those_of_one_namespace(catalog: Catalog) -> None:
+    lease, _ = catalog.grant(SESSION, [key(0)], 10.0)
+    catalog.match([key(0)], Fidelity.exact)
+    holdings = catalog.holdings(Namespace(bytes(16)))
+    assert [holding.key for holding in holdings] == CHAIN[:3]
+    assert (holdings[0].leases, holdings[0].hits) == (1, 1)
+    assert (holdings[1].leases, holdings[1].hits) == (0, 0)
+    assert catalog.holdings(Namespace(b"x" * 16)) == []
+    assert catalog.holding(key(4)) is None
+    assert catalog.release(lease.lease_id, SESSION)
+
+
+def test_only_on_names_what_would_be_lost_with_a_tier(catalog: Catalog) -> None:
+    assert catalog.only_on("cpu") == [key(2)]
+    assert catalog.only_on("disk") == []
+
+
+def test_a_session_that_ends_releases_its_leases(catalog: Catalog) -> None:
+    for _ in range(2):
+        catalog.grant(SESSION, CHAIN, 10.0)
+    catalog.grant(SESSION + 1, CHAIN, 10.0)
+    assert catalog.release_session(SESSION) == 2
+    assert catalog.held_count() == 3

@@ -1,0 +1,381 @@
+"""The Unix socket: memory without seals, lies about sizes, strangers, garbage and silence."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from local_server import LocalServer, eventually, open_session
+from prompts import SMALL, chunks_of, keys_of
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import shm
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.shm import Op, Reply, Request
+from kvstore.server import dataplane
+from kvstore.server.dataplane import DataPlane, SlabFile
+from kvstore.server.sessions import SessionTable
+
+ServerMaker = Callable[..., LocalServer]
+
+STAGING_BYTES = 1 << 16
+ONLY_OPEN_FDS = "/proc/self/fd"
+
+
+class Peer:
+    """A process at the other end of the socket, with every message of its own making."""
+
+    def __init__(self, path: str) -> None:
+        self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link.settimeout(20.0)
+        self._link.connect(path)
+
+    def ask(self, message: bytes, descriptors: list[int] | None = None) -> Reply:
+        """Send *message* and return the answer."""
+        socket.send_fds(self._link, [message], descriptors or [])
+        return shm.unpack_reply(self._link.recv(shm.MESSAGE_BYTES))[0]
+
+    def attach(self, token: bytes, descriptor: int, size_bytes: int = STAGING_BYTES) -> Reply:
+        return self.ask(Request(Op.attach, size_bytes, token).pack(), [descriptor])
+
+    def is_hung_up(self) -> bool:
+        """Wait for the server's hanging up; False when it sends something instead."""
+        return self._link.recv(1) == b""
+
+    def close(self) -> None:
+        self._link.close()
+
+
+@pytest.fixture
+def connect(server: LocalServer) -> Iterator[Callable[[], Peer]]:
+    """Connect peers to the server's socket."""
+    peers: list[Peer] = []
+
+    def connect() -> Peer:
+        peers.append(Peer(str(server.config.socket_path_for(server.node.port))))
+        return peers[-1]
+
+    yield connect
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def terms(server: LocalServer) -> pb.OpenSessionResponse:
+    return open_session(server.dial())
+
+
+@contextlib.contextmanager
+def staging(seals: int = shm.SIZE_SEALS, size_bytes: int = STAGING_BYTES) -> Iterator[int]:
+    descriptor = shm.create_memfd("test-staging", size_bytes)
+    try:
+        shm.add_seals(descriptor, seals)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def test_sealed_staging_memory_is_taken(
+    server: LocalServer, connect: Callable[[], Peer], terms: pb.OpenSessionResponse
+) -> None:
+    with staging() as descriptor:
+        assert connect().attach(terms.attach_token, descriptor) is Reply.ok
+    plane = server.node.data_plane
+    assert plane is not None
+    assert len(plane.staging(terms.session_id)) == STAGING_BYTES
+
+
+@pytest.mark.parametrize(
+    "seals", [0, shm.SEAL_GROW | shm.SEAL_SEAL, shm.SEAL_SHRINK | shm.SEAL_GROW]
+)
+def test_staging_memory_whose_size_could_change_is_refused(
+    server: LocalServer,
+    connect: Callable[[], Peer],
+    terms: pb.OpenSessionResponse,
+    seals: int,
+) -> None:
+    with staging(seals) as descriptor:
+        assert connect().attach(terms.attach_token, descriptor) is Reply.invalid
+    assert_nothing_attached(server, terms)
+
+
+def assert_nothing_attached(server: LocalServer, terms: pb.OpenSessionResponse) -> None:
+    """Fail if the session got staging memory, or lost its life."""
+    plane = server.node.data_plane
+    assert plane is not None
+    with pytest.raises(InvalidRequestError, match="attach staging memory first"):
+        plane.staging(terms.session_id)
+    assert not server.node.sessions.get(terms.session_id).is_attached
+
+
+@pytest.mark.parametrize("stated_bytes", [0, 1, STAGING_BYTES - 1, STAGING_BYTES + 1, 1 << 63])
+def test_lie_about_the_size_of_the_staging_memory_is_refused(
+    server: LocalServer,
+    connect: Callable[[], Peer],
+    terms: pb.OpenSessionResponse,
+    stated_bytes: int,
+) -> None:
+    with staging() as descriptor:
+        assert connect().attach(terms.attach_token, descriptor, stated_bytes) is Reply.invalid
+    assert_nothing_attached(server, terms)
+
+
+def test_staging_memory_of_no_bytes_or_too_many_is_refused(
+    server: LocalServer, connect: Callable[[], Peer], terms: pb.OpenSessionResponse
+) -> None:
+    for size_bytes in (0, (1 << 30) + mmap.PAGESIZE):
+        with staging(size_bytes=size_bytes) as descriptor:
+            assert connect().attach(terms.attach_token, descriptor, size_bytes) is Reply.invalid
+    assert_nothing_attached(server, terms)
+
+
+def test_descriptor_that_is_no_memfd_is_refused(
+    server: LocalServer,
+    connect: Callable[[], Peer],
+    terms: pb.OpenSessionResponse,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(STAGING_BYTES))
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        assert connect().attach(terms.attach_token, descriptor) is Reply.invalid
+    finally:
+        os.close(descriptor)
+    assert_nothing_attached(server, terms)
+
+
+@pytest.mark.parametrize("count", [0, 2, 4, 9])
+def test_attach_with_other_than_one_descriptor_is_refused_and_leaks_none(
+    server: LocalServer,
+    connect: Callable[[], Peer],
+    terms: pb.OpenSessionResponse,
+    count: int,
+) -> None:
+    request = Request(Op.attach, STAGING_BYTES, terms.attach_token).pack()
+    with staging() as descriptor:
+        assert connect().ask(request, [descriptor] * count) is Reply.invalid
+    assert_nothing_attached(server, terms)
+
+
+def test_wrong_token_is_denied(
+    server: LocalServer, connect: Callable[[], Peer], terms: pb.OpenSessionResponse
+) -> None:
+    with staging() as descriptor:
+        assert connect().attach(bytes(16), descriptor) is Reply.denied
+    assert_nothing_attached(server, terms)
+
+
+def test_peer_attaches_once(connect: Callable[[], Peer], terms: pb.OpenSessionResponse) -> None:
+    peer = connect()
+    with staging() as descriptor:
+        assert peer.attach(terms.attach_token, descriptor) is Reply.ok
+        assert peer.attach(terms.attach_token, descriptor) is Reply.invalid
+
+
+def test_slab_is_denied_to_a_stranger_and_unknown_slabs_to_everyone(
+    connect: Callable[[], Peer], terms: pb.OpenSessionResponse
+) -> None:
+    peer = connect()
+    assert peer.ask(Request(Op.slab, 1).pack()) is Reply.denied
+    with staging() as descriptor:
+        assert peer.attach(terms.attach_token, descriptor) is Reply.ok
+    for slab_id in (0, 10**6, (1 << 64) - 1):
+        assert peer.ask(Request(Op.slab, slab_id).pack()) is Reply.invalid
+
+
+@given(garbage=st.binary(min_size=1, max_size=64))
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_garbage_is_answered_invalid_and_never_kills_the_thread(
+    server: LocalServer, connect: Callable[[], Peer], garbage: bytes
+) -> None:
+    peer = connect()
+    assert peer.ask(garbage) in (Reply.invalid, Reply.denied)
+    peer.close()
+    assert server.node.is_alive()
+
+
+def test_message_of_another_version_is_refused(connect: Callable[[], Peer]) -> None:
+    message = bytearray(Request(Op.slab, 1).pack())
+    struct.pack_into("<H", message, 4, 2)
+    assert connect().ask(bytes(message)) is Reply.invalid
+
+
+def test_server_works_on_after_garbage_and_serves_its_clients(
+    server: LocalServer, connect: Callable[[], Peer]
+) -> None:
+    client = server.connect("shm")
+    keys = keys_of(client, 1, 3)
+    client.put(chunks_of(client, keys))
+    for _ in range(50):
+        peer = connect()
+        peer.ask(b"x" * 33)
+        peer.close()
+    assert len(client.get(keys)) == 3
+
+
+def test_attached_peer_s_end_closes_its_session(
+    server: LocalServer, connect: Callable[[], Peer], terms: pb.OpenSessionResponse
+) -> None:
+    peer = connect()
+    with staging() as descriptor:
+        peer.attach(terms.attach_token, descriptor)
+    assert len(server.node.sessions) == 1
+    peer.close()
+    assert eventually(lambda: len(server.node.sessions) == 0)
+
+
+def test_attached_session_does_not_expire_and_a_silent_one_does(
+    make_server: ServerMaker, no_leaks: None
+) -> None:
+    server = make_server("--session-ttl-ms", "100")
+    connection = server.dial()
+    silent, attached = open_session(connection), open_session(connection)
+    peer = Peer(str(server.config.socket_path_for(server.node.port)))
+    with staging() as descriptor:
+        assert peer.attach(attached.attach_token, descriptor) is Reply.ok
+    assert eventually(lambda: server.counter("expired_sessions") == 1)
+    ids = set(server.node.sessions._sessions)
+    assert silent.session_id not in ids
+    assert attached.session_id in ids
+    peer.close()
+
+
+# --- planes by themselves, with a clock of the test's own
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sessions(clock: Clock) -> SessionTable:
+    return SessionTable(8, 1000, lambda tenant: b"", clock, os.urandom)
+
+
+def no_slabs(slab_id: int, tenant: str) -> tuple[int, int]:
+    raise InvalidRequestError("slab_id", slab_id, "there is none")
+
+
+def open_plane(path: Path, clock: Clock, slab_file: SlabFile = no_slabs) -> DataPlane:
+    return DataPlane(path, sessions(clock), slab_file, clock, 2, 1 << 20)
+
+
+def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
+    clock = Clock()
+    plane = open_plane(tmp_path / "s.sock", clock)
+    peer = Peer(str(plane.path))
+    assert peer.ask(b"hello") is Reply.invalid
+    clock.now = dataplane._ATTACH_WITHIN_S + 1
+    assert peer.is_hung_up()
+    peer.close()
+    plane.close()
+
+
+def test_peers_beyond_the_limit_are_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
+    plane = open_plane(tmp_path / "s.sock", Clock())
+    peers = [Peer(str(plane.path)) for _ in range(2)]
+    for peer in peers:
+        assert peer.ask(b"hello") is Reply.invalid
+    third = Peer(str(plane.path))
+    assert third.is_hung_up()
+    for peer in (*peers, third):
+        peer.close()
+    plane.close()
+
+
+def test_second_server_on_one_socket_is_refused_and_the_first_works_on(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    path = tmp_path / "s.sock"
+    plane = open_plane(path, Clock())
+    with pytest.raises(InvalidRequestError, match=r"s\.sock': another server listens there; stop"):
+        open_plane(path, Clock())
+    peer = Peer(str(path))
+    assert peer.ask(b"hello") is Reply.invalid
+    peer.close()
+    plane.close()
+
+
+def test_socket_that_a_killed_server_left_is_replaced(tmp_path: Path, no_leaks: None) -> None:
+    path = tmp_path / "s.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(path))
+    assert path.exists()
+    plane = open_plane(path, Clock())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    plane.close()
+    plane.close()
+    assert not path.exists()
+
+
+def test_file_in_the_socket_s_place_is_left_alone(tmp_path: Path, no_leaks: None) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(InvalidRequestError, match=r"notes\.txt': something else is there"):
+        open_plane(path, Clock())
+    assert path.read_text() == "mine"
+
+
+def test_folder_in_which_others_could_swap_the_socket_is_refused(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(InvalidRequestError, match="others could swap the socket; use a folder of"):
+        open_plane(folder / "s.sock", Clock())
+    folder.chmod(0o1777)
+    open_plane(folder / "s.sock", Clock()).close()
+
+
+def test_folder_that_cannot_be_made_is_refused_in_one_sentence(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequestError, match="choose another with --socket"):
+        open_plane(tmp_path / "file" / "s.sock", Clock())
+
+
+def test_folder_of_the_socket_is_made_for_its_owner_alone(tmp_path: Path, no_leaks: None) -> None:
+    plane = open_plane(tmp_path / "new" / "s.sock", Clock())
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    plane.close()
+
+
+def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: None) -> None:
+    clock = Clock()
+    table = sessions(clock)
+    slab = shm.create_memfd("test-slab", 4096)
+    plane = DataPlane(
+        tmp_path / "s.sock", table, lambda *_: (os.dup(slab), 4096), clock, 2, 1 << 20
+    )
+    session = table.open(SMALL, "test")
+    peer = Peer(str(plane.path))
+    with staging() as descriptor:
+        assert peer.attach(session.attach_token, descriptor) is Reply.ok
+    before = len(os.listdir(ONLY_OPEN_FDS))
+    for _ in range(20):
+        assert peer.ask(Request(Op.slab, 1).pack()) is Reply.ok
+    assert len(os.listdir(ONLY_OPEN_FDS)) == before
+    peer.close()
+    plane.close()
+    os.close(slab)

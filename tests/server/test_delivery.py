@@ -1,0 +1,258 @@
+"""Gets: in order, from the fastest holder that proves right, and never beyond the deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from simulation.clock import FakeClock
+from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
+from simulation.universe import Version
+
+from kvstore.server.delivery import READ_AHEAD_CHUNKS
+from kvstore.server.sessions import Session
+
+TIER_BYTES = 1 << 20
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def disk() -> SimDisk:
+    return SimDisk(TIER_BYTES, no_faults())
+
+
+@pytest.fixture
+def redis() -> SimRedis:
+    return SimRedis(TIER_BYTES, no_faults())
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedDisk]:
+    disk = GatedDisk(TIER_BYTES)
+    yield disk
+    disk.gate.set()
+
+
+@pytest.fixture
+def core(disk: SimDisk) -> Iterator[Core]:
+    with closing(Core([disk], clock=FakeClock())) as core:
+        yield core
+
+
+@pytest.fixture
+def session(core: Core) -> Session:
+    return core.open_session()
+
+
+def put_low(core: Core, session: Session, versions: list[Version], tier: str = "disk") -> None:
+    """Put chunks so that only a lower tier has them."""
+    core.put(session, versions)
+    for version in versions:
+        ticket = core.transfers.copy_down(version.info.key, core.shelf(tier), urgent=True)
+        assert ticket is not None
+        assert core.mover.wait(ticket, core.later())
+        assert core.catalog.cast_out("cpu", version.info.key)
+        core.transfers.delete_from(core.transfers.cpu, version.info.key)
+        assert core.tiers_of(version) == [tier]
+
+
+def fill_with_leases(core: Core, session: Session) -> list[int]:
+    """Lease all of CPU memory; return the leases."""
+    versions = prompt(12, seed=50)
+    core.put(session, versions)
+    assert all("cpu" in core.tiers_of(version) for version in versions)
+    return [core.manager.open_get(session, keys_of(versions), 0)[0]]
+
+
+def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
+    versions = prompt(5)
+    core.put(session, versions)
+    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
+    arrivals = list(core.manager.gets.get(session, keys_of(versions)[:known], core.later()))
+    assert [arrival.index for arrival in arrivals] == [0, 1, 2, 3, 4]
+    assert [arrival.frame.tobytes() for arrival in arrivals] == frames_of(versions)
+    assert {arrival.tier for arrival in arrivals} == {"cpu"}
+    for arrival in arrivals:
+        assert arrival.place == core.cpu.locate(versions[arrival.index].info.key)
+        assert not arrival.frame.flags.writeable
+    core.manager.release(session, lease_id)
+    assert core.counters["get_chunks"] == 5
+    assert core.counters["get_bytes"] == sum(map(len, frames_of(versions)))
+
+
+def test_a_hit_below_is_promoted_and_says_where_it_came_from(core: Core, session: Session) -> None:
+    versions = prompt(4)
+    put_low(core, session, versions)
+    lease_id, _ = core.manager.open_get(session, keys_of(versions), 0)
+    for origin in ("disk", "cpu"):
+        arrivals = list(core.manager.gets.get(session, keys_of(versions), core.later()))
+        assert [arrival.tier for arrival in arrivals] == [origin] * 4
+        assert [arrival.frame.tobytes() for arrival in arrivals] == frames_of(versions)
+    assert core.counters["promoted_chunks"] == 4
+    core.manager.release(session, lease_id)
+
+
+def test_loads_run_ahead_of_the_reader_but_not_without_bound(core: Core, session: Session) -> None:
+    versions = prompt(12)
+    put_low(core, session, versions)
+    lease_id, _ = core.manager.open_get(session, keys_of(versions), 0)
+    arrivals = core.manager.gets.get(session, keys_of(versions), core.later())
+    assert next(arrivals).index == 0
+    assert core.mover.depth()["load-disk"] == READ_AHEAD_CHUNKS
+    arrivals.close()  # type: ignore[attr-defined]
+    core.manager.release(session, lease_id)
+
+
+def test_a_get_ends_before_the_first_chunk_that_is_lost(
+    core: Core, session: Session, disk: SimDisk
+) -> None:
+    versions = prompt(4)
+    put_low(core, session, versions)
+    disk.lose(versions[2].info.key)
+    assert core.get(session, keys_of(versions)) == frames_of(versions[:2])
+    assert core.counters["get_missed_chunks"] == 2
+    assert core.counters["lost_chunks"] == 1
+
+
+def test_a_damaged_copy_is_a_miss_and_can_be_put_again_at_once(
+    core: Core, session: Session, disk: SimDisk
+) -> None:
+    (version,) = prompt(1)
+    put_low(core, session, [version])
+    disk.flip(version.info.key, 8 * 900)
+    assert core.get(session, keys_of([version])) == []
+    assert core.put(session, [version])[0].reason == ""
+    assert core.get(session, keys_of([version])) == frames_of([version])
+
+
+def test_a_damaged_copy_is_made_up_for_by_a_slower_tier(disk: SimDisk, redis: SimRedis) -> None:
+    with closing(Core([disk, redis], clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        put_low(core, session, versions)
+        for version in versions:
+            redis.others_put(version.info, version.frame)
+            core.catalog.note_sealed("redis", version.info)
+        disk.flip(versions[0].info.key, 8 * 900)
+        disk.lose(versions[1].info.key)
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+        assert core.tiers_of(versions[0]) == core.tiers_of(versions[1]) == ["cpu", "redis"]
+        assert core.tiers_of(versions[2]) == ["cpu", "disk", "redis"]
+
+
+def test_a_tier_that_is_left_alone_is_a_miss_and_not_waited_for(
+    core: Core, session: Session, disk: SimDisk
+) -> None:
+    (version,) = prompt(1)
+    put_low(core, session, [version])
+    disk.faults.fail = 1.0
+    assert core.get(session, keys_of([version])) == []
+    assert core.shelf("disk").breaker.is_open
+    raised = disk.faults.raised
+    assert core.get(session, keys_of([version])) == []
+    assert disk.faults.raised == raised
+    assert core.tiers_of(version) == ["disk"]
+
+
+def test_a_full_lane_is_a_miss(disk: SimDisk) -> None:
+    with closing(Core([disk], lane_limit=0, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(2)
+        put_low(core, session, versions)
+        assert core.get(session, keys_of(versions)) == []
+        assert core.counters["get_missed_chunks"] == 2
+
+
+def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
+    core: Core, session: Session
+) -> None:
+    versions = prompt(3)
+    put_low(core, session, versions)
+    leases = fill_with_leases(core, session)
+    lease_id, _ = core.manager.open_get(session, keys_of(versions), 0)
+    arrivals = list(core.manager.gets.get(session, keys_of(versions), core.later()))
+    assert [arrival.frame.tobytes() for arrival in arrivals] == frames_of(versions)
+    assert [arrival.place for arrival in arrivals] == [None] * 3
+    assert core.counters["read_throughs"] == 3
+    assert core.cpu.stats().chunks == 12
+    for lease in (*leases, lease_id):
+        assert core.manager.release(session, lease)
+
+
+def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -> None:
+    versions = prompt(3)
+    limits = replace(LIMITS, loose_bytes=2 * versions[0].info.size_bytes)
+    with closing(Core([disk], limits=limits, clock=FakeClock())) as core:
+        session = core.open_session()
+        put_low(core, session, versions)
+        fill_with_leases(core, session)
+        readers = []
+        for version in versions:
+            core.manager.open_get(session, keys_of([version]), 0)
+            reader = core.manager.gets.get(session, keys_of([version]), core.later())
+            readers.append((reader, next(reader, None)))
+        assert [arrival is None for _, arrival in readers] == [False, False, True]
+        readers[0][0].close()  # type: ignore[attr-defined]
+        assert next(readers[1][0], None) is None
+        again = core.manager.gets.get(session, keys_of(versions), core.later())
+        assert sum(1 for _ in again) == 3, "one at a time, each given back before the next"
+
+
+def test_a_get_that_is_given_up_counts_what_it_delivered(core: Core, session: Session) -> None:
+    versions = prompt(4)
+    core.put(session, versions)
+    core.manager.open_get(session, keys_of(versions), 0)
+    arrivals = core.manager.gets.get(session, keys_of(versions), core.later())
+    next(arrivals)
+    arrivals.close()  # type: ignore[attr-defined]
+    assert core.counters["get_chunks"] == 1
+    assert core.counters["get_missed_chunks"] == 3
+
+
+def test_a_get_after_its_deadline_delivers_what_needs_no_load(core: Core, session: Session) -> None:
+    here, low = prompt(2)
+    core.put(session, [here])
+    put_low(core, session, [low])
+    assert core.get(session, keys_of([here, low]), seconds=0.0) == frames_of([here])
+    assert core.counters["get_late_chunks"] == 1
+
+
+def test_a_load_that_hangs_is_late_and_not_waited_for(gated: GatedDisk) -> None:
+    with closing(Core([gated], workers=2)) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        core.put(session, versions[:1])
+        put_low(core, session, versions[1:])
+        gated.shut()
+        deadline_s = 0.05
+        began = time.monotonic()
+        assert core.get(session, keys_of(versions), deadline_s) == frames_of(versions[:1])
+        assert time.monotonic() - began < PATIENCE_S, "it did not wait for the disk"
+        assert gated.reached.wait(PATIENCE_S)
+        assert core.counters["get_late_chunks"] == 1
+        gated.gate.set()
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+def test_a_disk_that_hangs_does_not_hold_up_another_tier(gated: GatedDisk, redis: SimRedis) -> None:
+    with closing(Core([gated, redis], workers=2)) as core:
+        session = core.open_session()
+        on_disk, on_redis = prompt(2, seed=1), prompt(2, seed=2)
+        put_low(core, session, on_disk)
+        put_low(core, session, on_redis, "redis")
+        gated.shut()
+        assert core.get(session, keys_of(on_disk), seconds=0.01) == []
+        assert core.get(session, keys_of(on_redis)) == frames_of(on_redis)
+        gated.gate.set()
+
+
+def test_in_reach_means_without_a_load(core: Core, session: Session) -> None:
+    here, low, nowhere = prompt(3)
+    core.put(session, [here])
+    put_low(core, session, [low])
+    reach = [core.manager.gets.in_reach(version.info.key) for version in (here, low, nowhere)]
+    assert reach == [True, False, False]

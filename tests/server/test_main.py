@@ -1,0 +1,149 @@
+"""The kvstore-server command as a process: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prompts import SMALL
+from server_process import ServerProcess
+
+from kvstore.client import Client, ClientOptions
+
+ProcessMaker = Callable[..., ServerProcess]
+
+CANNOT_START = 2
+
+UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
+    "a tier smaller than any": (
+        ("--cpu", "1KiB"), "cpu_size='1KiB': a tier has at least 4MiB (from --cpu)",
+    ),
+    "a slab larger than its tier": (
+        ("--cpu", "64MiB", "--cpu-slab-bytes", "128MiB"), "a slab must fit the cpu tier of 64MiB",
+    ),
+    "a disk tier larger than the disk": (
+        ("--disk", "900TiB:{folder}/disk"), "give the tier less capacity, or a larger disk",
+    ),
+    "a disk path below a file": (("--disk", "32MiB:{folder}/file/disk"), "tier 'disk': "),
+    "an unknown codec": (
+        ("--disk-codec", "nope"), "disk_codec='nope': unknown codec; use one of raw, zstd",
+    ),
+    "an unknown tier": (("--tiers", "cpu,tape"), "name tiers out of cpu, disk, redis, gpu"),
+    "a redis tier without its address": (
+        ("--tiers", "cpu,redis"), "give --redis redis://host:6379/0",
+    ),
+    "an open port without a word": (("--listen", "0.0.0.0:0"), "or add --insecure on a network"),
+    "an address of another machine": (
+        ("--listen", "192.0.2.1:7420", "--insecure"), "cannot listen on 192.0.2.1:7420",
+    ),
+    "a secret that is not there": (
+        ("--secret-file", "{folder}/none"), "name a file that this user can read",
+    ),
+    "a flag that does not exist": (("--cpus", "4"), "see kvstore-server --help"),
+    "a config file that is not there": (("--config", "{folder}/none.yaml"), "cannot read it"),
+}  # fmt: skip
+
+
+def fail_to_start(process: ServerProcess) -> str:
+    """Spawn the process, which must end with status 2; return the one line it wrote."""
+    process.spawn()
+    assert process.wait() == CANNOT_START
+    assert process.output == ""
+    lines = process.errors.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("kvstore-server: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_unusable_setting_ends_the_start_with_one_sentence(
+    server_process: ProcessMaker, tmp_path: Path, what: str
+) -> None:
+    flags, sentence = UNUSABLE[what]
+    (tmp_path / "file").write_text("")
+    places = [flag.replace("{folder}", str(tmp_path)) for flag in flags]
+    with_disk = "--disk" in flags
+    tiers = () if with_disk or "--tiers" in flags else ("--tiers", "cpu")
+    assert sentence in fail_to_start(server_process(*tiers, *places))
+
+
+def test_gpu_tier_ends_the_start_with_a_sentence_that_names_the_fix(
+    server_process: ProcessMaker,
+) -> None:
+    line = fail_to_start(server_process("--tiers", "gpu,cpu"))
+    assert "tiers='gpu,cpu'" in line
+    assert "CUDA device" in line
+    assert "start with --tiers cpu,disk" in line
+
+
+def test_port_of_another_server_ends_the_start(server_process: ProcessMaker) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = server_process("--tiers", "cpu")
+        process.port = listener.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{process.port}; is it taken?" in fail_to_start(process)
+
+
+def test_disk_and_socket_of_a_running_server_end_the_start_of_another(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    disk = f"32MiB:{tmp_path / 'server0' / 'disk'}"
+    first = server_process("--cpu", "16MiB", "--disk", disk)
+    first.start()
+    second = server_process("--cpu", "16MiB", "--disk", disk)
+    assert "tier 'disk'" in fail_to_start(second)
+    third = server_process("--tiers", "cpu")
+    third.socket_path = first.socket_path
+    assert "another server listens there; stop it or choose --socket" in fail_to_start(third)
+    with Client(first.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        assert client.transport_name == "shm"
+    assert first.terminate() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_the_server_with_status_0(
+    server_process: ProcessMaker, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = server_process("--cpu", "16MiB", "--disk", f"32MiB:{tmp_path / 'server0' / 'disk'}")
+    process.start()
+    assert "tiers=cpu,disk recovered_chunks=0" in process.output
+    assert process.socket_path.exists()
+    process.send_signal(number)
+    assert process.wait() == 0
+    assert process.output.endswith("kvstore-server stopped clean=true\n")
+    assert not process.socket_path.exists()
+    assert process.errors == ""
+
+
+def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> None:
+    process = server_process("--tiers", "cpu", "--log-format", "json", "--log-level", "info")
+    process.start()
+    options = ClientOptions(transport="grpc", deadline_ms=20_000, name="x" * 200)
+    with Client(process.address, SMALL, options) as client, pytest.raises(ValueError):
+        client.keys([])
+    assert process.terminate() == 0
+    records = [json.loads(line) for line in process.errors.splitlines()]
+    assert [record["error"] for record in records] == ["InvalidRequestError"]
+    assert records[0]["method"] == "/kvstore.v1.KVStore/OpenSession"
+
+
+def test_importing_the_server_loads_neither_torch_nor_cupy() -> None:
+    code = (
+        "import sys, kvstore.server.main, kvstore.client;"
+        "print(sorted({'torch', 'cupy', 'transformers'} & set(sys.modules)))"
+    )
+    source = Path(__file__).resolve().parents[2] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "[]\n"

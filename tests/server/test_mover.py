@@ -1,0 +1,274 @@
+"""The Mover: lanes that are bounded, join what is asked twice, and hold up nobody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from simulation.clock import FakeClock
+
+from kvstore.proto.errors import DeadlineError, TierFullError
+from kvstore.server.mover import Mover, Ticket
+
+FOREVER = 1e12
+PATIENCE_S = 20.0
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def stepped(limit: int = 100, clock: Callable[[], float] = time.monotonic) -> Mover:
+    return Mover({"up": 0, "down": 0}, limit, clock)
+
+
+@contextmanager
+def running(lanes: dict[str, int], limit: int = 100) -> Iterator[Mover]:
+    mover = Mover(lanes, limit, time.monotonic)
+    try:
+        yield mover
+    finally:
+        mover.close()
+
+
+def submit(mover: Mover, name: str, work: Callable[[], object], lane: str = "up") -> Ticket:
+    ticket = mover.submit(lane, name.encode(), work)
+    assert ticket is not None
+    return ticket
+
+
+def in_time() -> float:
+    return time.monotonic() + PATIENCE_S
+
+
+def test_work_runs_in_the_order_it_came() -> None:
+    mover, done = stepped(), list[str]()
+    for name in "abc":
+        submit(mover, name, lambda name=name: done.append(name))  # type: ignore[misc]
+    assert mover.depth() == {"up": 3, "down": 0}
+    assert [mover.step() for _ in range(4)] == [True, True, True, False]
+    assert done == ["a", "b", "c"]
+    assert mover.is_idle()
+
+
+def test_a_full_lane_takes_no_more_and_the_others_do() -> None:
+    mover = stepped(limit=2)
+    submit(mover, "a", nothing)
+    submit(mover, "b", nothing)
+    assert mover.submit("up", b"c", nothing) is None
+    assert mover.submit("down", b"c", nothing) is not None
+    mover.step("up")
+    assert mover.submit("up", b"c", nothing) is not None
+
+
+def test_urgent_work_comes_first_and_past_the_limit() -> None:
+    mover, done = stepped(limit=2), list[str]()
+    for name in "ab":
+        submit(mover, name, lambda name=name: done.append(name))  # type: ignore[misc]
+    assert mover.submit("up", b"u", lambda: done.append("u"), urgent=True) is not None
+    while mover.step():
+        pass
+    assert done == ["u", "a", "b"]
+
+
+def test_work_of_one_name_is_joined_and_runs_once() -> None:
+    mover, done = stepped(limit=1), list[int]()
+    first = submit(mover, "a", lambda: done.append(1))
+    assert submit(mover, "a", lambda: done.append(2)) is first
+    assert mover.submit("down", b"a", lambda: done.append(3)) is not first
+    assert mover.named(b"a") == [first, *[t for t in mover.named(b"a") if t is not first]]
+    assert len(mover.named(b"a")) == 2
+    mover.wait(first, FOREVER)
+    assert done == [1]
+    assert submit(mover, "a", nothing) is not first
+
+
+def test_joining_urgently_hurries_what_waits() -> None:
+    mover, done = stepped(), list[str]()
+    for name in "abc":
+        submit(mover, name, lambda name=name: done.append(name))  # type: ignore[misc]
+    known = mover.submit("up", b"c", nothing, urgent=True)
+    assert known is not None
+    mover.wait(known, FOREVER)
+    assert done == ["c"]
+
+
+def test_wait_returns_the_result_or_raises_the_error() -> None:
+    def fail() -> None:
+        raise TierFullError("cpu", 2, 1)
+
+    mover = stepped()
+    assert mover.wait(submit(mover, "a", lambda: 42), FOREVER) == 42
+    ticket = submit(mover, "b", fail)
+    for _ in range(2):
+        with pytest.raises(TierFullError):
+            mover.wait(ticket, FOREVER)
+    assert mover.named(b"b") == []
+
+
+def test_a_stepped_wait_begins_nothing_after_the_deadline() -> None:
+    clock = FakeClock(10.0)
+    mover, done = stepped(clock=clock), list[int]()
+    late = submit(mover, "a", lambda: done.append(1))
+    with pytest.raises(DeadlineError):
+        mover.wait(late, 10.0)
+    assert mover.await_any(["up"], 10.0) is False
+    assert done == []
+    mover.wait(late, 10.5)
+    assert done == [1]
+    assert mover.wait(late, 0.0) is None
+
+
+def test_stepped_work_that_takes_too_long_leaves_the_rest_for_later() -> None:
+    clock = FakeClock(0.0)
+    mover = stepped(clock=clock)
+    submit(mover, "slow", lambda: clock.advance(5.0))
+    ticket = submit(mover, "a", nothing)
+    with pytest.raises(DeadlineError):
+        mover.wait(ticket, 1.0)
+    assert not ticket.done
+    assert mover.step()
+    assert ticket.done
+
+
+def test_waiting_for_any_ends_with_the_first_and_says_whether_there_was_one() -> None:
+    mover = stepped()
+    assert mover.await_any(["up", "down"], FOREVER) is False
+    ticket = submit(mover, "a", nothing, lane="down")
+    assert mover.await_any(["up"], FOREVER) is False
+    assert mover.await_any(["up", "down"], FOREVER) is True
+    assert ticket.done
+
+
+def test_a_lane_that_hangs_holds_up_no_other() -> None:
+    hang, began = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        began.set()
+        hang.wait()
+
+    with running({"up": 1, "down": 1}) as mover:
+        submit(mover, "stuck", stuck)
+        assert began.wait(PATIENCE_S)
+        behind = submit(mover, "behind", lambda: "late")
+        assert mover.wait(submit(mover, "a", lambda: "in time", "down"), in_time()) == "in time"
+        with pytest.raises(DeadlineError):
+            mover.wait(behind, time.monotonic())
+        assert mover.is_alive()
+        hang.set()
+        assert mover.wait(behind, in_time()) == "late"
+
+
+def test_work_outlives_a_caller_whose_time_was_up() -> None:
+    hang, done = threading.Event(), threading.Event()
+
+    def work() -> str:
+        hang.wait()
+        done.set()
+        return "done"
+
+    with running({"up": 1}) as mover:
+        ticket = submit(mover, "a", work)
+        with pytest.raises(DeadlineError):
+            mover.wait(ticket, time.monotonic() + 0.01)
+        hang.set()
+        assert done.wait(PATIENCE_S)
+        assert mover.wait(ticket, in_time()) == "done"
+
+
+def test_many_callers_of_one_name_all_get_its_one_result() -> None:
+    go, runs = threading.Event(), list[int]()
+
+    def work() -> int:
+        go.wait()
+        runs.append(1)
+        return 7
+
+    with running({"up": 2}) as mover:
+        tickets = [submit(mover, "a", work) for _ in range(8)]
+        results: list[object] = []
+        waiters = [
+            threading.Thread(target=lambda t=t: results.append(mover.wait(t, in_time())))
+            for t in tickets
+        ]
+        for waiter in waiters:
+            waiter.start()
+        go.set()
+        for waiter in waiters:
+            waiter.join(PATIENCE_S)
+        assert results == [7] * 8
+        assert runs == [1]
+
+
+def test_a_worker_survives_whatever_its_work_raises() -> None:
+    def explode() -> None:
+        raise RuntimeError("not an error of ours")
+
+    with running({"up": 1}) as mover:
+        ticket = submit(mover, "a", explode)
+        with pytest.raises(RuntimeError, match="not an error of ours"):
+            mover.wait(ticket, in_time())
+        assert mover.wait(submit(mover, "b", lambda: 1), in_time()) == 1
+        assert mover.is_alive()
+
+
+def test_a_closed_mover_releases_who_waits_and_drops_what_waited() -> None:
+    hang, began, raised = threading.Event(), threading.Event(), list[Exception]()
+
+    def stuck() -> None:
+        began.set()
+        hang.wait()
+
+    mover = Mover({"up": 1}, 10, time.monotonic)
+    running_ticket = submit(mover, "stuck", stuck)
+    dropped = submit(mover, "dropped", nothing)
+    assert began.wait(PATIENCE_S)
+
+    def wait() -> None:
+        try:
+            mover.wait(dropped, in_time())
+        except DeadlineError as error:
+            raised.append(error)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    closer = threading.Thread(target=mover.close, daemon=True)
+    closer.start()
+    waiter.join(PATIENCE_S)
+    hang.set()
+    assert len(raised) == 1
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
+    assert running_ticket.done
+    assert not dropped.done
+    assert mover.submit("up", b"late", nothing) is None
+    assert mover.is_idle()
+    mover.close()
+
+
+def test_a_closed_mover_is_no_longer_alive_and_one_without_threads_always_is() -> None:
+    with running({"up": 2}) as mover:
+        assert mover.is_alive()
+    assert not mover.is_alive()
+    assert stepped().is_alive()
+
+
+def test_depth_counts_what_waits_and_idle_means_that_nothing_runs_either() -> None:
+    hang, began = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        began.set()
+        hang.wait()
+
+    with running({"up": 1}) as mover:
+        submit(mover, "stuck", stuck)
+        assert began.wait(PATIENCE_S)
+        assert mover.depth() == {"up": 0}
+        assert not mover.is_idle()
+        ticket = submit(mover, "a", nothing)
+        assert mover.depth() == {"up": 1}
+        hang.set()
+        mover.wait(ticket, in_time())

@@ -1,0 +1,220 @@
+"""A whole node: what stops its start, what it shows of itself, and that it cleans up."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from local_server import LocalServer, eventually
+from prompts import chunks_of, is_right, keys_of
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.server.metrics import COUNTERS
+from kvstore.server.node import SERVICE_NAME
+
+ServerMaker = Callable[..., LocalServer]
+
+States = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture
+def channel(server: LocalServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.address) as channel:
+        yield channel
+
+
+def taken_port() -> tuple[socket.socket, int]:
+    """Return a listening socket and its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    return listener, listener.getsockname()[1]
+
+
+# --- what stops a start, without a trace
+
+
+def assert_first_works_on(server: LocalServer) -> None:
+    """Fail unless the server still stores and serves through both transports."""
+    for transport in ("shm", "grpc"):
+        client = server.connect(transport)  # type: ignore[arg-type]
+        keys = keys_of(client, 5, 2)
+        client.put(chunks_of(client, keys))
+        assert [is_right(client, *pair) for pair in zip(keys, client.get(keys), strict=True)] == [
+            True, True
+        ]  # fmt: skip
+
+
+def test_second_server_on_one_port_is_refused(make_server: ServerMaker, tmp_path: Path) -> None:
+    server = make_server()
+    second = ("--listen", server.address, "--disk", f"32MiB:{tmp_path / 'disk' / 'second'}")
+    with pytest.raises(TierUnavailableError, match=f"cannot listen on {server.address}; is it"):
+        make_server(*second, "--socket", str(tmp_path / "second.sock"))
+    assert not (tmp_path / "second.sock").exists()
+    assert_first_works_on(server)
+
+
+def test_second_server_on_one_disk_path_is_refused(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    server = make_server()
+    with pytest.raises(TierUnavailableError, match=r"tier 'disk': .*another process"):
+        make_server("--socket", str(tmp_path / "second.sock"))
+    assert_first_works_on(server)
+
+
+def test_second_server_on_one_socket_is_refused(make_server: ServerMaker) -> None:
+    server = make_server()
+    with pytest.raises(InvalidRequestError, match="another server listens there; stop it or"):
+        make_server("--tiers", "cpu")
+    assert_first_works_on(server)
+
+
+def test_metrics_page_on_a_taken_port_is_refused(make_server: ServerMaker) -> None:
+    listener, port = taken_port()
+    with (
+        listener,
+        pytest.raises(InvalidRequestError, match=f"http='127.0.0.1:{port}': Address already in"),
+    ):
+        make_server("--http", f"127.0.0.1:{port}")
+
+
+def test_disk_path_that_cannot_be_written_is_refused(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierUnavailableError, match="tier 'disk'"):
+        make_server("--disk", f"32MiB:{tmp_path / 'file' / 'below'}")
+
+
+# --- what it shows of itself
+
+
+def read_metrics(server: LocalServer) -> dict[str, float]:
+    """Return the samples of the metrics page by name and labels."""
+    url = f"http://127.0.0.1:{server.node.http_port}/metrics"
+    with urllib.request.urlopen(url, timeout=20) as reply:
+        lines = reply.read().decode().splitlines()
+    rows = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in rows}
+
+
+def test_every_counter_is_on_the_metrics_page_at_0_from_the_start(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--http", "127.0.0.1:0")
+    found = read_metrics(server)
+    assert {name: found.get(f"kvstore_{name}_total") for name in COUNTERS} == dict.fromkeys(
+        COUNTERS, 0.0
+    )
+    assert found['kvstore_tier_up{tier="disk"}'] == 1.0
+    assert found['kvstore_tier_capacity_bytes{tier="cpu"}'] > 0
+    assert found["kvstore_sessions"] == found["kvstore_leases"] == 0.0
+
+
+def test_metrics_page_counts_what_happens(make_server: ServerMaker) -> None:
+    server = make_server("--http", "127.0.0.1:0")
+    client = server.connect()
+    keys = keys_of(client, 1, 3)
+    client.put(chunks_of(client, keys))
+    client.get(keys)
+    with client.lease(keys):
+        found = read_metrics(server)
+    assert found["kvstore_put_stored_chunks_total"] == found["kvstore_get_chunks_total"] == 3.0
+    assert found["kvstore_sessions"] == 1.0
+    assert found["kvstore_leases"] >= 1.0
+    assert found['kvstore_tier_chunks{tier="cpu"}'] == 3.0
+
+
+@pytest.mark.parametrize("name", ["", SERVICE_NAME, "readiness", "liveness"])
+def test_health_is_serving_by_every_name_that_probes_use(channel: grpc.Channel, name: str) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    assert stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20).status == (
+        States.SERVING
+    )
+
+
+def test_health_turns_not_serving_before_the_server_stops(
+    server: LocalServer, channel: grpc.Channel
+) -> None:
+    states = health_pb2_grpc.HealthStub(channel).Watch(
+        health_pb2.HealthCheckRequest(service="readiness"), timeout=60
+    )
+    assert next(states).status == States.SERVING
+    server.stop()
+    assert next(states).status == States.NOT_SERVING
+    with pytest.raises(grpc.RpcError):
+        next(states)
+
+
+def test_health_fails_once_a_worker_died(server: LocalServer, channel: grpc.Channel) -> None:
+    plane = server.node.data_plane
+    assert plane is not None
+    plane.close()
+    stub = health_pb2_grpc.HealthStub(channel)
+
+    def status(name: str) -> int:
+        reply = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20)
+        return int(reply.status)
+
+    for name in ("liveness", "readiness"):
+        assert eventually(lambda name=name: status(name) == States.NOT_SERVING)  # type: ignore[misc]
+
+
+def test_reflection_names_the_service(channel: grpc.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (reply,) = stub.ServerReflectionInfo(iter([request]), timeout=20)
+    names = {service.name for service in reply.list_services_response.service}
+    assert "kvstore.v1.KVStore" in names
+    assert "grpc.health.v1.Health" in names
+
+
+# --- identity and restarts
+
+
+def test_namespaces_follow_from_the_secret_alone(make_server: ServerMaker, tmp_path: Path) -> None:
+    spaces = []
+    for number, secret in enumerate((b"a" * 16, b"a" * 16, b"b" * 16)):
+        file = tmp_path / f"secret{number}"
+        file.write_bytes(secret)
+        server = make_server(
+            *("--tiers", "cpu", "--secret-file", str(file)),
+            *("--socket", str(tmp_path / f"{number}.sock")),
+        )
+        spaces.append(server.connect().namespace)
+    assert spaces[0] == spaces[1]
+    assert spaces[0] != spaces[2]
+
+
+def test_stopped_server_leaves_its_disk_to_the_next_one_with_all_it_held(
+    make_server: ServerMaker,
+) -> None:
+    first = make_server("--disk-write", "evict")
+    client = first.connect()
+    keys = keys_of(client, 1, 5)
+    client.put(chunks_of(client, keys))
+    assert first.stop()
+    second = make_server()
+    assert second.node.recovered_chunks == 5
+    found = second.connect().get(keys)
+    assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 5
+
+
+def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
+    server: LocalServer,
+) -> None:
+    client = server.connect("grpc")
+    keys = keys_of(client, 1, 20)
+    client.put(chunks_of(client, keys))
+    replies = server.dial().stream(
+        "List", pb.ListRequest(session_id=next(iter(server.node.sessions._sessions))), 20_000
+    )
+    next(replies)
+    assert server.stop()
+    replies.close()  # type: ignore[attr-defined]

@@ -1,0 +1,482 @@
+"""Transfers: room made by eviction, copies down and up, and media that misbehave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from simulation.clock import FakeClock
+from simulation.core import BREAKER_RETRY_S, LIMITS, TOKENS, Core, frames_of, keys_of, prompt
+from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
+from simulation.universe import Version, make_template
+
+from kvstore.codecs.base import codec_by_name
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    InvalidRequestError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import FrameWriter, check_frame, parse_header
+from kvstore.proto.keys import tokens_le32
+from kvstore.proto.types import ROOT, ChunkInfo, Fidelity, PutOutcome
+from kvstore.server.intake import PutResult
+from kvstore.server.transfer import Room
+from kvstore.tiers.base import DEFAULT_TENANT
+
+DISK_BYTES = 1 << 20
+
+
+@pytest.fixture
+def disk() -> SimDisk:
+    return SimDisk(DISK_BYTES, no_faults())
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedDisk]:
+    disk = GatedDisk(DISK_BYTES)
+    yield disk
+    disk.gate.set()
+
+
+@pytest.fixture
+def redis() -> SimRedis:
+    return SimRedis(DISK_BYTES, no_faults())
+
+
+@pytest.fixture
+def core(disk: SimDisk) -> Iterator[Core]:
+    """CPU memory for twelve frames of a prompt, and a disk for many more."""
+    with closing(Core([disk], clock=FakeClock())) as core:
+        yield core
+
+
+def copy_down(core: Core, version: Version, tier: str = "disk") -> object:
+    ticket = core.transfers.copy_down(version.info.key, core.shelf(tier))
+    assert ticket is not None
+    return core.mover.wait(ticket, core.later())
+
+
+def load(core: Core, version: Version, tier: str = "disk") -> object:
+    ticket = core.transfers.load(version.info.key, core.shelf(tier), "red")
+    assert ticket is not None
+    return core.mover.wait(ticket, core.later())
+
+
+def drop_from_cpu(core: Core, version: Version) -> None:
+    """Evict one chunk from CPU memory, whatever the policy would say."""
+    assert core.catalog.cast_out("cpu", version.info.key)
+    core.transfers.delete_from(core.transfers.cpu, version.info.key)
+
+
+def write_on(disk: SimDisk, info: ChunkInfo, frame: Bytes) -> None:
+    """Lay a frame on a medium past the store, as a fault or another node would."""
+    disk.delete(info.key)
+    reservation = disk.reserve(info)
+    disk.write(reservation, 0, frame)
+    assert disk.seal(reservation)
+
+
+# --- room
+
+
+def test_reserve_evicts_exactly_what_is_in_the_way(core: Core) -> None:
+    session = core.open_session()
+    versions = prompt(8) + prompt(8, seed=1)
+    core.put(session, versions)
+    assert core.cpu.stats().chunks == 12
+    assert core.counters["evicted_chunks"] == 4
+    assert core.counters["dropped_victims"] == 0
+
+
+def test_an_evicted_chunk_goes_to_the_next_lower_tier_and_comes_back_the_same(
+    core: Core, disk: SimDisk
+) -> None:
+    session = core.open_session()
+    versions = prompt(30)
+    core.put(session, versions)
+    evicted = [version for version in versions if core.tiers_of(version) == ["disk"]]
+    assert len(evicted) == disk.stats().chunks == 30 - core.cpu.stats().chunks
+    assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+def test_without_a_lower_tier_victims_are_dropped_and_counted() -> None:
+    with closing(Core()) as core:
+        session = core.open_session()
+        versions = prompt(20)
+        core.put(session, versions)
+        kept = core.cpu.stats().chunks
+        assert core.counters["dropped_victims"] == core.counters["evicted_chunks"] == 20 - kept
+        assert len(core.catalog) == kept
+
+
+def test_eviction_cascades_from_tier_to_tier(disk: SimDisk, redis: SimRedis) -> None:
+    disk.capacity_bytes = 6 * disk.allocated_bytes(prompt(1)[0].info.size_bytes)
+    with closing(Core([disk, redis])) as core:
+        session = core.open_session()
+        versions = prompt(30)
+        core.put(session, versions)
+        assert disk.stats().chunks == 6
+        assert redis.stats().chunks == 30 - 6 - core.cpu.stats().chunks
+        assert core.counters["dropped_victims"] == 0
+        assert all(len(core.tiers_of(version)) == 1 for version in versions)
+
+
+def test_a_victim_that_lies_lower_already_is_not_copied_again(core: Core, disk: SimDisk) -> None:
+    session = core.open_session()
+    versions = prompt(12)
+    core.put(session, versions)
+    for version in versions:
+        copy_down(core, version)
+    core.put(session, prompt(4, seed=1))
+    assert core.counters["evicted_chunks"] == 4
+    assert core.counters["copied_chunks"] == 12
+    assert disk.stats().chunks == 12
+
+
+def test_scattered_room_is_won_by_emptying_one_slab() -> None:
+    """Chunks in the order of use lie in eight slabs in turn: freeing them one by one empties
+    a slab only when nearly all are gone.
+    """
+    with closing(Core(slabs=8, clock=FakeClock())) as core:
+        session = core.open_session()
+        small = [prompt(1, seed=seed, tokens=40)[0] for seed in range(32)]
+        core.put(session, small)
+        assert core.cpu.stats().chunks == 32
+        for at in range(4):
+            for version in small[at::4]:
+                core.manager.lookup(session, [version.info.key], core.later(), lease=False)
+        (large,) = prompt(1, seed=99, tokens=200)
+        assert core.put(session, [large])[0].reason == ""
+        assert core.counters["evicted_chunks"] <= 20
+        assert core.get(session, keys_of([large])) == frames_of([large])
+
+
+def test_a_tenant_gets_room_in_slabs_that_were_anothers() -> None:
+    with closing(Core(slabs=2, clock=FakeClock())) as core:
+        red, blue = core.open_session("red"), core.open_session("blue")
+        core.put(red, prompt(6))
+        versions = prompt(3, tenant="blue")
+        assert {result.reason for result in core.put(blue, versions)} == {""}
+        assert core.get(blue, keys_of(versions)) == frames_of(versions)
+
+
+def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core: Core) -> None:
+    session = core.open_session()
+    (version,) = prompt(1)
+    core.put(session, [version])
+    info = replace(version.info, size_bytes=core.cpu.max_frame_bytes() + 1)
+    with pytest.raises(InvalidRequestError):
+        core.transfers.reserve(core.transfers.cpu, Room(info, DEFAULT_TENANT, core.later()))
+    assert core.tiers_of(version) == ["cpu"]
+
+
+def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(
+    gated: GatedDisk,
+) -> None:
+    with closing(Core([gated], workers=1)) as core:
+        session = core.open_session()
+        versions = prompt(12)
+        core.put(session, versions)
+        gated.shut()
+        (late,) = prompt(1, seed=1)
+        begun = core.manager.puts.begin(session, late.info, core.later(0.01))
+        assert isinstance(begun, PutResult)
+        assert begun.outcome is PutOutcome.refused
+        assert core.cpu.stats().chunks == 12
+        gated.gate.set()
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+        assert core.put(session, [late])[0].outcome is PutOutcome.stored
+
+
+def test_a_victim_goes_even_if_the_lower_tier_fails(core: Core, disk: SimDisk) -> None:
+    session = core.open_session()
+    core.put(session, prompt(12))
+    disk.faults.fail = 1.0
+    assert core.put(session, prompt(1, seed=1))[0].reason == ""
+    assert core.counters["dropped_victims"] == 1
+    assert disk.stats().reservations == 0
+
+
+# --- copies down
+
+
+def test_a_copy_is_transcoded_to_the_codec_of_its_shelf(disk: SimDisk) -> None:
+    with closing(Core([disk], codec="zstd")) as core:
+        session = core.open_session()
+        versions = prompt(3, tokens=120)
+        core.put(session, versions)
+        for version in versions:
+            assert copy_down(core, version) is True
+            stored = core.catalog.copies(version.info.key)["disk"]
+            assert stored.codec_id == codec_by_name("zstd").codec_id
+            assert stored.size_bytes < version.info.size_bytes
+            drop_from_cpu(core, version)
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+def test_a_copy_of_what_is_gone_or_there_already_does_nothing(core: Core, disk: SimDisk) -> None:
+    session = core.open_session()
+    here, gone = prompt(2)
+    core.put(session, [here])
+    assert [copy_down(core, here), copy_down(core, here), copy_down(core, gone)] == [
+        True, True, False,
+    ]  # fmt: skip
+    assert core.counters["copied_chunks"] == disk.stats().chunks == 1
+    assert core.catalog.held_count() == 0
+
+
+def test_a_full_lane_takes_no_more_copies() -> None:
+    disk = SimDisk(DISK_BYTES, no_faults())
+    with closing(Core([disk], lane_limit=1)) as core:
+        first, second = prompt(2)
+        assert core.transfers.copy_down(first.info.key, core.shelf("disk")) is not None
+        assert core.transfers.copy_down(second.info.key, core.shelf("disk")) is None
+        assert core.transfers.load(first.info.key, core.shelf("disk"), "red") is not None
+        assert core.transfers.load(second.info.key, core.shelf("disk"), "red") is None
+
+
+@pytest.mark.parametrize("verb", ["reserve", "write", "seal"])
+def test_a_write_that_fails_leaves_no_room_taken(
+    core: Core, disk: SimDisk, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = core.open_session()
+    (version,) = prompt(1)
+    core.put(session, [version])
+    usual = getattr(disk, verb)
+
+    def fail(*args: object) -> object:
+        disk.faults.fail = 1.0
+        try:
+            return usual(*args)
+        finally:
+            disk.faults.fail = 0.0
+
+    monkeypatch.setattr(disk, verb, fail)
+    for _ in range(3):
+        with pytest.raises(TierUnavailableError):
+            copy_down(core, version)
+    assert core.shelf("disk").breaker.is_open, "failures of the medium open its breaker"
+    monkeypatch.undo()
+    assert disk.stats().used_bytes == disk.stats().reservations == 0
+    assert core.catalog.held_count() == 0
+    core.clock.advance(2 * BREAKER_RETRY_S)  # type: ignore[attr-defined]
+    assert copy_down(core, version) is True
+
+
+def test_a_chunk_that_goes_bad_in_memory_is_not_copied_but_dropped(
+    core: Core, disk: SimDisk
+) -> None:
+    session = core.open_session()
+    (version,) = prompt(1)
+    core.put(session, [version])
+    frame = core.cpu.peek(version.info.key)
+    assert frame is not None
+    frame.flags.writeable = True
+    frame[-1] ^= 1
+    assert copy_down(core, version) is False
+    assert core.tiers_of(version) == []
+    assert core.counters["corrupt_chunks"] == 1
+    assert core.put(session, [version])[0].reason == ""
+    assert copy_down(core, version) is True
+    assert core.get(session, keys_of([version])) == frames_of([version])
+
+
+# --- strays
+
+
+def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
+    core: Core, disk: SimDisk
+) -> None:
+    session = core.open_session()
+    old, fresh = prompt(2)
+    core.put(session, [old])
+    copy_down(core, old)
+    disk.faults.fail = 1.0
+    core.manager.delete(keys_of([old]), core.later())
+    disk.faults.end()
+    assert core.tiers_of(old) == []
+    assert core.catalog.strays("disk") == {old.info.key}
+    assert disk.stats().chunks == 1
+    core.put(session, [fresh])
+    copy_down(core, fresh)
+    assert core.catalog.strays("disk") == set()
+    assert [info.key for info in disk.scan()] == [fresh.info.key]
+
+
+def test_a_delete_that_comes_late_spares_what_was_put_since(core: Core, disk: SimDisk) -> None:
+    session = core.open_session()
+    (version,) = prompt(1)
+    core.put(session, [version])
+    copy_down(core, version)
+    core.manager.delete(keys_of([version]), core.clock())
+    assert core.mover.depth()["store-disk"] == 1, "its time was up before the disk was asked"
+    results = core.put(session, [version], durable=True)
+    assert [result.reason for result in results] == [""]
+    core.settle()
+    assert core.tiers_of(version) == ["cpu", "disk"]
+    assert [info.key for info in disk.restarted().scan()] == keys_of([version])
+
+
+def test_a_disk_that_keeps_what_it_should_delete_gets_no_copy_of_it(
+    core: Core, disk: SimDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = core.open_session()
+    (version,) = prompt(1)
+    core.put(session, [version])
+    write_on(disk, version.info, version.frame)
+    with pytest.raises(TierUnavailableError, match="does not let go"):
+        copy_down(core, version)
+    assert core.tiers_of(version) == ["cpu"]
+    assert disk.stats().reservations == 0
+
+
+def test_what_another_node_sealed_first_is_taken_for_our_copy(redis: SimRedis) -> None:
+    with closing(Core([redis])) as core:
+        session = core.open_session()
+        (version,) = prompt(1)
+        core.put(session, [version])
+        redis.others_put(version.packed_info, version.packed)
+        assert copy_down(core, version, "redis") is True
+        assert core.catalog.copies(version.info.key)["redis"] == version.packed_info
+        drop_from_cpu(core, version)
+        assert core.get(session, keys_of([version])) == frames_of([version])
+
+
+# --- loads
+
+
+def test_a_load_promotes_and_keeps_the_lower_copy(core: Core) -> None:
+    session = core.open_session()
+    (version,) = prompt(1)
+    core.put(session, [version])
+    copy_down(core, version)
+    drop_from_cpu(core, version)
+    assert [load(core, version), load(core, version)] == [True, True]
+    assert core.tiers_of(version) == ["cpu", "disk"]
+    assert core.counters["promoted_chunks"] == 1
+    assert core.cpu.stats().reservations == core.catalog.held_count() == 0
+
+
+def on_disk_only(core: Core) -> Version:
+    (version,) = prompt(1)
+    core.put(core.open_session(), [version])
+    copy_down(core, version)
+    drop_from_cpu(core, version)
+    return version
+
+
+def test_a_damaged_copy_is_quarantined_and_leaves_no_room_taken(core: Core, disk: SimDisk) -> None:
+    version = on_disk_only(core)
+    disk.flip(version.info.key, 8 * 700)
+    with pytest.raises(ChunkCorruptError):
+        load(core, version)
+    core.settle()
+    assert core.tiers_of(version) == []
+    assert disk.stats().used_bytes == core.cpu.stats().used_bytes == 0
+    assert core.counters["corrupt_chunks"] == 1
+
+
+def test_a_lost_copy_is_forgotten_and_leaves_no_room_taken(core: Core, disk: SimDisk) -> None:
+    version = on_disk_only(core)
+    disk.lose(version.info.key)
+    assert load(core, version) is False
+    assert core.tiers_of(version) == []
+    assert core.cpu.stats().used_bytes == 0
+    assert core.counters["lost_chunks"] == 1
+
+
+def test_a_medium_that_does_not_answer_keeps_its_copy_and_our_room_is_free(
+    core: Core, disk: SimDisk
+) -> None:
+    version = on_disk_only(core)
+    disk.faults.fail = 1.0
+    with pytest.raises(TierUnavailableError):
+        load(core, version)
+    assert core.tiers_of(version) == ["disk"]
+    assert core.cpu.stats().used_bytes == core.catalog.held_count() == 0
+    disk.faults.end()
+    assert load(core, version) is True
+
+
+def test_right_checksums_over_what_its_codec_cannot_read_are_damage_all_the_same(
+    core: Core, disk: SimDisk
+) -> None:
+    version = on_disk_only(core)
+    template = make_template("red", ROOT, tokens_le32([1000] * TOKENS))
+    assert template.key == version.info.key
+    frame = np.zeros(4_000, np.uint8)
+    writer = FrameWriter(template, frame)
+    writer.reserve(50)[:] = 0xAA
+    writer.commit(50)
+    info = writer.finish(codec_by_name("zstd").codec_id, 1, Fidelity.exact).info()
+    frame = frame[: info.size_bytes]
+    assert check_frame(frame, info.key).info() == info
+    core.catalog.forget("disk", info.key)
+    write_on(disk, info, frame)
+    core.catalog.note_sealed("disk", info)
+    with pytest.raises(ChunkCorruptError):
+        load(core, version)
+    core.settle()
+    assert core.tiers_of(version) == []
+    assert disk.stats().chunks == core.cpu.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("first", ["raw", "zstd"])
+def test_a_shared_copy_that_others_replaced_is_no_error(redis: SimRedis, first: str) -> None:
+    """Its size is another now, so what the catalog knows of it is of no use."""
+    with closing(Core([redis], clock=FakeClock())) as core:
+        session = core.open_session()
+        (version,) = prompt(1)
+        variants = [(version.info, version.frame), (version.packed_info, version.packed)]
+        if first == "zstd":
+            variants.reverse()
+        redis.others_put(*variants[0])
+        assert core.manager.lookup(session, keys_of([version]), core.later(), lease=False).ready
+        redis.others_put(*variants[1])
+        assert core.get(session, keys_of([version])) == []
+        core.settle()
+        assert core.tiers_of(version) == []
+
+
+def test_a_frame_too_large_for_cpu_memory_is_still_delivered(disk: SimDisk) -> None:
+    (version,) = prompt(1, tokens=400)
+    write_on(disk, version.packed_info, version.packed)
+    with closing(Core([disk])) as core:
+        assert version.packed_info.size_bytes < core.cpu.max_frame_bytes() < len(version.frame)
+        assert core.manager.recover() == 1
+        (frame,) = core.get(core.open_session(), keys_of([version]))
+        assert parse_header(np.frombuffer(frame, np.uint8)).key == version.info.key
+        assert frame == version.packed.tobytes()
+
+
+def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) -> None:
+    version = on_disk_only(core)
+    session = core.open_session()
+    core.put(session, prompt(12, seed=1))
+    core.manager.open_get(session, keys_of(prompt(12, seed=1)), 0)
+    with pytest.raises(TierFullError):
+        load(core, version)
+    assert core.catalog.held_count() == 12
+
+
+def test_a_wait_beyond_the_deadline_raises_and_the_move_still_ends(core: Core) -> None:
+    version = on_disk_only(core)
+    ticket = core.transfers.load(version.info.key, core.shelf("disk"), "red")
+    assert ticket is not None
+    with pytest.raises(DeadlineError):
+        core.mover.wait(ticket, core.clock())
+    core.settle()
+    assert core.tiers_of(version) == ["cpu", "disk"]
+
+
+def test_nothing_is_copied_when_writing_through_is_off(disk: SimDisk) -> None:
+    with closing(Core([disk], limits=LIMITS)) as core:
+        core.put(core.open_session(), prompt(3))
+        assert core.mover.is_idle()
+        assert disk.stats().chunks == 0
