@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import ChunkTensors, check_tensors
@@ -17,8 +19,6 @@ from kvstore.proto.types import (
     KVLayout,
     Representation,
 )
-
-_STATED_DTYPES = {member.name for member in DType}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,16 @@ class Chunk:
     def _check_dtypes(self, layout: KVLayout) -> None:
         for component, layers in zip(layout.components, self.tensors, strict=False):
             for part in (part for parts in layers for part in parts):
-                stated = str(part.dtype).removeprefix("torch.")
-                # Unsigned integers stand for the types that numpy lacks.
-                if stated in _STATED_DTYPES - {"uint8"} and stated != component.dtype.name:
-                    raise LayoutMismatchError("dtype", stated, f"give {component.dtype.name}")
+                stated = _stated_dtype(part.dtype)
+                if stated is not None and stated is not component.dtype:
+                    raise LayoutMismatchError("dtype", stated.name, f"give {component.dtype.name}")
+
+
+@lru_cache(maxsize=64)
+def _stated_dtype(dtype: Hashable) -> DType | None:
+    """Return the element type that numpy's or torch's *dtype* names, if it names one of ours.
+
+    Unsigned integers name none: they stand for the types that numpy lacks.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return DType.__members__.get(name) if name != "uint8" else None

@@ -256,6 +256,7 @@ class Client:
 
     def pin(self, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
         """Keep chunks from eviction for *ttl_ms*; return how many are known."""
+        _check_uint32("ttl_ms", ttl_ms)
         return self._ask("Pin", pb.PinRequest(ttl_ms=ttl_ms), keys, pb.PinResponse).pinned
 
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
@@ -278,6 +279,7 @@ class Client:
 
     def list(self, limit: int = 0) -> Sequence[pb.ChunkStat]:
         """Return the chunks of this client's namespace, at most *limit* unless 0."""
+        _check_uint32("limit", limit)
 
         def work(transport: Transport) -> Sequence[pb.ChunkStat]:
             request = pb.ListRequest(session_id=transport.session.terms.session_id, limit=limit)
@@ -345,6 +347,11 @@ class Client:
 def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
     """Return the parent digest of each key of a chain."""
     return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]
+
+
+def _check_uint32(field: str, value: int) -> None:
+    if not 0 <= value < 1 << 32:
+        raise InvalidRequestError(field, value, "give 0 to 2^32-1")
 
 
 def _batches(chunks: Sequence[Outgoing], limit: int) -> Iterator[Sequence[Outgoing]]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from kvstore.client.retry import Gate, translate
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.wire import MESSAGE_BYTES
@@ -19,6 +20,7 @@ SLACK_S = 0.05
 """What a call may take beyond the deadline that the server was given."""
 
 _CALLERS = 2
+_MEND_S = 10.0
 
 T = TypeVar("T")
 
@@ -52,8 +54,8 @@ class Connection:
         self._gate = Gate(retry_after_ms, clock)
         self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
         self._sent: set[Future[Any]] = set()
-        self._is_mending = False
-        self._lock = threading.Lock()  # guards _is_mending
+        self._mending: Any = None
+        self._lock = threading.Lock()  # guards _mending
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
@@ -120,25 +122,20 @@ class Connection:
         return result
 
     def _mend(self) -> None:
-        """Have a thread of gRPC poll until the channel is connected.
+        """Have gRPC poll until the channel is connected, without anybody waiting for it.
 
-        gRPC connects only while somebody polls. Calls on a broken channel fail too soon for
-        that, and a server that came back would be found after 5 to 20 s (grpcio 1.76).
+        gRPC connects only while a call waits. Calls on a broken channel fail too soon for that,
+        and a server that came back was found after 5 to 20 s (grpcio 1.76).
         """
         with self._lock:
-            if self._is_mending:
+            if self._mending is not None and not self._mending.done():
                 return
-            self._is_mending = True
-        try:
-            self._channel.subscribe(self._watch, try_to_connect=True)
-        except ValueError:  # closed meanwhile
-            return
-
-    def _watch(self, state: grpc.ChannelConnectivity) -> None:
-        if state is grpc.ChannelConnectivity.READY:
-            self._channel.unsubscribe(self._watch)
-            with self._lock:
-                self._is_mending = False
+            try:
+                self._mending = self._stub.Status.future(
+                    pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True
+                )
+            except ValueError:  # closed meanwhile
+                return
 
     def close(self) -> None:
         """Finish calls that were sent, close the channel. Idempotent."""

@@ -14,6 +14,7 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
     InvalidFrameError,
+    KVStoreError,
     TierUnavailableError,
     UnknownCodecError,
 )
@@ -54,7 +55,7 @@ class Reader:
                     break
                 if len(pending) >= self._ahead:
                     found.append(pending.popleft().result())
-                pending.append(self._pool.submit(decode, session, key, arrived, room))
+                pending.append(self._submit(session, key, arrived, room))
             while pending:
                 found.append(pending.popleft().result())
         except (ChunkCorruptError, InvalidFrameError):
@@ -66,6 +67,14 @@ class Reader:
             for left in pending:  # still reading shared memory and writing the caller's
                 left.exception()
         return found, None
+
+    def _submit(
+        self, session: Session, key: ChunkKey, arrived: Arrived, room: ChunkTensors | None
+    ) -> Future[ChunkTensors]:
+        try:
+            return self._pool.submit(decode, session, key, arrived, room)
+        except RuntimeError as error:  # the pool's answer after ``close``
+            raise KVStoreError(f"the client is closed: {error}") from None
 
     def close(self) -> None:
         """Stop the threads. Idempotent."""

@@ -8,7 +8,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.codecs.base import ChunkTensors, Codec, Part
-from kvstore.proto.buffers import BLOCK_BYTES, Bytes
+from kvstore.proto.buffers import BLOCK_BYTES, Bytes, copy_summed
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FrameHeader, check_segment, raw_frame_bytes
 from kvstore.proto.types import Component, Fidelity, KVLayout
@@ -60,11 +60,19 @@ class RawCodec(Codec):
         """Copy segment *index* into *out*, summing what was copied while it is in cache."""
         data = header.segment(frame, index)
         component = header.layout.components[int(header.segments[index]["component"])]
+        if len(data) != component.layer_bytes:
+            raise _wrong_size(data, component)
         digest = xxh3_64()
-        for view, part in zip(part_views(data, component), out, strict=True):
-            for ours, theirs in _blocks(view, part):
-                np.copyto(theirs, ours)
-                digest.update(theirs if theirs.flags.c_contiguous else ours)  # type: ignore[arg-type]
+        part_bytes = component.part_bytes
+        for number, part in enumerate(out):
+            ours = data[number * part_bytes : (number + 1) * part_bytes]
+            if part.flags.c_contiguous:
+                copy_summed(part.reshape(-1).view(np.uint8), ours, digest)
+                continue
+            typed = ours.view(f"<u{part.itemsize}").reshape(part.shape)
+            for block, theirs in _blocks(typed, part):
+                np.copyto(theirs, block)
+                digest.update(block)  # type: ignore[arg-type]
         check_segment(header, index, digest.intdigest())
 
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
@@ -102,6 +110,10 @@ def part_views(data: Bytes, component: Component) -> Iterator[Part]:
     Raises InvalidFrameError unless *data* has exactly ``layer_bytes``.
     """
     if len(data) != component.layer_bytes:
-        raise InvalidFrameError("stored_bytes", len(data), f"a layer has {component.layer_bytes}")
+        raise _wrong_size(data, component)
     typed = data.view(f"<u{component.dtype.item_bytes}")
     yield from typed.reshape(component.parts, *component.shape)
+
+
+def _wrong_size(data: Bytes, component: Component) -> InvalidFrameError:
+    return InvalidFrameError("stored_bytes", len(data), f"a layer has {component.layer_bytes}")

@@ -45,8 +45,13 @@ def copy_checked(out: Bytes, data: Bytes) -> int:
 
 def _copy_blocks(out: Bytes, data: Bytes) -> int:
     state = xxh3_64()
+    copy_summed(out, data, state)
+    return state.intdigest()
+
+
+def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
+    """Copy *data* to *out* and add what arrived to *state*, block by block."""
     for start in range(0, len(data), BLOCK_BYTES):
         block = out[start : start + BLOCK_BYTES]
         np.copyto(block, data[start : start + BLOCK_BYTES])
         state.update(block)  # type: ignore[arg-type,unused-ignore]
-    return state.intdigest()

@@ -95,7 +95,7 @@ class Intake:
         try:
             self._own(ticket)
         except QuotaExceededError:
-            self._drop_reservation(ticket)
+            self.discard(ticket)
             raise
         return ticket
 
@@ -149,7 +149,8 @@ class Intake:
         if not owned:
             del self._by_session[ticket.session.session_id]
 
-    def _drop_reservation(self, ticket: PutTicket) -> None:
+    def discard(self, ticket: PutTicket) -> None:
+        """Give back the room of a claimed put."""
         self._transfers.cpu_tier.abort(ticket.reservation)
         self._catalog.end_put(ticket.reservation.info.key)
 
@@ -159,7 +160,7 @@ class Intake:
             ticket = self.claim(session, ticket_id)
         except LeaseExpiredError:
             return False
-        self._drop_reservation(ticket)
+        self.discard(ticket)
         return True
 
     def commit(self, ticket: PutTicket) -> PutResult:
@@ -179,7 +180,7 @@ class Intake:
             _check_put(header, info, ticket.session)
         except KVStoreError:
             self._counters.add("put_invalid_chunks")
-            self._drop_reservation(ticket)
+            self.discard(ticket)
             raise
         sealed = self._transfers.cpu_tier.seal(ticket.reservation)
         if sealed:
@@ -211,7 +212,7 @@ class Intake:
                 results.append(self._finish(ticket, receive))
         except KVStoreError:
             for ticket in tickets[len(results) + 1 :]:
-                self._drop_reservation(ticket)
+                self.discard(ticket)
             raise
         return results
 

@@ -45,6 +45,7 @@ class Mover:
         self._limit = limit_per_lane
         self._clock = clock
         self._queues: dict[str, deque[Ticket]] = {lane: deque() for lane in lanes}
+        self._urgent: dict[str, deque[Ticket]] = {lane: deque() for lane in lanes}
         self._open: dict[tuple[str, bytes], Ticket] = {}
         self._closed = False
         self._stepped = not any(lanes.values())
@@ -62,9 +63,9 @@ class Mover:
     def submit(self, lane: str, name: bytes, work: Work, *, urgent: bool = False) -> Ticket | None:
         """Queue *work*; None when the lane is full or the Mover closed.
 
-        Urgent work goes to the front and past the limit: each piece has a caller who waits
-        for it, and callers are bounded. Work of a name that still waits or runs in the lane
-        is joined, not repeated.
+        Urgent work goes before the rest, in the order it came, and past the limit: each piece
+        has a caller who waits for it, and callers are bounded. Work of a name that still
+        waits or runs in the lane is joined, not repeated.
         """
         with self._changed:
             known = self._open.get((lane, name))
@@ -72,15 +73,12 @@ class Mover:
                 if urgent:
                     self._hurry(known)
                 return known
-            queue = self._queues[lane]
-            if self._closed or (len(queue) >= self._limit and not urgent):
+            queue, rush = self._queues[lane], self._urgent[lane]
+            if self._closed or (len(queue) + len(rush) >= self._limit and not urgent):
                 return None
             ticket = Ticket(lane, name, work)
             self._open[lane, name] = ticket
-            if urgent:
-                queue.appendleft(ticket)
-            else:
-                queue.append(ticket)
+            (rush if urgent else queue).append(ticket)
             self._changed.notify_all()
             return ticket
 
@@ -88,7 +86,7 @@ class Mover:
         queue = self._queues[ticket.lane]
         if ticket in queue:
             queue.remove(ticket)
-            queue.appendleft(ticket)
+            self._urgent[ticket.lane].append(ticket)
 
     def wait(self, ticket: Ticket, deadline: float) -> object:
         """Return the ticket's result. Raises its error, or DeadlineError when time is up."""
@@ -139,7 +137,8 @@ class Mover:
         return True
 
     def _take(self, lane: str | None) -> Ticket | None:
-        for queue in self._queues.values() if lane is None else (self._queues[lane],):
+        for name in self._queues if lane is None else (lane,):
+            queue = self._urgent[name] or self._queues[name]
             if queue:
                 return queue.popleft()
         return None
@@ -170,7 +169,9 @@ class Mover:
     def depth(self) -> dict[str, int]:
         """Return how many tickets wait in each lane."""
         with self._changed:
-            return {lane: len(queue) for lane, queue in self._queues.items()}
+            return {
+                lane: len(queue) + len(self._urgent[lane]) for lane, queue in self._queues.items()
+            }
 
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
@@ -185,7 +186,7 @@ class Mover:
         """Finish what runs, drop what waits, stop the threads. Idempotent."""
         with self._changed:
             self._closed = True
-            for queue in self._queues.values():
+            for queue in (*self._queues.values(), *self._urgent.values()):
                 for ticket in queue:
                     self._open.pop((ticket.lane, ticket.name), None)
                 queue.clear()

@@ -82,7 +82,8 @@ class Node:
         # Not waited for: a call may still sleep out its deadline.
         self._closers.append(lambda: workers.shutdown(wait=False))
         self._grpc, self.port = _bind(config, workers)
-        self._closers.append(lambda: self._grpc.stop(None).wait())
+        self._is_started = False
+        self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
         limits = ServiceLimits(
             config.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
@@ -148,6 +149,7 @@ class Node:
 
     def start(self) -> None:
         """Begin to serve."""
+        self._is_started = True
         self._grpc.start()
         self._ticker.start()
         self._set_health(serving=True)
@@ -184,6 +186,11 @@ class Node:
         self._grpc.stop(min(grace_s, 2.0)).wait()
         self._close()
         return clean
+
+    def _end_grpc(self) -> None:
+        if not self._is_started:  # gRPC lets go of a port only after it was started
+            self._grpc.start()
+        self._grpc.stop(None).wait()
 
     def _close(self) -> None:
         while self._closers:

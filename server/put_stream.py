@@ -59,8 +59,7 @@ class PutStream:
                 )
         finally:
             if self._incoming is not None and self._incoming.ticket is not None:
-                ticket = self._incoming.ticket
-                self._manager.puts.abort(ticket.session, ticket.ticket_id)
+                self._manager.puts.discard(self._incoming.ticket)
         if first is not None and first.durable:
             deadline = self._checks.deadline(first.deadline_ms)
             return self._manager.harden(self._keys, self._results, deadline)
@@ -78,7 +77,9 @@ class PutStream:
             self._results.append(begun)
             self._incoming = _Incoming(None, info.size_bytes)
         else:
-            self._incoming = _Incoming(begun, info.size_bytes)
+            # Ours from here on: the end of the session must not free what we write into.
+            ticket = self._manager.puts.claim(session, begun.ticket_id)
+            self._incoming = _Incoming(ticket, info.size_bytes)
 
     def _take(self, data: bytes) -> None:
         incoming = self._incoming
@@ -93,7 +94,4 @@ class PutStream:
         if stop == incoming.frame_bytes:
             self._incoming = None
             if incoming.ticket is not None:
-                ticket = self._manager.puts.claim(
-                    incoming.ticket.session, incoming.ticket.ticket_id
-                )
-                self._results.append(self._manager.puts.commit(ticket))
+                self._results.append(self._manager.puts.commit(incoming.ticket))

@@ -108,7 +108,7 @@ class Transfers:
     def _evict(self, shelf: Shelf, need_bytes: int, deadline: float, *, whole_piece: bool) -> None:
         """Evict a round of victims, or wait for others' moves when there are none."""
         claim = self.catalog.claim_victims
-        victims = claim(shelf.name, need_bytes, VICTIMS_PER_ROUND)
+        victims = self._enough(shelf, claim(shelf.name, need_bytes, VICTIMS_PER_ROUND), need_bytes)
         if victims and whole_piece:
             victims += claim(shelf.name, 0, 0, shelf.tier.residents(victims[0]))
         if not victims:
@@ -126,6 +126,17 @@ class Transfers:
             raise TierFullError(shelf.name, need_bytes, 0) from None
         finally:
             self.catalog.unclaim(victims)
+
+    def _enough(self, shelf: Shelf, victims: list[ChunkKey], need_bytes: int) -> list[ChunkKey]:
+        """Spare the last victims when the slack of the first frees enough: policies see frames."""
+        freed_bytes = 0
+        for at, key in enumerate(victims, start=1):
+            info = self.catalog.copies(key).get(shelf.name)
+            freed_bytes += shelf.tier.allocated_bytes(info.size_bytes) if info is not None else 0
+            if freed_bytes >= need_bytes:
+                self.catalog.unclaim(victims[at:])
+                return victims[:at]
+        return victims
 
     def _await_progress(self, shelf: Shelf, deadline: float) -> bool:
         """Wait until something that keeps chunks on *shelf* is done; False if nothing does.

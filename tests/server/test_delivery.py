@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -228,10 +227,8 @@ def test_a_load_that_hangs_is_late_and_not_waited_for(gated: GatedDisk) -> None:
         core.put(session, versions[:1])
         put_low(core, session, versions[1:])
         gated.shut()
-        deadline_s = 0.05
-        began = time.monotonic()
-        assert core.get(session, keys_of(versions), deadline_s) == frames_of(versions[:1])
-        assert time.monotonic() - began < PATIENCE_S, "it did not wait for the disk"
+        # The gate stays shut: a get that waited for the disk would never end.
+        assert core.get(session, keys_of(versions), seconds=0.05) == frames_of(versions[:1])
         assert gated.reached.wait(PATIENCE_S)
         assert core.counters["get_late_chunks"] == 1
         gated.gate.set()

@@ -74,6 +74,16 @@ def test_urgent_work_comes_first_and_past_the_limit() -> None:
     assert done == ["u", "a", "b"]
 
 
+def test_urgent_work_keeps_its_own_order() -> None:
+    """Or the chunks of a durable prompt would be written last first."""
+    mover, done = stepped(), list[str]()
+    for name in "abc":
+        mover.submit("up", name.encode(), lambda name=name: done.append(name), urgent=True)  # type: ignore[misc]
+    while mover.step():
+        pass
+    assert done == ["a", "b", "c"]
+
+
 def test_work_of_one_name_is_joined_and_runs_once() -> None:
     mover, done = stepped(limit=1), list[int]()
     first = submit(mover, "a", lambda: done.append(1))

@@ -63,7 +63,9 @@ def test_second_server_on_one_disk_path_is_refused(
     make_server: ServerMaker, tmp_path: Path
 ) -> None:
     server = make_server()
-    with pytest.raises(TierUnavailableError, match=r"tier 'disk': .*another process"):
+    with pytest.raises(
+        TierUnavailableError, match=r"tier 'disk': .* is in use by process \d+: stop it"
+    ):
         make_server("--socket", str(tmp_path / "second.sock"))
     assert_first_works_on(server)
 

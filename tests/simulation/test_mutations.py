@@ -142,10 +142,6 @@ def strays_are_never_swept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TierManager, "_sweep", nothing)
 
 
-def late_deletes_take_what_was_put_since(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfers, "_discard", lambda _, shelf, key: shelf.tier.delete(key))
-
-
 def whatever_was_sealed_first_counts_as_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transfers, "_adopt", lambda *_: True)
     patch.setattr(Transfers, "_sweep", nothing)
@@ -197,7 +193,7 @@ MUTATIONS: list[Break] = [
     moves_are_never_let_go, a_put_is_counted_forever, evicted_chunks_stay_in_the_catalog,
     the_policy_forgets_to_forget, damaged_chunks_vanish_with_their_room, lost_copies_are_kept,
     durable_is_acknowledged_without_a_flush, a_flush_is_believed_without_asking_the_medium,
-    deletes_do_not_reach_the_medium, strays_are_never_swept, late_deletes_take_what_was_put_since,
+    deletes_do_not_reach_the_medium, strays_are_never_swept,
     whatever_was_sealed_first_counts_as_a_copy,
     a_lease_opens_every_chunk, work_begins_after_the_deadline, a_full_cpu_tier_is_a_miss,
     gets_give_the_next_chunk, lookups_stop_one_short,

@@ -59,12 +59,13 @@ def no_faults() -> Faults:
     return Faults(random.Random(0), FakeClock())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Stored:
     """A frame on a medium."""
 
     info: ChunkInfo
     frame: Bytes
+    is_damaged: bool = False
 
 
 @dataclass(slots=True)
@@ -226,6 +227,7 @@ class DictTier(Tier):
     def flip(self, key: ChunkKey, bit: int) -> None:
         """Flip one bit of a stored frame."""
         self._spoil(key)
+        self.medium.chunks[key].is_damaged = True
         frame = self.medium.chunks[key].frame
         frame[bit // 8 % len(frame)] ^= np.uint8(1 << bit % 8)
 
@@ -271,7 +273,7 @@ class SimDisk(DictTier):
         """Return the disk as it is after a power cut."""
         used_bytes = sum(self.allocated_bytes(s.info.size_bytes) for s in self.durable.values())
         again = SimDisk(self.capacity_bytes, self.faults, Medium(dict(self.durable), used_bytes))
-        again.lost = self.lost
+        again.lost = {key for key, stored in self.durable.items() if stored.is_damaged}
         return again
 
 

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from local_server import LocalServer
+from torch_engine import OPTIONS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.proto.types import Representation
 
 TINYLM = Path(__file__).resolve().parents[3] / "data" / "tinylm"
 
 ModelLoader = Callable[..., PreTrainedModel]
+Connect = Callable[[], TransformersConnector]
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +44,18 @@ def tinylm(load_tinylm: ModelLoader) -> PreTrainedModel:
 def tokenizer() -> Any:
     """Its tokenizer."""
     return AutoTokenizer.from_pretrained(TINYLM)
+
+
+@pytest.fixture
+def identity(tinylm: PreTrainedModel, tokenizer: Any) -> Representation:
+    return representation_of(tinylm, tokenizer)
+
+
+@pytest.fixture
+def connect(server: LocalServer, tinylm: PreTrainedModel, identity: Representation) -> Connect:
+    """Make connectors with a client each."""
+
+    def make() -> TransformersConnector:
+        return TransformersConnector(server.connect("auto", identity, OPTIONS), tinylm)
+
+    return make

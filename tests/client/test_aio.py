@@ -1,0 +1,73 @@
+"""The asyncio client does what the blocking one does, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+from local_server import DEADLINE_MS, LocalServer
+from prompts import SMALL, chunks_of, is_right, tokens
+
+from kvstore.client import AsyncClient, Client, ClientOptions
+from kvstore.client.options import TransportName
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.errors import LeaseExpiredError
+from kvstore.proto.types import KVLayout, PutOutcome
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_every_verb_works_awaited(server: LocalServer, transport: TransportName) -> None:
+    options = ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)
+
+    async def work() -> None:
+        async with AsyncClient(server.address, SMALL, options) as client:
+            keys = await client.keys(tokens(1, 64))
+            puts = await client.put(chunks_of(client.sync, keys), durable=True)
+            assert [put.outcome for put in puts] == [PutOutcome.stored] * 4
+            assert (await client.lookup(keys)).ready == 4
+            found = await client.get(keys)
+            assert all(is_right(client.sync, *p) for p in zip(keys, found, strict=True))
+            room = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
+            assert len(await client.get(keys, room)) == 4
+            assert all(is_right(client.sync, *p) for p in zip(keys, room, strict=True))
+            async with client.lease(keys) as lease:
+                assert len(await asyncio.to_thread(lease.get)) == 4
+            with pytest.raises(LeaseExpiredError):
+                await asyncio.to_thread(lease.get)
+            assert await client.pin(keys, 60_000) == 4
+            assert await client.unpin(keys) == 4
+            assert len(await client.stat(keys)) == len(await client.list()) == 4
+            assert await client.delete(keys[3:]) == 1
+            assert (await client.status()).state == "serving"
+            assert await client.clear() == 3
+            assert await client.drain()
+
+    asyncio.run(work())
+    assert server.settled().leases == 0
+
+
+def test_many_gets_run_at_once(server: LocalServer) -> None:
+    options = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
+
+    async def work() -> None:
+        async with AsyncClient(server.address, SMALL, options) as client:
+            keys = await client.keys(tokens(1, 64))
+            await client.put(chunks_of(client.sync, keys))
+            for found in await asyncio.gather(*(client.get(keys) for _ in range(50))):
+                assert all(is_right(client.sync, *p) for p in zip(keys, found, strict=True))
+
+    asyncio.run(work())
+
+
+def test_asyncio_client_has_every_verb_of_the_blocking_one() -> None:
+    def verbs(kind: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(value).parameters)
+            for name, value in vars(kind).items()
+            if not name.startswith("_") and inspect.isfunction(value)
+        }
+
+    blocking = verbs(Client)
+    blocking["lookup"].remove("lease")  # its lease is a context manager's
+    assert verbs(AsyncClient) == blocking

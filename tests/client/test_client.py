@@ -1,0 +1,349 @@
+"""The blocking client: its verbs, its errors, and servers that die, restart or stay silent."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from bare_wire import wire_to
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import MEDIUM, SMALL, chunks_of, is_right, keys_of, other_revision, tokens
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.options import TransportName
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    QuotaExceededError,
+    TierUnavailableError,
+)
+from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+
+ServerMaker = Callable[..., LocalServer]
+
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> TransportName:
+    name: TransportName = request.param
+    return name
+
+
+@pytest.fixture
+def client(server: LocalServer, transport: TransportName) -> Client:
+    return server.connect(transport)
+
+
+def store(client: Client, seed: int, count: int) -> list[ChunkKey]:
+    """Put a prompt of *count* chunks; return its keys."""
+    keys = keys_of(client, seed, count)
+    assert {put.outcome for put in client.put(chunks_of(client, keys))} == {PutOutcome.stored}
+    return keys
+
+
+# --- keys
+
+
+def test_keys_share_exactly_the_prefix_that_prompts_share(client: Client) -> None:
+    one, other = tokens(1, 64), tokens(1, 64)
+    other[40] += 1
+    shared = [a == b for a, b in zip(client.keys(one), client.keys(other), strict=True)]
+    assert shared == [True, True, False, False]
+    assert client.keys(one, [b"image"])[0] != client.keys(one)[0]
+    assert client.keys(tokens(1, 63)) == client.keys(one)[:3]
+    assert client.keys([]) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client, keys: client.get(keys),
+        lambda client, keys: client.lookup(keys),
+        lambda client, keys: client.lease(keys),
+        lambda client, keys: client.pin(keys, 1000),
+        lambda client, keys: client.unpin(keys),
+        lambda client, keys: client.delete(keys),
+        lambda client, keys: client.stat(keys),
+        lambda client, keys: client.put(chunks_of(client, keys)),
+    ],
+    ids=["get", "lookup", "lease", "pin", "unpin", "delete", "stat", "put"],
+)
+def test_key_of_another_namespace_is_refused_and_changes_nothing(
+    server: LocalServer, client: Client, call: Callable[[Client, list[ChunkKey]], object]
+) -> None:
+    stranger = server.connect("grpc", other_revision(SMALL))
+    keys = store(stranger, 1, 2)
+    with (
+        server.unchanged(),
+        pytest.raises(InvalidRequestError, match=r"key='.*: not in this client's namespace"),
+    ):
+        call(client, keys)
+    with pytest.raises(InvalidRequestError, match="name chunks with keys"):
+        call(client, [ChunkKey(keys[0][:31])])
+
+
+# --- verbs
+
+
+def test_verbs_agree_on_what_is_there(client: Client) -> None:
+    keys = store(client, 1, 4)
+    match = client.lookup([*keys, *keys_of(client, 2, 2)])
+    assert (match.ready, match.pending, match.missing) == (4, 0, 2)
+    assert (match.tiers, len(match.load_us), match.lease_id) == (("cpu",) * 4, 4, 0)
+    assert [chunk.digest for chunk in client.stat([*keys, *keys_of(client, 2, 1)])] == [
+        key[16:] for key in keys
+    ]
+    assert {chunk.digest for chunk in client.list()} == {key[16:] for key in keys}
+    assert len(client.list(3)) == 3
+    assert client.pin(keys[:2], 60_000) == 2
+    assert [chunk.pinned for chunk in client.stat(keys)] == [True, True, False, False]
+    assert client.delete(keys) == 2
+    assert client.unpin(keys) == 2
+    assert client.lookup(keys).ready == 2
+    assert client.clear() == 2
+    assert client.list() == []
+
+
+def test_listing_of_many_chunks_comes_whole(client: Client) -> None:
+    keys = store(client, 1, 600)
+    assert {chunk.digest for chunk in client.list()} == {key[16:] for key in keys}
+
+
+def test_chunk_that_is_being_put_is_pending(server: LocalServer, client: Client) -> None:
+    keys = store(client, 1, 1)
+    wire = wire_to(server)
+    request = wire.reserve(2304)
+    wire.call("Reserve", request)
+    pending = ChunkKey(client.namespace + request.digests)
+    match = client.lookup([*keys, pending, *keys_of(client, 2, 1)])
+    assert (match.ready, match.pending, match.missing) == (1, 1, 1)
+
+
+def test_minimum_fidelity_below_exact_finds_exact_copies(client: Client) -> None:
+    keys = store(client, 1, 2)
+    for fidelity in Fidelity:
+        assert client.lookup(keys, min_fidelity=fidelity).ready == 2
+
+
+def test_pins_have_a_limit_that_is_named(server: LocalServer) -> None:
+    client = server.connect(
+        representation=MEDIUM, options=ClientOptions(chunk_tokens=256, deadline_ms=DEADLINE_MS)
+    )
+    keys = store(client, 1, 10)
+    with pytest.raises(QuotaExceededError, match="pin_limit_bytes"):
+        client.pin(keys, 60_000)
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 32])
+def test_number_that_no_message_could_carry_is_refused(client: Client, value: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"ttl_ms={value}"):
+        client.pin([], value)
+    with pytest.raises(InvalidRequestError, match=f"limit={value}"):
+        client.list(value)
+
+
+def test_put_is_cut_into_batches_that_the_server_takes(
+    make_server: ServerMaker, transport: TransportName
+) -> None:
+    client = make_server("--max-batch-chunks", "4").connect(transport)
+    keys = store(client, 1, 10)
+    assert len(client.get(keys[:4])) == 4
+    with pytest.raises(InvalidRequestError, match="digests=10: at most 4 chunks in one batch"):
+        client.get(keys)
+
+
+def test_chunk_over_the_server_s_limit_is_refused_before_it_is_sent(
+    make_server: ServerMaker, transport: TransportName
+) -> None:
+    server = make_server("--max-frame-bytes", "64KiB")
+    client = server.connect(transport, MEDIUM)
+    client.put(chunks_of(client, keys_of(client, 1, 1))[:0])
+    long = server.connect(transport, MEDIUM, ClientOptions(transport, 64, DEADLINE_MS))
+    with (
+        server.unchanged(),
+        pytest.raises(InvalidRequestError, match=r"takes 65536 at most; use shorter chunks"),
+    ):
+        long.put(chunks_of(long, keys_of(long, 1, 1)))
+
+
+def test_status_tells_what_the_server_is_and_holds(server: LocalServer, client: Client) -> None:
+    store(client, 1, 3)
+    status = client.status()
+    assert (status.state, status.sessions) == ("serving", 1)
+    assert [(tier.name, tier.state, tier.codec) for tier in status.tiers] == [
+        ("cpu", "serving", "raw"), ("disk", "serving", "raw")
+    ]  # fmt: skip
+    assert status.tiers[0].chunks == status.counters["put_stored_chunks"] == 3
+    assert status.socket_path == str(server.config.socket_path_for(server.node.port))
+
+
+def test_drain_saves_what_only_memory_holds(make_server: ServerMaker) -> None:
+    server = make_server("--disk-write", "evict")
+    client = server.connect()
+    keys = store(client, 1, 4)
+    assert [[copy.tier for copy in chunk.copies] for chunk in client.stat(keys)] == [["cpu"]] * 4
+    assert client.drain()
+    assert {copy.tier for chunk in client.stat(keys) for copy in chunk.copies} == {"cpu", "disk"}
+    assert len(client.get(keys)) == 4
+
+
+# --- sessions that end, servers that restart
+
+
+def test_client_opens_another_session_when_the_server_lost_it(
+    server: LocalServer, client: Client
+) -> None:
+    keys = store(client, 1, 3)
+    for call in (
+        lambda: len(client.get(keys)),
+        lambda: client.lookup(keys).ready,
+        lambda: len(client.put(chunks_of(client, keys))),
+        lambda: len(client.list()),
+    ):
+        (session_id,) = server.node.sessions._sessions
+        server.node.sessions.close(session_id)
+        assert call() == 3
+        assert session_id not in server.node.sessions._sessions
+    assert server.settled().leases == 0
+    assert len(server.node.sessions) == 1
+
+
+def test_client_finds_a_restarted_server_and_what_its_disk_kept(
+    make_server: ServerMaker, transport: TransportName
+) -> None:
+    first = make_server()
+    options = ClientOptions(transport, 16, DEADLINE_MS, retry_after_ms=1)
+    client = first.connect(options=options)
+    keys = store(client, 1, 4)
+    boot_id = client.boot_id
+    first.stop()
+    second = make_server("--listen", first.address)
+
+    def reads() -> bool:
+        try:
+            return len(client.get(keys)) == 4
+        except KVStoreError:
+            return False
+
+    assert eventually(reads)
+    assert client.boot_id != boot_id
+    assert client.transport_name == transport
+    assert all(is_right(client, *pair) for pair in zip(keys, client.get(keys), strict=True))
+    assert second.counter("promoted_chunks") == 4
+    client.close()
+
+
+def test_heartbeats_keep_an_idle_session_alive(
+    make_server: ServerMaker, transport: TransportName
+) -> None:
+    server = make_server("--session-ttl-ms", "3000")
+    client = server.connect(transport)
+    client.keys([])
+    (session,) = server.node.sessions._sessions.values()
+    heard_at = session.heard_at
+    for _ in range(3):
+        before = session.heard_at
+        assert eventually(lambda before=before: session.heard_at > before)  # type: ignore[misc]
+    assert session.heard_at > heard_at
+    assert list(server.node.sessions._sessions.values()) == [session]
+
+
+# --- servers that do not answer
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a socket that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_silent_server_costs_one_deadline_and_then_calls_fail_at_once(
+    silent: str, no_leaks: None
+) -> None:
+    options = ClientOptions(deadline_ms=200, retry_after_ms=60_000)
+    with Client(silent, SMALL, options) as client:
+        with pytest.raises((DeadlineError, TierUnavailableError)) as first:
+            client.keys([])
+        assert "tried again in" not in str(first.value)
+        for _ in range(100):
+            with pytest.raises(TierUnavailableError, match=r"did not answer; tried again in"):
+                client.keys([])
+
+
+def test_server_that_is_not_there_is_an_error_of_the_store_and_then_fails_at_once(
+    no_leaks: None,
+) -> None:
+    options = ClientOptions(deadline_ms=2000, retry_after_ms=60_000)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with Client(address, SMALL, options) as client:
+        with pytest.raises((DeadlineError, TierUnavailableError)) as first:
+            client.keys([])
+        assert "tried again in" not in str(first.value)
+        for call in (client.status, client.list, lambda: client.get([]), client.drain):
+            with pytest.raises(TierUnavailableError, match=r"did not answer; tried again in"):
+                call()
+
+
+# --- the end
+
+
+def test_closed_client_says_so_whatever_is_asked(client: Client) -> None:
+    keys = store(client, 1, 2)
+    chunks = chunks_of(client, keys)
+    lease = client.lease(keys)
+    client.close()
+    calls: list[Callable[[], object]] = [
+        lambda: client.keys([]),
+        lambda: client.get(keys),
+        lambda: client.put(chunks),
+        lambda: client.lookup(keys),
+        lambda: client.lease(keys),
+        lambda: lease.get(),
+        lambda: client.pin(keys, 1),
+        lambda: client.delete(keys),
+        client.clear,
+        client.list,
+        client.status,
+        client.drain,
+    ]
+    for call in calls:
+        with pytest.raises(KVStoreError, match="the client is closed"):
+            call()
+    lease.release()
+    client.close()
+
+
+def test_client_that_was_never_used_closes(server: LocalServer, no_leaks: None) -> None:
+    with Client(server.address, SMALL):
+        pass
+
+
+def test_closing_a_client_under_its_calls_raises_errors_of_the_store_only(
+    server: LocalServer, transport: TransportName
+) -> None:
+    for _ in range(5):
+        client = server.connect(transport)
+        keys = store(client, 1, 40) if not server.counter("put_stored_chunks") else None
+        keys = keys or keys_of(client, 1, 40)
+
+        def read(client: Client = client, keys: list[ChunkKey] = keys) -> int:
+            count = 0
+            while True:
+                try:
+                    client.get(keys)
+                except KVStoreError:
+                    return count
+                count += 1
+
+        with ThreadPoolExecutor(4) as pool:
+            readers = [pool.submit(read) for _ in range(4)]
+            assert eventually(lambda: server.usage().leases > 0)
+            client.close()
+        assert [reader.exception() for reader in readers] == [None] * 4
+    assert server.settled().leases == 0

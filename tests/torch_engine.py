@@ -1,0 +1,62 @@
+"""What tests of the transformers connector share: an engine's own results, to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from local_server import DEADLINE_MS
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from kvstore.client import ClientOptions
+from kvstore.client.engines.transformers import TransformersConnector
+
+OPTIONS = ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS, retry_after_ms=1)
+
+
+def greedy(new_tokens: int = 12) -> GenerationConfig:
+    """Settings whose tokens depend on nothing but the logits."""
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=1, pad_token_id=1
+    )
+
+
+def ids_of(tokens: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([tokens])
+
+
+def plain_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> list[int]:
+    """What the model generates by itself."""
+    engine: Any = model
+    output = engine.generate(
+        input_ids, generation_config=greedy(), attention_mask=torch.ones_like(input_ids)
+    )
+    tokens: list[int] = output[0].tolist()
+    return tokens
+
+
+def stored_tokens(connector: TransformersConnector, input_ids: torch.Tensor) -> list[int]:
+    """What it generates through the store."""
+    tokens: list[int] = connector.generate(input_ids, greedy()).output.sequences[0].tolist()
+    return tokens
+
+
+def kept(cache: Any) -> list[torch.Tensor]:
+    """K and V of every layer."""
+    return [part for layer in cache.layers for part in (layer.keys, layer.values)]
+
+
+def prefill(model: PreTrainedModel, input_ids: torch.Tensor) -> DynamicCache:
+    with torch.inference_mode():
+        return cast(DynamicCache, model(input_ids).past_key_values)
+
+
+def logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    with torch.inference_mode():
+        return cast(torch.Tensor, model(input_ids, past_key_values=cache).logits)
+
+
+def random_ids(tokens: int, vocabulary: int = 4096, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocabulary, (1, tokens), generator=generator)
