@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -104,6 +104,37 @@ class RedisLink:
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
         return replies
+
+    def each(self, commands: Sequence[Command], take: Callable[[int, Any], bool]) -> bool:
+        """Send *commands* in one round trip and give each reply to *take* as it arrives.
+
+        The server sends on while *take* works. Return False, reading no further, once *take*
+        does. Raises TierUnavailableError.
+        """
+        if self._closed:
+            raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
+        connection = None
+        unread = len(commands)
+        try:
+            connection = self._pool.get_connection()  # type: ignore[no-untyped-call,unused-ignore]
+            connection.send_packed_command(connection.pack_commands(commands))
+            for index in range(len(commands)):
+                reply = connection.read_response()
+                unread -= 1
+                if not take(index, reply):
+                    return False
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise self._unavailable(error) from None
+            return False
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from None
+        finally:
+            if connection is not None:
+                if unread:  # its next reader must not take our replies for its own
+                    connection.disconnect()
+                self._pool.release(connection)  # type: ignore[no-untyped-call,unused-ignore]
+        return True
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

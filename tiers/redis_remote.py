@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError
@@ -26,7 +28,7 @@ MAX_REMAINS = 1024
 SWEEP_WRITES = 64
 """Failed writes cleaned up at one time."""
 READ_WINDOW_BYTES = 64 << 20
-"""Bytes asked for in one round trip, which is what a read allocates."""
+"""Bytes asked for in one round trip."""
 
 _TAKE = b"""
 local held = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[1])
@@ -76,14 +78,11 @@ class RemoteChunks:
             parts: list[Command] = [
                 (b"GETRANGE", names[part], start, stop - 1) for part, start, stop in window
             ]
-            row, *blocks = self._link.run([self._peek(manifest.info.key), *parts])
-            if row != manifest.raw:
+            ends = list(accumulate((stop - start for _, start, stop in window), initial=done))
+            take = partial(_take_block, manifest.raw, out, ends)
+            if not self._link.each([self._peek(manifest.info.key), *parts], take):
                 return False
-            for (_, start, stop), block in zip(window, blocks, strict=True):
-                if block is None or len(block) != stop - start:
-                    return False
-                copy_bytes(out[done : done + len(block)], as_bytes(block))
-                done += len(block)
+            done = ends[-1]
         return True
 
     def publish(self, manifest: Manifest, frame: Bytes) -> bool:
@@ -195,3 +194,14 @@ class RemoteChunks:
 def _parse(row: Any, key: ChunkKey) -> Manifest | None:
     """Parse a reply to ``_peek``: empty when absent, None when of the wrong type."""
     return None if row == b"" else parse_manifest(row or b"", key)
+
+
+def _take_block(row: bytes, out: Bytes, ends: Sequence[int], index: int, reply: object) -> bool:
+    """Check the manifest, which comes first, or copy the part after it to its place."""
+    if index == 0:
+        return reply == row
+    start, stop = ends[index - 1], ends[index]
+    if not isinstance(reply, bytes) or len(reply) != stop - start:
+        return False
+    copy_bytes(out[start:stop], as_bytes(reply))
+    return True

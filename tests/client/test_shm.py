@@ -2,10 +2,182 @@
 
 from __future__ import annotations
 
-from contracts.transport import TransportContract
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+from contracts.transport import TransportContract, assert_reads, outcomes, store
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import SMALL, chunks_of, keys_of
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
+from kvstore.client.transport import Transport
+from kvstore.proto import shm
+from kvstore.proto.errors import LeaseExpiredError, TierUnavailableError
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, PutOutcome
+
+ServerMaker = Callable[..., LocalServer]
 
 
 class TestShmTransport(TransportContract):
     transport = ShmTransport
+
+    def test_chunk_deleted_while_its_place_is_held_is_detected(
+        self, bare: Transport, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 2)
+        cpu = server.node.manager.transfers.cpu_tier
+        with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+            first, second = arriving
+            first.confirm()
+            assert cpu.delete(keys[0])
+            with pytest.raises(LeaseExpiredError, match="replaced while it was read; look it up"):
+                first.confirm()
+            second.confirm()
+
+    def test_place_that_another_chunk_took_is_detected(
+        self, bare: Transport, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 1)
+        cpu = server.node.manager.transfers.cpu_tier
+        place = cpu.locate(keys[0])
+        with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+            (held,) = arriving
+            assert server.node.manager.catalog.forget("cpu", keys[0])
+            assert cpu.delete(keys[0])
+            other = store(client, 2, 1)
+            taken = cpu.locate(other[0])
+            assert place is not None
+            assert taken is not None
+            assert (taken.slab_id, taken.offset) == (place.slab_id, place.offset)
+            with pytest.raises(LeaseExpiredError):
+                held.confirm()
+        assert_reads(client, other)
+
+    def test_reader_cannot_write_what_it_reads(self, bare: Transport, client: Client) -> None:
+        keys = store(client, 1, 1)
+        with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+            frame = next(arriving).frame
+            with pytest.raises(ValueError, match="read-only"):
+                frame[0] = 0
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                frame.flags.writeable = True
+
+    def test_chunk_larger_than_the_staging_memory_is_put_all_the_same(
+        self, connect: Callable[..., Client]
+    ) -> None:
+        client = connect(options=self.options(chunk_tokens=4096, staging_bytes=1))
+        keys = store(client, 1, 6)
+        assert_reads(client, keys)
+
+    def test_session_whose_socket_broke_is_replaced(
+        self, server: LocalServer, connect: Callable[..., Client]
+    ) -> None:
+        client = connect()
+        keys = store(client, 1, 2)
+        plane = server.node.data_plane
+        assert plane is not None
+        (peer,) = plane._peers.values()
+        peer.connection.shutdown(socket.SHUT_RDWR)
+        assert eventually(lambda: len(server.node.sessions) == 0)
+        assert_reads(client, keys)
+        assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.exists] * 2
+
+
+def digests(keys: list[ChunkKey]) -> list[ChainDigest]:
+    return [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+
+
+# --- when memory cannot be shared
+
+
+def test_auto_takes_grpc_when_the_socket_is_gone(server: LocalServer) -> None:
+    path = server.config.socket_path_for(server.node.port)
+    assert path is not None
+    path.unlink()
+    client = server.connect("auto")
+    assert client.transport_name == "grpc"
+    assert_reads(client, store(client, 1, 2))
+    with pytest.raises(TierUnavailableError, match=r"tier 'shm': .*s\.sock"):
+        server.connect("shm").keys([])
+
+
+def test_auto_takes_grpc_when_the_server_refuses_the_staging_memory(server: LocalServer) -> None:
+    too_much = ClientOptions("auto", 16, DEADLINE_MS, staging_bytes=2 << 30)
+    client = server.connect(options=too_much)
+    assert client.transport_name == "grpc"
+    assert_reads(client, store(client, 1, 2))
+    with pytest.raises(TierUnavailableError, match=r"tier 'shm': .*invalid"):
+        server.connect(options=replace(too_much, transport="shm")).keys([])
+    assert eventually(lambda: len(server.node.sessions) == 1)
+
+
+# --- servers that lie or are silent on the socket
+
+
+@contextmanager
+def answering(path: Path, *answers: bytes) -> Iterator[None]:
+    """A server's end of the socket that gives these answers and then no more."""
+    done = threading.Event()
+
+    def serve() -> None:
+        peer, _ = listener.accept()
+        with peer:
+            for answer in answers:
+                peer.recv(64)
+                peer.send(answer)
+            done.wait(30)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        done.set()
+        thread.join()
+
+
+@pytest.fixture
+def session(server: LocalServer, tmp_path: Path) -> Iterator[Session]:
+    """A session whose server is said to listen elsewhere."""
+    session = Session(server.dial(), SMALL, ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS))
+    session.terms = replace(session.terms, socket_path=str(tmp_path / "other.sock"))
+    yield session
+    session.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"x", b"x" * 32, bytes(64)])
+def test_garbage_from_the_socket_is_a_transport_that_is_unavailable(
+    session: Session, tmp_path: Path, answer: bytes
+) -> None:
+    with (
+        answering(tmp_path / "other.sock", answer),
+        pytest.raises(TierUnavailableError, match=r"tier 'shm': .*other\.sock"),
+    ):
+        ShmTransport(session)
+
+
+def test_slab_that_never_comes_is_an_error_and_its_late_answer_is_not_taken_for_another(
+    session: Session, server: LocalServer, tmp_path: Path
+) -> None:
+    client = server.connect("grpc")
+    keys = keys_of(client, 1, 1)
+    client.put(chunks_of(client, keys))
+    with answering(tmp_path / "other.sock", shm.pack_reply(shm.Reply.ok)):
+        transport = ShmTransport(session)
+        for _ in range(2):
+            with (
+                transport.get(digests(keys), 0, DEADLINE_MS) as arriving,
+                pytest.raises(TierUnavailableError, match="the server hung up"),
+            ):
+                next(arriving)
+        assert transport._socket.fileno() == -1
+        transport.close()
+    assert server.settled().leases == 0

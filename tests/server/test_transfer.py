@@ -194,6 +194,7 @@ def test_a_delete_that_comes_late_spares_what_was_put_since(core: Core, disk: Si
     assert [result.reason for result in results] == [""]
     core.settle()
     assert core.tiers_of(version) == ["cpu", "disk"]
+    assert [info.key for info in disk.scan()] == keys_of([version])
     assert [info.key for info in disk.restarted().scan()] == keys_of([version])
 
 
@@ -209,6 +210,7 @@ def test_the_deletion_of_a_damaged_copy_spares_the_one_that_replaces_it(
     assert [result.reason for result in results] == [""]
     core.settle()
     assert core.tiers_of(version) == ["cpu", "disk"]
+    assert [info.key for info in disk.scan()] == keys_of([version])
     assert [info.key for info in disk.restarted().scan()] == keys_of([version])
 
 

@@ -97,7 +97,7 @@ def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
     def drop(self: Intake, ticket: PutTicket) -> None:
         self._transfers.cpu_tier.abort(ticket.reservation)
 
-    patch.setattr(Intake, "_drop_reservation", drop)
+    patch.setattr(Intake, "discard", drop)
 
 
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,121 @@
+"""Clients killed with SIGKILL: whatever they held is free again, to the last byte."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from local_server import LocalServer, eventually
+from prompts import chunks_of, is_right, keys_of
+
+from kvstore.client.options import TransportName
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HOLD = """
+import sys, time
+from bare_wire import Wire
+from local_server import DEADLINE_MS
+from prompts import SMALL, chunks_of, frame_of, keys_of
+from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import Connection
+from kvstore.proto import kvstore_pb2 as pb
+
+address, transport = sys.argv[1:]
+client = Client(address, SMALL, ClientOptions(transport, 16, DEADLINE_MS))
+keys = keys_of(client, 1, 4)
+client.put(chunks_of(client, keys))
+leases = [client.lease(keys) for _ in range(3)]
+assert len(leases[0].get()) == 4
+terms = client._connected().session.terms
+wire = Wire(
+    Connection(address, 1),
+    pb.OpenSessionResponse(session_id=terms.session_id, key_namespace=terms.namespace),
+)
+wire.call("Reserve", wire.reserve(2304, 2304, 2304))
+
+def half_a_frame():
+    frame = frame_of(wire.key(9), SMALL).tobytes()
+    yield pb.PutRequest(session_id=terms.session_id, frame_bytes=len(frame), data=frame[:1000])
+    print("holding", flush=True)
+    time.sleep(600)
+
+wire.connection.upload("Put", half_a_frame(), 600_000, pb.PutResponse)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Callable[[LocalServer, str], subprocess.Popen[str]]]:
+    """Start processes that lease four chunks three times and have four puts open."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(server: LocalServer, transport: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, server.address, transport],
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "session_ttl"),
+    [("shm", "86400000"), ("grpc", "1000")],
+    ids=["shm by its socket", "grpc by its silence"],
+)
+def test_client_killed_while_it_holds_leases_and_open_puts_leaves_nothing(
+    make_server: Callable[..., LocalServer],
+    holder: Callable[[LocalServer, str], subprocess.Popen[str]],
+    transport: TransportName,
+    session_ttl: str,
+) -> None:
+    server = make_server("--session-ttl-ms", session_ttl)
+    process = holder(server, transport)
+    assert eventually(lambda: server.usage().open_puts == 4)
+    held = server.usage()
+    assert (held.leases, held.pending_puts) == (3, 4)
+    assert held.tiers[0][1].reservations == 4
+    process.kill()
+    after = server.settled()
+    cpu = after.tiers[0][1]
+    assert (cpu.chunks, cpu.reservations) == (4, 0)
+    assert cpu.used_bytes < held.tiers[0][1].used_bytes
+    assert eventually(lambda: len(server.node.sessions) == 0)
+    client = server.connect(transport)
+    keys = keys_of(client, 1, 4)
+    found = client.get(keys)
+    assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 4
+    assert client.delete(keys) == 4
+    assert server.settled().tiers[0][1].used_bytes == 0
+    assert [put.reason for put in client.put(chunks_of(client, keys))] == [""] * 4
+
+
+def test_many_clients_killed_in_a_row_leave_no_session_or_memory(
+    make_server: Callable[..., LocalServer],
+    holder: Callable[[LocalServer, str], subprocess.Popen[str]],
+) -> None:
+    server = make_server("--max-sessions", "2")
+    for _ in range(4):
+        process = holder(server, "shm")
+        process.kill()
+        server.settled()
+        assert eventually(lambda: len(server.node.sessions) == 0)
+    plane = server.node.data_plane
+    assert plane is not None
+    assert plane._staging == {}
+    assert plane._peers == {}

@@ -1,0 +1,176 @@
+"""A server's life: health, draining under load, restarts that lose nothing, no code from data."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from local_server import DEADLINE_MS, eventually
+from prompts import SMALL, chunks_of, is_right, keys_of, tokens
+from server_process import ServerProcess
+
+from kvstore.client import AsyncClient, Client, ClientOptions
+from kvstore.client.options import TransportName
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.types import ChunkKey, PutOutcome
+
+ProcessMaker = Callable[..., ServerProcess]
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=20)
+
+
+def put_until_refused(client: Client, seed: int, stored: list[ChunkKey]) -> str:
+    """Put prompts until the server takes no more; return its last word."""
+    while True:
+        seed += 1
+        try:
+            keys = keys_of(client, seed, 4)
+            for key, put in zip(keys, client.put(chunks_of(client, keys)), strict=True):
+                if put.outcome is PutOutcome.stored:
+                    stored.append(key)
+        except KVStoreError as error:
+            return type(error).__name__
+
+
+@pytest.mark.parametrize("disk_write", ["through", "evict"])
+def test_server_told_to_stop_under_load_saves_what_it_acknowledged_and_ends_with_0(
+    server_process: ProcessMaker, disk_write: str
+) -> None:
+    process = server_process(
+        *("--cpu", "64MiB", "--disk", "128MiB:disk", "--disk-write", disk_write)
+    )
+    process.start()
+    transports: tuple[TransportName, ...] = ("shm", "grpc", "shm", "grpc")
+    clients = [
+        Client(process.address, SMALL, ClientOptions(name, 16, DEADLINE_MS, retry_after_ms=20))
+        for name in transports
+    ]
+    stored: list[list[ChunkKey]] = [[] for _ in clients]
+    threads = [
+        threading.Thread(target=put_until_refused, args=(client, 5000 * number, stored[number]))
+        for number, client in enumerate(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    assert eventually(lambda: min(map(len, stored)) > 40)
+    status = process.terminate()
+    for thread in threads:
+        thread.join()
+    for client in clients:
+        client.close()
+    assert status == 0
+    assert process.output.endswith("stopped clean=true\n")
+    process.start()
+    everything = [key for keys in stored for key in keys]
+    assert process.recovered_chunks >= len(everything)
+    with Client(process.address, SMALL, OPTIONS) as client:
+        for key in everything:
+            (found,) = client.get([key])
+            assert is_right(client, key, found)
+
+
+def test_health_answers_while_the_server_runs_and_not_after(server_process: ProcessMaker) -> None:
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB")
+    process.start()
+    request = health_pb2.HealthCheckRequest(service="kvstore.v1.KVStore")
+    with grpc.insecure_channel(process.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(request, timeout=20)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert process.terminate() == 0
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(request, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_drained_server_answers_reads_until_it_is_stopped(server_process: ProcessMaker) -> None:
+    process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk")
+    process.start()
+    with Client(process.address, SMALL, OPTIONS) as client:
+        keys = keys_of(client, 1, 4)
+        client.put(chunks_of(client, keys))
+        assert client.drain()
+        assert len(client.get(keys)) == 4
+        with pytest.raises(KVStoreError, match="the server drains"):
+            client.put(chunks_of(client, keys_of(client, 2, 1)))
+    assert process.terminate() == 0
+
+
+def test_asyncio_client_works_with_a_server_of_another_process(
+    server_process: ProcessMaker,
+) -> None:
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB")
+    process.start()
+
+    async def work() -> int:
+        async with AsyncClient(process.address, SMALL, OPTIONS) as client:
+            keys = await client.keys(tokens(1, 64))
+            await client.put(chunks_of(client.sync, keys))
+            found = await client.get(keys)
+            return sum(is_right(client.sync, *p) for p in zip(keys, found, strict=True))
+
+    assert asyncio.run(work()) == 4
+
+
+ROUND_TRIP = """
+import sys
+from local_server import LocalServer
+from prompts import chunks_of, is_right, keys_of
+from pathlib import Path
+
+server = LocalServer(Path(sys.argv[1]))
+
+def round_trip(seed):
+    for transport in ("shm", "grpc"):
+        client = server.connect(transport)
+        keys = keys_of(client, seed, 4)
+        assert {put.outcome.name for put in client.put(chunks_of(client, keys))} == {"stored"}
+        with client.lease(keys) as lease:
+            assert len(lease.get()) == 4
+        found = client.get(keys)
+        assert all(is_right(client, *pair) for pair in zip(keys, found, strict=True))
+        assert len(client.list()) and len(client.stat(keys)) == 4
+        assert client.delete(keys) == 4
+        client.close()
+        seed += 1
+
+round_trip(1)  # whatever is imported or compiled late is there now
+seen = []
+
+def watch(event, arguments):
+    if event in ("pickle.find_class", "marshal.loads", "marshal.load", "exec", "compile"):
+        seen.append(event)
+
+sys.addaudithook(watch)
+exec("1")
+assert seen == ["compile", "exec"], seen
+seen.clear()
+round_trip(10)
+found, seen = list(seen), []
+server.close()
+print("events:", found)
+"""
+
+
+def test_putting_and_getting_unpickles_unmarshals_compiles_and_runs_nothing(
+    tmp_path: Path,
+) -> None:
+    tests = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", ROUND_TRIP, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}:{tests}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "events: []"

@@ -1,0 +1,150 @@
+"""A server whose Redis is down, dies, comes back or is shared: puts and gets go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from local_server import LocalServer, eventually
+from prompts import chunks_of, is_right, keys_of
+from redis_process import RedisProcess
+
+from kvstore.client import Client
+from kvstore.client.options import TransportName
+from kvstore.proto.types import ChunkKey, PutOutcome
+
+ServerMaker = Callable[..., LocalServer]
+
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc")
+
+
+def with_redis(make_server: ServerMaker, redis: RedisProcess, *flags: str) -> LocalServer:
+    return make_server(
+        *("--tiers", "cpu,disk,redis", "--redis", redis.url, "--redis-size", "64MiB"),
+        *("--redis-timeout-ms", "1000", "--breaker-retry-ms", "100", *flags),
+    )
+
+
+def round_trip(client: Client, seed: int) -> list[ChunkKey]:
+    """Put a prompt and read it back; return its keys."""
+    keys = keys_of(client, seed, 3)
+    puts = client.put(chunks_of(client, keys))
+    assert [put.outcome for put in puts] == [PutOutcome.stored] * 3
+    found = client.get(keys)
+    assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 3
+    return keys
+
+
+def tiers_of(client: Client, keys: list[ChunkKey]) -> list[set[str]]:
+    return [{copy.tier for copy in chunk.copies} for chunk in client.stat(keys)]
+
+
+def state(client: Client) -> tuple[str, str]:
+    """Return what the status says of Redis, and why."""
+    (tier,) = [tier for tier in client.status().tiers if tier.name == "redis"]
+    return tier.state, tier.reason
+
+
+def assert_recovers(client: Client, seed: int) -> int:
+    """Fail unless puts reach Redis again; return the next unused seed."""
+    seeds = iter(range(seed, seed + 10_000))
+
+    def reaches() -> bool:
+        keys = round_trip(client, next(seeds))
+        return eventually_or_not(client, keys)
+
+    assert eventually(reaches)
+    assert state(client) == ("serving", "")
+    return next(seeds)
+
+
+def eventually_or_not(client: Client, keys: list[ChunkKey]) -> bool:
+    return all("redis" in tiers for tiers in tiers_of(client, keys))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_server_starts_and_serves_without_its_redis_and_says_so(
+    make_server: ServerMaker, own_redis: RedisProcess, transport: TransportName
+) -> None:
+    server = with_redis(make_server, own_redis)
+    client = server.connect(transport)
+    for seed in range(6):
+        keys = round_trip(client, seed)
+        assert client.lookup([*keys, *keys_of(client, 100 + seed, 1)]).ready == 3
+    assert eventually(lambda: state(client)[0] == "degraded")
+    assert own_redis.url.removesuffix("/0") in state(client)[1]
+    assert eventually(lambda: tiers_of(client, keys) == [{"cpu", "disk"}] * 3)
+    own_redis.start()
+    assert_recovers(client, 1000)
+
+
+def test_redis_that_dies_and_returns_costs_no_put_and_no_get(
+    make_server: ServerMaker, own_redis: RedisProcess
+) -> None:
+    own_redis.start()
+    server = with_redis(make_server, own_redis)
+    client = server.connect()
+    seed = assert_recovers(client, 1)
+    for _ in range(2):
+        own_redis.stop()
+        for step in range(6):
+            round_trip(client, 20_000 + seed + step)
+        assert eventually(lambda: state(client)[0] == "degraded")
+        own_redis.start()
+        seed = assert_recovers(client, seed)
+    assert server.counter("put_refused_chunks") == 0
+    assert server.settled().leases == 0
+
+
+def test_redis_that_hangs_holds_up_no_put_and_no_get(
+    make_server: ServerMaker, own_redis: RedisProcess
+) -> None:
+    own_redis.start()
+    server = with_redis(make_server, own_redis, "--redis-timeout-ms", "100")
+    client = server.connect()
+    seed = assert_recovers(client, 1)
+    with own_redis.frozen():
+        for step in range(6):
+            round_trip(client, 20_000 + step)
+        assert eventually(lambda: state(client)[0] == "degraded")
+    assert_recovers(client, seed)
+
+
+def test_chunks_that_only_redis_had_are_misses_while_it_is_gone(
+    make_server: ServerMaker, own_redis: RedisProcess, tmp_path: Path
+) -> None:
+    own_redis.start()
+    first = with_redis(make_server, own_redis)
+    writer = first.connect()
+    keys = round_trip(writer, 1)
+    assert eventually(lambda: eventually_or_not(writer, keys))
+    second = make_server(
+        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-size", "64MiB"),
+        *("--socket", str(tmp_path / "second.sock"), "--redis-timeout-ms", "1000"),
+    )
+    reader = second.connect()
+    assert reader.namespace == writer.namespace
+    assert reader.lookup(keys).tiers == ("redis",) * 3
+    own_redis.stop()
+    assert reader.get(keys) == []
+    assert len(writer.get(keys)) == 3
+
+
+def test_second_node_finds_what_the_first_put_into_the_shared_redis(
+    make_server: ServerMaker, own_redis: RedisProcess, tmp_path: Path
+) -> None:
+    own_redis.start()
+    first = with_redis(make_server, own_redis)
+    writer = first.connect()
+    keys = round_trip(writer, 1)
+    assert eventually(lambda: eventually_or_not(writer, keys))
+    second = make_server(
+        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-size", "64MiB"),
+        *("--socket", str(tmp_path / "second.sock"), "--redis-timeout-ms", "1000"),
+    )
+    for transport in TRANSPORTS:
+        reader = second.connect(transport)
+        assert reader.lookup(keys).ready == 3
+        found = reader.get(keys)
+        assert [is_right(reader, *pair) for pair in zip(keys, found, strict=True)] == [True] * 3

@@ -1,0 +1,284 @@
+"""The documentation, held to the code: examples run, and names, values and links are true."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ServerMaker
+from golden.samples import vectors
+from local_server import LocalServer
+from pydantic.fields import FieldInfo
+
+from kvstore.proto import shm
+from kvstore.proto.wire import unpack_info
+from kvstore.server.config import ServerConfig, load_config
+from kvstore.server.flags import flag_of
+from kvstore.server.metrics import COUNTERS
+from kvstore.server.units import format_size, parse_size
+from kvstore.tiers.disk_index import IndexRow, pack_row
+from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES, ExtentFolder
+from kvstore.tiers.redis_manifest import KeyNames, Manifest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("cli", "client", "codecs", "proto", "server", "tiers")
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "data/*/*.md")
+    for path in ROOT.glob(pattern)
+)
+DEFAULT_ADDRESS = "127.0.0.1:7420"
+
+OTHER_FLAGS = {
+    "--json": "kvstore status, kvstore demo and the benchmarks",
+    "--index-url": "pip",
+}
+"""Flags in the documentation that are not kvstore-server's."""
+
+OWN_DEFAULTS = {
+    "cpu_slab_bytes": "from `--cpu`",
+    "disk": "4GiB:~/.cache/kvstore/disk",
+    "socket_path": "/tmp/kvstore-UID/{port}.sock",
+}
+"""Defaults that depend on the machine or on other settings, as the page writes them."""
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the tables under *heading*, headers and rules left out."""
+    _, _, section = text(page).partition(f"\n{heading}\n")
+    assert section, f"{page} has no {heading}"
+    section = re.split(r"\n##+ ", section)[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.M)
+    return [
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for table in tables
+        for line in table.splitlines()[2:]
+    ]
+
+
+def in_backticks(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# --- examples
+
+
+def python_blocks() -> list[tuple[str, bool, str]]:
+    """Return each python block: its page, whether it is marked to run, and its code."""
+    found = []
+    for page in PAGES:
+        blocks = re.finditer(r"(<!-- runs -->\n)?^```python\n(.*?)^```", text(page), re.M | re.S)
+        found += [(page, block[1] is not None, block[2]) for block in blocks]
+    return found
+
+
+def test_every_python_example_is_one_that_runs() -> None:
+    assert [page for page, is_marked, _ in python_blocks() if not is_marked] == []
+
+
+def test_the_readme_shows_each_way_to_connect() -> None:
+    code = "".join(code for page, _, code in python_blocks() if page == "README.md")
+    for name in ("Client(", "AsyncClient(", "TransformersConnector(", "import torch"):
+        assert name in code
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _, _ in python_blocks()}))
+def test_the_examples_of_a_page_run_one_after_another(page: str, server: LocalServer) -> None:
+    code = "\n".join(code for name, _, code in python_blocks() if name == page)
+    assert DEFAULT_ADDRESS in code
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace(DEFAULT_ADDRESS, server.address)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert server.counter("get_chunks") > 0
+
+
+# --- flags and settings
+
+
+def help_of_the_server(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        load_config(["--help"])
+    return capsys.readouterr().out
+
+
+def flags_in(page: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text(page)))
+
+
+def test_every_flag_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    known = set(re.findall(r"--[a-z-]*[a-z]", help_of_the_server(capsys)))
+    named = {flag: page for page in PAGES for flag in flags_in(page)}
+    assert {f: p for f, p in named.items() if f not in known and f not in OTHER_FLAGS} == {}
+    assert set(OTHER_FLAGS) - set(named) == set()
+
+
+def default_of(name: str, field: FieldInfo) -> str:
+    if name in OWN_DEFAULTS:
+        return OWN_DEFAULTS[name]
+    value = field.default
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return {False: "off", True: "on"}[value]
+    if "SIZE" in field.metadata:
+        return format_size(value)
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def test_the_table_of_settings_is_that_of_the_server() -> None:
+    expected = [
+        [f"`{flag_of(name)}`", f"`{name}`", default_of(name, field), field.description]
+        for name, field in ServerConfig.model_fields.items()
+    ]
+    assert rows("docs/operations.md", "## Settings") == expected
+
+
+# --- counters and gauges
+
+
+def test_the_tables_of_metrics_are_those_of_the_metrics_page(make_server: ServerMaker) -> None:
+    server = make_server("--http", "127.0.0.1:0")
+    url = f"http://127.0.0.1:{server.node.http_port}/metrics"
+    with urllib.request.urlopen(url, timeout=20) as reply:
+        lines = reply.read().decode().splitlines()
+    served = {re.split(r"[ {]", line)[0] for line in lines if not line.startswith("#")}
+    cells = (row[0] for row in rows("docs/operations.md", "## Look at it"))
+    named = {name.partition("{")[0] for cell in cells for name in in_backticks(cell)}
+    assert named == served
+    assert {f"kvstore_{name}_total" for name in COUNTERS} <= served
+
+
+# --- modules and limits
+
+
+def modules() -> set[str]:
+    found = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in room_files(room)}
+    return {name for name in found if not re.search(r"_pb2|/__init__\.py", name)}
+
+
+def room_files(room: str) -> Iterator[Path]:
+    return (ROOT / room).rglob("*.py")
+
+
+def test_every_module_has_its_sentence() -> None:
+    named = [in_backticks(row[0])[0] for row in rows("docs/architecture.md", "### Modules")]
+    assert len(named) == len(set(named))
+    assert set(named) == modules()
+
+
+def constants(module: str) -> dict[str, str]:
+    """Return the names that *module* gives a value at its top level, and the expressions."""
+    found = {}
+    for node in ast.parse(text(module)).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = ast.unparse(node.value)
+    return found
+
+
+def number(expression: str) -> float:
+    """Return the value of a sum-free constant expression, such as ``24 * 3600 * 1000``."""
+    node = ast.parse(expression, mode="eval").body
+    if isinstance(node, ast.BinOp):
+        assert isinstance(node.op, ast.LShift | ast.Mult)
+        left, right = number(ast.unparse(node.left)), number(ast.unparse(node.right))
+        return left * 2**right if isinstance(node.op, ast.LShift) else left * right
+    value = ast.literal_eval(node)
+    assert isinstance(value, int | float)
+    return value
+
+
+def stated(cell: str) -> float:
+    cell = cell.replace(" ", "")
+    return float(cell) if re.fullmatch(r"[0-9.]+", cell) else parse_size(cell)
+
+
+def test_every_constant_among_the_limits_has_the_value_of_the_code() -> None:
+    checked = 0
+    for name_cell, value_cell, module_cell, _ in rows("docs/architecture.md", "## Limits"):
+        (module,) = in_backticks(module_cell)
+        for name in in_backticks(name_cell):
+            if re.fullmatch("[A-Z_]+", name):
+                assert stated(value_cell) == number(constants(module)[name]), name
+                checked += 1
+    assert checked > 20
+
+
+def test_every_setting_among_the_limits_has_its_default() -> None:
+    defaults = {flag_of(n): default_of(n, f) for n, f in ServerConfig.model_fields.items()}
+    defaults["--disk"] = defaults["--disk"].partition(":")[0]
+    checked = 0
+    for name_cell, value_cell, *_ in rows("docs/architecture.md", "## Limits"):
+        flags = [name for name in in_backticks(name_cell) if name.startswith("--")]
+        if flags:
+            values = [value.replace(" ", "") for value in value_cell.split(",")]
+            assert values == [defaults[flag] for flag in flags]
+            checked += len(flags)
+    assert checked > 10
+
+
+def test_the_page_of_benchmarks_has_the_keys_that_are_printed() -> None:
+    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", text("bench/local.py"))
+    assert sorted(in_backticks(row[0])[0] for row in rows("docs/benchmarks.md", "## Keys")) == (
+        sorted(printed)
+    )
+
+
+# --- bytes
+
+
+def test_the_vectors_of_the_places_of_frames_are_what_the_code_writes(tmp_path: Path) -> None:
+    v = vectors()
+    info = unpack_info(bytes.fromhex(v["raw_index_row"]))
+    row = pack_row(IndexRow(info, 1, 8192, 7)).hex()
+    assert row == v["disk_row_start"] + v["raw_index_row"] + v["disk_row_end"]
+    write_id = bytes.fromhex("0011223344556677")
+    manifest = Manifest.of(info, 1 << 21, write_id, 1_700_000_000_000_000)
+    assert manifest.raw.hex() == v["manifest_start"] + v["raw_index_row"] + v["manifest_end"]
+    names = KeyNames("kvs:1:")
+    assert names.manifest(info.key).decode() == v["manifest_name"]
+    assert names.parts(manifest)[0].decode() == v["part_name"]
+    ExtentFolder(tmp_path, 1 << 20, DEFAULT_EXTENT_BYTES).close()
+    assert (tmp_path / "FORMAT").read_text() == v["format_line"] + "\n"
+
+
+def test_the_vectors_of_the_socket_are_what_the_code_sends() -> None:
+    v = vectors()
+    request = shm.Request(shm.Op.attach, 4 << 20, bytes(range(16)))
+    assert request.pack().hex() == v["attach_request"]
+    assert shm.pack_reply(shm.Reply.ok, 264 << 20).hex() == v["slab_reply"]
+
+
+# --- all pages
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_names_a_path_of_a_developers_machine(page: str) -> None:
+    private = r"(?<![\w.])/(?:work|root|home|Users|tmp(?!/kvstore-UID/))\b[^\s`)]*"
+    assert re.findall(private, text(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_every_file_in_backticks_exists(page: str) -> None:
+    folder = (ROOT / page).parent
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text(page))
+    assert [link for link in links if not (folder / link).exists()] == []
+    files = [name for name in in_backticks(text(page)) if re.fullmatch(r"[\w./-]+/[\w.-]+", name)]
+    ours = [name for name in files if name.partition("/")[0] in (*ROOMS, "bench", "docs", "tests")]
+    assert [name for name in ours if "<" not in name and not (ROOT / name).exists()] == []
