@@ -179,11 +179,14 @@ class Node:
         """Drain, let running calls end, release everything. Return whether the drain was clean."""
         self._set_health(serving=False)
         self.sessions.drain()
-        clean = self.manager.drain(self._clock() + grace_s)
+        deadline = self._clock() + grace_s
+        self.manager.drain(deadline)
         self._stopping.set()
         if self._ticker.is_alive():
             self._ticker.join()
         self._grpc.stop(min(grace_s, 2.0)).wait()
+        # Puts that had begun may have landed behind the first pass.
+        clean = self.manager.drain(deadline)
         self._close()
         return clean
 

@@ -121,8 +121,8 @@ def test_stream_that_is_cut_off_by_its_deadline_leaves_nothing(
 
     def stall() -> Iterator[pb.PutRequest]:
         yield opened
-        begun = eventually(lambda: server.usage().open_puts == 1)
-        released.append(begun and eventually(lambda: server.usage().open_puts == 0))
+        begun = eventually(lambda: server.usage().pending_puts == 1)
+        released.append(begun and eventually(lambda: server.usage().pending_puts == 0))
 
     with server.unchanged():
         with pytest.raises(DeadlineError):
@@ -139,7 +139,7 @@ def test_session_that_ends_during_a_put_takes_the_put_with_it(
         yield pb.PutRequest(
             session_id=wire.terms.session_id, frame_bytes=len(frame), data=frame[:1000]
         )
-        assert eventually(lambda: server.usage().open_puts == 1)
+        assert eventually(lambda: server.usage().pending_puts == 1)
         wire.call("CloseSession", pb.CloseSessionRequest())
         yield pb.PutRequest(session_id=wire.terms.session_id, data=frame[1000:])
 
