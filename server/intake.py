@@ -118,6 +118,9 @@ class Intake:
         limit = self._limit
         session_id = ticket.session.session_id
         with self._lock:
+            if ticket.session.is_closed:
+                # Its puts were already aborted; this one came too late for that.
+                raise LeaseExpiredError(f"session_id={session_id}: closed; open a session")
             owned = self._by_session.setdefault(session_id, set())
             if len(owned) >= limit:
                 raise QuotaExceededError(

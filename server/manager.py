@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -161,6 +162,7 @@ class TierManager:
             rest = keys[len(copies) :]
             if self._ask_shared(rest, deadline):
                 copies, pending = self.catalog.match(keys, min_fidelity)
+        copies = list(takewhile(self._can_be_read, copies))
         lease_id = 0
         if lease and copies:
             granted, known = self.catalog.grant(
@@ -183,6 +185,9 @@ class TierManager:
             lease_id=lease_id,
             lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
         )
+
+    def _can_be_read(self, held: Mapping[str, ChunkInfo]) -> bool:
+        return any(not self.transfers.shelves[name].breaker.is_open for name in held)
 
     def _fastest(self, held: Mapping[str, ChunkInfo]) -> tuple[str, int]:
         for name, shelf in self.transfers.shelves.items():

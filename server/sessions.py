@@ -34,6 +34,8 @@ class Session:
     heard_at: float
     is_attached: bool = False
     """Whether its process holds the data plane's socket open: then it is alive."""
+    is_closed: bool = False
+    """Set before what it owns is released: nothing may be given to it from then on."""
 
 
 class SessionTable:
@@ -110,6 +112,7 @@ class SessionTable:
             session = self._sessions.pop(session_id, None)
         if session is None:
             return False
+        session.is_closed = True
         for callback in self.on_close:
             callback(session)
         return True
