@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -90,7 +90,7 @@ class Connection:
             reply,
         )
 
-    def stream(self, method: str, request: Any, deadline_ms: int) -> Iterator[Any]:
+    def stream(self, method: str, request: Any, deadline_ms: int) -> Generator[Any, None, None]:
         """Yield the replies of *method*. Closing the iterator cancels the call."""
         self._gate.check()
         timeout_s = deadline_ms / 1000 + SLACK_S

@@ -121,6 +121,10 @@ class Catalog:
         with self._lock:
             return [n.key for n in self._index if tier in n.copies and len(n.copies) == 1]
 
+    def count_on(self, tier: str) -> int:
+        """Copies known on *tier*."""
+        return len(self._policies[tier])
+
     def __len__(self) -> int:
         return len(self._index)
 

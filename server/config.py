@@ -87,14 +87,16 @@ def _socket_path() -> str:
 
 
 def _slab_bytes(values: Mapping[str, int]) -> int:
-    """A power of two near a sixteenth of the tier, and a 32nd more.
+    """A power of two near a sixteenth of the tier, a 32nd more, and what is left over.
 
     Few slabs to pass, room for a frame; the odd 32nd because a frame is a power of two and its
     header, of which a slab of a power of two would hold one less than it could.
     """
-    near = 1 << (values["cpu_size"] // 16).bit_length() - 1
+    cpu_bytes = values["cpu_size"]
+    near = 1 << (cpu_bytes // 16).bit_length() - 1
     near = max(MIN_TIER_BYTES, min(near, MAX_SLAB_BYTES))
-    return min(near + near // 32, values["cpu_size"] // (4 * KIB) * (4 * KIB))
+    slabs = max(1, cpu_bytes // (near + near // 32))
+    return cpu_bytes // slabs // (4 * KIB) * (4 * KIB)
 
 
 class DiskConfig(BaseModel):

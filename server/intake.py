@@ -94,7 +94,7 @@ class Intake:
         ticket = PutTicket(self._new_id(), session, reservation)
         try:
             self._own(ticket)
-        except QuotaExceededError:
+        except (QuotaExceededError, LeaseExpiredError):
             self.discard(ticket)
             raise
         return ticket

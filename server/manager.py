@@ -21,6 +21,9 @@ from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import TierStats
 
+MAX_SHARED_CHUNKS = 1 << 18
+"""Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
@@ -225,7 +228,7 @@ class TierManager:
             # Known by now or not, the caller asked because it did not know it.
             news = True
             if shelf.name not in self.catalog.copies(info.key):
-                self.catalog.note_sealed(shelf.name, info)
+                self._learn(shelf, info)
         return news
 
     def release(self, session: Session, lease_id: int) -> bool:
@@ -307,7 +310,27 @@ class TierManager:
             for info in shelf.tier.scan():
                 self.catalog.note_sealed(shelf.name, info)
                 count += 1
+        for shelf in self._shared:
+            # In the background: it may be far away, or down.
+            self._mover.submit(f"ask-{shelf.name}", b"scan", partial(self._learn_all, shelf))
         return count
+
+    def _learn_all(self, shelf: Shelf) -> bool:
+        """Index what a shared tier held at the start: it counts against our share of it.
+
+        What the index does not know could never be evicted to make room.
+        """
+
+        def work() -> bool:
+            for info in shelf.tier.scan():
+                self._learn(shelf, info)
+            return True
+
+        return shelf.guarded(work)
+
+    def _learn(self, shelf: Shelf, info: ChunkInfo) -> None:
+        if self.catalog.count_on(shelf.name) < MAX_SHARED_CHUNKS:
+            self.catalog.note_sealed(shelf.name, info)
 
     def shelf_statuses(self) -> list[ShelfStatus]:
         """Return the state of each tier, fastest first."""

@@ -21,7 +21,7 @@ COUNTERS: Mapping[str, str] = {
     "put_invalid_chunks": "frames of puts that failed a check",
     "promoted_chunks": "chunks copied up into CPU memory",
     "copied_chunks": "chunks copied down to a lower tier",
-    "skipped_copies": "copies to a lower tier not made because its lane was full",
+    "skipped_copies": "copies to a lower tier not made, its lane being full or the tier set aside",
     "failed_copies": "copies to a lower tier that failed",
     "evicted_chunks": "chunks evicted from a tier",
     "dropped_victims": "evicted chunks of which no tier kept a copy",

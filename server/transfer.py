@@ -164,10 +164,10 @@ class Transfers:
         if ticket is not None:
             try:
                 self.mover.wait(ticket, deadline)
-            except DeadlineError:
-                raise
-            except KVStoreError:
-                self.counters.add("failed_copies")
+            except KVStoreError as error:
+                if isinstance(error, DeadlineError):
+                    raise
+                # Counted where it failed; the victim has to go all the same.
         copies = self.catalog.copies(key)
         if shelf.name not in copies:
             return
@@ -182,8 +182,15 @@ class Transfers:
     def copy_down(self, key: ChunkKey, target: Shelf, *, urgent: bool = False) -> Ticket | None:
         """Queue a copy of *key* to a lower shelf; None when its lane is full."""
         return self.mover.submit(
-            f"store-{target.name}", key, lambda: self._copy(key, target), urgent=urgent
+            f"store-{target.name}", key, lambda: self._counted_copy(key, target), urgent=urgent
         )
+
+    def _counted_copy(self, key: ChunkKey, target: Shelf) -> bool:
+        try:
+            return self._copy(key, target)
+        except KVStoreError:
+            self.counters.add("failed_copies")
+            raise
 
     def load(self, key: ChunkKey, source: Shelf, tenant: str) -> Ticket | None:
         """Queue a copy of *key* from a lower shelf to CPU memory; None when its lane is full."""

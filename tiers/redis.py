@@ -84,7 +84,8 @@ class RedisTier(Tier):
     then the chunk may show, whole.
 
     *ttl_s* is a chunk's life from its sealing. *timeout_ms* bounds each connect, send and
-    receive. Parts of *part_bytes* limit a frame to 1024 of them.
+    receive. Parts of *part_bytes* limit a frame to 1024 of them; a little
+    below a power of two, as Redis' allocator rounds what is above it up by a quarter.
     """
 
     name = "redis"
@@ -97,7 +98,7 @@ class RedisTier(Tier):
         capacity_bytes: int,
         *,
         timeout_ms: int = 500,
-        part_bytes: int = 2 << 20,
+        part_bytes: int = (2 << 20) - 64,
         ttl_s: int = 86_400,
         prefix: str = "kvs:1:",
         stamps: Stamps | None = None,

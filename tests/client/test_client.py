@@ -198,12 +198,13 @@ def test_client_opens_another_session_when_the_server_lost_it(
     server: LocalServer, client: Client
 ) -> None:
     keys = store(client, 1, 3)
-    for call in (
+    calls: list[Callable[[], int]] = [
         lambda: len(client.get(keys)),
         lambda: client.lookup(keys).ready,
         lambda: len(client.put(chunks_of(client, keys))),
         lambda: len(client.list()),
-    ):
+    ]
+    for call in calls:
         (session_id,) = server.node.sessions._sessions
         server.node.sessions.close(session_id)
         assert call() == 3

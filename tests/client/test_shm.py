@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from contracts.transport import TransportContract, assert_reads, outcomes, store
 from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL, chunks_of, keys_of
+from prompts import MEDIUM, SMALL, chunks_of, is_right, keys_of
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.session import Session
@@ -68,6 +68,49 @@ class TestShmTransport(TransportContract):
                 frame[0] = 0
             with pytest.raises(ValueError, match="WRITEABLE"):
                 frame.flags.writeable = True
+
+    def test_get_that_finds_nothing_of_what_it_leased_leaves_no_lease(
+        self, make_server: ServerMaker
+    ) -> None:
+        server = make_server("--tiers", "cpu")
+        client = server.connect("shm")
+        keys = store(client, 1, 2)
+        assert server.node.manager.transfers.cpu_tier.delete(keys[0])
+        assert client.get(keys) == []
+        assert server.settled().leases == 0
+        assert server.counter("expired_leases") == 0
+
+    def test_chunks_stay_while_they_are_read_however_hard_others_push(
+        self, make_server: ServerMaker
+    ) -> None:
+        server = make_server("--tiers", "cpu", "--cpu", "4MiB")
+        reader, writer = (
+            server.connect("shm", MEDIUM, self.options(chunk_tokens=64)) for _ in range(2)
+        )
+        keys = keys_of(reader, 1, 6)
+        chunks = chunks_of(reader, keys)
+        done = threading.Event()
+
+        def push() -> None:
+            seed = 2
+            while not done.is_set():
+                seed += 1
+                writer.put(chunks_of(writer, keys_of(writer, seed, 6)))
+
+        thread = threading.Thread(target=push)
+        thread.start()
+        whole = 0
+        try:
+            for _ in range(60):
+                reader.put(chunks)
+                found = reader.get(keys)
+                assert all(is_right(reader, *pair) for pair in zip(keys, found, strict=False))
+                whole += len(found) == len(keys)
+        finally:
+            done.set()
+            thread.join()
+        assert whole > 0
+        assert server.counter("evicted_chunks") > 60
 
     def test_chunk_larger_than_the_staging_memory_is_put_all_the_same(
         self, connect: Callable[..., Client]

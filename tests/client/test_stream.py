@@ -45,9 +45,7 @@ def test_frames_are_what_their_parts_add_up_to(frames: list[bytes], cut: int) ->
             if done is not None:
                 whole.append(done)
     assert [frame.tobytes() for frame in whole] == frames
-    assert not any(
-        np.shares_memory(one, other) for one, other in pairwise(whole)
-    )
+    assert not any(np.shares_memory(one, other) for one, other in pairwise(whole))
 
 
 LIES: dict[str, tuple[list[pb.FramePart], str]] = {

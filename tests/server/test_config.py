@@ -313,19 +313,24 @@ def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("cpu", "slab_bytes"),
+    ("cpu", "slab_bytes", "slabs"),
     [
-        ("4MiB", 4 * MIB),
-        ("64MiB", 4 * MIB + 128 * KIB),
-        ("100MiB", 4 * MIB + 128 * KIB),
-        ("1GiB", 66 * MIB),
-        ("1500MiB", 66 * MIB),
-        ("4GiB", 264 * MIB),
-        ("1TiB", 264 * MIB),
+        ("4MiB", 4 * MIB, 1),
+        ("64MiB", 4_472_832, 15),
+        ("100MiB", 4_366_336, 24),
+        ("1GiB", 71_581_696, 15),
+        ("1500MiB", 71_491_584, 22),
+        ("4GiB", 286_330_880, 15),
+        ("1TiB", 276_881_408, 3971),
     ],
 )
-def test_the_slab_follows_the_cpu_tier_between_its_bounds(cpu: str, slab_bytes: int) -> None:
-    assert load_config(["--cpu", cpu]).cpu_slab_bytes == slab_bytes
+def test_slabs_fill_the_cpu_tier_and_leave_room_for_headers(
+    cpu: str, slab_bytes: int, slabs: int
+) -> None:
+    config = load_config(["--cpu", cpu])
+    assert config.cpu_slab_bytes == slab_bytes
+    assert config.cpu_size // slab_bytes == slabs
+    assert config.cpu_size - slabs * slab_bytes < slabs * 4 * KIB
 
 
 def test_a_slab_that_is_given_is_kept() -> None:

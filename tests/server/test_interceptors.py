@@ -60,7 +60,7 @@ class _Faulty:
         self.error: Exception = KVStoreError("")
         self.failures: list[grpc.RpcError] = []
 
-    def handlers(self) -> grpc.GenericRpcHandler:
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         def once(request: Any, context: grpc.ServicerContext) -> bytes:
             raise self.error
 

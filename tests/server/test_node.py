@@ -42,7 +42,7 @@ def taken_port() -> tuple[socket.socket, int]:
 def assert_first_works_on(server: LocalServer) -> None:
     """Fail unless the server still stores and serves through both transports."""
     for transport in ("shm", "grpc"):
-        client = server.connect(transport)  # type: ignore[arg-type]
+        client = server.connect(transport)
         keys = keys_of(client, 5, 2)
         client.put(chunks_of(client, keys))
         assert [is_right(client, *pair) for pair in zip(keys, client.get(keys), strict=True)] == [
