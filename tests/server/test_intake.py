@@ -298,3 +298,14 @@ def test_write_through_queues_a_copy_to_each_lower_tier_and_counts_what_it_canno
     core.settle()
     assert [core.tiers_of(v) for v in versions] == [["cpu", "disk"], ["cpu", "disk"], ["cpu"]]
     core.close()
+
+
+def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
+    core: Core, session: Session
+) -> None:
+    core.sessions.close(session.session_id)
+    (version,) = prompt(1)
+    with pytest.raises(LeaseExpiredError, match="open a session"):
+        core.manager.puts.begin(session, version.info, core.later())
+    assert core.cpu.stats().used_bytes == 0
+    assert core.catalog.pending_count() == 0

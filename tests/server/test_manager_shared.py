@@ -8,6 +8,8 @@ from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
 
+from kvstore.server.manager import ManagerLimits
+
 TIER_BYTES = 2 << 20
 
 
@@ -62,3 +64,48 @@ def test_a_delete_reaches_copies_in_a_shared_tier_that_this_node_never_saw() -> 
         assert core.manager.delete(keys_of(versions), core.later()) == (2, 0)
         assert redis.stats().chunks == 0
         assert core.manager.lookup(session, keys_of(versions), core.later(), lease=False).ready == 0
+
+
+def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> None:
+    versions = prompt(6)
+    room_bytes = SimRedis(TIER_BYTES, no_faults()).allocated_bytes(versions[0].info.size_bytes)
+    redis = SimRedis(3 * room_bytes, no_faults())
+    for version in versions[:3]:
+        redis.others_put(version.info, version.frame)
+    limits = ManagerLimits(load_headroom_percent=0, write_through=True)
+    with closing(Core([redis], clock=FakeClock(), limits=limits)) as core:
+        core.manager.recover()
+        while core.mover.step():
+            pass
+        session = core.open_session()
+        core.put(session, versions[3:])
+        while core.mover.step():
+            pass
+        assert core.counters["copied_chunks"] == 3
+        assert core.counters["failed_copies"] == 0
+        assert redis.stats().used_bytes <= redis.capacity_bytes
+
+
+def test_a_copy_that_a_tier_cannot_take_is_counted() -> None:
+    redis = SimRedis(TIER_BYTES, no_faults())
+    limits = ManagerLimits(load_headroom_percent=0, write_through=True)
+    with closing(Core([redis], clock=FakeClock(), limits=limits)) as core:
+        redis.faults.fail = 1.0
+        core.put(core.open_session(), prompt(2))
+        while core.mover.step():
+            pass
+        assert core.counters["failed_copies"] == 2
+
+
+def test_a_lookup_leaves_out_what_only_a_tier_set_aside_holds() -> None:
+    redis = SimRedis(TIER_BYTES, no_faults())
+    with closing(Core([redis], clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(2)
+        core.put(session, versions[:1])
+        redis.others_put(versions[1].info, versions[1].frame)
+        keys = keys_of(versions)
+        assert core.manager.lookup(session, keys, core.later(), lease=False).ready == 2
+        for _ in range(3):
+            core.shelf("redis").breaker.fail("frozen")
+        assert core.manager.lookup(session, keys, core.later(), lease=False).ready == 1
