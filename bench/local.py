@@ -40,6 +40,8 @@ from kvstore.proto.wire import join_digests
 
 MIB = 1 << 20
 CHUNKS = 16
+PROMPT_CHUNKS = 32
+"""A prompt of 8k tokens."""
 REPEATS = 7
 BURST_CHUNKS = 2000
 LOOKUP_TOKENS = 128 * 1024
@@ -114,7 +116,7 @@ def bench_transport(address: str, report: Report) -> None:
     """Shared memory against memcpy, and gRPC in GB/s."""
     options = ClientOptions(transport="shm", deadline_ms=20_000)
     with Client(address, MODEL, options) as client:
-        keys, chunks = make_chunks(client, CHUNKS, 1)
+        keys, chunks = make_chunks(client, PROMPT_CHUNKS, 1)
         size = chunk_bytes(chunks)
         out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in chunks]
         copy_all(chunks, out)

@@ -15,7 +15,7 @@ from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, Representation
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome, Representation
 
 SMALL = make_representation()
 """A frame of 16 tokens of it has 2.3 KB."""
@@ -96,3 +96,22 @@ def frame_of(
 def other_revision(representation: Representation) -> Representation:
     """Return the same model with other weights."""
     return replace(representation, model_revision="f" * 40)
+
+
+def outcomes(client: Client, chunks: list[Chunk]) -> list[PutOutcome]:
+    """Put chunks and return what became of each."""
+    return [put.outcome for put in client.put(chunks)]
+
+
+def store(client: Client, seed: int, count: int) -> list[ChunkKey]:
+    """Put a prompt of *count* chunks, all of which must be stored; return its keys."""
+    keys = keys_of(client, seed, count)
+    assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.stored] * count
+    return keys
+
+
+def assert_reads(client: Client, keys: list[ChunkKey]) -> None:
+    """Fail unless every chunk comes back, right and in order."""
+    found = client.get(keys)
+    assert len(found) == len(keys)
+    assert all(is_right(client, key, one) for key, one in zip(keys, found, strict=True))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from bare_wire import wire_to
 from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, chunks_of, is_right, keys_of, other_revision, tokens
+from prompts import MEDIUM, SMALL, chunks_of, is_right, keys_of, other_revision, store, tokens
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.types import ChunkKey, Fidelity
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -36,13 +36,6 @@ def transport(request: pytest.FixtureRequest) -> TransportName:
 @pytest.fixture
 def client(server: LocalServer, transport: TransportName) -> Client:
     return server.connect(transport)
-
-
-def store(client: Client, seed: int, count: int) -> list[ChunkKey]:
-    """Put a prompt of *count* chunks; return its keys."""
-    keys = keys_of(client, seed, count)
-    assert {put.outcome for put in client.put(chunks_of(client, keys))} == {PutOutcome.stored}
-    return keys
 
 
 # --- keys

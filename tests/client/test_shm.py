@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from contracts.transport import TransportContract, assert_reads, outcomes, store
+from contracts.transport import TransportContract
 from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, chunks_of, is_right, keys_of
+from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, outcomes, store
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.session import Session

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from contracts.transport import TransportContract, assert_reads, store
+from contracts.transport import TransportContract
 from hypothesis import given
 from hypothesis import strategies as st
-from prompts import MEDIUM
+from prompts import MEDIUM, assert_reads, store
 
 from kvstore.client import Client
 from kvstore.client.stream import StreamTransport

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_representation
@@ -20,11 +19,14 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import (
     MEDIUM,
     SMALL,
+    assert_reads,
     chunks_of,
     equal,
     is_right,
     keys_of,
+    outcomes,
     parts_of,
+    store,
     tensors_of,
     tokens,
 )
@@ -36,11 +38,7 @@ from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
 from kvstore.client.transport import Transport
 from kvstore.codecs.base import empty_tensors
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    LayoutMismatchError,
-    LeaseExpiredError,
-)
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ChainDigest,
@@ -50,28 +48,6 @@ from kvstore.proto.types import (
     PutOutcome,
     Representation,
 )
-
-_WRITERS = 16
-_THREADS = 8
-
-
-def outcomes(client: Client, chunks: list[Chunk]) -> list[PutOutcome]:
-    """Put chunks and return what became of each."""
-    return [put.outcome for put in client.put(chunks)]
-
-
-def store(client: Client, seed: int, count: int) -> list[ChunkKey]:
-    """Put a prompt of *count* chunks, all of which must be stored; return its keys."""
-    keys = keys_of(client, seed, count)
-    assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.stored] * count
-    return keys
-
-
-def assert_reads(client: Client, keys: list[ChunkKey]) -> None:
-    """Fail unless every chunk comes back, right and in order."""
-    found = client.get(keys)
-    assert len(found) == len(keys)
-    assert all(is_right(client, key, one) for key, one in zip(keys, found, strict=True))
 
 
 class TransportContract:
@@ -256,7 +232,7 @@ class TransportContract:
             connect(MEDIUM, self.options(chunk_tokens=64, staging_bytes=1 << 19)) for _ in range(4)
         ]
         (key,) = keys_of(clients[0], 1, 1)
-        start = Barrier(_WRITERS)
+        start = Barrier(16)
 
         def write(version: int) -> PutOutcome:
             client = clients[version % len(clients)]
@@ -264,9 +240,9 @@ class TransportContract:
             start.wait()
             return outcomes(client, chunks)[0]
 
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            answers = list(pool.map(write, range(_WRITERS)))
-        assert sorted(answers) == [PutOutcome.stored] + [PutOutcome.exists] * (_WRITERS - 1)
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(write, range(16)))
+        assert sorted(answers) == [PutOutcome.stored] + [PutOutcome.exists] * (15)
         (found,) = clients[0].get([key])
         assert is_right(clients[0], key, found, answers.index(PutOutcome.stored))
         assert server.settled().tiers[0][1].chunks == 1
@@ -389,8 +365,6 @@ class TransportContract:
             client.put(chunks, durable=True)
         assert server.settled().open_puts == 0
 
-    # --- many at once, and the end
-
     def test_threads_that_share_a_client_do_not_disturb_each_other(self, client: Client) -> None:
         shared = store(client, 99, 6)
 
@@ -400,8 +374,8 @@ class TransportContract:
                 assert_reads(client, keys)
                 assert_reads(client, shared)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(work, range(_THREADS)))
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
 
     def test_closing_a_client_releases_everything_it_had(
         self, server: LocalServer, connect: Callable[..., Client]
@@ -423,4 +397,3 @@ class TransportContract:
         with bare.get(digests, 0, DEADLINE_MS) as arriving:
             arrived = list(arriving)
         assert [(one.index, one.tier) for one in arrived] == [(0, "cpu"), (1, "cpu")]
-        assert all(isinstance(one.frame, np.ndarray) for one in arrived)
