@@ -8,7 +8,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,7 @@ from kvstore.proto.wire import join_digests, layout_to_message
 
 _GENERATION_BYTES = 8
 _SOCKET_TIMEOUT_S = 2.0
-_GROUPS_PER_RESERVE = 8
+_GROUPS_PER_RESERVE = 4
 _PARTS = 4
 """The staging memory is written part by part, while the server reads those before."""
 _MAX_SLABS = 4096
@@ -226,8 +226,8 @@ class ShmTransport(Transport):
 class _Pipeline:
     """One put: while one group is encoded, those before it are being committed.
 
-    A call costs each side about half a millisecond of its core, so room is reserved for many
-    groups at once.
+    A call costs each side about half a millisecond of its core, so room is reserved for several
+    groups at once, and ahead.
     """
 
     def __init__(self, transport: ShmTransport, durable: bool, deadline_ms: int) -> None:
@@ -239,31 +239,41 @@ class _Pipeline:
         self._results: list[Put] = []
         self._pending: deque[_Group] = deque()
         self._open_ids: set[int] = set()
+        self._asked: list[Callable[[], pb.ReserveResponse]] = []
         self._next_part = 0
 
     def run(self, groups: Sequence[Sequence[Outgoing]]) -> list[Put]:
         """Put the groups; return what became of each chunk, in order."""
+        windows = [
+            groups[start : start + _GROUPS_PER_RESERVE]
+            for start in range(0, len(groups), _GROUPS_PER_RESERVE)
+        ]
         try:
-            for start in range(0, len(groups), _GROUPS_PER_RESERVE):
-                self._put_window(groups[start : start + _GROUPS_PER_RESERVE])
+            reserved = self._reserve(windows[0])
+            for number, window in enumerate(windows):
+                outcomes, ids = reserved()
+                if number + 1 < len(windows):
+                    reserved = self._reserve(windows[number + 1])
+                self._put_window(window, outcomes, ids)
             self._finish_all()
-        except BaseException:
+        except KVStoreError:
             for left in self._pending:
                 left.settle()
             self._abort()
             raise
         return self._results
 
-    def _put_window(self, groups: Sequence[Sequence[Outgoing]]) -> None:
-        """Reserve room for all groups in one call; group by group if there is not enough."""
-        outcomes, ids = self._reserve([chunk for group in groups for chunk in group])
+    def _put_window(
+        self, groups: Sequence[Sequence[Outgoing]], outcomes: list[Put], ids: list[int]
+    ) -> None:
+        """Write and commit what room was reserved for; ask again for the rest, bit by bit."""
         is_short = any(put.outcome is PutOutcome.refused for put in outcomes)
         if is_short and (self._pending or len(groups) > 1):
             # What we have under way may be what fills the tier: let it land, ask for less.
             self._finish_all()
-            self._abort()
+            self._abort(ids)
             for group in groups:
-                self._put_window([group])
+                self._put_window([group], *self._reserve([group])())
             return
         start = 0
         for group in groups:
@@ -279,11 +289,22 @@ class _Pipeline:
         self._next_part = (self._next_part + 1) % _PARTS
         self._pending.append(_Group(outcomes, self._commit(ids, offsets)))
 
-    def _reserve(self, chunks: Sequence[Outgoing]) -> tuple[list[Put], list[int]]:
+    def _reserve(
+        self, groups: Sequence[Sequence[Outgoing]]
+    ) -> Callable[[], tuple[list[Put], list[int]]]:
+        """Ask for room for *groups*; the returned function waits for the answer."""
+        chunks = [chunk for group in groups for chunk in group]
         request = _reserve_request(self._session_id, chunks, self._durable, self._deadline_ms)
-        reply = self._connection.call("Reserve", request, self._deadline_ms, pb.ReserveResponse)
-        self._open_ids.update(i for i in reply.reservation_ids if i)
-        return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
+        wait = self._connection.send("Reserve", request, self._deadline_ms)
+        self._asked.append(wait)
+
+        def reserved() -> tuple[list[Put], list[int]]:
+            reply: pb.ReserveResponse = wait()
+            self._asked.remove(wait)
+            self._open_ids.update(i for i in reply.reservation_ids if i)
+            return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
+
+        return reserved
 
     def _commit(
         self, ids: Sequence[int], offsets: Sequence[int]
@@ -305,12 +326,17 @@ class _Pipeline:
         while self._pending:
             self._results += self._pending.popleft().finish()
 
-    def _abort(self) -> None:
-        """Give back what was reserved and not committed."""
-        if not self._open_ids:
+    def _abort(self, reservation_ids: Sequence[int] | None = None) -> None:
+        """Give back those of the given reservations, or of all, that are not committed."""
+        if reservation_ids is None:
+            for wait in self._asked:
+                with suppress(KVStoreError):
+                    self._open_ids.update(i for i in wait().reservation_ids if i)
+        unused = self._open_ids.intersection(reservation_ids or self._open_ids)
+        if not unused:
             return
-        request = pb.AbortRequest(session_id=self._session_id, reservation_ids=self._open_ids)
-        self._open_ids.clear()
+        self._open_ids -= unused
+        request = pb.AbortRequest(session_id=self._session_id, reservation_ids=unused)
         try:
             self._connection.call("Abort", request, self._deadline_ms, pb.AbortResponse)
         except KVStoreError:

@@ -148,6 +148,17 @@ class FrameTemplate:
         )  # fmt: skip
 
 
+@lru_cache(maxsize=64)
+def _empty_rows(layout: KVLayout) -> NDArray[Any]:
+    """Return the segment table of *layout* with everything but the names still zero."""
+    rows = np.zeros(layout.segment_count, dtype=SEGMENT_DTYPE)
+    layers = [component.layers for component in layout.components]
+    rows["component"] = np.repeat(np.arange(len(layers)), layers)
+    rows["layer"] = np.concatenate([np.arange(count) for count in layers])
+    rows.flags.writeable = False
+    return rows
+
+
 class FrameWriter:
     """Fill a caller's buffer with one frame, segment by segment, in layer order.
 
@@ -159,11 +170,7 @@ class FrameWriter:
         self._out = out
         layout = template.layout
         _check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
-        self._segments = np.zeros(layout.segment_count, dtype=SEGMENT_DTYPE)
-        self._segments["component"] = np.repeat(
-            np.arange(len(layout.components)), [c.layers for c in layout.components]
-        )
-        self._segments["layer"] = np.concatenate([np.arange(c.layers) for c in layout.components])
+        self._segments = _empty_rows(layout).copy()
         self._next = 0
         self._end = header_bytes(layout)
 
@@ -308,11 +315,10 @@ def _check_limits(component_count: int, segment_count: int, raw_bytes: int) -> N
 def _check_segments(layout: KVLayout, segments: NDArray[Any], size: int, frame_bytes: int) -> None:
     if frame_bytes > MAX_FRAME_BYTES:
         raise InvalidFrameError("frame_bytes", frame_bytes, f"at most {MAX_FRAME_BYTES}")
-    layers = [component.layers for component in layout.components]
-    components = np.repeat(np.arange(len(layers)), layers)
+    names = _empty_rows(layout)
     in_order = (
-        np.array_equal(segments["component"], components)
-        and np.array_equal(segments["layer"], np.concatenate([np.arange(n) for n in layers]))
+        np.array_equal(segments["component"], names["component"])
+        and np.array_equal(segments["layer"], names["layer"])
         and not segments["section"].any()
     )
     if not in_order:

@@ -93,7 +93,7 @@ def server_process(tmp_path: Path) -> Iterator[ProcessMaker]:
     yield make
     for process in made:
         process.kill()
-        shutil.rmtree(process.socket_path.parent, ignore_errors=True)  # pytest keeps folders for a while
+        shutil.rmtree(process.socket_path.parent, ignore_errors=True)
 
 
 @pytest.fixture

@@ -75,6 +75,6 @@ def test_stream_that_is_closed_early_is_cancelled(server: LocalServer) -> None:
     request = pb.ListRequest(session_id=wire.terms.session_id)
     pages = wire.connection.stream("List", request, DEADLINE_MS)
     assert len(next(pages).chunks) == 256
-    pages.close()  # type: ignore[attr-defined]
+    pages.close()
     assert list(pages) == []
     assert eventually(lambda: len(wire.stream("List", pb.ListRequest())) == 2)

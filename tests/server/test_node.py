@@ -219,4 +219,4 @@ def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
     )
     next(replies)
     assert server.stop()
-    replies.close()  # type: ignore[attr-defined]
+    replies.close()
