@@ -165,7 +165,7 @@ class TierManager:
             rest = keys[len(copies) :]
             if self._ask_shared(rest, deadline):
                 copies, pending = self.catalog.match(keys, min_fidelity)
-        copies = list(takewhile(self._can_be_read, copies))
+        copies = self._readable(copies)
         lease_id = 0
         if lease and copies:
             granted, known = self.catalog.grant(
@@ -189,8 +189,13 @@ class TierManager:
             lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
         )
 
-    def _can_be_read(self, held: Mapping[str, ChunkInfo]) -> bool:
-        return any(not self.transfers.shelves[name].breaker.is_open for name in held)
+    def _readable(self, chunks: list[Mapping[str, ChunkInfo]]) -> list[Mapping[str, ChunkInfo]]:
+        """Return the copies on tiers that are in use, up to the first chunk without one."""
+        barred = {name for name, shelf in self.transfers.shelves.items() if shelf.breaker.is_open}
+        if not barred:
+            return chunks
+        in_use = ({n: held[n] for n in held if n not in barred} for held in chunks)
+        return list(takewhile(bool, in_use))
 
     def _fastest(self, held: Mapping[str, ChunkInfo]) -> tuple[str, int]:
         for name, shelf in self.transfers.shelves.items():

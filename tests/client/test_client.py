@@ -101,6 +101,13 @@ def test_verbs_agree_on_what_is_there(client: Client) -> None:
     assert client.list() == []
 
 
+def test_chunk_can_be_deleted_as_soon_as_its_get_is_over(client: Client) -> None:
+    for seed in range(20):
+        keys = store(client, seed, 2)
+        assert len(client.get(keys)) == 2
+        assert (client.delete(keys) if seed % 2 else client.clear()) == 2
+
+
 def test_listing_of_many_chunks_comes_whole(client: Client) -> None:
     keys = store(client, 1, 600)
     assert {chunk.digest for chunk in client.list()} == {key[16:] for key in keys}

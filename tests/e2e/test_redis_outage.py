@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -46,21 +47,14 @@ def state(client: Client) -> tuple[str, str]:
     return tier.state, tier.reason
 
 
-def assert_recovers(client: Client, seed: int) -> int:
-    """Fail unless puts reach Redis again; return the next unused seed."""
-    seeds = iter(range(seed, seed + 10_000))
-
-    def reaches() -> bool:
-        keys = round_trip(client, next(seeds))
-        return eventually_or_not(client, keys)
-
-    assert eventually(reaches)
-    assert state(client) == ("serving", "")
-    return next(seeds)
-
-
-def eventually_or_not(client: Client, keys: list[ChunkKey]) -> bool:
+def is_on_redis(client: Client, keys: list[ChunkKey]) -> bool:
     return all("redis" in tiers for tiers in tiers_of(client, keys))
+
+
+def assert_recovers(client: Client, seeds: Iterator[int]) -> None:
+    """Fail unless puts reach Redis again."""
+    assert eventually(lambda: is_on_redis(client, round_trip(client, next(seeds))))
+    assert state(client) == ("serving", "")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -69,14 +63,15 @@ def test_server_starts_and_serves_without_its_redis_and_says_so(
 ) -> None:
     server = with_redis(make_server, own_redis)
     client = server.connect(transport)
-    for seed in range(6):
-        keys = round_trip(client, seed)
-        assert client.lookup([*keys, *keys_of(client, 100 + seed, 1)]).ready == 3
+    seeds = count(1)
+    for _ in range(6):
+        keys = round_trip(client, next(seeds))
+        assert client.lookup([*keys, *keys_of(client, next(seeds), 1)]).ready == 3
     assert eventually(lambda: state(client)[0] == "degraded")
     assert own_redis.url.removesuffix("/0") in state(client)[1]
     assert eventually(lambda: tiers_of(client, keys) == [{"cpu", "disk"}] * 3)
     own_redis.start()
-    assert_recovers(client, 1000)
+    assert_recovers(client, seeds)
 
 
 def test_redis_that_dies_and_returns_costs_no_put_and_no_get(
@@ -85,14 +80,15 @@ def test_redis_that_dies_and_returns_costs_no_put_and_no_get(
     own_redis.start()
     server = with_redis(make_server, own_redis)
     client = server.connect()
-    seed = assert_recovers(client, 1)
+    seeds = count(1)
+    assert_recovers(client, seeds)
     for _ in range(2):
         own_redis.stop()
-        for step in range(6):
-            round_trip(client, 20_000 + seed + step)
+        for _ in range(6):
+            round_trip(client, next(seeds))
         assert eventually(lambda: state(client)[0] == "degraded")
         own_redis.start()
-        seed = assert_recovers(client, seed)
+        assert_recovers(client, seeds)
     assert server.counter("put_refused_chunks") == 0
     assert server.settled().leases == 0
 
@@ -103,12 +99,13 @@ def test_redis_that_hangs_holds_up_no_put_and_no_get(
     own_redis.start()
     server = with_redis(make_server, own_redis, "--redis-timeout-ms", "100")
     client = server.connect()
-    seed = assert_recovers(client, 1)
+    seeds = count(1)
+    assert_recovers(client, seeds)
     with own_redis.frozen():
-        for step in range(6):
-            round_trip(client, 20_000 + step)
+        for _ in range(6):
+            round_trip(client, next(seeds))
         assert eventually(lambda: state(client)[0] == "degraded")
-    assert_recovers(client, seed)
+    assert_recovers(client, seeds)
 
 
 def test_chunks_that_only_redis_had_are_misses_while_it_is_gone(
@@ -118,7 +115,7 @@ def test_chunks_that_only_redis_had_are_misses_while_it_is_gone(
     first = with_redis(make_server, own_redis)
     writer = first.connect()
     keys = round_trip(writer, 1)
-    assert eventually(lambda: eventually_or_not(writer, keys))
+    assert eventually(lambda: is_on_redis(writer, keys))
     second = make_server(
         *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-size", "64MiB"),
         *("--socket", str(tmp_path / "second.sock"), "--redis-timeout-ms", "1000"),
@@ -138,7 +135,7 @@ def test_second_node_finds_what_the_first_put_into_the_shared_redis(
     first = with_redis(make_server, own_redis)
     writer = first.connect()
     keys = round_trip(writer, 1)
-    assert eventually(lambda: eventually_or_not(writer, keys))
+    assert eventually(lambda: is_on_redis(writer, keys))
     second = make_server(
         *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-size", "64MiB"),
         *("--socket", str(tmp_path / "second.sock"), "--redis-timeout-ms", "1000"),

@@ -375,7 +375,7 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
     before = len(os.listdir(ONLY_OPEN_FDS))
     for _ in range(20):
         assert peer.ask(Request(Op.slab, 1).pack()) is Reply.ok
-    assert len(os.listdir(ONLY_OPEN_FDS)) == before
+    assert eventually(lambda: len(os.listdir(ONLY_OPEN_FDS)) == before)
     peer.close()
     plane.close()
     os.close(slab)

@@ -48,7 +48,7 @@ class Readers:
     # --- lookups and leases
 
     def look_up(self, session: Session) -> None:
-        """The answer is the longest prefix that exists, each chunk from its fastest tier."""
+        """The answer is the longest prefix that can be read, each chunk from its fastest tier."""
         keys = self.chain(session.tenant)
         deadline = self.deadline()
         lease = self.draw.random() < 0.6
@@ -61,11 +61,15 @@ class Readers:
         copies = [self.world.catalog.copies(key) for key in keys]
         prefix = next((at for at, held in enumerate(copies) if not held), len(keys))
         assert match.ready <= prefix
+        barred = {shelf.name for shelf in self.world.shelves if shelf.breaker.is_open}
+        readable = next(
+            (at for at, held in enumerate(copies) if not held.keys() - barred), len(keys)
+        )
         if self.world.faults.raised == raised and deadline > self.world.clock():
-            assert match.ready == prefix
+            assert match.ready == readable
         assert match.ready + match.pending + match.missing == len(keys)
         order = [shelf.name for shelf in self.world.shelves]
-        fastest = [min(held, key=order.index) for held in copies[: match.ready]]
+        fastest = [min(held.keys() - barred, key=order.index) for held in copies[: match.ready]]
         assert list(match.tiers) == fastest
         assert len(match.load_us) == match.ready
         assert bool(match.lease_id) == (lease and match.ready > 0)
