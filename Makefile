@@ -35,7 +35,7 @@ redis:
 	@command -v redis-server >/dev/null || { echo "installing Debian's redis-server"; \
 		$(APT_INSTALL) redis-server; }
 
-demo: $(STAMP) ## start a server, put and get through it, print what happened
+demo: $(STAMP) ## a real engine's KV survives its process, and its server
 	@mkdir -p build
 	$(BIN)/kvstore demo --json build/demo.json
 
