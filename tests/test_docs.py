@@ -38,7 +38,6 @@ DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
     "--json": "kvstore status, kvstore demo and the benchmarks",
-    "--index-url": "pip",
 }
 """Flags in the documentation that are not kvstore-server's."""
 
