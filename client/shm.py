@@ -312,7 +312,6 @@ class _Pipeline:
         wanted = [i for i in ids if i]
         if not wanted:
             return None
-        self._open_ids.difference_update(wanted)
         request = pb.CommitRequest(
             session_id=self._session_id,
             reservation_ids=wanted,
@@ -320,7 +319,9 @@ class _Pipeline:
             durable=self._durable,
             deadline_ms=self._deadline_ms,
         )
-        return self._connection.send("Commit", request, self._deadline_ms)
+        wait = self._connection.send("Commit", request, self._deadline_ms)
+        self._open_ids.difference_update(wanted)
+        return wait
 
     def _finish_all(self) -> None:
         while self._pending:
