@@ -7,18 +7,28 @@ is a process of its own on embedded defaults but for sizes and paths.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from bench.report import Report, best_s, paired, parse_flags
+from bench.workload import (
+    MIB,
+    MODEL,
+    SMALL,
+    check,
+    chunk_bytes,
+    connect,
+    copy_all,
+    make_chunks,
+    redis_server,
+    serving,
+)
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.client import parents
 from kvstore.client.connection import Connection
@@ -37,79 +47,14 @@ from kvstore.proto.types import (
     RopeParameters,
 )
 from kvstore.proto.wire import join_digests
+from kvstore.server.main import keep_freed_memory
 
-MIB = 1 << 20
 CHUNKS = 16
 PROMPT_CHUNKS = 32
 """A prompt of 8k tokens."""
 REPEATS = 11
 BURST_CHUNKS = 2000
 LOOKUP_TOKENS = 128 * 1024
-
-# Chunks of 8 MiB: eight layers of an 8B-class model (8 KV heads of 128, bf16) x 256 tokens.
-MODEL = Representation(
-    "bench/8b", "r1", "none", "none",
-    (LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(8)), 8, 128),),
-    RopeParameters(500000.0, 128), "none",
-)  # fmt: skip
-# Chunks of 1 MiB: one layer of the same.
-SMALL = Representation(
-    "bench/1mib", "r1", "none", "none",
-    (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 8, 128),),
-    RopeParameters(500000.0, 128), "none",
-)  # fmt: skip
-
-
-@contextmanager
-def serving(*flags: str, disk: Path) -> Iterator[tuple[str, int]]:
-    """Run a server process; yield its address and pid."""
-    command = [
-        sys.executable, "-m", "kvstore.server", "--listen", "127.0.0.1:0", "--log-level", "error",
-        "--socket", str(disk.parent / "kv.sock"), *flags,
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if "listening on" not in line:
-                raise RuntimeError(f"the server did not start: {line!r}")
-            yield line.split()[3], process.pid
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
-    """Return *count* chained chunks of bf16 noise, each with memory of its own."""
-    rng = np.random.default_rng(seed)
-    keys = client.keys(rng.integers(0, 1 << 31, 256 * count).tolist())
-    chunks = []
-    for key, parent in zip(keys, parents(keys), strict=True):
-        tensors = empty_tensors(KVLayout.of(client.representation, 256))
-        for part in (part for layers in tensors for parts in layers for part in parts):
-            part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
-        chunks.append(Chunk(key, tensors, parent))
-    return keys, chunks
-
-
-def chunk_bytes(chunks: Sequence[Chunk]) -> int:
-    """Decoded bytes of *chunks*."""
-    return sum(
-        int(part.nbytes)
-        for c in chunks
-        for layers in c.tensors
-        for parts in layers
-        for part in parts
-    )
-
-
-def copy_all(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
-    """The limit of a copy-out: plain numpy copies of the same tensors."""
-    for chunk, room in zip(chunks, out, strict=True):
-        for layers, room_layers in zip(chunk.tensors, room, strict=True):  # type: ignore[call-overload]
-            for parts, room_parts in zip(layers, room_layers, strict=True):
-                for part, room_part in zip(parts, room_parts, strict=True):
-                    np.copyto(room_part, part)
 
 
 def bench_transport(address: str, report: Report) -> None:
@@ -143,20 +88,11 @@ def bench_transport(address: str, report: Report) -> None:
             "shm_get_vs_memcpy", copy_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
             f"memcpy {size / copy_s / 1e9:.2f} GB/s, bar 0.8",
         )  # fmt: skip
-        _check(chunks, out)
+        check(chunks, out)
     with Client(address, MODEL, ClientOptions(transport="grpc", deadline_ms=20_000)) as client:
         get_s = best_s(lambda: client.get(keys, out), REPEATS)
         report.add("grpc_get_gbps", size / get_s / 1e9, f"{size / MIB:.0f} MiB", "bar 0.5")
-        _check(chunks, out)
-
-
-def _check(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
-    for chunk, room in zip(chunks, out, strict=True):
-        for layers, room_layers in zip(chunk.tensors, room, strict=True):  # type: ignore[call-overload]
-            for parts, room_parts in zip(layers, room_layers, strict=True):
-                for part, room_part in zip(parts, room_parts, strict=True):
-                    if not np.array_equal(part, room_part):
-                        raise AssertionError("wrong bytes")
+        check(chunks, out)
 
 
 def bench_tier(
@@ -170,7 +106,7 @@ def bench_tier(
         match = client.lookup(keys)
         assert match.tiers == (tier,) * len(keys), match.tiers
         best = min(best, best_s(lambda: client.get(keys, out), 1))
-        _check(chunks, out)
+        check(chunks, out)
     return best
 
 
@@ -185,7 +121,7 @@ def bench_disk(folder: Path, report: Report) -> None:
     """Disk gets from the page cache against preadv of the same bytes."""
     disk = folder / "disk"
     flags = ("--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{disk}")
-    with serving(*flags, disk=disk) as (address, _), _client(address, MODEL) as client:
+    with serving(*flags, disk=disk) as (address, _), connect(address, MODEL) as client:
         keys, chunks = make_chunks(client, CHUNKS, 2)
         client.put(chunks, durable=True)
         size = chunk_bytes(chunks)
@@ -211,14 +147,14 @@ def bench_redis(folder: Path, report: Report) -> None:
     """
     import redis
 
-    with _redis(folder) as port:
+    with redis_server(folder) as port:
         url = f"redis://127.0.0.1:{port}/0"
         flags = (
             "--tiers", "cpu,redis", "--cpu", "256MiB", "--redis", url, "--redis-codec", "raw",
             "--redis-timeout-ms", "5000",
         )  # fmt: skip
         disk = folder / "none"
-        with serving(*flags, disk=disk) as (address, _), _client(address, MODEL) as client:
+        with serving(*flags, disk=disk) as (address, _), connect(address, MODEL) as client:
             keys, chunks = make_chunks(client, CHUNKS, 3)
             client.put(chunks)
             raw = redis.Redis(port=port)
@@ -230,6 +166,7 @@ def bench_redis(folder: Path, report: Report) -> None:
             def get_raw() -> None:
                 assert sum(len(raw.get(name) or b"") for name in names) >= size
 
+            keep_freed_memory()  # as the tier's process does; both sides allocate replies of 2 MB
             tier_s, raw_s = paired(_redis_gets(url, keys), get_raw, REPEATS)
             client_s = bench_tier(client, "redis", chunks, keys, 4)
             raw.close()
@@ -264,50 +201,6 @@ def _redis_gets(url: str, keys: Sequence[ChunkKey]) -> Callable[[], None]:
     return get
 
 
-@contextmanager
-def _redis(folder: Path) -> Iterator[int]:
-    """Run a Redis of our own; yield its port."""
-    import socket
-
-    program = shutil.which("redis-server")
-    if program is None:
-        raise SystemExit("redis-server is not installed; `make test` installs it")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    command = [
-        program,
-        "--port",
-        str(port),
-        "--save",
-        "",
-        "--appendonly",
-        "no",
-        "--dir",
-        str(folder),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            _wait_for(port)
-            yield port
-        finally:
-            process.terminate()
-            process.wait(10)
-
-
-def _wait_for(port: int) -> None:
-    import redis
-
-    for _ in range(100):
-        try:
-            redis.Redis(port=port).ping()
-        except redis.ConnectionError:
-            time.sleep(0.05)
-        else:
-            return
-    raise RuntimeError("Redis did not start")
-
-
 def bench_lookup(address: str, report: Report) -> None:
     """One lookup of 128k tokens, all of it stored, leased: time at the server."""
     model = Representation(
@@ -315,7 +208,7 @@ def bench_lookup(address: str, report: Report) -> None:
         (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 1, 8),),
         RopeParameters(500000.0, 8), "none",
     )  # fmt: skip
-    with _client(address, model) as client:
+    with connect(address, model) as client:
         keys, chunks = make_chunks(client, LOOKUP_TOKENS // 256, 4)
         client.put(chunks)
         connection = Connection(address, 1000)
@@ -356,7 +249,7 @@ def bench_import(report: Report) -> None:
 def bench_burst(folder: Path, report: Report) -> None:
     """2,000 puts of 1 MiB into 128 MiB of CPU memory and disk: how many cannot be read after."""
     flags = ("--tiers", "cpu,disk", "--cpu", "128MiB", "--disk", f"3GiB:{folder / 'burst'}")
-    with serving(*flags, disk=folder / "burst") as (address, _), _client(address, SMALL) as client:
+    with serving(*flags, disk=folder / "burst") as (address, _), connect(address, SMALL) as client:
         rng = np.random.default_rng(5)
         keys = client.keys(rng.integers(0, 1 << 31, 256 * BURST_CHUNKS).tolist())
         base = rng.integers(0, 1 << 16, (2, 8, 256, 128), dtype=np.uint16)
@@ -419,10 +312,6 @@ def bench_metadata(folder: Path, report: Report) -> None:
     for tier in tiers:
         tier.close()
     report.add("metadata_bytes_per_chunk", (after - before) / count, "CPU + disk copy", "reported")
-
-
-def _client(address: str, model: Representation) -> Client:
-    return Client(address, model, ClientOptions(deadline_ms=20_000))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
         _set_up_logs(config)
-        _keep_freed_memory()
+        keep_freed_memory()
         node, port = create_server(config)
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Have glibc keep what messages of a megabyte free, rather than give it back each time.
 
     Faulting the pages in again costs more than all copies of the message together: gets over

@@ -1,0 +1,151 @@
+"""What benchmarks serve and put: a server process, a Redis, chunks of noise."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.client import Chunk, Client, ClientOptions
+from kvstore.client.client import parents
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.types import (
+    ChunkKey,
+    DType,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Representation,
+    RopeParameters,
+)
+
+MIB = 1 << 20
+
+# Chunks of 8 MiB: eight layers of an 8B-class model (8 KV heads of 128, bf16) x 256 tokens.
+MODEL = Representation(
+    "bench/8b", "r1", "none", "none",
+    (LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(8)), 8, 128),),
+    RopeParameters(500000.0, 128), "none",
+)  # fmt: skip
+# Chunks of 1 MiB: one layer of the same.
+SMALL = Representation(
+    "bench/1mib", "r1", "none", "none",
+    (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 8, 128),),
+    RopeParameters(500000.0, 128), "none",
+)  # fmt: skip
+
+
+@contextmanager
+def serving(*flags: str, disk: Path) -> Iterator[tuple[str, int]]:
+    """Run a server process; yield its address and pid."""
+    command = [
+        sys.executable, "-m", "kvstore.server", "--listen", "127.0.0.1:0", "--log-level", "error",
+        "--socket", str(disk.parent / "kv.sock"), *flags,
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if "listening on" not in line:
+                raise RuntimeError(f"the server did not start: {line!r}")
+            yield line.split()[3], process.pid
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
+    """Return *count* chained chunks of bf16 noise, each with memory of its own."""
+    rng = np.random.default_rng(seed)
+    keys = client.keys(rng.integers(0, 1 << 31, 256 * count).tolist())
+    chunks = []
+    for key, parent in zip(keys, parents(keys), strict=True):
+        tensors = empty_tensors(KVLayout.of(client.representation, 256))
+        for part in (part for layers in tensors for parts in layers for part in parts):
+            part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
+        chunks.append(Chunk(key, tensors, parent))
+    return keys, chunks
+
+
+def chunk_bytes(chunks: Sequence[Chunk]) -> int:
+    """Decoded bytes of *chunks*."""
+    return sum(
+        int(part.nbytes)
+        for c in chunks
+        for layers in c.tensors
+        for parts in layers
+        for part in parts
+    )
+
+
+def copy_all(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
+    """The limit of a copy-out: plain numpy copies of the same tensors."""
+    for chunk, room in zip(chunks, out, strict=True):
+        for layers, room_layers in zip(chunk.tensors, room, strict=True):  # type: ignore[call-overload]
+            for parts, room_parts in zip(layers, room_layers, strict=True):
+                for part, room_part in zip(parts, room_parts, strict=True):
+                    np.copyto(room_part, part)
+
+
+def check(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
+    """Raise AssertionError unless *out* holds the bytes of *chunks*."""
+    for chunk, room in zip(chunks, out, strict=True):
+        for layers, room_layers in zip(chunk.tensors, room, strict=True):  # type: ignore[call-overload]
+            for parts, room_parts in zip(layers, room_layers, strict=True):
+                for part, room_part in zip(parts, room_parts, strict=True):
+                    if not np.array_equal(part, room_part):
+                        raise AssertionError("wrong bytes")
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[int]:
+    """Run a Redis of our own; yield its port."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise SystemExit("redis-server is not installed; `make test` installs it")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    command = [
+        program,
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(folder),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            _wait_for(port)
+            yield port
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _wait_for(port: int) -> None:
+    import redis
+
+    for _ in range(100):
+        try:
+            redis.Redis(port=port).ping()
+        except redis.ConnectionError:
+            time.sleep(0.05)
+        else:
+            return
+    raise RuntimeError("Redis did not start")
+
+
+def connect(address: str, model: Representation) -> Client:
+    """Return a client of *model* with a deadline that no benchmark runs into."""
+    return Client(address, model, ClientOptions(deadline_ms=20_000))
