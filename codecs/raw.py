@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from xxhash import xxh3_64
 
-from kvstore.codecs.base import ChunkTensors, Codec, Part
+from kvstore.codecs.base import ChunkTensors, Codec, Part, check_tensors
 from kvstore.proto.buffers import BLOCK_BYTES, Bytes, copy_summed
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FrameHeader, check_segment, raw_frame_bytes
@@ -54,26 +54,29 @@ class RawCodec(Codec):
                 digest.update(ours)  # type: ignore[arg-type]
         return component.layer_bytes, digest.intdigest()
 
-    def decode_checked(
-        self, header: FrameHeader, frame: Bytes, index: int, out: Sequence[Part]
-    ) -> None:
-        """Copy segment *index* into *out*, summing what was copied while it is in cache."""
-        data = header.segment(frame, index)
-        component = header.layout.components[int(header.segments[index]["component"])]
-        if len(data) != component.layer_bytes:
-            raise _wrong_size(data, component)
-        digest = xxh3_64()
-        part_bytes = component.part_bytes
-        for number, part in enumerate(out):
-            ours = data[number * part_bytes : (number + 1) * part_bytes]
-            if part.flags.c_contiguous:
-                copy_summed(part.reshape(-1).view(np.uint8), ours, digest)
-                continue
-            typed = ours.view(f"<u{part.itemsize}").reshape(part.shape)
-            for block, theirs in _blocks(typed, part):
-                np.copyto(theirs, block)
-                digest.update(block)  # type: ignore[arg-type]
-        check_segment(header, index, digest.intdigest())
+    def decode_into(self, header: FrameHeader, frame: Bytes, out: ChunkTensors) -> None:
+        """Copy each segment into *out*, summing what was copied while it is in cache.
+
+        Raises as ``Codec.decode_into`` does. One loop for all layers: a call for each costs a
+        tenth of the copies of a chunk.
+        """
+        self.check_header(header)
+        check_tensors(header.layout, out)
+        rows = header.segments
+        starts, sizes = rows["offset"].tolist(), rows["stored_bytes"].tolist()
+        index = 0
+        for component, layers in zip(header.layout.components, out, strict=True):
+            layer_bytes, part_bytes = component.layer_bytes, component.part_bytes
+            for parts in layers:
+                start = starts[index]
+                if sizes[index] != layer_bytes:
+                    raise _wrong_size(frame[start : start + sizes[index]], component)
+                digest = xxh3_64()
+                for part in parts:
+                    _copy_part(frame[start : start + part_bytes], part, digest)
+                    start += part_bytes
+                check_segment(header, index, digest.intdigest())
+                index += 1
 
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
         """Return the tensors inside a raw *frame* without copying, writable when it is.
@@ -91,6 +94,16 @@ class RawCodec(Codec):
             ]
             for component in header.layout.components
         ]
+
+
+def _copy_part(data: Bytes, part: Part, digest: xxh3_64) -> None:
+    if part.flags.c_contiguous:
+        copy_summed(part.reshape(-1).view(np.uint8), data, digest)
+        return
+    typed = data.view(f"<u{part.itemsize}").reshape(part.shape)
+    for block, theirs in _blocks(typed, part):
+        np.copyto(theirs, block)
+        digest.update(block)  # type: ignore[arg-type]
 
 
 def _blocks(view: Part, part: Part) -> Iterator[tuple[Part, Part]]:
