@@ -208,9 +208,9 @@ class Client:
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified.
 
-        Tensors come as arrays (unsigned integers stand for bfloat16 and fp8), or are written
-        into *out*, one entry a key, numpy or torch. What lies in *out* past the returned
-        length is not to be used.
+        Tensors come as arrays of unsigned integers of the dtype's size, to be viewed as it, or
+        are written into *out*, one entry a key, numpy or torch. What lies in *out* past the
+        returned length is not to be used.
         """
         return self._with_session(lambda _: self._get(keys, out, 0))
 

@@ -138,13 +138,7 @@ class ShmTransport(Transport):
     def get(
         self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
     ) -> Iterator[Iterator[Arrived]]:
-        request = pb.GetRequest(
-            session_id=self.session.terms.session_id,
-            digests=join_digests(digests),
-            lease_id=lease_id,
-            deadline_ms=deadline_ms,
-            via=pb.VIA_SHARED_MEMORY,
-        )
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY)
         leases: set[int] = set()
         try:
             with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import ChainDigest
-from kvstore.proto.wire import MESSAGE_BYTES, join_digests
+from kvstore.proto.wire import MESSAGE_BYTES
 
 
 def _stays() -> None:
@@ -51,13 +51,7 @@ class StreamTransport(Transport):
     def get(
         self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
     ) -> Iterator[Iterator[Arrived]]:
-        request = pb.GetRequest(
-            session_id=self.session.terms.session_id,
-            digests=join_digests(digests),
-            lease_id=lease_id,
-            deadline_ms=deadline_ms,
-            via=pb.VIA_STREAM,
-        )
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM)
         with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
             yield self._assembled(replies)
 

@@ -18,6 +18,7 @@ from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.types import ChainDigest, PutOutcome
+from kvstore.proto.wire import join_digests
 
 RAW = RawCodec()
 
@@ -86,6 +87,18 @@ class Transport(ABC):
         With a ``lease_id`` of 0 a lease is taken until the context is left: read before that,
         not only before the iteration ends.
         """
+
+    def get_request(
+        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int, via: pb.Via
+    ) -> pb.GetRequest:
+        """Return the request that both ways of getting begin with."""
+        return pb.GetRequest(
+            session_id=self.session.terms.session_id,
+            digests=join_digests(digests),
+            lease_id=lease_id,
+            deadline_ms=deadline_ms,
+            via=via,
+        )
 
     @abstractmethod
     def close(self) -> None:

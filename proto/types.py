@@ -293,14 +293,6 @@ class ChunkInfo:
         return ChunkKey(self.key[:DIGEST_BYTES] + self.parent)
 
 
-class Readiness(IntEnum):
-    """What a lookup says of one chunk."""
-
-    missing = 0
-    ready = 1
-    pending = 2
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
     """Answer to a lookup: the longest prefix that can be read; a miss is a Match of 0.

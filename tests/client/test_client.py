@@ -321,8 +321,10 @@ def test_closed_client_says_so_whatever_is_asked(client: Client) -> None:
 
 
 def test_client_that_was_never_used_closes(server: LocalServer, no_leaks: None) -> None:
-    with Client(server.address, SMALL):
+    with Client(server.address, SMALL) as client:
         pass
+    with pytest.raises(KVStoreError, match="closed"):
+        client.status()
 
 
 def test_closing_a_client_under_its_calls_raises_errors_of_the_store_only(
