@@ -190,7 +190,9 @@ class Client:
                 deadline_ms=self.options.deadline_ms,
                 min_fidelity=min_fidelity,
             )
-            reply = self._call("Lookup", request, pb.LookupResponse)
+            reply = transport.calls.call(
+                "Lookup", request, self.options.deadline_ms, pb.LookupResponse
+            )
             return Match(
                 ready=reply.ready,
                 pending=reply.pending,
@@ -212,7 +214,15 @@ class Client:
         are written into *out*, one entry a key, numpy or torch. What lies in *out* past the
         returned length is not to be used.
         """
-        return self._with_session(lambda _: self._get(keys, out, 0))
+
+        def work(_: Transport) -> list[ChunkTensors]:
+            return self._get(keys, out, 0)
+
+        try:
+            return self._with_session(work)
+        except LeaseExpiredError:
+            # One was found damaged, and dropped, between its place and our look: ask what is left.
+            return self._with_session(work)
 
     def lease(self, keys: Sequence[ChunkKey]) -> ChunkLease:
         """Look up *keys* and keep what is ready from eviction: ``with client.lease(keys) as l``."""
@@ -248,7 +258,7 @@ class Client:
             request = pb.ReleaseRequest(
                 session_id=transport.session.terms.session_id, lease_ids=[lease_id]
             )
-            self._call("Release", request, pb.ReleaseResponse)
+            transport.calls.call("Release", request, self.options.deadline_ms, pb.ReleaseResponse)
         except KVStoreError:
             return  # it ends with its session or its time
 

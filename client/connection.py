@@ -51,7 +51,7 @@ class Connection:
             ],
         )
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
-        self._gate = Gate(retry_after_ms, clock)
+        self.gate = Gate(retry_after_ms, clock)
         self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
         self._sent: set[Future[Any]] = set()
         self._mending: Any = None
@@ -70,7 +70,7 @@ class Connection:
         The call blocks in a thread of ours: gRPC's own futures hold up their caller for as long
         as the call takes (measured with grpcio 1.76: 4 ms of a 4 ms call).
         """
-        self._gate.check()
+        self.gate.check()
         try:
             sent = self._callers.submit(self.call, method, request, deadline_ms, object)
         except RuntimeError as error:  # the executor's answer after ``close``
@@ -92,7 +92,7 @@ class Connection:
 
     def stream(self, method: str, request: Any, deadline_ms: int) -> Generator[Any, None, None]:
         """Yield the replies of *method*. Closing the iterator cancels the call."""
-        self._gate.check()
+        self.gate.check()
         timeout_s = deadline_ms / 1000 + SLACK_S
         try:
             call = getattr(self._stub, method)(request, timeout=timeout_s)
@@ -108,17 +108,17 @@ class Connection:
             call.cancel()
 
     def _tried(self, work: Callable[[], Any], reply: type[T]) -> T:
-        self._gate.check()
+        self.gate.check()
         try:
             result: T = work()
         except grpc.RpcError as error:
             translated = translate(error)
-            if self._gate.note(translated):
+            if self.gate.note(translated):
                 self._mend()
             raise translated from None
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
-        self._gate.note(None)
+        self.gate.note(None)
         return result
 
     def _mend(self) -> None:

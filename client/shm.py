@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
+from kvstore.client.local_link import LocalLink
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
 from kvstore.proto import kvstore_pb2 as pb
@@ -68,6 +69,7 @@ class ShmTransport(Transport):
             self._socket = self._attach(descriptor, size_bytes)
         finally:
             os.close(descriptor)
+        self.calls = LocalLink(session.terms, session.connection)
         self._slabs: dict[int, Bytes] = {}
         # One question at a time on the socket; also guards _slabs.
         self._slab_lock = threading.Lock()
@@ -141,7 +143,7 @@ class ShmTransport(Transport):
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY)
         leases: set[int] = set()
         try:
-            with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
+            with closing(self.calls.stream("Get", request, deadline_ms)) as replies:
                 yield self._arriving(replies, leases)
         finally:
             for own_lease in leases - {0, lease_id}:
@@ -204,13 +206,13 @@ class ShmTransport(Transport):
     def _release(self, lease_id: int, deadline_ms: int) -> None:
         request = pb.ReleaseRequest(session_id=self.session.terms.session_id, lease_ids=[lease_id])
         try:
-            # Not waited for: a release that is lost ends with the lease's own time.
-            self.session.connection.send("Release", request, deadline_ms)
+            self.calls.call("Release", request, deadline_ms, pb.ReleaseResponse)
         except KVStoreError:
-            return
+            return  # it ends with the lease's own time
 
     @override
     def close(self) -> None:
+        self.calls.close()
         self._socket.close()
         self._staging = np.empty(0, np.uint8)
         with self._slab_lock:
@@ -226,7 +228,7 @@ class _Pipeline:
 
     def __init__(self, transport: ShmTransport, durable: bool, deadline_ms: int) -> None:
         self._transport = transport
-        self._connection = transport.session.connection
+        self._calls = transport.calls
         self._session_id = transport.session.terms.session_id
         self._durable = durable
         self._deadline_ms = deadline_ms
@@ -289,12 +291,12 @@ class _Pipeline:
         """Ask for room for *groups*; the returned function waits for the answer."""
         chunks = [chunk for group in groups for chunk in group]
         request = _reserve_request(self._session_id, chunks, self._durable, self._deadline_ms)
-        wait = self._connection.send("Reserve", request, self._deadline_ms)
+        wait = self._calls.send("Reserve", request, self._deadline_ms)
         self._asked.append(wait)
 
         def reserved() -> tuple[list[Put], list[int]]:
-            reply: pb.ReserveResponse = wait()
             self._asked.remove(wait)
+            reply: pb.ReserveResponse = wait()
             self._open_ids.update(i for i in reply.reservation_ids if i)
             return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
 
@@ -313,7 +315,7 @@ class _Pipeline:
             durable=self._durable,
             deadline_ms=self._deadline_ms,
         )
-        wait = self._connection.send("Commit", request, self._deadline_ms)
+        wait = self._calls.send("Commit", request, self._deadline_ms)
         self._open_ids.difference_update(wanted)
         return wait
 
@@ -333,7 +335,7 @@ class _Pipeline:
         self._open_ids -= unused
         request = pb.AbortRequest(session_id=self._session_id, reservation_ids=unused)
         try:
-            self._connection.call("Abort", request, self._deadline_ms, pb.AbortResponse)
+            self._calls.call("Abort", request, self._deadline_ms, pb.AbortResponse)
         except KVStoreError:
             return  # they end with the session
 

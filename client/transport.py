@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvstore.client.connection import Connection
+from kvstore.client.local_link import LocalLink
 from kvstore.client.session import Session
 from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.raw import RawCodec
@@ -73,6 +75,8 @@ class Transport(ABC):
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.calls: Connection | LocalLink = session.connection
+        """Where control calls go."""
 
     @abstractmethod
     def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:

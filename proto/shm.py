@@ -30,19 +30,30 @@ SIZE_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_SEAL
 
 
 class Op(IntEnum):
-    """What a client asks. ``attach`` brings its staging memory and the session's token."""
+    """What a client asks.
+
+    ``attach`` brings its staging memory and the session's token; ``join`` the token again, on a
+    further connection for calls (proto/calls.py).
+    """
 
     attach = 1
     slab = 2
+    join = 3
+    call = 4
 
 
 class Reply(IntEnum):
-    """What the server answers. ``ok`` to ``slab`` comes with the slab's descriptor."""
+    """What the server answers. ``ok`` to ``slab`` comes with the slab's descriptor.
+
+    ``more`` and ``failed`` answer calls only.
+    """
 
     ok = 0
     denied = 1
     unknown = 2
     invalid = 3
+    more = 4
+    failed = 5
 
 
 @dataclass(frozen=True, slots=True)

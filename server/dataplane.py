@@ -1,15 +1,14 @@
-"""The data plane of one host: descriptors of slabs and staging memory over a Unix socket."""
+"""The data plane of one host: descriptors and calls over a Unix socket."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import selectors
+import select
 import socket
-import stat
-import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +17,21 @@ import structlog
 
 from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
+from kvstore.proto.calls import MAX_PACKET_BYTES, Packet
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    QuotaExceededError,
+    UnauthenticatedError,
+)
 from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.unix_socket import is_trusted, listen
 
-_CREDENTIALS = struct.Struct("3i")
+CONNECTIONS_PER_SESSION = 16
 _POLL_S = 0.5
 _ATTACH_WITHIN_S = 5.0
-_BACKLOG = 128
+_SEND_WITHIN_S = 2.0
+_JOIN_WITHIN_S = 2.0
 
 logger = structlog.get_logger(__name__)
 
@@ -34,6 +41,18 @@ SlabFile = Callable[[int, str], tuple[int, int]]
 Raises KVStoreError.
 """
 
+Answer = Callable[[Session, shm.Request, bytes], Generator[Packet, None, None]]
+"""A call's session, head and message to the packets of its answer, errors among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLimits:
+    """``threads`` answer at once; ``max_sessions`` peers may be about to say who they are."""
+
+    max_sessions: int
+    max_staging_bytes: int
+    threads: int
+
 
 @dataclass(slots=True, eq=False)
 class _Peer:
@@ -41,14 +60,18 @@ class _Peer:
     since: float
     session: Session | None = None
     staging_map: mmap.mmap | None = field(default=None, repr=False)
+    is_busy: bool = False
+    """A thread serves it: nobody else may close its connection."""
 
 
 class DataPlane:
-    """Listen on *path*, check who connects, hand out slabs, take in staging memory.
+    """Listen on *path*, check who connects, hand out slabs, take in staging memory, answer calls.
 
-    One thread serves all peers: messages are 32 bytes and never wait for each other. A peer's
-    end closes its session. *clock* returns monotonic seconds.
-    Raises InvalidRequestError when another server listens on *path*.
+    Several threads wait for messages side by side: whoever gets one answers it, so that no
+    call is handed from thread to thread. The end of the connection that brought a session's
+    memory closes the session; connections that joined it are for calls only, one at a time.
+    *clock* returns monotonic seconds. Raises InvalidRequestError when another server listens on
+    *path*.
     """
 
     def __init__(
@@ -57,25 +80,34 @@ class DataPlane:
         sessions: SessionTable,
         slab_file: SlabFile,
         clock: Callable[[], float],
-        max_peers: int,
-        max_staging_bytes: int,
+        limits: PlaneLimits,
     ) -> None:
         self.path = path
         self._sessions = sessions
         self._slab_file = slab_file
         self._clock = clock
-        self._max_peers = max_peers
-        self._max_staging_bytes = max_staging_bytes
+        self._limits = limits
+        self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
         self._staging: dict[int, Bytes] = {}
-        self._listener = _listen(path)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        # Guards the two above, for dictionary operations only.
+        self._lock = threading.Lock()
+        self._listener = listen(path)
+        self._poll = select.epoll()
+        self._poll.register(self._listener, select.EPOLLIN)
         self._wake_out, self._wake_in = os.pipe()
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._poll.register(self._wake_out, select.EPOLLIN)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dataplane", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(not n,), name=f"dataplane-{n}", daemon=True)
+            for n in range(limits.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def answer_calls(self, answer: Answer) -> None:
+        """Have *answer* answer calls; until then they are refused."""
+        self._answer = answer
 
     def staging(self, session_id: int) -> Bytes:
         """Return the session's staging memory. Raises InvalidRequestError if it brought none."""
@@ -85,83 +117,152 @@ class DataPlane:
         return staging
 
     def is_alive(self) -> bool:
-        """Whether the serving thread lives."""
-        return self._thread.is_alive()
+        """Whether every serving thread lives."""
+        return all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Stop serving, hang up on every peer and remove the socket. Idempotent."""
+        """Stop serving, hang up on every peer and remove the socket. Idempotent.
+
+        A call that still sleeps out its deadline is waited for only a moment.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
         os.write(self._wake_in, b".")
-        self._thread.join()
+        deadline = self._clock() + _JOIN_WITHIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
         for peer in list(self._peers.values()):
             self._hang_up(peer)
         self._listener.close()
-        self._selector.close()
-        os.close(self._wake_out)
-        os.close(self._wake_in)
         self.path.unlink(missing_ok=True)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._poll.close()
+            os.close(self._wake_out)
+            os.close(self._wake_in)
 
-    def _run(self) -> None:
+    # --- threads
+
+    def _run(self, is_keeper: bool) -> None:
+        """Serve what comes; one thread also keeps out who does not say who they are."""
+        timeout_s = _POLL_S if is_keeper else None
         while not self._closed.is_set():
-            for key, _ in self._selector.select(_POLL_S):
-                if key.fileobj is self._listener:
+            for descriptor, _ in self._poll.poll(timeout_s, 1):
+                if descriptor == self._listener.fileno():
                     self._accept()
-                elif key.fd in self._peers:
-                    self._serve(self._peers[key.fd])
-            self._drop_silent_strangers()
+                else:
+                    self._serve(descriptor)
+            if is_keeper:
+                self._drop_idlers()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # another thread was faster
         except OSError as error:
             logger.warning("data plane cannot accept", reason=str(error))
             return
-        if len(self._peers) >= self._max_peers or not _is_trusted(connection):
+        with self._lock:
+            strangers = sum(peer.session is None for peer in self._peers.values())
+            is_full = strangers >= self._limits.max_sessions or not is_trusted(connection)
+            if not is_full:
+                self._peers[connection.fileno()] = _Peer(connection, self._clock())
+        if is_full:
             connection.close()
             return
         connection.setblocking(False)
-        self._peers[connection.fileno()] = _Peer(connection, self._clock())
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
 
-    def _drop_silent_strangers(self) -> None:
+    def _drop_idlers(self) -> None:
+        """Hang up on peers that never said who they are, and on those whose session ended."""
         oldest = self._clock() - _ATTACH_WITHIN_S
         for peer in list(self._peers.values()):
-            if peer.session is None and peer.since < oldest:
+            is_silent = peer.session is None and peer.since < oldest
+            if (is_silent or (peer.session and peer.session.is_closed)) and self._claim(peer):
                 self._hang_up(peer)
 
-    def _serve(self, peer: _Peer) -> None:
-        descriptors: list[int] = []
+    def _claim(self, peer: _Peer | None) -> bool:
+        """Whether the peer is now ours to serve, until its ``is_busy`` ends."""
+        with self._lock:
+            if peer is None or peer.is_busy:
+                return False
+            peer.is_busy = True
+            return True
+
+    def _serve(self, descriptor: int) -> None:
+        peer = self._peers.get(descriptor)
+        if peer is None or not self._claim(peer):
+            return
         try:
-            message, descriptors, _, _ = socket.recv_fds(peer.connection, shm.MESSAGE_BYTES + 1, 4)
-            if not message:
+            if not self._take(peer):
                 self._hang_up(peer)
                 return
-            self._answer(peer, shm.Request.unpack(message), descriptors)
-        except UnauthenticatedError:
-            self._reply(peer, shm.Reply.denied)
-        except KVStoreError as error:
-            logger.info("data plane refused", reason=str(error))
-            self._reply(peer, shm.Reply.invalid)
-        except BlockingIOError:
-            pass
         except OSError:
             self._hang_up(peer)
+            return
+        peer.is_busy = False
+        with suppress(OSError):  # closing
+            self._poll.modify(peer.connection, select.EPOLLIN | select.EPOLLONESHOT)
+
+    # --- messages
+
+    def _take(self, peer: _Peer) -> bool:
+        """Answer one message. False when the peer hung up or is to be hung up on."""
+        descriptors: list[int] = []
+        try:
+            message, descriptors, flags, _ = socket.recv_fds(
+                peer.connection, MAX_PACKET_BYTES + 1, 4
+            )
+            if not message:
+                return False
+            request = shm.Request.unpack(message[: shm.MESSAGE_BYTES])
+            body = message[shm.MESSAGE_BYTES :]
+            if len(message) > MAX_PACKET_BYTES or flags & socket.MSG_TRUNC:
+                raise InvalidRequestError("message", len(message), f"at most {MAX_PACKET_BYTES}")
+            if request.op is shm.Op.call:
+                return self._take_call(peer, request, body)
+            if body:
+                raise InvalidRequestError("message", len(message), f"send {shm.MESSAGE_BYTES}")
+            self._obey(peer, request, descriptors)
+        except BlockingIOError:
+            return True
+        except UnauthenticatedError:
+            peer.connection.send(shm.pack_reply(shm.Reply.denied))
+        except KVStoreError as error:
+            logger.info("data plane refused", reason=str(error))
+            peer.connection.send(shm.pack_reply(shm.Reply.invalid))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+        return True
 
-    def _answer(self, peer: _Peer, request: shm.Request, descriptors: list[int]) -> None:
-        if request.op is shm.Op.attach:
-            if peer.session is not None or len(descriptors) != 1:
-                raise InvalidRequestError("attach", len(descriptors), "attach once, with one memfd")
-            self._attach(peer, request, descriptors[0])
-            self._reply(peer, shm.Reply.ok)
+    def _take_call(self, peer: _Peer, request: shm.Request, body: bytes) -> bool:
+        if peer.session is None:
+            raise UnauthenticatedError("attach or join before calling")
+        if self._answer is None:
+            raise InvalidRequestError("op", request.op, "this server takes no calls here")
+        with closing(self._answer(peer.session, request, body)) as packets:
+            return all(_send(peer.connection, packet) for packet in packets)
+
+    def _obey(self, peer: _Peer, request: shm.Request, descriptors: list[int]) -> None:
+        if request.op is shm.Op.slab:
+            self._send_slab(peer, request.arg)
             return
+        if peer.session is not None:
+            raise InvalidRequestError("op", request.op.name, "this connection has a session")
+        if request.op is shm.Op.attach:
+            if len(descriptors) != 1:
+                raise InvalidRequestError("attach", len(descriptors), "bring one memfd")
+            self._attach(peer, request, descriptors[0])
+        else:
+            self._join(peer, request.token)
+        peer.connection.send(shm.pack_reply(shm.Reply.ok))
+
+    def _send_slab(self, peer: _Peer, slab_id: int) -> None:
         if peer.session is None:
             raise UnauthenticatedError("attach before asking for slabs")
-        slab, size_bytes = self._slab_file(request.arg, peer.session.tenant)
+        slab, size_bytes = self._slab_file(slab_id, peer.session.tenant)
         try:
             socket.send_fds(peer.connection, [shm.pack_reply(shm.Reply.ok, size_bytes)], [slab])
         finally:
@@ -171,87 +272,51 @@ class DataPlane:
         if not shm.has_seals(descriptor, shm.SIZE_SEALS):
             raise InvalidRequestError("staging", descriptor, "seal its size against changes")
         size_bytes = os.fstat(descriptor).st_size
-        if size_bytes != request.arg or not 0 < size_bytes <= self._max_staging_bytes:
-            raise InvalidRequestError("staging", size_bytes, f"bring <= {self._max_staging_bytes}")
+        if size_bytes != request.arg or not 0 < size_bytes <= self._limits.max_staging_bytes:
+            raise InvalidRequestError(
+                "staging", size_bytes, f"bring <= {self._limits.max_staging_bytes}"
+            )
+        memory = mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
         session = self._sessions.attach(request.token)
-        peer.session = session
-        peer.staging_map = mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
-        self._staging[session.session_id] = np.frombuffer(peer.staging_map, np.uint8)
+        with self._lock:
+            if session.session_id in self._staging:
+                raise InvalidRequestError("attach", session.session_id, "attach once; then join")
+            peer.session, peer.staging_map = session, memory
+            self._staging[session.session_id] = np.frombuffer(memory, np.uint8)
 
-    def _reply(self, peer: _Peer, reply: shm.Reply) -> None:
-        try:
-            peer.connection.send(shm.pack_reply(reply))
-        except OSError:
-            self._hang_up(peer)
+    def _join(self, peer: _Peer, token: bytes) -> None:
+        session = self._sessions.attach(token)
+        with self._lock:
+            if session.session_id not in self._staging:
+                raise InvalidRequestError("join", session.session_id, "attach first")
+            joined = sum(other.session is session for other in self._peers.values())
+            if joined >= CONNECTIONS_PER_SESSION:
+                raise QuotaExceededError(
+                    "connections_per_session", CONNECTIONS_PER_SESSION, session.client
+                )
+            peer.session = session
 
     def _hang_up(self, peer: _Peer) -> None:
-        descriptor = peer.connection.fileno()
-        if self._peers.pop(descriptor, None) is None:
-            return
-        self._selector.unregister(peer.connection)
+        with self._lock:
+            if self._peers.pop(peer.connection.fileno(), None) is None:
+                return
+            if peer.session is not None and peer.staging_map is not None:
+                # A commit that runs holds its own reference to the mapping until it is done.
+                self._staging.pop(peer.session.session_id, None)
+        with suppress(OSError, ValueError):
+            self._poll.unregister(peer.connection)
         peer.connection.close()
-        if peer.session is not None:
-            # A commit that runs holds its own reference to the mapping until it is done.
-            self._staging.pop(peer.session.session_id, None)
+        if peer.session is not None and peer.staging_map is not None:
             self._sessions.close(peer.session.session_id)
 
 
-def _is_trusted(connection: socket.socket) -> bool:
-    """Whether the peer runs as this server's user, or as root."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    return uid in (os.geteuid(), 0)
-
-
-def _listen(path: Path) -> socket.socket:
-    _make_folder(path.parent)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        if os.path.lexists(path):
-            if not path.is_socket():
-                raise InvalidRequestError(
-                    "socket_path",
-                    str(path),
-                    "something else is there; choose another with --socket",
-                )
-            _refuse_second_server(path)
-            path.unlink()
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except (OSError, InvalidRequestError) as error:
-        listener.close()
-        if isinstance(error, InvalidRequestError):
-            raise
-        raise InvalidRequestError(
-            "socket_path", str(path), f"{error.strerror}; choose another with --socket"
-        ) from None
-    return listener
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the socket's folder, or refuse one in which others could swap the socket."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        raise InvalidRequestError(
-            "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
-        ) from None
-    is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-    if is_open or found.st_uid not in (os.geteuid(), 0):
-        raise InvalidRequestError(
-            "socket_path", str(folder), "others could swap the socket; use a folder of your own"
-        )
-
-
-def _refuse_second_server(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+def _send(connection: socket.socket, packet: Packet) -> bool:
+    """Send a packet; False when the peer does not read within a while."""
+    while True:
         try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return  # left behind by a server that was killed
-    raise InvalidRequestError(
-        "socket_path", str(path), "another server listens there; stop it or choose --socket"
-    )
+            connection.send(packet)
+        except BlockingIOError:
+            if not select.select([], [connection], [], _SEND_WITHIN_S)[1]:
+                return False
+        else:
+            return True

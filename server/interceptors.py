@@ -70,17 +70,24 @@ def _guard_stream(behavior: Behavior, method: str) -> Behavior:
     return guarded
 
 
-def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
+def describe(error: Exception, method: str) -> tuple[str, str, str]:
+    """Return class name, status and text that the caller is told, and log what happened."""
     if isinstance(error, KVStoreError):
         name, status, message = type(error).__name__, error.status, str(error)
         logger.info("refused", method=method, error=name, reason=message)
-    elif not context.is_active():
-        name, status, message = "KVStoreError", "CANCELLED", "the client went away"
     else:
         # What broke is ours to read in the log, not the caller's.
         name, status, message = "KVStoreError", "INTERNAL", "internal error; see the server's log"
         logger.error("internal error", method=method, exc_info=error)
-    context.set_trailing_metadata(((ERROR_NAME, name),))
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[: MAX_MESSAGE_CHARS - 3] + "..."
+    return name, status, message
+
+
+def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
+    if isinstance(error, KVStoreError) or context.is_active():
+        name, status, message = describe(error, method)
+    else:
+        name, status, message = "KVStoreError", "CANCELLED", "the client went away"
+    context.set_trailing_metadata(((ERROR_NAME, name),))
     context.abort(grpc.StatusCode[status], message)

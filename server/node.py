@@ -23,9 +23,10 @@ from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
 from kvstore.server.checks import Checks, ServiceLimits
 from kvstore.server.config import ServerConfig
-from kvstore.server.dataplane import DataPlane
+from kvstore.server.dataplane import DataPlane, PlaneLimits
 from kvstore.server.interceptors import ErrorInterceptor
 from kvstore.server.leases import LeaseTable
+from kvstore.server.local_calls import LocalCalls
 from kvstore.server.manager import ManagerLimits, TierManager
 from kvstore.server.metrics import Counters, Gauge, start_metrics_server
 from kvstore.server.mover import Mover
@@ -93,6 +94,8 @@ class Node:
             self.manager, self.sessions, self.data_plane, Checks(limits, clock), identity
         )
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
+        if self.data_plane is not None:
+            self.data_plane.answer_calls(LocalCalls(service).answer)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection(
@@ -112,8 +115,7 @@ class Node:
             self.sessions,
             lambda slab_id, tenant: (cpu.slab_file(slab_id, tenant), cpu.slab_bytes),
             self._clock,
-            self._config.max_sessions,
-            MAX_STAGING_BYTES,
+            PlaneLimits(self._config.max_sessions, MAX_STAGING_BYTES, self._config.workers),
         )
         self._closers.append(plane.close)
         return plane

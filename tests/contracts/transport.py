@@ -197,6 +197,7 @@ class TransportContract:
         self, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 3)
+        server.settled()  # or the copy to a lower tier finds the damage first
         frame = server.node.manager.transfers.cpu_tier.peek(keys[1])
         assert frame is not None
         frame.flags.writeable = True

@@ -1,0 +1,79 @@
+"""A Unix socket that only this user's processes reach, and that nobody can swap."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from kvstore.proto.errors import InvalidRequestError
+
+_CREDENTIALS = struct.Struct("3i")
+_BACKLOG = 128
+
+
+def is_trusted(connection: socket.socket) -> bool:
+    """Whether the peer runs as this server's user, or as root."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    return uid in (os.geteuid(), 0)
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a listening SOCK_SEQPACKET socket at *path*, for this user only.
+
+    Raises InvalidRequestError when the path cannot be used or another server listens there.
+    """
+    _make_folder(path.parent)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        if os.path.lexists(path):
+            if not path.is_socket():
+                raise InvalidRequestError(
+                    "socket_path",
+                    str(path),
+                    "something else is there; choose another with --socket",
+                )
+            _refuse_second_server(path)
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except (OSError, InvalidRequestError) as error:
+        listener.close()
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise InvalidRequestError(
+            "socket_path", str(path), f"{error.strerror}; choose another with --socket"
+        ) from None
+    return listener
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the socket's folder, or refuse one in which others could swap the socket."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise InvalidRequestError(
+            "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
+        ) from None
+    is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    if is_open or found.st_uid not in (os.geteuid(), 0):
+        raise InvalidRequestError(
+            "socket_path", str(folder), "others could swap the socket; use a folder of your own"
+        )
+
+
+def _refuse_second_server(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return  # left behind by a server that was killed
+    raise InvalidRequestError(
+        "socket_path", str(path), "another server listens there; stop it or choose --socket"
+    )
