@@ -55,6 +55,7 @@ PROMPT_CHUNKS = 32
 REPEATS = 11
 BURST_CHUNKS = 2000
 LOOKUP_TOKENS = 128 * 1024
+LEASE_CHUNKS = 128
 
 
 def bench_transport(address: str, report: Report) -> None:
@@ -230,6 +231,26 @@ def bench_lookup(address: str, report: Report) -> None:
     )
 
 
+def bench_lease(address: str, report: Report) -> None:
+    """Lease a prompt of 128 chunks in memory and look at the first element of each."""
+    with connect(address, SMALL) as client:
+        keys, chunks = make_chunks(client, LEASE_CHUNKS, 6)
+        client.put(chunks)
+        times_s = []
+        for _ in range(5 * REPEATS):
+            started_s = time.perf_counter()
+            with client.lease(keys) as lease:
+                views = [lease.view(index) for index in range(len(keys))]
+                first = [view.layer(0)[0, 0, 0, 0] for view in views if view is not None]
+                times_s.append(time.perf_counter() - started_s)
+            assert len(first) == len(keys)
+        client.delete(keys)
+    report.add(
+        "lease_128_us", float(np.median(times_s)) * 1e6, "median, first element of each",
+        f"bar {300 + 3 * LEASE_CHUNKS} us",
+    )  # fmt: skip
+
+
 def bench_import(report: Report) -> None:
     """A server's import: seconds and resident megabytes, in a process of its own."""
     code = (
@@ -324,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with serving(*flags, disk=folder / "none") as (address, _):
             bench_transport(address, report)
             bench_lookup(address, report)
+            bench_lease(address, report)
         bench_disk(folder, report)
         bench_redis(folder, report)
         bench_import(report)

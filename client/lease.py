@@ -7,7 +7,9 @@ from types import TracebackType
 from typing import TypeAlias
 
 from kvstore.client.tensors import LayerTensors
+from kvstore.client.view import ChunkView, View
 from kvstore.codecs.base import ChunkTensors
+from kvstore.proto.errors import LeaseExpiredError
 from kvstore.proto.types import ChunkKey, Match
 
 Read: TypeAlias = Callable[
@@ -24,12 +26,24 @@ class ChunkLease:
         match: Match,
         read: Read,
         release: Callable[[int], None],
+        view: View,
     ) -> None:
         self.match = match
         self.keys = list(keys[: match.ready])
         self._read = read
         self._release = release
+        self._view = view
         self._is_released = not match.lease_id
+
+    def view(self, index: int) -> ChunkView | None:
+        """Return the chunk of ``keys[index]`` where it lies in the server's memory.
+
+        None when it lies elsewhere or memory is not shared: ``get`` reads it then. Raises
+        LeaseExpiredError after the release, ChunkCorruptError.
+        """
+        if self._is_released:
+            raise LeaseExpiredError(f"lease_id={self.match.lease_id}: released; lease again")
+        return self._view(index, self.keys[index])
 
     def get(self, out: Sequence[LayerTensors] | None = None) -> list[ChunkTensors]:
         """Read the leased chunks, into *out* where given, as ``Client.get`` does.

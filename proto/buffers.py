@@ -5,7 +5,7 @@ Both sides of every data path need these three verbs and nothing else touches pa
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,17 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 Bytes: TypeAlias = NDArray[np.uint8]
 """A one-dimensional, contiguous view of bytes."""
+
+
+class Sliced(Protocol):
+    """Bytes that are had slice by slice: an array of them, or a file's."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, piece: slice, /) -> Bytes:
+        """Return those of *piece*."""
+
 
 BLOCK_BYTES = 1 << 19
 """Copy and checksum in steps that stay in the second-level cache."""

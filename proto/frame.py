@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_bytes, copy_checked
+from kvstore.proto.buffers import Bytes, Sliced, as_bytes, checksum, copy_bytes, copy_checked
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, LayoutMismatchError
 from kvstore.proto.types import (
     ChainDigest,
@@ -46,7 +46,7 @@ _KNOWN_FLAGS = FLAG_RESTORED
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd40xQ")
 _COMPONENT = struct.Struct("<BBBx3I5I12x")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
-_HEADER_BYTES_OFFSET = 8
+_HEADER_BYTES_OFFSET, KEY_OFFSET = 8, 48
 SEGMENT_DTYPE = np.dtype(
     [
         ("component", "<u2"),
@@ -264,7 +264,7 @@ def unpack_components(table: bytes) -> KVLayout:
     return KVLayout(tuple(components))
 
 
-def parse_header(frame: Bytes, known_flags: int = _KNOWN_FLAGS) -> FrameHeader:
+def parse_header(frame: Sliced, known_flags: int = _KNOWN_FLAGS) -> FrameHeader:
     """Parse and check the header at the start of *frame*; segments are not read.
 
     Every length and offset is checked against the header's own sizes before it is used, and

@@ -1,0 +1,102 @@
+"""A FileFrame: a frame in a file of the server's disk tier, read straight into its reader's memory.
+
+A file is read, never mapped: a disk that fails under a map kills the process that looks at it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from xxhash import xxh3_64
+
+from kvstore.codecs.base import AnyPart, AnyTensors, check_tensors
+from kvstore.codecs.raw import RawCodec
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.frame import FrameHeader, check_segment
+
+_RAW = RawCodec()
+
+
+class FileFrame:
+    """``size_bytes`` from *offset* of an open file. The descriptor stays its owner's to close.
+
+    Sliced like the array of a frame's bytes; every slice is read anew. Raises
+    TierUnavailableError when the file cannot be read. Nothing is verified here but by
+    ``decode_into``.
+    """
+
+    __slots__ = ("_descriptor", "_offset", "_size_bytes")
+
+    def __init__(self, descriptor: int, offset: int, size_bytes: int) -> None:
+        self._descriptor = descriptor
+        self._offset = offset
+        self._size_bytes = size_bytes
+
+    def __len__(self) -> int:
+        return self._size_bytes
+
+    def __getitem__(self, piece: slice) -> Bytes:
+        start, stop, _ = piece.indices(self._size_bytes)
+        out = np.empty(max(0, stop - start), np.uint8)
+        self._read(start, [out])
+        return out
+
+    def decode_into(self, header: FrameHeader, out: AnyTensors) -> None:
+        """Read a raw frame's layers into *out*, each checked while it is in cache.
+
+        Raises as ``RawCodec.decode_into``. Parts that are not contiguous go through a layer of
+        our own.
+        """
+        _RAW.check_header(header)
+        check_tensors(header.layout, out)
+        starts = header.segments["offset"].tolist()
+        sizes = header.segments["stored_bytes"].tolist()
+        layers = [parts for component in out for parts in component]
+        for index, (start, size, parts) in enumerate(zip(starts, sizes, layers, strict=True)):
+            flat = _flat(parts)
+            if flat is None:
+                _RAW.decode_checked(header, index, self[start : start + size], parts)
+            else:
+                self._read(start, flat)
+                check_segment(header, index, _sum(flat))
+
+    def _read(self, start: int, out: Sequence[Bytes]) -> None:
+        """Fill *out*, one after another, with the bytes from *start*."""
+        wanted = sum(map(len, out))
+        at = self._offset + start
+        try:
+            done = os.preadv(self._descriptor, [part.data for part in out], at)
+            while done < wanted:
+                more = os.preadv(self._descriptor, _rest(out, done), at + done)
+                if not more:
+                    raise TierUnavailableError("disk", f"its file ends at byte {at + done}")
+                done += more
+        except OSError as error:
+            raise TierUnavailableError("disk", f"its file cannot be read: {error}") from None
+
+
+def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
+    """Return the parts' own bytes; None unless all are contiguous arrays."""
+    arrays = [part for part in parts if isinstance(part, np.ndarray) and part.flags.c_contiguous]
+    if len(arrays) < len(parts):
+        return None
+    return [array.reshape(-1).view(np.uint8) for array in arrays]
+
+
+def _sum(parts: Sequence[Bytes]) -> int:
+    digest = xxh3_64()
+    for part in parts:
+        digest.update(part)  # type: ignore[arg-type]
+    return digest.intdigest()
+
+
+def _rest(out: Sequence[Bytes], done: int) -> list[memoryview]:
+    """Return what is left of *out* behind its first *done* bytes."""
+    left = []
+    for part in out:
+        left.append(part.data[min(done, len(part)) :])
+        done -= min(done, len(part))
+    return [part for part in left if len(part)]

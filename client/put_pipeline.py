@@ -1,0 +1,188 @@
+"""A PutPipeline: chunks on their way through staging memory, several steps at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvstore.client.connection import Connection
+from kvstore.client.local_link import LocalLink
+from kvstore.client.session import Session
+from kvstore.client.staging import PARTS, StagingMemory
+from kvstore.client.transport import Outgoing, Put, read_outcomes
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.types import DIGEST_BYTES, PutOutcome
+from kvstore.proto.wire import join_digests, layout_to_message
+
+_GROUPS_PER_RESERVE = 4
+
+
+class PutPipeline:
+    """One put: while one group is encoded, those before it are being committed.
+
+    Room is reserved for several groups at once, and ahead, so that no copy waits for an answer.
+    """
+
+    def __init__(
+        self,
+        staging: StagingMemory,
+        session: Session,
+        calls: Connection | LocalLink,
+        durable: bool,
+        deadline_ms: int,
+    ) -> None:
+        self._staging = staging
+        self._calls = calls
+        self._session_id = session.terms.session_id
+        self._durable = durable
+        self._deadline_ms = deadline_ms
+        self._results: list[Put] = []
+        self._pending: deque[_Group] = deque()
+        self._open_ids: set[int] = set()
+        self._asked: list[Callable[[], pb.ReserveResponse]] = []
+        self._next_part = 0
+
+    def run(self, groups: Sequence[Sequence[Outgoing]]) -> list[Put]:
+        """Put the groups; return what became of each chunk, in order."""
+        windows = [
+            groups[start : start + _GROUPS_PER_RESERVE]
+            for start in range(0, len(groups), _GROUPS_PER_RESERVE)
+        ]
+        try:
+            reserved = self._reserve(windows[0])
+            for number, window in enumerate(windows):
+                outcomes, ids = reserved()
+                if number + 1 < len(windows):
+                    reserved = self._reserve(windows[number + 1])
+                self._put_window(window, outcomes, ids)
+            self._finish_all()
+        except KVStoreError:
+            for left in self._pending:
+                left.settle()
+            self._abort()
+            raise
+        return self._results
+
+    def _put_window(
+        self, groups: Sequence[Sequence[Outgoing]], outcomes: list[Put], ids: list[int]
+    ) -> None:
+        """Write and commit what room was reserved for; ask again for the rest, bit by bit."""
+        is_short = any(put.outcome is PutOutcome.refused for put in outcomes)
+        if is_short and (self._pending or len(groups) > 1):
+            # What we have under way may be what fills the tier: let it land, ask for less.
+            self._finish_all()
+            self._abort(ids)
+            for group in groups:
+                self._put_window([group], *self._reserve([group])())
+            return
+        start = 0
+        for group in groups:
+            stop = start + len(group)
+            self._stage(group, outcomes[start:stop], ids[start:stop])
+            start = stop
+
+    def _stage(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
+        if len(self._pending) == PARTS:
+            # Its part of the staging memory is the one written to next.
+            self._results += self._pending.popleft().finish()
+        offsets = self._staging.write(self._next_part, group, ids)
+        self._next_part = (self._next_part + 1) % PARTS
+        self._pending.append(_Group(outcomes, self._commit(ids, offsets)))
+
+    def _reserve(
+        self, groups: Sequence[Sequence[Outgoing]]
+    ) -> Callable[[], tuple[list[Put], list[int]]]:
+        """Ask for room for *groups*; the returned function waits for the answer."""
+        chunks = [chunk for group in groups for chunk in group]
+        request = _reserve_request(self._session_id, chunks, self._durable, self._deadline_ms)
+        wait = self._calls.send("Reserve", request, self._deadline_ms)
+        self._asked.append(wait)
+
+        def reserved() -> tuple[list[Put], list[int]]:
+            self._asked.remove(wait)
+            reply: pb.ReserveResponse = wait()
+            self._open_ids.update(i for i in reply.reservation_ids if i)
+            return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
+
+        return reserved
+
+    def _commit(
+        self, ids: Sequence[int], offsets: Sequence[int]
+    ) -> Callable[[], pb.CommitResponse] | None:
+        wanted = [i for i in ids if i]
+        if not wanted:
+            return None
+        request = pb.CommitRequest(
+            session_id=self._session_id,
+            reservation_ids=wanted,
+            offsets=offsets,
+            durable=self._durable,
+            deadline_ms=self._deadline_ms,
+        )
+        wait = self._calls.send("Commit", request, self._deadline_ms)
+        self._open_ids.difference_update(wanted)
+        return wait
+
+    def _finish_all(self) -> None:
+        while self._pending:
+            self._results += self._pending.popleft().finish()
+
+    def _abort(self, reservation_ids: Sequence[int] | None = None) -> None:
+        """Give back those of the given reservations, or of all, that are not committed."""
+        if reservation_ids is None:
+            for wait in self._asked:
+                with suppress(KVStoreError):
+                    self._open_ids.update(i for i in wait().reservation_ids if i)
+        unused = self._open_ids.intersection(reservation_ids or self._open_ids)
+        if not unused:
+            return
+        self._open_ids -= unused
+        request = pb.AbortRequest(session_id=self._session_id, reservation_ids=unused)
+        try:
+            self._calls.call("Abort", request, self._deadline_ms, pb.AbortResponse)
+        except KVStoreError:
+            return  # they end with the session
+
+
+@dataclass(slots=True)
+class _Group:
+    """Chunks of one part of the staging memory, and the commit that is on its way."""
+
+    outcomes: list[Put]
+    commit: Callable[[], pb.CommitResponse] | None
+
+    def finish(self) -> list[Put]:
+        """Wait for the commit; return what became of each chunk of the group."""
+        if self.commit is None:
+            return self.outcomes
+        reply = self.commit()
+        committed = iter(read_outcomes(reply.outcomes, reply.reasons))
+        return [
+            next(committed) if put.outcome is PutOutcome.stored else put for put in self.outcomes
+        ]
+
+    def settle(self) -> None:
+        """Wait until the server reads the staging memory no more, whatever the outcome."""
+        try:
+            self.finish()
+        except KVStoreError:
+            return
+
+
+def _reserve_request(
+    session_id: int, group: Sequence[Outgoing], durable: bool, deadline_ms: int
+) -> pb.ReserveRequest:
+    layouts = list(dict.fromkeys(chunk.template.layout for chunk in group))
+    return pb.ReserveRequest(
+        session_id=session_id,
+        digests=join_digests(chunk.template.key[DIGEST_BYTES:] for chunk in group),
+        parents=join_digests(chunk.template.parent for chunk in group),
+        frame_bytes=[chunk.frame_bytes for chunk in group],
+        layout=[layouts.index(chunk.template.layout) for chunk in group],
+        layouts=[layout_to_message(layout) for layout in layouts],
+        durable=durable,
+        deadline_ms=deadline_ms,
+    )

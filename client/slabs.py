@@ -1,0 +1,101 @@
+"""Slabs: the server's sealed memory, mapped read-only by a client of the same host."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+
+import numpy as np
+
+from kvstore.proto import shm
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, TierUnavailableError
+from kvstore.proto.places import Place, Reach
+
+_GENERATION_BYTES = 8
+_MAX_SLABS = 4096
+
+
+class SlabMap:
+    """One slab: its bytes, and the generations among them as words of eight bytes."""
+
+    __slots__ = ("data", "words")
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.data: Bytes = np.frombuffer(memory, np.uint8)
+        self.words = memoryview(memory)[: len(memory) // 8 * 8].cast("Q")
+
+    def check(self, place: Place) -> None:
+        """Raise InvalidRequestError unless *place* lies within, LeaseExpiredError once reused."""
+        stop = place.offset + place.size_bytes
+        if place.offset < _GENERATION_BYTES or place.offset % 8 or stop > len(self.data):
+            raise InvalidRequestError(
+                "place", (place.offset, stop), f"slab has {len(self.data)} bytes"
+            )
+        self.confirm(place)
+
+    def confirm(self, place: Place) -> None:
+        """Raise LeaseExpiredError if the memory of *place* was reused."""
+        if self.words[place.offset // 8 - 1] != place.generation:
+            raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
+
+
+class Slabs:
+    """Maps of slabs by id, asked for over *link* when first needed. Thread-safe.
+
+    *link* is an attached connection to the server's Unix socket, with a timeout; it stays its
+    owner's to close.
+    """
+
+    def __init__(self, link: socket.socket) -> None:
+        self._socket = link
+        self._slabs: dict[int, SlabMap] = {}
+        # One question at a time on the socket; also guards _slabs.
+        self._lock = threading.Lock()
+
+    def reach(self, place: Place) -> SlabMap:
+        """Return the slab that *place* lies in, checked.
+
+        Raises LeaseExpiredError when its memory was reused, InvalidRequestError for a place
+        outside its slab, TierUnavailableError when the server does not give the slab.
+        """
+        if place.reach != Reach.memory:
+            raise InvalidRequestError("reach", place.reach, "this client reads memory only")
+        slab = self._slabs.get(place.number) or self.slab(place.number)
+        slab.check(place)
+        return slab
+
+    def slab(self, slab_id: int) -> SlabMap:
+        """Return a whole slab. Raises TierUnavailableError."""
+        with self._lock:
+            slab = self._slabs.get(slab_id)
+            if slab is None:
+                if len(self._slabs) >= _MAX_SLABS:
+                    self._slabs.clear()
+                slab = self._slabs[slab_id] = self._ask_slab(slab_id)
+            return slab
+
+    def _ask_slab(self, slab_id: int) -> SlabMap:
+        try:
+            self._socket.send(shm.Request(shm.Op.slab, slab_id).pack())
+            message, files, _, _ = socket.recv_fds(self._socket, shm.MESSAGE_BYTES, 1)
+        except OSError as error:
+            # An answer that is only late must not be taken for that of the next question.
+            self._socket.close()
+            raise TierUnavailableError("shm", f"the server hung up: {error}") from None
+        try:
+            reply, size_bytes = shm.unpack_reply(message)
+            if reply is not shm.Reply.ok or len(files) != 1:
+                raise TierUnavailableError("shm", f"slab {slab_id}: {reply.name}")
+            mapping = mmap.mmap(files[0], size_bytes, prot=mmap.PROT_READ)
+        finally:
+            for descriptor in files:
+                os.close(descriptor)
+        return SlabMap(mapping)
+
+    def close(self) -> None:
+        """Forget every map; views that are held keep theirs. Idempotent."""
+        with self._lock:
+            self._slabs.clear()

@@ -1,0 +1,149 @@
+"""A ChunkView: a leased chunk where it lies in the server's memory, read without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvstore.client.slabs import SlabMap
+from kvstore.client.tensors import to_torch
+from kvstore.codecs.base import ChunkTensors, Part
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import ChunkCorruptError
+from kvstore.proto.frame import (
+    ALIGN_BYTES,
+    KEY_OFFSET,
+    FrameHeader,
+    check_frame,
+    header_bytes,
+    parse_header,
+    raw_frame_bytes,
+)
+from kvstore.proto.places import Place
+from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Layers(NamedTuple):
+    """Where one component of a raw frame has its layers: byte offsets and what lies there.
+
+    ``shape``: (parts, kv_heads, tokens, head_dim), or what the kind has instead.
+    """
+
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawGeometry:
+    """Where a raw frame of *layout* has its tensors: the layout alone says it."""
+
+    layout: KVLayout
+    frame_bytes: int
+    components: tuple[Layers, ...]
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> RawGeometry:
+        """Return the geometry of raw frames of *layout*."""
+        components = []
+        end = header_bytes(layout)
+        for component in layout.components:
+            step = -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            starts = tuple(range(end, end + component.layers * step, step))
+            shape = (component.parts, *component.shape)
+            components.append(Layers(starts, shape, np.dtype(f"<u{component.dtype.item_bytes}")))
+            end += component.layers * step
+        return cls(layout, raw_frame_bytes(layout), tuple(components))
+
+
+@lru_cache(maxsize=64)
+def geometry_of(layout: KVLayout) -> RawGeometry:
+    """Return the one geometry of *layout*."""
+    return RawGeometry.of(layout)
+
+
+class ChunkView:
+    """Read-only tensors of one chunk, valid while its lease is held.
+
+    The server verified the frame as it landed, and nobody can write to it since; what a reader
+    has to ask for itself is ``confirm``, after reading, when the lease may have ended meanwhile.
+    ``verify`` reads every byte against its checksum.
+    """
+
+    __slots__ = ("_geometry", "_place", "_slab", "key")
+
+    def __init__(self, key: ChunkKey, place: Place, slab: SlabMap, whole: RawGeometry) -> None:
+        """Take *place* for the raw frame of *key*, which has the geometry *whole* or is shorter.
+
+        Raises ChunkCorruptError when it is another chunk's, InvalidFrameError.
+        """
+        self.key = key
+        self._place = place
+        self._slab = slab
+        start = place.offset + KEY_OFFSET
+        if slab.data[start : start + KEY_BYTES].tobytes() != key:
+            raise ChunkCorruptError(key, "its place holds another chunk")
+        # The server takes a frame only of the session's layout, its layers of their full size:
+        # one of this length is a whole chunk, another the last of a prompt.
+        is_whole = place.size_bytes == whole.frame_bytes
+        self._geometry = whole if is_whole else geometry_of(parse_header(self.frame).layout)
+
+    @property
+    def layout(self) -> KVLayout:
+        """What the tensors are."""
+        return self._geometry.layout
+
+    @property
+    def frame(self) -> Bytes:
+        """The frame's bytes, read-only."""
+        return self._slab.data[self._place.offset : self._place.offset + self._place.size_bytes]
+
+    def layer(self, index: int, component: int = 0) -> Part:
+        """Return one layer: (parts, kv_heads, tokens, head_dim), the parts being K and V.
+
+        Unsigned integers of the dtype's size, read-only, in the server's memory.
+        """
+        layers = self._geometry.components[component]
+        offset = self._place.offset + layers.starts[index]
+        return np.ndarray(layers.shape, layers.dtype, self._slab.data, offset)
+
+    def torch_layer(self, index: int, component: int = 0) -> torch.Tensor:
+        """Return one layer as a torch tensor of the chunk's dtype, bfloat16 included.
+
+        torch knows no read-only memory: writing to it is a fault of the process.
+        """
+        layer = self.layer(index, component)
+        memory = (ctypes.c_uint8 * layer.nbytes).from_address(layer.ctypes.data)
+        memory.slab = self._slab  # type: ignore[attr-defined] # mapped for as long as this lives
+        writable = np.frombuffer(memoryview(memory), layer.dtype).reshape(layer.shape)
+        return to_torch(writable, self.layout.components[component].dtype)
+
+    def tensors(self) -> ChunkTensors:
+        """Return every layer: components, then layers, then parts."""
+        return [
+            [list(self.layer(index, number)) for index in range(component.layers)]
+            for number, component in enumerate(self.layout.components)
+        ]
+
+    def confirm(self) -> None:
+        """Raise LeaseExpiredError if the memory was reused: what was read is then not the chunk."""
+        self._slab.confirm(self._place)
+
+    def verify(self) -> FrameHeader:
+        """Read every byte against its checksum. Raises ChunkCorruptError, LeaseExpiredError."""
+        try:
+            return check_frame(self.frame, self.key)
+        finally:
+            self.confirm()
+
+
+View: TypeAlias = Callable[[int, ChunkKey], ChunkView | None]
+"""From a leased chunk's index and key to its view; None where its memory is not in reach."""

@@ -1,0 +1,61 @@
+"""Places: where frames lie that a reader on the server's host can reach without a stream.
+
+They travel as rows of 32 bytes, little-endian, so that a prompt of a hundred chunks is one field
+and not a hundred messages; docs/format.md has the vectors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvstore.proto.errors import InvalidRequestError
+
+_ROW = struct.Struct("<IBB2xQQQ")
+ROW_BYTES = _ROW.size
+assert ROW_BYTES == 32
+
+
+class Reach(IntEnum):
+    """What a place's number counts: nothing, slabs of sealed memory, files, or arenas of a device
+    (the one there is has the number 0).
+    """
+
+    none = 0
+    memory = 1
+    file = 2
+    device = 3
+
+
+class Place(NamedTuple):
+    """One frame: ``size_bytes`` from ``offset`` of the slab or file ``number``.
+
+    ``tier`` is an index into the tier names that come along. The eight bytes before ``offset``
+    hold ``generation`` for as long as a place in memory is valid; in a file it is 0.
+    """
+
+    number: int
+    reach: int
+    tier: int
+    offset: int
+    size_bytes: int
+    generation: int
+
+
+NOWHERE = Place(0, Reach.none, 0, 0, 0, 0)
+"""A chunk that has to be loaded first."""
+
+
+def pack_places(places: Iterable[Place]) -> bytes:
+    """Return the rows of *places*."""
+    pack = _ROW.pack
+    return b"".join([pack(*place) for place in places])
+
+
+def unpack_places(rows: bytes) -> list[Place]:
+    """Return the places of *rows*. Raises InvalidRequestError when they are cut."""
+    if len(rows) % ROW_BYTES:
+        raise InvalidRequestError("places", len(rows), f"send rows of {ROW_BYTES} bytes")
+    return list(map(Place._make, _ROW.iter_unpack(rows)))
