@@ -24,7 +24,8 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 from kvstore.tiers.redis_account import RedisAccount
-from kvstore.tiers.redis_link import RedisLink
+from kvstore.tiers.redis_lines import DEFAULT_CONNECTIONS
+from kvstore.tiers.redis_link import Lost, RedisLink
 from kvstore.tiers.redis_manifest import (
     MAX_PART_BYTES,
     MAX_PARTS,
@@ -33,7 +34,7 @@ from kvstore.tiers.redis_manifest import (
     KeyNames,
     Manifest,
 )
-from kvstore.tiers.redis_remote import MAX_LISTED_CHUNKS, RemoteChunks
+from kvstore.tiers.redis_remote import RemoteChunks
 
 CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
@@ -98,6 +99,7 @@ class RedisTier(Tier):
         capacity_bytes: int,
         *,
         timeout_ms: int = 500,
+        connections: int = DEFAULT_CONNECTIONS,
         part_bytes: int = (2 << 20) - 64,
         ttl_s: int = 86_400,
         prefix: str = "kvs:1:",
@@ -115,7 +117,7 @@ class RedisTier(Tier):
         self.capacity_bytes = capacity_bytes
         self._part_bytes = part_bytes
         self._stamps = stamps or Stamps()
-        self._link = RedisLink(self.name, url, timeout_ms)
+        self._link = RedisLink(self.name, url, timeout_ms, connections)
         self._remote = RemoteChunks(self._link, KeyNames(prefix), ttl_s)
         self._account = RedisAccount(capacity_bytes, self.allocated_bytes)
         self._listed = False
@@ -196,10 +198,19 @@ class RedisTier(Tier):
     def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
         """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
 
-        One round trip when the chunk is known here. A chunk with a missing or short part is
-        removed, and absent; *out* then holds rubbish. Never takes more memory than *out*
-        does, whatever stands in Redis.
+        One round trip when the chunk is known here, straight into *out*. A chunk with a
+        missing or short part is removed, and absent; so is one on a part of a Cluster that is
+        down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
+        *out* does, whatever stands in Redis.
         """
+        try:
+            return self._read_into(key, out, offset)
+        except TierUnavailableError as error:
+            if not error.is_partial:
+                raise
+            return False
+
+    def _read_into(self, key: ChunkKey, out: Bytes, offset: int) -> bool:
         known = self._account.known(key)
         if known and known.covers(offset, len(out)) and self._remote.pull(known, out, offset):
             return True
@@ -218,7 +229,10 @@ class RedisTier(Tier):
         return False
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        """Return what is known of each key, whoever put it; one round trip for 512 keys."""
+        """Return what is known of each key, whoever put it; one round trip for 512 keys.
+
+        All nodes of a Cluster are asked at once; what a lost one holds is absent meanwhile.
+        """
         return [row.info if row else None for row in self._look(keys)]
 
     def delete(self, key: ChunkKey) -> bool:
@@ -245,14 +259,18 @@ class RedisTier(Tier):
 
     def _look(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
         before = self._account.counted(keys)
-        found = self._remote.look(keys)
-        self._account.note(keys, before, found)
+        rows = self._remote.look(keys)
+        found = [None if isinstance(row, Lost) else row for row in rows]
+        # what cannot be asked about stays counted
+        seen = [at for at, row in enumerate(rows) if not isinstance(row, Lost)]
+        self._account.note(
+            [keys[at] for at in seen], [before[at] for at in seen], [found[at] for at in seen]
+        )
         return found
 
     def _list(self) -> list[Manifest]:
         before = self._account.everything()
-        found = self._remote.listing()
-        whole = len(found) < MAX_LISTED_CHUNKS
+        found, whole = self._remote.listing()
         self._account.reconcile(before if whole else {}, found)
         self._listed = True
         return sorted(found.values(), key=lambda row: (row.sealed_us, row.info.key))

@@ -1,18 +1,17 @@
-"""The connection to one Redis: bounded, without retries, and never naming its password."""
+"""The way to Redis: every call ends in bounded time, and no error names a password."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-from redis import BlockingConnectionPool, Redis
-from redis.backoff import NoBackoff
-from redis.connection import PythonRespSerializer
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    ClusterDownError,
+    InvalidResponse,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -20,169 +19,266 @@ from redis.exceptions import (
     ResponseError,
     TimeoutError,
 )
-from redis.retry import Retry
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.tiers.redis_cluster import Cluster
+from kvstore.tiers.redis_exchange import (
+    ELSEWHERE,
+    MAX_REPLY_BYTES,
+    UNREACHED,
+    Asking,
+    Exchange,
+    Filling,
+)
+from kvstore.tiers.redis_lines import MAX_CONNECTIONS, LineOptions, Lines
+from kvstore.tiers.redis_reply import SlotLostError, WrongTypeError
+from kvstore.tiers.redis_sentinel import SentinelMaster
+from kvstore.tiers.redis_topology import SingleServer, Topology
+from kvstore.tiers.redis_url import RedisUrl, parse_redis_url
+from kvstore.tiers.redis_wire import Command, Step, converse
 
-Argument: TypeAlias = bytes | str | int | memoryview
-Command: TypeAlias = Sequence[Argument]
+SLOWEST_BYTES_PER_S = 16 << 20
+"""A call ends after the timeout and what its payload takes at this rate."""
+MAX_LISTING_BYTES = 4 << 20
+"""Limit of one page of a listing."""
 
-MAX_CONNECTIONS = 16
-"""Calls at one time; further ones wait up to the timeout."""
-
-_READ_BYTES = 256 << 10
-_INLINE_BYTES = 6000
-_URL_OPTIONS = frozenset(
-    {
-        "db", "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile",
-        "ssl_check_hostname",
-    }
-)  # fmt: skip
 _FIXES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
     ((AuthenticationError, NoPermissionError), "check the user, its password and its ACL"),
     ((ReadOnlyError,), "point the URL at the primary"),
     ((BusyLoadingError,), "wait until it has loaded its data"),
+    ((SlotLostError, ClusterDownError), "bring back its masters, or let replicas take over"),
     ((TimeoutError,), "check that it is reachable and not overloaded, or raise timeout_ms"),
+    ((InvalidResponse,), "check that the URL names a Redis, and no proxy changes its answers"),
     ((ResponseError,), "see the server's log"),
 )
 _FIX = "check that it runs and that the URL names it"
 
+Call = tuple[bytes, Command]
+"""The name that decides which server is asked, and what it is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """In place of a reply: this key's part of the Cluster gives none, though others do."""
+
+    error: TierUnavailableError
+
 
 class RedisLink:
-    """Send pipelines to one Redis, each one round trip.
+    """Send commands to the servers behind one URL.
 
-    Each connect, send and receive ends after *timeout_ms*. Nothing is retried: a retry would
-    outlive the caller's deadline. Thread-safe.
+    A call ends once nothing came for *timeout_ms*, and at the latest after that and the time
+    of its payload at SLOWEST_BYTES_PER_S. What a server did not begin to do is tried once
+    more where another server may do it; nothing else is retried: a retry would outlive the
+    caller's deadline. At most *connections* are open to each server. Thread-safe; *clock*
+    returns monotonic seconds.
     """
 
-    def __init__(self, tier: str, url: str, timeout_ms: int) -> None:
-        parts = _split(url)
-        self.url = _without_password(parts)
+    def __init__(
+        self,
+        tier: str,
+        url: str,
+        timeout_ms: int,
+        connections: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 1 <= connections <= MAX_CONNECTIONS:
+            raise InvalidRequestError("connections", connections, f"use 1 to {MAX_CONNECTIONS}")
+        parsed = parse_redis_url(url)
+        self.url: Final = parsed.shown
         """The URL as it may be shown."""
         self._tier = tier
-        password = parts.password or ""
-        self._secrets = tuple(s for s in {password, unquote(password)} if s)
-        self._closed = False
-        timeout_s = timeout_ms / 1000
-        self._pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            socket_read_size=_READ_BYTES,
-            retry=Retry(NoBackoff(), 0),
-            health_check_interval=0,
-            decode_responses=False,
-            protocol=2,
-            # hiredis packs a command by copying its payload twice; this sends views as they are
-            command_packer=PythonRespSerializer(_INLINE_BYTES, _encode),
-        )
-        self._client = Redis(connection_pool=self._pool)
+        self._secrets = parsed.secrets
+        self._timeout_s = timeout_ms / 1000
+        self._clock = clock
+        self._topology = _open_topology(parsed, self._timeout_s, connections)
+        self._is_closed = False
 
-    def run(self, commands: Sequence[Command]) -> list[Any]:
-        """Send *commands* in one round trip and return their replies, in order.
+    def run(self, name: bytes, commands: Sequence[Command]) -> list[Any]:
+        """Send *commands* about the key called *name*, in order, and return their replies.
 
         A command on a key of the wrong type is answered with None, as if it were absent.
         Raises redis' OutOfMemoryError when the server takes no more, and
         TierUnavailableError for anything else.
         """
-        if self._closed:
-            raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
+        replies = self.ask([(name, command) for command in commands])
+        for reply in replies:
+            if isinstance(reply, Lost):
+                raise reply.error
+        return replies
+
+    def ask(self, calls: Sequence[Call]) -> list[Any]:
+        """Send *calls*, in one round trip to all servers at once, and return their replies.
+
+        Like ``run``, but what only a part of the Cluster does not answer is Lost.
+        """
+        self._check_open()
+        replies: list[Any] = [None] * len(calls)
+        deadline = self._deadline(sum(_payload_bytes(command) for _, command in calls))
         try:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)  # type: ignore[no-untyped-call,unused-ignore]
-                replies = pipeline.execute(raise_on_error=False)
-            for index, reply in enumerate(replies):
-                if isinstance(reply, ResponseError):
-                    if not str(reply).startswith("WRONGTYPE"):
-                        raise reply
-                    replies[index] = None
+            failed = self._ask_once(dict(enumerate(calls)), replies, deadline)
+            again = {at: calls[at] for at, failure in failed.items() if failure.is_unsent}
+            if again and self._may_try_again(deadline):
+                failed = {at: failed[at] for at in failed.keys() - again.keys()}
+                failed |= self._ask_once(again, replies, deadline)
         except OutOfMemoryError:
             raise
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
+        for at, failure in failed.items():
+            replies[at] = Lost(self._given_up(failure.error))
         return replies
 
-    def each(self, commands: Sequence[Command], take: Callable[[int, Any], bool]) -> bool:
-        """Send *commands* in one round trip and give each reply to *take* as it arrives.
+    def _ask_once(
+        self, calls: Mapping[int, Call], replies: list[Any], deadline: float
+    ) -> dict[int, _Failure]:
+        """Fill in *replies* by number; return why others have none. Raises what nothing cures."""
+        failed: dict[int, _Failure] = {}
+        groups: dict[Lines, list[tuple[int, Command]]] = {}
+        for at, (name, command) in calls.items():
+            try:
+                lines = self._topology.lines_of(name, deadline)
+            except UNREACHED as error:
+                failed[at] = _Failure(error, is_unsent=True)
+            else:
+                groups.setdefault(lines, []).append((at, command))
+        askings = [Asking(lines, group, MAX_REPLY_BYTES) for lines, group in groups.items()]
+        self._carry_on(askings, deadline)
+        for asking in askings:
+            failed |= self._take_in(asking, replies)
+        return failed
 
-        The server sends on while *take* works. Return False, reading no further, once *take*
-        does. Raises TierUnavailableError.
-        """
-        if self._closed:
-            raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
-        connection = None
-        unread = len(commands)
+    def _carry_on(self, exchanges: Sequence[Exchange], deadline: float) -> None:
         try:
-            connection = self._pool.get_connection()  # type: ignore[no-untyped-call,unused-ignore]
-            connection.send_packed_command(connection.pack_commands(commands))
-            for index in range(len(commands)):
-                reply = connection.read_response()
-                unread -= 1
-                if not take(index, reply):
-                    return False
-        except ResponseError as error:
-            if not str(error).startswith("WRONGTYPE"):
-                raise self._unavailable(error) from None
-            return False
+            # in one order for all callers, lest two wait for what the other holds
+            for exchange in sorted(exchanges, key=lambda exchange: exchange.lines.address):
+                exchange.open(deadline)
+            talks = [talk for exchange in exchanges for talk in exchange.talks]
+            converse(talks, deadline, self._timeout_s, self._clock)
+        finally:
+            for exchange in exchanges:
+                exchange.close()
+
+    def _take_in(self, asking: Asking, replies: list[Any]) -> dict[int, _Failure]:
+        if asking.error is not None:
+            self._topology.note_failure(asking.lines, is_down=True)
+            failure = _Failure(asking.error, asking.is_unsent)
+            return {at: failure for at, _ in asking.commands}
+        failed: dict[int, _Failure] = {}
+        for at, reply in asking.replies():
+            if isinstance(reply, ELSEWHERE):
+                failed[at] = _Failure(reply, is_unsent=True)
+            elif isinstance(reply, RedisError) and not isinstance(reply, WrongTypeError):
+                raise reply
+            else:
+                replies[at] = None if isinstance(reply, WrongTypeError) else reply
+        if failed:
+            self._topology.note_failure(asking.lines, is_down=False)
+        return failed
+
+    def fill(self, name: bytes, steps: Sequence[Step]) -> bool:
+        """Carry out *steps* on the server of the key called *name*.
+
+        Return False when a reply is another than expected. Raises TierUnavailableError.
+        """
+        self._check_open()
+        deadline = self._deadline(sum(len(s.room) for s in steps if s.room is not None))
+        try:
+            failure = self._fill_once(name, steps, deadline)
+            if failure and failure.is_unsent and self._may_try_again(deadline):
+                failure = self._fill_once(name, steps, deadline)
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
-        finally:
-            if connection is not None:
-                if unread:  # its next reader must not take our replies for its own
-                    connection.disconnect()
-                self._pool.release(connection)  # type: ignore[no-untyped-call,unused-ignore]
+        if failure is not None:
+            if isinstance(failure.error, (InvalidResponse, WrongTypeError)):
+                return False
+            raise self._given_up(failure.error)
         return True
+
+    def _fill_once(self, name: bytes, steps: Sequence[Step], deadline: float) -> _Failure | None:
+        try:
+            filling = Filling(self._topology.lines_of(name, deadline), steps)
+        except UNREACHED as error:
+            return _Failure(error, is_unsent=True)
+        self._carry_on([filling], deadline)
+        why = filling.error
+        if why is None:
+            return None
+        if isinstance(why, (*UNREACHED, *ELSEWHERE)):
+            is_down = not isinstance(why, ELSEWHERE)
+            self._topology.note_failure(filling.lines, is_down=is_down)
+        return _Failure(why, filling.is_unsent)
+
+    def masters(self) -> list[Lines]:
+        """Return the servers that hold keys. Raises TierUnavailableError."""
+        self._check_open()
+        try:
+            return self._topology.masters(self._deadline(0))
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from None
+
+    def list_on(self, master: Lines, command: Command) -> Any:
+        """Send a *command* that lists what one master has. Raises TierUnavailableError."""
+        self._check_open()
+        asking = Asking(master, [(0, command)], MAX_LISTING_BYTES)
+        replies: list[Any] = [None]
+        try:
+            self._carry_on([asking], self._deadline(0))
+            failed = self._take_in(asking, replies)
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from None
+        if failed:
+            raise self._given_up(failed[0].error)
+        return replies[0]
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        self._closed = True
-        self._pool.disconnect()
+        self._is_closed = True
+        self._topology.close()
 
-    def _unavailable(self, error: Exception) -> TierUnavailableError:
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
+
+    def _deadline(self, payload_bytes: int) -> float:
+        return self._clock() + self._timeout_s + payload_bytes / SLOWEST_BYTES_PER_S
+
+    def _may_try_again(self, deadline: float) -> bool:
+        return self._topology.moves and self._clock() < deadline
+
+    def _given_up(self, error: Exception) -> TierUnavailableError:
+        """Return the error when other parts of the Cluster go on; else raise it."""
+        if isinstance(error, ClusterDownError) or not self._topology.has_others():
+            raise self._unavailable(error) from None
+        return self._unavailable(error, is_partial=True)
+
+    def _unavailable(self, error: Exception, *, is_partial: bool = False) -> TierUnavailableError:
         reason = str(error)
         for secret in self._secrets:  # a proxy may quote the AUTH it does not understand
             reason = reason.replace(secret, "***")
         fix = next((fix for kinds, fix in _FIXES if isinstance(error, kinds)), _FIX)
         return TierUnavailableError(
-            self._tier, f"{self.url}: {type(error).__name__}: {reason}; {fix}"
+            self._tier,
+            f"{self.url}: {type(error).__name__}: {reason}; {fix}",
+            is_partial=is_partial,
         )
 
 
-def _encode(value: object) -> bytes | memoryview:
-    if isinstance(value, (bytes, memoryview)):
-        return value
-    return str(value).encode()
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a call has no reply; *is_unsent* when nothing of it was done."""
+
+    error: Exception
+    is_unsent: bool
 
 
-def _split(url: str) -> SplitResult:
-    """Parse *url*. The error never quotes it: a badly escaped password may be anywhere in it."""
-    fix = (
-        "give redis://user:password@host:port/db, or rediss:// for TLS, with the password "
-        f"percent-encoded and no other options than {', '.join(sorted(_URL_OPTIONS))}"
-    )
-    try:
-        parts = urlsplit(url)
-        options = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-        well_formed = (
-            parts.scheme in ("redis", "rediss")
-            and bool(parts.hostname)
-            and (parts.port is None or parts.port > 0)
-            and re.fullmatch(r"/?[0-9]{0,9}", parts.path) is not None
-            and not parts.fragment
-            and all(name in _URL_OPTIONS for name, _ in options)
-        )
-    except ValueError:
-        well_formed = False
-    if not well_formed:
-        raise InvalidRequestError("redis url", "(not shown)", fix)
-    return parts
+def _payload_bytes(command: Command) -> int:
+    return sum(len(argument) for argument in command if isinstance(argument, memoryview))
 
 
-def _without_password(parts: SplitResult) -> str:
-    host = parts.hostname or ""
-    if ":" in host:
-        host = f"[{host}]"
-    return f"{parts.scheme}://{host}:{parts.port or 6379}{parts.path}"
+def _open_topology(url: RedisUrl, timeout_s: float, connections: int) -> Topology:
+    """Return the topology that *url* names; nothing is asked before the first use."""
+    options = LineOptions(timeout_s, connections, url.login, url.database, url.tls)
+    if url.mode == "sentinel":
+        return SentinelMaster(url, options)
+    return Cluster(url, options) if url.mode == "cluster" else SingleServer(url, options)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError
 
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.tiers.redis_link import Command, RedisLink
+from kvstore.tiers.redis_lines import Lines
+from kvstore.tiers.redis_link import Call, Lost, RedisLink
 from kvstore.tiers.redis_manifest import MAX_MANIFEST_BYTES, KeyNames, Manifest, parse_manifest
+from kvstore.tiers.redis_wire import Command, Step
 
 PART_SLACK_S = 600
 """Parts outlive their manifest by this much, less the time a writer takes to send them."""
@@ -27,8 +27,9 @@ MAX_REMAINS = 1024
 """Failed writes remembered for clean-up; older ones end by their lifetime."""
 SWEEP_WRITES = 64
 """Failed writes cleaned up at one time."""
-READ_WINDOW_BYTES = 64 << 20
-"""Bytes asked for in one round trip."""
+SLICE_BYTES = 1 << 20
+"""Parts are asked for in slices of this size, so that Redis never has to hold much that it has
+copied but not sent."""
 
 _TAKE = b"""
 local held = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[1])
@@ -49,41 +50,49 @@ class RemoteChunks:
         self._ttl_s = ttl_s
         self._remains: deque[Manifest] = deque(maxlen=MAX_REMAINS)
 
-    def look(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
+    def look(self, keys: Sequence[ChunkKey]) -> list[Manifest | Lost | None]:
         """Read the manifests of *keys*, one round trip for MAX_LOOK_KEYS; remove damaged ones."""
-        found: list[Manifest | None] = []
-        damaged: list[Command] = []
+        found: list[Manifest | Lost | None] = []
+        damaged: list[Call] = []
         for start in range(0, len(keys), MAX_LOOK_KEYS):
             window = keys[start : start + MAX_LOOK_KEYS]
-            rows = self._link.run([self._peek(key) for key in window])
+            rows = self._link.ask([(self._names.manifest(key), self._peek(key)) for key in window])
             for key, row in zip(window, rows, strict=True):
                 try:
-                    found.append(_parse(row, key))
+                    found.append(row if isinstance(row, Lost) else _parse(row, key))
                 except InvalidFrameError:
                     found.append(None)
-                    damaged.append(self._take(key, row or b""))
+                    damaged.append((self._names.manifest(key), self._take(key, row or b"")))
         if damaged:
             with contextlib.suppress(TierUnavailableError):
-                self._link.run(damaged)
+                self._link.ask(damaged)
         return found
 
     def pull(self, manifest: Manifest, out: Bytes, offset: int) -> bool:
-        """Fill *out* from the parts of *manifest*. False when it or a part is not there whole."""
-        names = self._names.parts(manifest)
-        cuts = list(manifest.cut(offset, len(out)))
-        step = max(1, READ_WINDOW_BYTES // manifest.part_bytes)
-        done = 0
-        for first in range(0, max(1, len(cuts)), step):
-            window = cuts[first : first + step]
-            parts: list[Command] = [
-                (b"GETRANGE", names[part], start, stop - 1) for part, start, stop in window
-            ]
-            ends = list(accumulate((stop - start for _, start, stop in window), initial=done))
-            take = partial(_take_block, manifest.raw, out, ends)
-            if not self._link.each([self._peek(manifest.info.key), *parts], take):
-                return False
-            done = ends[-1]
-        return True
+        """Fill *out* from the parts of *manifest*. False when it or a part is not there whole.
+
+        A read from the chunk's start gives it its whole life again.
+        """
+        name = self._names.manifest(manifest.info.key)
+        parts = self._names.parts(manifest)
+        view, at = out.data, 0
+        steps = [
+            Step(
+                self._peek(manifest.info.key), b"$%d\r\n%b\r\n" % (len(manifest.raw), manifest.raw)
+            )
+        ]
+        for part, start, stop in manifest.cut(offset, len(out)):
+            for first in range(start, stop, SLICE_BYTES):
+                size = min(SLICE_BYTES, stop - first)
+                command = (b"GETRANGE", parts[part], first, first + size - 1)
+                steps.append(Step.fill(command, view[at : at + size]))
+                at += size
+        if offset == 0:
+            # the manifest last: as ever, it promises that its parts are there
+            life_s = self._ttl_s + PART_SLACK_S
+            steps += [Step((b"EXPIRE", part, life_s), b":1\r\n") for part in parts]
+            steps.append(Step((b"EXPIRE", name, self._ttl_s), b":1\r\n"))
+        return self._link.fill(name, steps)
 
     def publish(self, manifest: Manifest, frame: Bytes) -> bool:
         """Send the parts, then the manifest unless its key has one. Return whether it had none.
@@ -111,7 +120,8 @@ class RemoteChunks:
 
         Return what was removed, None when there was nothing a reader could have read.
         """
-        (row,) = self._link.run([self._take(key, raw)])
+        name = self._names.manifest(key)
+        (row,) = self._link.run(name, [self._take(key, raw)])
         if row is None:
             return None
         try:
@@ -120,23 +130,40 @@ class RemoteChunks:
             return None
         if removed is not None:
             try:
-                self._link.run([(b"UNLINK", *self._names.parts(removed))])
+                self._link.run(name, [(b"UNLINK", *self._names.parts(removed))])
             except TierUnavailableError:  # the chunk is gone; only its parts linger
                 self._remains.append(removed)
         return removed
 
-    def listing(self) -> dict[ChunkKey, Manifest]:
-        """Read all manifests, at most MAX_LISTED_CHUNKS."""
+    def listing(self) -> tuple[dict[ChunkKey, Manifest], bool]:
+        """Read all manifests, at most MAX_LISTED_CHUNKS; say whether these are all there are.
+
+        What a lost part of a Cluster holds is left out.
+        """
         found: dict[ChunkKey, Manifest] = {}
-        cursor = 0
-        while True:
+        whole = True
+        for master in self._link.masters():
+            try:
+                whole &= self._list_on(master, found)
+            except TierUnavailableError as error:
+                if not error.is_partial:
+                    raise
+                whole = False
+        return found, whole
+
+    def _list_on(self, master: Lines, found: dict[ChunkKey, Manifest]) -> bool:
+        cursor, whole = 0, True
+        while len(found) < MAX_LISTED_CHUNKS:
             scan: Command = (b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", 1000)
-            ((cursor, names),) = self._link.run([scan])
+            cursor, names = _page(self._link.list_on(master, scan))
             keys = [key for key in map(self._names.key_of, names) if key is not None]
-            rows = self.look(keys)
-            found |= {key: row for key, row in zip(keys, rows, strict=True) if row is not None}
-            if int(cursor) == 0 or len(found) >= MAX_LISTED_CHUNKS:
-                return found
+            for key, row in zip(keys, self.look(keys), strict=True):
+                if isinstance(row, Manifest):
+                    found[key] = row
+                whole &= not isinstance(row, Lost)
+            if cursor == 0:
+                return whole
+        return False
 
     def _peek(self, key: ChunkKey) -> Command:
         # not GET: what a stranger stored under this name may have 512 MB
@@ -147,31 +174,33 @@ class RemoteChunks:
 
     def _is_taken(self, key: ChunkKey) -> bool:
         """Whether somebody's manifest stands under *key*. Removes a damaged one."""
-        (row,) = self._link.run([self._peek(key)])
+        name = self._names.manifest(key)
+        (row,) = self._link.run(name, [self._peek(key)])
         try:
             _parse(row, key)
         except InvalidFrameError:
-            self._link.run([self._take(key, row or b"")])
+            self._link.run(name, [self._take(key, row or b"")])
             return False
         return bool(row != b"")
 
     def _send(self, manifest: Manifest, frame: Bytes) -> bool:
         view, size, life_s = frame.data, manifest.part_bytes, self._ttl_s + PART_SLACK_S
+        name = self._names.manifest(manifest.info.key)
         self._link.run(
+            name,
             [
-                (b"SET", name, view[at * size : (at + 1) * size], b"EX", life_s)
-                for at, name in enumerate(self._names.parts(manifest))
-            ]
+                (b"SET", part, view[at * size : (at + 1) * size], b"EX", life_s)
+                for at, part in enumerate(self._names.parts(manifest))
+            ],
         )
         # in a round trip of its own: a pipeline runs on after a part that was refused
-        name = self._names.manifest(manifest.info.key)
-        (first,) = self._link.run([(b"SET", name, manifest.raw, b"EX", self._ttl_s, b"NX")])
+        (first,) = self._link.run(name, [(b"SET", name, manifest.raw, b"EX", self._ttl_s, b"NX")])
         return first is not None
 
     def _discard(self, manifest: Manifest) -> None:
         """Remove what a lost or refused write left, now or before the next publishing."""
         try:
-            self._link.run(self._remove_all(manifest))
+            self._link.run(self._names.manifest(manifest.info.key), self._remove_all(manifest))
         except TierUnavailableError:
             self._remains.append(manifest)
 
@@ -180,11 +209,18 @@ class RemoteChunks:
         with contextlib.suppress(IndexError):
             while len(swept) < SWEEP_WRITES:
                 swept.append(self._remains.popleft())
+        calls = [
+            (self._names.manifest(old.info.key), command)
+            for old in swept
+            for command in self._remove_all(old)
+        ]
         try:
-            self._link.run([command for old in swept for command in self._remove_all(old)])
+            replies = self._link.ask(calls)
         except TierUnavailableError:
             self._remains.extend(swept)
             raise
+        lost = [isinstance(reply, Lost) for reply in replies]
+        self._remains.extend(old for at, old in enumerate(swept) if any(lost[2 * at : 2 * at + 2]))
 
     def _remove_all(self, manifest: Manifest) -> list[Command]:
         take = self._take(manifest.info.key, manifest.raw)
@@ -196,12 +232,10 @@ def _parse(row: Any, key: ChunkKey) -> Manifest | None:
     return None if row == b"" else parse_manifest(row or b"", key)
 
 
-def _take_block(row: bytes, out: Bytes, ends: Sequence[int], index: int, reply: object) -> bool:
-    """Check the manifest, which comes first, or copy the part after it to its place."""
-    if index == 0:
-        return reply == row
-    start, stop = ends[index - 1], ends[index]
-    if not isinstance(reply, bytes) or len(reply) != stop - start:
-        return False
-    copy_bytes(out[start:stop], as_bytes(reply))
-    return True
+def _page(reply: Any) -> tuple[int, list[bytes]]:
+    """Return the next cursor and the names of one answer to SCAN."""
+    match reply:
+        case [bytes(cursor), list(names)] if cursor.isdigit():
+            return int(cursor), [name for name in names if isinstance(name, bytes)]
+        case _:
+            return 0, []

@@ -1,0 +1,136 @@
+"""Where Redis is: one server, the master that Sentinels name, or a Cluster."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvstore.proto.errors import InvalidRequestError
+
+Mode = Literal["single", "sentinel", "cluster"]
+HostPort = tuple[str, int]
+
+MAX_HOSTS = 64
+"""Hosts in one URL."""
+
+_MODES: dict[str, Mode] = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
+_PORTS: dict[Mode, int] = {"single": 6379, "sentinel": 26379, "cluster": 6379}
+_TLS_OPTIONS = frozenset(
+    {
+        "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile",
+        "ssl_check_hostname",
+    }
+)  # fmt: skip
+_OPTIONS = _TLS_OPTIONS | {"db", "sentinel_username", "sentinel_password"}
+_FIX = (
+    "give redis://user:password@host:port/db, redis+sentinel://host:port,host:port/service?db=0"
+    " or redis+cluster://host:port,host:port, with rediss for TLS, the password"
+    f" percent-encoded and no other options than {', '.join(sorted(_OPTIONS))}"
+)
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::([0-9]{1,5}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """What is sent to a server that asks who we are; empty where it does not."""
+
+    username: str = ""
+    password: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """A checked address. ``shown`` names no user and no password.
+
+    ``hosts`` are the server, the Sentinels or some nodes of the Cluster. ``tls`` is None for
+    plain text, else redis-py's options for it.
+    """
+
+    mode: Mode
+    hosts: tuple[HostPort, ...]
+    database: int
+    service: str
+    login: Login
+    sentinel_login: Login
+    tls: tuple[tuple[str, str], ...] | None
+    shown: str
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """What no message may quote."""
+        return frozenset(s for s in (self.login.password, self.sentinel_login.password) if s)
+
+
+def parse_redis_url(url: str) -> RedisUrl:
+    """Parse *url*.
+
+    Raises InvalidRequestError, which never quotes it: a badly escaped password may be
+    anywhere in it.
+    """
+    try:
+        parts = urlsplit(url)
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:
+        _refuse()
+    protocol, _, suffix = parts.scheme.partition("+")
+    options = dict(pairs)
+    if protocol not in ("redis", "rediss") or suffix not in _MODES or "#" in url:
+        _refuse()
+    if len(options) != len(pairs) or not _OPTIONS.issuperset(options):
+        _refuse()
+    mode = _MODES[suffix]
+    user_info, _, host_list = parts.netloc.rpartition("@")
+    hosts = _hosts(host_list, mode)
+    username, _, password = user_info.partition(":")
+    service, database = _path(mode, parts.path.removeprefix("/"), options)
+    tls = {name: value for name, value in options.items() if name in _TLS_OPTIONS}
+    if (tls and protocol == "redis") or (mode == "single" and len(hosts) > 1):
+        _refuse()
+    place = f"/{service}?db={database}" if mode == "sentinel" else parts.path
+    return RedisUrl(
+        mode,
+        hosts,
+        database,
+        service,
+        Login(unquote(username), unquote(password)),
+        Login(options.get("sentinel_username", ""), options.get("sentinel_password", "")),
+        tuple(tls.items()) if protocol == "rediss" else None,
+        f"{parts.scheme}://{','.join(map(_show_host, hosts))}{place}",
+    )
+
+
+def _hosts(text: str, mode: Mode) -> tuple[HostPort, ...]:
+    found = []
+    for item in text.split(","):
+        match = _HOST.fullmatch(item)
+        port = int(match[3] or _PORTS[mode]) if match else 0
+        if match is None or not 0 < port < 1 << 16:
+            _refuse()
+        found.append((match[1] or match[2], port))
+    if len(found) > MAX_HOSTS:
+        _refuse()
+    return tuple(found)
+
+
+def _path(mode: Mode, path: str, options: dict[str, str]) -> tuple[str, int]:
+    """Return the Sentinels' service and the number of the database."""
+    number = options.get("db", "")
+    if mode == "sentinel":
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", path):
+            _refuse()
+    else:
+        number = number or path
+    if not re.fullmatch(r"[0-9]{0,9}", number) or (mode == "cluster" and int(number or 0)):
+        _refuse()
+    return (path if mode == "sentinel" else ""), int(number or 0)
+
+
+def _show_host(address: HostPort) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _refuse() -> NoReturn:
+    raise InvalidRequestError("redis url", "(not shown)", _FIX)
