@@ -17,11 +17,22 @@ class Report:
     bench: str
     values: dict[str, float] = field(default_factory=dict)
     rows: list[tuple[str, str, str, str]] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def add(self, key: str, value: float, measured: str, against: str = "") -> None:
         """Add one value; *measured* and *against* say what it is made of."""
         self.values[key] = round(value, 4)
         self.rows.append((key, f"{value:.3f}", measured, against))
+
+    def note(self, name: str, figure: str, measured: str) -> None:
+        """Add a row to the table alone."""
+        self.rows.append((name, figure, measured, ""))
+
+    def skip(self, keys: Sequence[str], reason: str) -> None:
+        """Leave *keys* out of the values, saying why."""
+        for key in keys:
+            self.skipped[key] = reason
+            self.rows.append((key, "skipped", reason, ""))
 
     def print(self, *, only_json: bool) -> None:
         """Print the table (unless *only_json*), then the JSON line."""
@@ -31,7 +42,10 @@ class Report:
             widths = [max(len(row[i]) for row in rows) for i in range(4)]
             for row in rows:
                 print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)))
-        print(json.dumps({"bench": self.bench, "values": self.values}))
+        line: dict[str, object] = {"bench": self.bench, "values": self.values}
+        if self.skipped:
+            line["skipped"] = self.skipped
+        print(json.dumps(line))
 
 
 def parse_flags(argv: Sequence[str] | None, text: str) -> bool:

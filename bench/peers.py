@@ -1,0 +1,227 @@
+"""Our store beside LMCache, Mooncake Store, InfiniStore and plain Redis, on one machine.
+
+Both sides of a ratio run in turns in one run, and the best of each counts. Ours is verified as
+always. Each peer runs in a virtual environment of its own, which the first run makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import redis
+
+from bench.peer_infinistore import VERSION as INFINISTORE
+from bench.peer_infinistore import InfiniStore
+from bench.peer_lmcache import Adapter, LMCache
+from bench.peer_mooncake import VERSION as MOONCAKE
+from bench.peer_mooncake import Mooncake
+from bench.peer_ours import (
+    TierSide,
+    disk_load_s,
+    make_frames,
+    request_side,
+)
+from bench.peer_process import PeerSkippedError
+from bench.peer_run import BARS, Best, Run
+from bench.peer_survival import lmcache_burst, lmcache_readable, measure_burst, measure_readable
+from bench.plot import bar_chart
+from bench.report import Report, best_s
+from bench.workload import MIB, redis_server
+from kvstore.server.main import keep_freed_memory
+from kvstore.server.node import LOADS_AT_ONCE
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.redis import RedisTier
+
+Peer = TypeVar("Peer")
+
+ROUNDS = 3
+"""Of each side, in turns; a round repeats its work a few times itself."""
+OBJECTS = 64
+OBJECT_BYTES = 2 * MIB
+REQUESTS = 8
+DISK_KEYS = ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native")
+REDIS_KEYS = ("redis_load_vs_lmcache_resp", "redis_store_vs_lmcache_resp")
+SHM_KEYS = ("retrieve_vs_lmcache_shm", "store_vs_lmcache_shm")
+MOONCAKE_KEYS = ("retrieve_vs_mooncake_tcp", "store_vs_mooncake_tcp")
+INFINISTORE_KEYS = ("retrieve_vs_infinistore_tcp", "store_vs_infinistore_tcp")
+
+
+def compare_disk(run: Run, peer: LMCache) -> None:
+    """64 objects of 2 MiB through our disk tier, and through LMCache's adapter of files."""
+    ours = Best("disk tier in process, verified")
+    theirs = Best("fs_native in process")
+    with run.scratch("disk") as folder:
+        tier = DiskTier(folder / "disk", OBJECTS * (OBJECT_BYTES + MIB))
+        side = TierSide(tier, make_frames(OBJECTS, 1), LOADS_AT_ONCE["disk"])
+        try:
+            for _ in range(ROUNDS):
+                side.run(ours, ROUNDS)
+                with run.scratch("lmcache") as base:
+                    adapter = {"type": "fs_native", "base_path": str(base)}
+                    theirs.take(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
+        finally:
+            side.close()
+    run.add_speeds(DISK_KEYS, OBJECTS * OBJECT_BYTES, ours, theirs)
+    with run.scratch("disk") as folder:
+        load_s = disk_load_s(folder, OBJECTS, ROUNDS)
+    run.report.note(
+        "  to our client", f"{theirs.load_s / load_s:.3f}",
+        f"ours {OBJECTS * OBJECT_BYTES / load_s / 1e9:.2f} GB/s, disk to server to client",
+    )  # fmt: skip
+
+
+def compare_redis(run: Run, peer: LMCache) -> None:
+    """The same through one Redis: our tier, LMCache's adapter, and redis-py's GET."""
+    ours, theirs = Best("Redis tier in process, verified"), Best("resp in process")
+    plain = Best("redis-py GET of the same parts")
+    with run.scratch("redis") as folder, redis_server(folder) as port:
+        tier = RedisTier(f"redis://127.0.0.1:{port}/1", 1 << 30, timeout_ms=5000)
+        side = TierSide(tier, make_frames(OBJECTS, 2), LOADS_AT_ONCE["redis"])
+        adapter: Adapter = {"type": "resp", "host": "127.0.0.1", "port": port}
+        client = redis.Redis(port=port, db=1)
+        try:
+            for _ in range(ROUNDS):
+                side.run(ours, ROUNDS)
+                plain.take(0.0, _get_all_s(client))
+                theirs.take(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
+                with redis.Redis(port=port) as other:
+                    other.flushdb()
+        finally:
+            client.close()
+            side.close()
+    size_bytes = OBJECTS * OBJECT_BYTES
+    run.add_speeds(REDIS_KEYS, size_bytes, ours, theirs)
+    run.add_speeds(("redis_load_vs_plain_redis",), size_bytes, ours, plain)
+
+
+def _get_all_s(client: redis.Redis) -> float:
+    names = [name for name in client.scan_iter(count=1000) if not bytes(name).endswith(b":m")]
+    return best_s(lambda: [client.get(name) for name in names], ROUNDS)
+
+
+def compare_shm(run: Run, peer: LMCache) -> None:
+    """Requests of 16.8 MB between a client and a server on one host."""
+    ours = Best("put and get through shm, verified")
+    theirs = Best("bench server --mode cpu, without its lookup")
+    lookup_s = float("inf")
+    with (
+        run.scratch("shm") as folder,
+        request_side(folder, "shm", 8, 2) as side,
+        peer.server(2, None) as server,
+    ):
+        for number in range(ROUNDS):
+            side.run(ours, REQUESTS)
+            times = server.bench(number * REQUESTS, REQUESTS)
+            theirs.take(times.store_s, times.retrieve_s)
+            lookup_s = min(lookup_s, times.lookup_s)
+        side.run(ours, REQUESTS)
+        size_bytes = side.size_bytes
+    run.add_speeds(SHM_KEYS, size_bytes, ours, theirs)
+    run.report.note(
+        "  of one request", "",
+        f"ours get {ours.load_s * 1e3:.2f} put {ours.store_s * 1e3:.2f} ms; theirs lookup "
+        f"{lookup_s * 1e3:.2f} retrieve {theirs.load_s * 1e3:.2f} store {theirs.store_s * 1e3:.2f}",
+    )  # fmt: skip
+
+
+def compare_mooncake(run: Run, peer: Mooncake) -> None:
+    """Objects of 16 MiB, one at a time, over TCP on the loopback device."""
+    ours = Best("put and get through zmq, verified")
+    theirs = Best(f"{MOONCAKE}, put_from and get_into, TCP")
+    with (
+        run.scratch("tcp") as folder,
+        request_side(folder, "zmq", 16, 1) as side,
+        peer.client(side.size_bytes) as client,
+    ):
+        for _ in range(4 * ROUNDS):
+            side.run(ours, 1)
+            times = client.ask("round")
+            theirs.take(times["store_s"], times["load_s"])
+        size_bytes = side.size_bytes
+    run.add_speeds(MOONCAKE_KEYS, size_bytes, ours, theirs)
+
+
+def compare_infinistore(run: Run, peer: InfiniStore) -> None:
+    """Blocks of 2 MiB over TCP, through InfiniStore's own benchmark."""
+    ours = Best("put and get through zmq, verified")
+    theirs = Best(f"{INFINISTORE}, its benchmark, TCP")
+    size_bytes = 128 * MIB
+    with (
+        run.scratch("tcp") as folder,
+        request_side(folder, "zmq", 2, OBJECTS) as side,
+        peer.server() as port,
+    ):
+        for _ in range(ROUNDS):
+            side.run(ours, 1)
+            write, read = peer.bench(port)
+            theirs.take(size_bytes / write / 1e6, size_bytes / read / 1e6)
+    run.add_speeds(INFINISTORE_KEYS, size_bytes, ours, theirs)
+
+
+def _say(work: Callable[[Run, LMCache], str], run: Run, peer: LMCache | str) -> str:
+    """Return what *work* says of LMCache, or why there is nothing to say."""
+    if isinstance(peer, str):
+        return f"skipped: {peer}"
+    try:
+        return work(run, peer)
+    except PeerSkippedError as error:
+        return f"skipped: {error}"
+
+
+def _install(install: Callable[[Path, Path], Peer], venvs: Path, folder: Path) -> Peer | str:
+    """Return the peer, or why it cannot be had."""
+    try:
+        return install(venvs, folder)
+    except PeerSkippedError as error:
+        return str(error)
+
+
+def compare(
+    run: Run, keys: Sequence[str], work: Callable[[Run, Peer], None], peer: Peer | str
+) -> None:
+    """Do *work* with *peer*; leave *keys* out, saying why, when it cannot be had."""
+    if isinstance(peer, str):
+        run.report.skip(keys, peer)
+    else:
+        run.attempt(keys, partial(work, run, peer))
+
+
+def measure(run: Run, venvs: Path) -> None:
+    """Install the peers, then measure beside each."""
+    lmcache = _install(LMCache.install, venvs, run.folder)
+    mooncake = _install(Mooncake.install, venvs, run.folder)
+    infinistore = _install(InfiniStore.install, venvs, run.folder)
+    compare(run, DISK_KEYS, compare_disk, lmcache)
+    compare(run, REDIS_KEYS, compare_redis, lmcache)
+    compare(run, SHM_KEYS, compare_shm, lmcache)
+    compare(run, MOONCAKE_KEYS, compare_mooncake, mooncake)
+    compare(run, INFINISTORE_KEYS, compare_infinistore, infinistore)
+    measure_readable(run, _say(lmcache_readable, run, lmcache))
+    measure_burst(run, _say(lmcache_burst, run, lmcache))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run every part and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",
+                        help="where the peers are installed; default build/peers")  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios as an SVG")
+    flags = parser.parse_args(argv)
+    keep_freed_memory()  # as the server, whose tiers run in this process here
+    report = Report("peers")
+    with tempfile.TemporaryDirectory() as name:
+        measure(Run(Path(name), report), flags.venvs.absolute())
+    if flags.plot is not None:
+        bars = [(key, report.values[key], bar) for key, bar in BARS.items() if key in report.values]
+        bar_chart(flags.plot, "kvstore against its peers: ours / theirs", bars)
+    report.print(only_json=flags.json)
+
+
+if __name__ == "__main__":
+    main()
