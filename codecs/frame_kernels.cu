@@ -1,0 +1,265 @@
+// What is done to frames that lie on a CUDA device: checksums, and rows between a frame and an
+// engine's pages. Compiled at run time; codecs/frame_kernels.py launches it and says what the
+// arguments are. Tests also compile this file for the CPU, where threads run one by one: so no
+// thread here ever waits for another.
+//
+// The checksum is XXH3_64 with seed 0 (Yann Collet, xxHash 0.8, the specification's "XXH3").
+// Its long form adds up the sixteen 64-byte stripes of a 1 KiB block into eight accumulators
+// and scrambles them after each block. The sums do not depend on what was accumulated before,
+// so all blocks are summed side by side (sum_blocks, which reads the memory) and only one
+// addition and one scramble a block are done in order (chain_blocks, on a sixteenth of it).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(16) u128 {
+    u64 low, high;
+};
+
+static const u32 BLOCK_BYTES = 1024;
+static const u32 STRIPE_BYTES = 64;
+static const u32 STRIPES = 16;
+static const u32 LANES = 8;
+static const u32 SHORT_BYTES = 240;
+
+static const u64 P32_1 = 0x9E3779B1ULL;
+static const u64 P32_2 = 0x85EBCA77ULL;
+static const u64 P32_3 = 0xC2B2AE3DULL;
+static const u64 P64_1 = 0x9E3779B185EBCA87ULL;
+static const u64 P64_2 = 0xC2B2AE3D27D4EB4FULL;
+static const u64 P64_3 = 0x165667B19E3779F9ULL;
+static const u64 P64_4 = 0x85EBCA77C2B2AE63ULL;
+static const u64 P64_5 = 0x27D4EB2F165667C5ULL;
+static const u64 MIX_1 = 0x165667919E3779F9ULL;
+static const u64 MIX_2 = 0x9FB21C651E98DF25ULL;
+
+alignas(16) __device__ const u8 SECRET[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+// --- words and mixing
+
+__device__ static u64 word(const u8* p) {  // at any address
+    u64 value = 0;
+    for (u32 i = 0; i < 8; ++i) value |= (u64)p[i] << (8 * i);
+    return value;
+}
+
+__device__ static u64 half_word(const u8* p) {
+    return (u64)p[0] | (u64)p[1] << 8 | (u64)p[2] << 16 | (u64)p[3] << 24;
+}
+
+__device__ static u64 secret_word(u32 index) { return ((const u64*)SECRET)[index]; }
+
+__device__ static u64 rotated(u64 value, u32 bits) { return value << bits | value >> (64 - bits); }
+
+__device__ static u64 reversed(u64 value) {
+    u64 out = 0;
+    for (u32 i = 0; i < 8; ++i) out |= (value >> (8 * i) & 0xFF) << (56 - 8 * i);
+    return out;
+}
+
+__device__ static u64 folded(u64 a, u64 b) { return a * b ^ __umul64hi(a, b); }
+
+__device__ static u64 avalanche(u64 hash) {
+    hash = (hash ^ hash >> 37) * MIX_1;
+    return hash ^ hash >> 32;
+}
+
+__device__ static u64 avalanche_64(u64 hash) {
+    hash = (hash ^ hash >> 33) * P64_2;
+    hash = (hash ^ hash >> 29) * P64_3;
+    return hash ^ hash >> 32;
+}
+
+__device__ static u64 mixed_16(const u8* p, const u8* secret) {
+    return folded(word(p) ^ word(secret), word(p + 8) ^ word(secret + 8));
+}
+
+// --- short inputs
+
+__device__ static u64 hash_up_to_16(const u8* p, u64 size) {
+    if (size > 8) {
+        u64 low = word(p) ^ word(SECRET + 24) ^ word(SECRET + 32);
+        u64 high = word(p + size - 8) ^ word(SECRET + 40) ^ word(SECRET + 48);
+        return avalanche(size + reversed(low) + high + folded(low, high));
+    }
+    if (size >= 4) {
+        u64 hash = half_word(p + size - 4) + (half_word(p) << 32);
+        hash ^= word(SECRET + 8) ^ word(SECRET + 16);
+        hash ^= rotated(hash, 49) ^ rotated(hash, 24);
+        hash *= MIX_2;
+        hash ^= (hash >> 35) + size;
+        hash *= MIX_2;
+        return hash ^ hash >> 28;
+    }
+    if (size) {
+        u64 all = (u64)p[0] << 16 | (u64)p[size >> 1] << 24 | (u64)p[size - 1] | size << 8;
+        return avalanche_64(all ^ half_word(SECRET) ^ half_word(SECRET + 4));
+    }
+    return avalanche_64(word(SECRET + 56) ^ word(SECRET + 64));
+}
+
+__device__ static u64 hash_up_to_128(const u8* p, u64 size) {
+    u64 sum = size * P64_1;
+    for (u32 i = 0; i <= (size - 1) / 32; ++i) {
+        sum += mixed_16(p + 16 * i, SECRET + 32 * i);
+        sum += mixed_16(p + size - 16 * (i + 1), SECRET + 32 * i + 16);
+    }
+    return avalanche(sum);
+}
+
+__device__ static u64 hash_up_to_240(const u8* p, u64 size) {
+    u64 sum = size * P64_1;
+    for (u32 i = 0; i < 8; ++i) sum += mixed_16(p + 16 * i, SECRET + 16 * i);
+    sum = avalanche(sum);
+    for (u32 i = 8; i < size / 16; ++i) sum += mixed_16(p + 16 * i, SECRET + 16 * (i - 8) + 3);
+    return avalanche(sum + mixed_16(p + size - 16, SECRET + 136 - 17));
+}
+
+// --- long inputs
+
+__device__ static u64 full_blocks(u64 size) {
+    return size > SHORT_BYTES ? (size - 1) / BLOCK_BYTES : 0;
+}
+
+__device__ static u64 product(u64 keyed) { return (keyed & 0xFFFFFFFFULL) * (keyed >> 32); }
+
+// Grid: (any, segments). Four threads a block of input, two accumulators each, 16 bytes a load.
+extern "C" __global__ void sum_blocks(
+    const u8* memory, const u64* offsets, const u64* sizes, const u64* first_blocks, u64* sums
+) {
+    const u32 segment = blockIdx.y;
+    const u64 blocks = full_blocks(sizes[segment]);
+    const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const u64 groups = (u64)gridDim.x * blockDim.x / 4;
+    const u32 pair = thread % 4;
+    const u8* start = memory + offsets[segment] + 16 * pair;
+    u64 keys[STRIPES + 1];
+#pragma unroll
+    for (u32 i = 0; i <= STRIPES; ++i) keys[i] = secret_word(2 * pair + i);
+    for (u64 block = thread / 4; block < blocks; block += groups) {
+        const u128* data = (const u128*)(start + block * BLOCK_BYTES);
+        u64 even = 0, odd = 0;
+#pragma unroll
+        for (u32 stripe = 0; stripe < STRIPES; ++stripe) {
+            const u128 value = data[stripe * (STRIPE_BYTES / 16)];
+            even += value.high + product(value.low ^ keys[stripe]);
+            odd += value.low + product(value.high ^ keys[stripe + 1]);
+        }
+        u64* out = sums + (first_blocks[segment] + block) * LANES + 2 * pair;
+        out[0] = even;
+        out[1] = odd;
+    }
+}
+
+// One thread an accumulator: eight a segment.
+extern "C" __global__ void chain_blocks(
+    const u64* sizes, const u64* first_blocks, const u64* sums, u64* accumulators, u32 segments
+) {
+    const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (thread >= (u64)segments * LANES) return;
+    const u64 starts[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    const u32 lane = thread % LANES;
+    const u64 segment = thread / LANES;
+    const u64 blocks = full_blocks(sizes[segment]);
+    const u64* sum = sums + first_blocks[segment] * LANES + lane;
+    const u64 key = secret_word(128 / 8 + lane);
+    u64 value = starts[lane];
+#pragma unroll 8
+    for (u64 block = 0; block < blocks; ++block) {
+        value += sum[block * LANES];
+        value = (value ^ value >> 47 ^ key) * P32_1;
+    }
+    accumulators[thread] = value;
+}
+
+__device__ static void add_stripe(u64* values, const u8* p, const u8* secret) {
+    for (u32 lane = 0; lane < LANES; ++lane) {
+        const u64 value = word(p + 8 * lane);
+        values[lane ^ 1] += value;
+        values[lane] += product(value ^ word(secret + 8 * lane));
+    }
+}
+
+__device__ static u64 hash_of_rest(const u8* p, u64 size, const u64* accumulators) {
+    u64 values[LANES];
+    for (u32 lane = 0; lane < LANES; ++lane) values[lane] = accumulators[lane];
+    const u8* rest = p + full_blocks(size) * BLOCK_BYTES;
+    const u32 stripes = (p + size - 1 - rest) / STRIPE_BYTES;
+    for (u32 i = 0; i < stripes; ++i) add_stripe(values, rest + i * STRIPE_BYTES, SECRET + 8 * i);
+    add_stripe(values, p + size - STRIPE_BYTES, SECRET + 192 - 64 - 7);
+    u64 hash = size * P64_1;
+    for (u32 i = 0; i < LANES; i += 2) {
+        const u8* key = SECRET + 11 + 8 * i;
+        hash += folded(values[i] ^ word(key), values[i + 1] ^ word(key + 8));
+    }
+    return avalanche(hash);
+}
+
+// One thread a segment.
+extern "C" __global__ void finish_segments(
+    const u8* memory, const u64* offsets, const u64* sizes, const u64* accumulators, u64* hashes,
+    u32 segments
+) {
+    const u32 segment = blockIdx.x * blockDim.x + threadIdx.x;
+    if (segment >= segments) return;
+    const u8* p = memory + offsets[segment];
+    const u64 size = sizes[segment];
+    u64 hash;
+    if (size > SHORT_BYTES) hash = hash_of_rest(p, size, accumulators + (u64)segment * LANES);
+    else if (size > 128) hash = hash_up_to_240(p, size);
+    else if (size > 16) hash = hash_up_to_128(p, size);
+    else hash = hash_up_to_16(p, size);
+    hashes[segment] = hash;
+}
+
+// --- rows of head_dim elements between a raw frame and an engine's pages
+//
+// Grid: (any, frames x layers x parts). A frame's part is (kv_heads, tokens, head_dim) without gaps;
+// token t of it lies in block blocks[(first_token + t) / block_tokens] of the pages, whose strides
+// may be any. Neighbouring threads take neighbouring words of the frame.
+
+#define MOVE_ROWS(NAME, WORD, FROM, TO)                                                         \
+    extern "C" __global__ void NAME(                                                            \
+        u8* memory, const u64* part_offsets, const u64* first_tokens, const u64* pages,         \
+        const u64* blocks, u32 tokens, u32 heads, u32 row_words, u32 block_tokens,              \
+        u64 block_stride, u64 token_stride, u64 head_stride                                     \
+    ) {                                                                                         \
+        WORD* packed = (WORD*)(memory + part_offsets[blockIdx.y]);                              \
+        u8* paged = (u8*)pages[blockIdx.y];                                                     \
+        const u32 first_token = first_tokens[blockIdx.y];                                       \
+        const u32 words = tokens * heads * row_words; /* a frame has fewer than 2^30 bytes */   \
+        for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < words;                        \
+             at += gridDim.x * blockDim.x) {                                                    \
+            const u32 row = at / row_words, head = row / tokens;                                \
+            const u32 slot = first_token + row - head * tokens, block = slot / block_tokens;    \
+            u8* start = paged + blocks[block] * block_stride                                    \
+                + (slot - block * block_tokens) * token_stride + head * head_stride;            \
+            WORD* place = (WORD*)start + (at - row * row_words);                                \
+            TO = FROM;                                                                          \
+        }                                                                                       \
+    }
+
+#define MOVE_BOTH_WAYS(BYTES, WORD)                           \
+    MOVE_ROWS(scatter_##BYTES, WORD, packed[at], *place)      \
+    MOVE_ROWS(gather_##BYTES, WORD, *place, packed[at])
+
+MOVE_BOTH_WAYS(16, u128)
+MOVE_BOTH_WAYS(8, u64)
+MOVE_BOTH_WAYS(4, u32)
+MOVE_BOTH_WAYS(2, u16)
+MOVE_BOTH_WAYS(1, u8)

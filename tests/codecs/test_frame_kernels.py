@@ -1,0 +1,272 @@
+"""The kernels' own source, run on the CPU and compiled for CUDA, against xxhash and torch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contracts.chunks import make_frame, make_representation, payload
+from cpu_kernels import compile_kernels
+
+from kvstore.codecs import frame_kernels
+from kvstore.codecs.frame_kernels import (
+    COMPILER_FLAGS,
+    SOURCE,
+    Argument,
+    LaunchedKernels,
+    cuda_launcher,
+    open_kernels,
+)
+from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged, Pages
+from kvstore.proto.buffers import Bytes, checksum
+from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
+from kvstore.proto.types import DType
+
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> LaunchedKernels:
+    """The CUDA source, compiled for the CPU with checks for undefined behaviour."""
+    return LaunchedKernels(CPU, compile_kernels(tmp_path_factory.mktemp("kernels")))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def lay_out(sizes: Sequence[int]) -> tuple[Bytes, FrameHeader]:
+    """Return bytes cut into segments of *sizes*, 64-byte aligned, with a header that says so."""
+    _, frame = make_frame(1)
+    rows = np.zeros(len(sizes), SEGMENT_DTYPE)
+    at = 0
+    for row, size in zip(rows, sizes, strict=True):
+        row["offset"], row["stored_bytes"] = at, size
+        at += -(-size // 64) * 64
+    data = payload(at, at + 64)
+    return data, replace(parse_header(frame), segments=rows)
+
+
+def aligned(data: Bytes, device: torch.device = CPU) -> torch.Tensor:
+    out = torch.empty(len(data), dtype=torch.uint8, device=device)
+    return out.copy_(torch.from_numpy(data.copy()))
+
+
+def assert_sums(kernels: FrameKernels, sizes: Sequence[int], device: torch.device) -> None:
+    data, header = lay_out(sizes)
+    found = kernels.sums(aligned(data, device), [FrameAt(0, header, 0)])()
+    assert found == [[checksum(header.segment(data, at)) for at in range(len(sizes))]]
+
+
+SIZES = [
+    list(range(300)),
+    [1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 3071, 3072, 3073],
+    [64 * at + 1 for at in range(3, 40)],
+    [1 << 16, 5, (1 << 18) + 1, 0, 240, 241, 99_999],
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=["short", "edges", "stripes", "long"])
+def test_checksums_are_xxh3_whatever_the_size(compiled: LaunchedKernels, sizes: list[int]) -> None:
+    assert_sums(compiled, sizes, CPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("sizes", SIZES, ids=["short", "edges", "stripes", "long"])
+def test_checksums_on_cuda_are_xxh3_whatever_the_size(
+    device: torch.device, sizes: list[int]
+) -> None:
+    assert_sums(open_kernels(device), sizes, device)
+
+
+def test_one_flipped_bit_anywhere_changes_the_checksum(compiled: LaunchedKernels) -> None:
+    data, header = lay_out([5000])
+    frames = [FrameAt(0, header, 0)]
+    right = compiled.sums(aligned(data), frames)()
+    draw = random.Random(3)
+    for bit in [0, 8 * 5000 - 1, *(draw.randrange(8 * 5000) for _ in range(60))]:
+        damaged = data.copy()
+        damaged[bit // 8] ^= np.uint8(1 << bit % 8)
+        assert compiled.sums(aligned(damaged), frames)() != right
+
+
+# --- rows between a frame and pages
+
+SHAPES = [
+    # dtype, layers, kv_heads, head_dim, tokens, block_tokens, first_token
+    (DType.bfloat16, 2, 2, 64, 32, 16, 0),
+    (DType.bfloat16, 3, 1, 128, 50, 16, 7),
+    (DType.float8_e4m3fn, 2, 3, 8, 16, 1, 2),
+    (DType.float32, 1, 2, 3, 20, 8, 5),
+    (DType.float16, 2, 5, 5, 17, 4, 3),
+    (DType.uint8, 1, 1, 1, 16, 64, 11),
+]
+ORDERS = ["block_major", "layer_major", "heads_first"]
+
+
+def make_pages(order: str, shape: tuple[int, ...], dtype: DType, device: torch.device) -> Pages:
+    """Return pages full of noise: *shape* is layers, blocks, block_tokens, kv_heads, head_dim."""
+    layers, blocks, block_tokens, heads, dim = shape
+    shapes = {
+        "block_major": (blocks, layers, 2, block_tokens, heads, dim),
+        "layer_major": (layers, 2, blocks, block_tokens, heads, dim),
+        "heads_first": (layers, 2, blocks, heads, block_tokens, dim),
+    }
+    count = int(np.prod(shape)) * 2 * dtype.item_bytes
+    raw = torch.from_numpy(payload(7, count)).to(device)
+    tensor = raw.view(getattr(torch, dtype.name)).view(shapes[order])
+    if order == "block_major":
+        tensor = tensor.movedim(0, 2)
+    if order != "heads_first":
+        tensor = tensor.transpose(-3, -2)
+    return Pages(tuple(tuple(tensor[at, part] for part in range(2)) for at in range(layers)))
+
+
+def bytes_of(pages: Pages) -> bytes:
+    views = [view.contiguous().view(torch.uint8).cpu() for parts in pages.views for view in parts]
+    return b"".join(view.numpy().tobytes() for view in views)
+
+
+def assert_rows_move(
+    kernels: FrameKernels, shape: tuple[DType, int, int, int, int, int, int], order: str,
+    device: torch.device,
+) -> None:  # fmt: skip
+    dtype, layers, heads, dim, tokens, block_tokens, first_token = shape
+    memory, frames = two_frames(shape)
+    taken = -(-(first_token + 2 * tokens) // block_tokens)
+    ids = random.Random(1).sample(range(taken + 3), taken)
+    extent = (layers, taken + 3, block_tokens, heads, dim)
+    expected = make_pages(order, extent, dtype, CPU)
+    right = HostKernels().scatter(aligned(memory), frames, Paged((expected,), ids))()
+    pages = make_pages(order, extent, dtype, device)
+    found = kernels.scatter(aligned(memory, device), frames, Paged((pages,), ids))()
+    assert found == right == [f.header.segments["checksum"].tolist() for f in frames]
+    assert bytes_of(pages) == bytes_of(expected)
+    assert bytes_of(pages) != bytes_of(make_pages(order, extent, dtype, CPU))
+    back = aligned(np.zeros_like(memory), device)
+    kernels.move(back, frames, Paged((pages,), ids), to_pages=False)
+    for frame in frames:
+        ours, theirs = back.cpu().numpy()[frame.offset :], memory[frame.offset :]
+        for at in range(layers):
+            segment = frame.header.segment(theirs, at)
+            assert np.array_equal(frame.header.segment(ours, at), segment)
+
+
+def two_frames(
+    shape: tuple[DType, int, int, int, int, int, int],
+) -> tuple[Bytes, list[FrameAt]]:
+    """Return two frames in one piece of memory, each chunk behind the other in the request."""
+    dtype, layers, heads, dim, tokens, _, first_token = shape
+    of_model = make_representation(layers, heads, dim, dtype)
+    made = [make_frame(seed, tokens, representation=of_model)[1] for seed in (5, 6)]
+    second = 64 + -(-len(made[0]) // 64) * 64
+    memory = np.zeros(second + len(made[1]), np.uint8)
+    memory[64 : 64 + len(made[0])], memory[second:] = made
+    return memory, [
+        FrameAt(64, parse_header(made[0]), first_token),
+        FrameAt(second, parse_header(made[1]), first_token + tokens),
+    ]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[1:])))
+def test_rows_move_as_torch_moves_them(
+    compiled: LaunchedKernels, shape: tuple[DType, int, int, int, int, int, int], order: str
+) -> None:
+    assert_rows_move(compiled, shape, order, CPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[1:])))
+def test_rows_move_on_cuda_as_torch_moves_them(
+    device: torch.device, shape: tuple[DType, int, int, int, int, int, int], order: str
+) -> None:
+    assert_rows_move(open_kernels(device), shape, order, device)
+
+
+def test_rows_move_in_the_largest_words_that_fit(compiled: LaunchedKernels) -> None:
+    launched: list[str] = []
+
+    def note(name: str, grid: tuple[int, int], arguments: Sequence[Argument]) -> None:
+        launched.append(name)
+
+    for shape in SHAPES:
+        assert_rows_named(LaunchedKernels(CPU, note), shape)
+    assert launched == [f"scatter_{size}" for size in (16, 16, 8, 4, 2, 1)]
+
+
+def test_what_no_grid_holds_takes_several_launches(
+    compiled: LaunchedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_kernels, "MAX_GRID_Y", 5)
+    assert_sums(compiled, SIZES[1], CPU)
+    for order in ORDERS:
+        assert_rows_move(compiled, SHAPES[1], order, CPU)
+
+
+def assert_rows_named(
+    kernels: LaunchedKernels, shape: tuple[DType, int, int, int, int, int, int]
+) -> None:
+    dtype, layers, heads, dim, tokens, block_tokens, first_token = shape
+    memory, frames = two_frames(shape)
+    blocks = -(-(first_token + 2 * tokens) // block_tokens)
+    pages = make_pages("layer_major", (layers, blocks, block_tokens, heads, dim), dtype, CPU)
+    kernels.move(aligned(memory), frames, Paged((pages,), range(blocks)), to_pages=True)
+
+
+# --- CUDA's compiler
+
+ARCHITECTURES = ["sm_75", "sm_80", "sm_90", "sm_100"]
+
+
+def nvrtc() -> ctypes.CDLL:
+    """CUDA's run-time compiler, from its wheel: it needs neither a GPU nor a driver."""
+    found = importlib.util.find_spec("nvidia.cuda_nvrtc")
+    assert found is not None, "install nvidia-cuda-nvrtc-cu12"
+    (folder,) = found.submodule_search_locations or []
+    return ctypes.CDLL(str(Path(folder) / "lib" / "libnvrtc.so.12"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cudas_own_compiler_takes_the_source(architecture: str) -> None:
+    compiler = nvrtc()
+    program = ctypes.c_void_p()
+    text = SOURCE.read_bytes()
+    name = SOURCE.name.encode()
+    assert not compiler.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None)
+    flags = [f"--gpu-architecture={architecture}", *COMPILER_FLAGS]
+    given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+    status = compiler.nvrtcCompileProgram(program, len(flags), given)
+    size = ctypes.c_size_t()
+    compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    compiler.nvrtcGetProgramLog(program, log)
+    assert (status, log.value.decode()) == (0, ""), "not even a warning"
+    compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    assert not compiler.nvrtcGetCUBIN(program, binary)
+    assert b"sum_blocks" in binary.raw
+    assert b"scatter_16" in binary.raw
+    assert not compiler.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def test_the_cpu_needs_no_compiler() -> None:
+    assert isinstance(open_kernels(CPU), HostKernels)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_device_is_compiled_for_once(device: torch.device) -> None:
+    assert cuda_launcher(device.index or 0) is cuda_launcher(device.index or 0)

@@ -1,0 +1,80 @@
+"""A device whose work stands still until the test lets it run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from typing_extensions import override
+
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.tiers.device import Event, HostDevice, Stream
+
+
+class SlowDevice(HostDevice):
+    """Copies are queued; ``synchronize`` of an event runs what is before it, as would time.
+
+    ``fails`` makes every further piece of work fail, as a device that fell off its bus does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+        self.streams: list[SlowStream] = []
+
+    @override
+    def stream(self) -> Stream:
+        self.streams.append(SlowStream(self))
+        return self.streams[-1]
+
+    def check(self) -> None:
+        if self.fails:
+            raise TierUnavailableError("gpu", "fails on purpose")
+
+
+class SlowEvent:
+    def __init__(self, stream: SlowStream, position: int) -> None:
+        self._stream = stream
+        self._position = position
+
+    def query(self) -> bool:
+        return self._stream.done >= self._position
+
+    def synchronize(self) -> None:
+        self._stream.run(self._position)
+
+
+class SlowStream(Stream):
+    def __init__(self, device: SlowDevice) -> None:
+        self._device = device
+        self._queue: deque[Callable[[], object]] = deque()
+        self.done = 0
+        """Pieces of work that are over."""
+
+    def _add(self, work: Callable[[], object]) -> None:
+        self._device.check()
+        self._queue.append(work)
+
+    def run(self, position: int | None = None) -> None:
+        """Do what waits, up to *position*, or all."""
+        while self._queue and (position is None or self.done < position):
+            self._device.check()
+            self._queue.popleft()()
+            self.done += 1
+
+    @override
+    def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        self._add(lambda: out.copy_(data))
+
+    @override
+    def fill(self, out: torch.Tensor, value: int) -> None:
+        self._add(lambda: out.fill_(value))
+
+    @override
+    def record(self) -> Event:
+        return SlowEvent(self, self.done + len(self._queue))
+
+    @override
+    def wait(self, event: Event) -> None:
+        self._add(event.synchronize)

@@ -1,0 +1,170 @@
+"""A CUDA device: torch for streams, events and copies, cupy for the arena and its handle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+import torch
+from typing_extensions import override
+
+from kvstore.proto import shm
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.tiers.device import Device, Event, RegisteredRanges, Stream
+
+HANDLE_BYTES = 64
+"""Of a cudaIpcMemHandle_t (CUDA runtime API, "Memory Management")."""
+_HOST_REGISTER_PORTABLE = 1
+
+logger = structlog.get_logger(__name__)
+
+
+class CudaDevice(Device):
+    """The CUDA device number *index* of this process.
+
+    Raises TierUnavailableError when there is none, or a package for it is missing.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise TierUnavailableError(
+                "gpu", f"torch {torch.__version__} sees {count} CUDA devices, not number {index};"
+                " install a CUDA build of torch, name another device, or start without gpu",
+            )  # fmt: skip
+        self._device = torch.device("cuda", index)
+        self._cupy = _import_cupy()
+        self.identity = f"cuda:{torch.cuda.get_device_properties(index).uuid}"
+        self._ranges = RegisteredRanges()
+
+    @override
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return memory of its own cudaMalloc: only such a one has an IPC handle of its own."""
+        runtime = self._cupy.cuda.runtime
+        with self._cupy.cuda.Device(self._index):
+            free_bytes, _ = runtime.memGetInfo()
+            try:
+                pointer = runtime.malloc(size_bytes)
+            except runtime.CUDARuntimeError as error:
+                raise TierUnavailableError(
+                    "gpu", f"cannot allocate {size_bytes} bytes on {self._device}, where"
+                    f" {free_bytes} are free: {error}; give a smaller --gpu or another device",
+                ) from None  # fmt: skip
+            owned = self._cupy.cuda.UnownedMemory(pointer, size_bytes, self, self._index)
+            memory = self._cupy.cuda.MemoryPointer(owned, 0)
+            array = self._cupy.ndarray((size_bytes,), self._cupy.uint8, memory)
+        return torch.as_tensor(array, device=self._device)
+
+    @override
+    def release(self, arena: torch.Tensor) -> None:
+        with _device_errors(), self._cupy.cuda.Device(self._index):
+            self._cupy.cuda.runtime.free(arena.data_ptr())
+
+    @override
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        with _device_errors():
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    @override
+    def stream(self) -> Stream:
+        with _device_errors():
+            return CudaStream(torch.cuda.Stream(self._device))
+
+    @override
+    def export(self, arena: torch.Tensor) -> int:
+        with _device_errors(), self._cupy.cuda.Device(self._index):
+            handle: bytes = self._cupy.cuda.runtime.ipcGetMemHandle(arena.data_ptr())
+        descriptor = shm.create_memfd("kvstore-arena", HANDLE_BYTES)
+        os.pwrite(descriptor, handle, 0)
+        return descriptor
+
+    @override
+    def register(self, memory: Bytes) -> Callable[[], None] | None:
+        cudart: Any = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            status = cudart.cudaHostRegister(
+                memory.ctypes.data, len(memory), _HOST_REGISTER_PORTABLE
+            )
+        if int(status):
+            logger.warning("cudaHostRegister refused; copies are staged", status=int(status))
+            return None
+        forget = self._ranges.add(memory)
+
+        def unregister() -> None:
+            forget()
+            cudart.cudaHostUnregister(memory.ctypes.data)
+
+        return unregister
+
+    @override
+    def is_registered(self, memory: Bytes) -> bool:
+        return self._ranges.has(memory)
+
+
+class CudaStream(Stream):
+    """One torch.cuda.Stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    @override
+    def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        with _device_errors(), torch.cuda.stream(self._stream):
+            out.copy_(data, non_blocking=True)
+
+    @override
+    def fill(self, out: torch.Tensor, value: int) -> None:
+        with _device_errors(), torch.cuda.stream(self._stream):
+            out.fill_(value)
+
+    @override
+    def record(self) -> Event:
+        with _device_errors():
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+            return _CudaEvent(event)
+
+    @override
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        with _device_errors():
+            self._stream.wait_event(event.event)
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def query(self) -> bool:
+        with _device_errors():
+            is_done: bool = self.event.query()
+            return is_done
+
+    def synchronize(self) -> None:
+        with _device_errors():
+            self.event.synchronize()
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """Say what torch and cupy raise (both derive from RuntimeError) in the store's words."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise TierUnavailableError("gpu", f"{type(error).__name__}: {reason}") from error
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise TierUnavailableError(
+            "gpu", f"needs cupy ({error}); install kvstore[gpu], or start without gpu"
+        ) from None
+    return cupy

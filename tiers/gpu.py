@@ -1,0 +1,338 @@
+"""Frames in the memory of one device, next to the engine that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Lock
+
+import torch
+from typing_extensions import override
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.shm import ARENA_SLAB
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.tiers.arena import OffsetAllocator
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.cpu import SlabPlace
+from kvstore.tiers.device import Device, Event, Stream, tensor_over
+from kvstore.tiers.staging import Staging
+
+GRANULE_BYTES = 256
+"""What cudaMalloc aligns to: every frame starts on a line of the device's memory."""
+BLOCK_HEADER_BYTES = 256
+"""Before each frame; ends in the generation, as in a slab of CPU memory."""
+STAGING_LANES = 4
+STAGING_PIECE_BYTES = 4 << 20
+_WORD_BYTES = 8
+_generations = count(0x5EED_B10C_0000_0000, 2)
+"""One for the process, so that no place of one tier is ever that of another."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A chunk's header and frame in the arena.
+
+    ``readers`` are the events of device work that reads it, ``lent`` how many borrowers have
+    not said yet when they are done.
+    """
+
+    info: ChunkInfo
+    tenant: str
+    start: int
+    generation: int
+    readers: list[Event] = field(default_factory=list)
+    lent: int = 0
+
+    @property
+    def first(self) -> int:
+        """Offset of the frame."""
+        return self.start + BLOCK_HEADER_BYTES
+
+    def place(self) -> SlabPlace:
+        """Return where clients of the device find the frame."""
+        return SlabPlace(ARENA_SLAB, self.first, self.info.size_bytes, self.generation)
+
+    def is_read(self) -> bool:
+        """Whether device work may still read it."""
+        self.readers = [event for event in self.readers if not event.query()]
+        return bool(self.readers or self.lent)
+
+
+class GpuTier(Tier):
+    """One allocation of *device*, cut by an OffsetAllocator.
+
+    Host bytes go up on one stream of the tier's own and come down on another, so that neither
+    waits for the other nor for an engine's work. Pageable bytes pass a bounded ring of pinned
+    memory; bytes in memory that the device knows (``Device.register``) are copied straight.
+    A frame becomes visible once its copy is done on the device. The room of a deleted frame is
+    handed out again once the work of those it was lent to is done.
+
+    Raises InvalidRequestError for a capacity below one granule and a header,
+    TierUnavailableError with the fix when the device does not have the memory.
+    """
+
+    name = "gpu"
+
+    def __init__(
+        self, capacity_bytes: int, device: Device, staging_piece_bytes: int = STAGING_PIECE_BYTES
+    ) -> None:
+        if capacity_bytes < GRANULE_BYTES + BLOCK_HEADER_BYTES:
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for one frame")
+        self.capacity_bytes = capacity_bytes // GRANULE_BYTES * GRANULE_BYTES
+        self.device = device
+        self._arena = device.allocate(self.capacity_bytes)
+        try:
+            self._staging = Staging(device, STAGING_LANES, staging_piece_bytes)
+            self._up, self._down = device.stream(), device.stream()
+        except TierUnavailableError:
+            device.release(self._arena)
+            raise
+        self._lock = Lock()
+        # Guards all below; held for dictionary operations and for asking events only.
+        self._allocator = OffsetAllocator(self.capacity_bytes, GRANULE_BYTES)
+        self._sealed: dict[ChunkKey, _Block] = {}
+        self._reserved: dict[object, _Block] = {}
+        self._leaving: list[_Block] = []
+        """Deleted, and still read by the device."""
+        self._closed = False
+
+    @override
+    def allocated_bytes(self, size_bytes: int) -> int:
+        return -(-(size_bytes + BLOCK_HEADER_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
+
+    @override
+    def max_frame_bytes(self) -> int:
+        return self.capacity_bytes - BLOCK_HEADER_BYTES
+
+    # --- in
+
+    @override
+    def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
+        need_bytes = self.allocated_bytes(info.size_bytes)
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise TierUnavailableError(self.name, "closed")
+                self._free_unread()
+                start = self._allocator.allocate(need_bytes)
+                if start is not None:
+                    block = _Block(info, tenant, start, next(_generations))
+                    self._reserved[block.place()] = block
+                    return Reservation(info, tenant, need_bytes, block.place())
+                readers = [event for block in self._leaving[:1] for event in block.readers]
+                free_bytes = self._allocator.free_bytes
+            if not readers:
+                raise TierFullError(self.name, need_bytes, free_bytes)
+            for event in readers:  # device work, which ends
+                event.synchronize()
+
+    @override
+    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+        """Copy *data* into the reserved frame at byte *offset*.
+
+        Raises InvalidRequestError when it would not fit there or the reservation is spent.
+        """
+        out = self._slice(self._open(reservation), offset, len(data))
+        if not self.device.is_registered(data):
+            self._staging.upload(self._up, out, data)
+            return
+        self._up.copy(out, tensor_over(data))
+        self._up.record().synchronize()  # the caller may reuse its memory now
+
+    @contextmanager
+    def filling(self, reservation: Reservation, stream: Stream) -> Iterator[torch.Tensor]:
+        """Give the reserved frame's device bytes to work that is queued on *stream*.
+
+        ``seal`` waits for what was queued before the block is left.
+        """
+        block = self._open(reservation)
+        try:
+            yield self._slice(block, 0, block.info.size_bytes)
+        finally:  # after an error too: what was queued until then still writes
+            self._up.wait(stream.record())
+
+    @override
+    def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
+        """Make the frame visible. Raises InvalidRequestError when the reservation is spent."""
+        block = self._open(reservation)
+        try:
+            self._up.fill(self._word(block), block.generation)
+            self._up.record().synchronize()  # behind every copy into the frame
+        except TierUnavailableError:
+            self.abort(reservation)
+            raise
+        with self._lock:
+            del self._reserved[reservation.place]
+            key = block.info.key
+            if key not in self._sealed:
+                self._sealed[key] = block
+                return True
+        self._retire(block)
+        return False
+
+    @override
+    def abort(self, reservation: Reservation) -> None:
+        """Free the room of a reservation; does nothing when it is spent."""
+        with self._lock:
+            block = self._reserved.pop(reservation.place, None)
+            if block is not None:
+                # Copies into it may still run; whoever gets the room writes behind them.
+                self._allocator.free(block.start)
+
+    def _open(self, reservation: Reservation) -> _Block:
+        with self._lock:
+            block = self._reserved.get(reservation.place)
+        if block is None:
+            raise InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
+        return block
+
+    def _slice(self, block: _Block, offset: int, size_bytes: int) -> torch.Tensor:
+        if offset < 0 or offset + size_bytes > block.info.size_bytes:
+            raise InvalidRequestError(
+                "offset", (offset, size_bytes), f"stay within {block.info.size_bytes} bytes"
+            )
+        start = block.first + offset
+        return self._arena[start : start + size_bytes]
+
+    def _word(self, block: _Block) -> torch.Tensor:
+        return self._arena[block.first - _WORD_BYTES : block.first].view(torch.int64)
+
+    # --- out
+
+    @override
+    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+        block = self._block(key)
+        if block is None:
+            return False
+        data = self._slice(block, offset, len(out))
+        if self.device.is_registered(out):
+            self._down.copy(tensor_over(out), data)
+            self._down.record().synchronize()
+        else:
+            self._staging.download(self._down, out, data)
+        return True
+
+    @contextmanager
+    def lend(self, key: ChunkKey, stream: Stream) -> Iterator[torch.Tensor | None]:
+        """Give the sealed frame's device bytes, not copied, to work that is queued on *stream*.
+
+        None when absent. They stay what they are until the work that was queued before the
+        block is left is done, deleted or not.
+        """
+        with self._lock:
+            block = self._sealed.get(key)
+            if block is not None:
+                block.lent += 1
+        if block is None:
+            yield None
+            return
+        try:
+            yield self._slice(block, 0, block.info.size_bytes)
+        finally:
+            event = stream.record()
+            with self._lock:
+                block.lent -= 1
+                block.readers = [e for e in block.readers if not e.query()] + [event]
+
+    def locate(self, key: ChunkKey) -> SlabPlace | None:
+        """Return where clients of the device find the sealed frame; None when absent."""
+        block = self._block(key)
+        return None if block is None else block.place()
+
+    @override
+    def tenant_of(self, key: ChunkKey) -> str:
+        block = self._block(key)
+        return DEFAULT_TENANT if block is None else block.tenant
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The whole arena (uint8): for work on frames whose places and leases the caller has."""
+        return self._arena
+
+    def arena_file(self) -> int:
+        """Return a descriptor from which another process maps the arena; the caller closes it."""
+        return self.device.export(self._arena)
+
+    def _block(self, key: ChunkKey) -> _Block | None:
+        with self._lock:
+            return self._sealed.get(key)
+
+    @override
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        with self._lock:
+            blocks = [self._sealed.get(key) for key in keys]
+        return [None if block is None else block.info for block in blocks]
+
+    @override
+    def scan(self) -> Iterator[ChunkInfo]:
+        with self._lock:
+            blocks = list(self._sealed.values())
+        for block in blocks:
+            yield block.info
+
+    # --- away
+
+    @override
+    def delete(self, key: ChunkKey) -> bool:
+        with self._lock:
+            block = self._sealed.pop(key, None)
+        if block is None:
+            return False
+        self._retire(block)
+        return True
+
+    def _retire(self, block: _Block) -> None:
+        """Free a block that nobody finds any more, once nobody reads it either."""
+        try:
+            # Odd, and queued before the room can be handed out: a reader in another process
+            # that still copies will notice.
+            self._up.fill(self._word(block), block.generation + 1)
+        finally:
+            with self._lock:
+                self._leaving.append(block)
+                self._free_unread()
+
+    def _free_unread(self) -> None:
+        still_read = []
+        for block in self._leaving:
+            if block.is_read():
+                still_read.append(block)
+            else:
+                self._allocator.free(block.start)
+        self._leaving = still_read
+
+    @override
+    def stats(self) -> TierStats:
+        with self._lock:
+            return TierStats(
+                self.capacity_bytes,
+                0 if self._closed else self._allocator.used_bytes,
+                len(self._sealed),
+                len(self._reserved),
+            )
+
+    @override
+    def flush(self) -> None:
+        """Do nothing: memory survives no restart."""
+
+    @override
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            blocks = [*self._sealed.values(), *self._leaving]
+            self._sealed.clear()
+            self._reserved.clear()
+            self._leaving.clear()
+        for event in (self._up.record(), self._down.record()):
+            event.synchronize()
+        for block in blocks:
+            for event in block.readers:
+                event.synchronize()
+        arena, self._arena = self._arena, torch.empty(0, dtype=torch.uint8)
+        self.device.release(arena)
