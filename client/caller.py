@@ -1,0 +1,204 @@
+"""The Caller: one session with a server, opened when it is needed and again when it is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvstore.client.connection import Connection
+from kvstore.client.options import ClientOptions
+from kvstore.client.reader import Reader, Room
+from kvstore.client.session import Session
+from kvstore.client.shm import ShmTransport, can_share_memory
+from kvstore.client.stream import StreamTransport
+from kvstore.client.transport import Transport
+from kvstore.codecs.base import ChunkTensors
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    ChainDigest,
+    ChunkKey,
+    Namespace,
+    Representation,
+)
+from kvstore.proto.wire import join_digests
+
+T = TypeVar("T")
+
+
+class Caller:
+    """What every part of a Client stands on. Thread-safe."""
+
+    def __init__(
+        self,
+        address: str,
+        representation: Representation,
+        options: ClientOptions | None = None,
+    ) -> None:
+        self.representation = representation
+        self.options = options or ClientOptions()
+        self._connection = Connection(address, self.options.retry_after_ms)
+        self._reader = Reader(self.options.copy_threads)
+        self._transport: Transport | None = None
+        self._closed = False
+        # Guards the two fields above; held while a session opens, which happens once.
+        self._lock = threading.Lock()
+
+    def _connected(self) -> Transport:
+        with self._lock:
+            if self._closed:
+                raise KVStoreError("the client is closed")
+            if self._transport is None:
+                self._transport = self._connect()
+            return self._transport
+
+    def _connect(self) -> Transport:
+        session = Session(self._connection, self.representation, self.options)
+        wanted = self.options.transport
+        if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
+            try:
+                return ShmTransport(session)
+            except (TierUnavailableError, InvalidRequestError, OSError):
+                if wanted == "shm":
+                    session.close()
+                    raise
+        if wanted == "zmq" or (wanted == "auto" and session.terms.zmq_address):
+            from kvstore.client.zmq_transport import ZmqTransport
+
+            try:
+                return ZmqTransport(session)
+            except (TierUnavailableError, DeadlineError):
+                if wanted == "zmq":
+                    session.close()
+                    raise
+        return StreamTransport(session)
+
+    def _disconnect(self, transport: Transport, *, tell_server: bool) -> None:
+        with self._lock:
+            if self._transport is not transport:
+                return
+            self._transport = None
+        transport.close()
+        transport.session.close(tell_server=tell_server)
+
+    def _with_session(self, work: Callable[[Transport], T]) -> T:
+        """Run *work*, once more with a new session if the server lost ours."""
+        transport = self._connected()
+        try:
+            return work(transport)
+        except LeaseExpiredError:
+            if self._is_known(transport):
+                raise
+        self._disconnect(transport, tell_server=False)
+        return work(self._connected())
+
+    def _is_known(self, transport: Transport) -> bool:
+        try:
+            transport.session.heartbeat()
+        except LeaseExpiredError:
+            return False
+        return True
+
+    @property
+    def namespace(self) -> Namespace:
+        """The first half of every key of this client; asks the server once."""
+        return self._connected().session.terms.namespace
+
+    @property
+    def transport_name(self) -> str:
+        """How bytes travel: ``shm``, ``zmq`` or ``grpc``."""
+        return self._connected().name
+
+    @property
+    def boot_id(self) -> int:
+        """The server's start that the session belongs to."""
+        return self._connected().session.terms.boot_id
+
+    def close(self) -> None:
+        """End the session and close the connection. Idempotent."""
+        with self._lock:
+            self._closed = True
+            transport = self._transport
+        if transport is not None:
+            self._disconnect(transport, tell_server=True)
+        self._connection.close()
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- helpers
+
+    def _call(self, method: str, request: Any, reply: type[T]) -> T:
+        return self._connection.call(method, request, self.options.deadline_ms, reply)
+
+    def _ask(self, method: str, request: Any, keys: Sequence[ChunkKey] | None, reply: type[T]) -> T:
+        def work(transport: Transport) -> T:
+            request.session_id = transport.session.terms.session_id
+            if keys is not None:
+                request.digests = self._digests(keys)
+            return self._call(method, request, reply)
+
+        return self._with_session(work)
+
+    def _digest(self, key: ChunkKey) -> ChainDigest:
+        if len(key) != KEY_BYTES or key[:DIGEST_BYTES] != self.namespace:
+            raise InvalidRequestError(
+                "key", key.hex(),
+                f"not in this client's namespace {self.namespace.hex()}; name chunks with keys()",
+            )  # fmt: skip
+        return ChainDigest(key[DIGEST_BYTES:])
+
+    def _digests(self, keys: Sequence[ChunkKey]) -> bytes:
+        return join_digests(self._digest(key) for key in keys)
+
+    # --- reading
+
+    def _read_prefix(self, keys: Sequence[ChunkKey], room: Room) -> list[ChunkTensors]:
+        """Read under a lease of the call's own."""
+
+        def work(_: Transport) -> list[ChunkTensors]:
+            return self._read(keys, room, 0)
+
+        try:
+            return self._with_session(work)
+        except LeaseExpiredError:
+            # One was found damaged, and dropped, between its place and our look: ask what is left.
+            return self._with_session(work)
+
+    def _read(self, keys: Sequence[ChunkKey], room: Room, lease_id: int) -> list[ChunkTensors]:
+        transport = self._connected()
+        digests = [self._digest(key) for key in keys]
+        with transport.get(digests, lease_id, self.options.deadline_ms) as arriving:
+            found, broken = self._reader.read(transport.session, keys, arriving, room)
+        if broken is not None:
+            self._quarantine(transport, broken)
+        return found
+
+    def _quarantine(self, transport: Transport, key: ChunkKey) -> None:
+        request = pb.DeleteRequest(
+            session_id=transport.session.terms.session_id, digests=self._digest(key)
+        )
+        self._connection.settle()  # what we still lease is not deleted
+        try:
+            self._call("Delete", request, pb.DeleteResponse)
+        except KVStoreError:
+            return

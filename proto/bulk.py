@@ -1,0 +1,301 @@
+"""The words of the bulk channel: what a reader or writer of frames and a server say over ZeroMQ.
+
+A message is a header, whose length its kind fixes, and for some kinds a payload: one or two
+frames of a ZeroMQ multipart message. The table is in docs/format.md. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import ClassVar, NamedTuple, TypeAlias
+
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, revive
+from kvstore.proto.wire import MESSAGE_BYTES
+
+MAGIC = b"KVSZ"
+VERSION = 1
+TOKEN_BYTES = 16
+TIER_BYTES = 8
+
+MAX_PAYLOAD_BYTES = MESSAGE_BYTES
+"""Of one message; a peer that sends more is hung up on by ZeroMQ itself."""
+
+PART_COST_BYTES = 1 << 14
+"""What a part costs beyond its payload, so that credit bounds the number of parts too."""
+
+WINDOW_BYTES = 8 << 20
+"""What a receiver lets be under way to it."""
+
+MAX_CREDIT_BYTES = 16 << 20
+"""More is refused: whoever asks for it never means to read it in time."""
+
+MAX_REQUESTS = 4
+"""Of one peer at a time."""
+
+DURABLE = 1
+"""Flag of a put."""
+
+_HEAD = struct.Struct("<4sHHQ")
+_REASON = struct.Struct("<H")
+_MAX_REASON_BYTES = 600
+
+
+class Kind(IntEnum):
+    """What a message is. Numbers are never used again."""
+
+    attach = 1
+    attached = 2
+    get = 3
+    put = 4
+    part = 5
+    credit = 6
+    cancel = 7
+    finish = 8
+    done = 9
+    failed = 10
+
+
+class Attach(NamedTuple):
+    """First of a connection: whose it is. ``request`` is 0."""
+
+    request: int
+    session_id: int
+    token: bytes
+
+
+class Attached(NamedTuple):
+    """The answer to it."""
+
+    request: int
+
+
+class Get(NamedTuple):
+    """Payload: the digests. ``lease_id`` 0: the server takes a lease until it is done."""
+
+    request: int
+    session_id: int
+    lease_id: int
+    credit_bytes: int
+    deadline_ms: int
+
+
+class Put(NamedTuple):
+    """Frames follow in parts, once there is credit; then ``Finish``."""
+
+    request: int
+    session_id: int
+    deadline_ms: int
+    flags: int
+
+
+class Part(NamedTuple):
+    """Payload: the bytes of frame number ``chunk`` of the request, from ``offset``.
+
+    Parts of a frame follow each other, frames too. ``tier`` is where the frame was; zeros in
+    a put.
+    """
+
+    request: int
+    frame_bytes: int
+    offset: int
+    chunk: int
+    tier: bytes
+
+    @property
+    def tier_name(self) -> str:
+        """The tier's name."""
+        return self.tier.rstrip(b"\0").decode("ascii", "replace")
+
+
+class Credit(NamedTuple):
+    """The receiver of parts lets so many bytes more be sent."""
+
+    request: int
+    credit_bytes: int
+
+
+class Cancel(NamedTuple):
+    """The client wants no more of a request; the server still answers ``Done``."""
+
+    request: int
+
+
+class Finish(NamedTuple):
+    """The last of a put: how many frames it had."""
+
+    request: int
+    frames: int
+
+
+class Done(NamedTuple):
+    """The end. So many frames were sent; or are answered for in the payload of a put's."""
+
+    request: int
+    frames: int
+
+
+class Failed(NamedTuple):
+    """The end by an error. Payload: its class's name, a zero byte, its text."""
+
+    request: int
+
+
+Word: TypeAlias = (
+    Attach | Attached | Get | Put | Part | Credit | Cancel | Finish | Done | Failed
+)  # fmt: skip
+
+
+class _Shape(NamedTuple):
+    kind: type[Word]
+    body: struct.Struct
+    max_payload_bytes: int | None
+    """None: the message has no payload."""
+
+
+def _shape(kind: type[Word], body: str, max_payload_bytes: int | None = None) -> _Shape:
+    return _Shape(kind, struct.Struct("<" + body), max_payload_bytes)
+
+
+SHAPES: dict[int, _Shape] = {
+    Kind.attach: _shape(Attach, f"Q{TOKEN_BYTES}s"),
+    Kind.attached: _shape(Attached, ""),
+    Kind.get: _shape(Get, "QQQI", MAX_PAYLOAD_BYTES),
+    Kind.put: _shape(Put, "QII"),
+    Kind.part: _shape(Part, f"QQI{TIER_BYTES}s", MAX_PAYLOAD_BYTES),
+    Kind.credit: _shape(Credit, "Q"),
+    Kind.cancel: _shape(Cancel, ""),
+    Kind.finish: _shape(Finish, "I"),
+    Kind.done: _shape(Done, "I", MAX_PAYLOAD_BYTES),
+    Kind.failed: _shape(Failed, "", 4096),
+}
+_KINDS = {shape.kind: (number, shape.body) for number, shape in SHAPES.items()}
+
+
+def pack(word: Word) -> bytes:
+    """Return the header of a message."""
+    number, body = _KINDS[type(word)]
+    return _HEAD.pack(MAGIC, VERSION, number, word.request) + body.pack(*word[1:])
+
+
+def unpack(header: bytes, payload_bytes: int | None = None) -> Word:
+    """Parse a header; *payload_bytes* is the payload's length, None when there is none.
+
+    Raises InvalidRequestError.
+    """
+    if len(header) < _HEAD.size:
+        raise InvalidRequestError("header", len(header), f"at least {_HEAD.size} bytes")
+    magic, version, kind, request = _HEAD.unpack_from(header)
+    shape = SHAPES.get(kind)
+    if magic != MAGIC or version != VERSION or shape is None:
+        raise InvalidRequestError("header", (magic, version, kind), f"speak version {VERSION}")
+    if len(header) != _HEAD.size + shape.body.size:
+        raise InvalidRequestError(
+            "header", len(header), f"{Kind(kind).name} has {_HEAD.size + shape.body.size} bytes"
+        )
+    limit = shape.max_payload_bytes
+    if (payload_bytes is None) != (limit is None):
+        raise InvalidRequestError("payload", payload_bytes, f"{Kind(kind).name} has 2 frames or 1")
+    if limit is not None and payload_bytes is not None and payload_bytes > limit:
+        raise InvalidRequestError("payload", payload_bytes, f"at most {limit} bytes")
+    return shape.kind(request, *shape.body.unpack_from(header, _HEAD.size))
+
+
+def tier_bytes(name: str) -> bytes:
+    """Return a tier's name as parts carry it."""
+    return name.encode("ascii", "replace")[:TIER_BYTES].ljust(TIER_BYTES, b"\0")
+
+
+def cost(payload_bytes: int) -> int:
+    """Return what a part takes of the credit."""
+    return payload_bytes + PART_COST_BYTES
+
+
+def pack_outcomes(outcomes: bytes, reasons: Sequence[str]) -> bytes:
+    """Return the payload that answers a put: a byte for each frame, then a text for each."""
+    texts = [reason.encode()[:_MAX_REASON_BYTES] for reason in reasons]
+    return outcomes + b"".join(_REASON.pack(len(text)) + text for text in texts)
+
+
+def unpack_outcomes(count: int, payload: bytes) -> tuple[bytes, list[str]]:
+    """Parse the payload that answers a put. Raises InvalidRequestError."""
+    outcomes, at = payload[:count], count
+    reasons = []
+    for _ in range(count):
+        if at + _REASON.size > len(payload):
+            raise InvalidRequestError("payload", len(payload), f"has {count} outcomes and reasons")
+        (size,) = _REASON.unpack_from(payload, at)
+        at += _REASON.size
+        reasons.append(payload[at : at + size].decode(errors="replace"))
+        at += size
+    if at != len(payload):
+        raise InvalidRequestError("payload", len(payload), f"has {at} bytes")
+    return outcomes, reasons
+
+
+def pack_failure(name: str, text: str) -> bytes:
+    """Return the payload of ``Failed``."""
+    return f"{name}\0{text}".encode()[:4096]
+
+
+def unpack_failure(payload: bytes) -> KVStoreError:
+    """Return the error that ``Failed`` carries."""
+    name, _, text = payload.decode(errors="replace").partition("\0")
+    return revive(name, text)
+
+
+class Budget:
+    """What a sender may still send. Not thread-safe.
+
+    ``limit_bytes`` bounds what may be granted at once: a receiver cannot make a sender queue
+    more than that for it.
+    """
+
+    limit_bytes: ClassVar[int] = MAX_CREDIT_BYTES
+
+    def __init__(self) -> None:
+        self._left_bytes = 0
+
+    def grant(self, credit_bytes: int) -> None:
+        """Take note of a grant. Raises InvalidRequestError past the limit."""
+        if self._left_bytes + credit_bytes > self.limit_bytes:
+            raise InvalidRequestError("credit_bytes", credit_bytes, f"at most {self.limit_bytes}")
+        self._left_bytes += credit_bytes
+
+    def spend(self, payload_bytes: int) -> bool:
+        """Take the cost of a part out; False, and nothing taken, when it is not covered."""
+        price = cost(payload_bytes)
+        if price > self._left_bytes:
+            return False
+        self._left_bytes -= price
+        return True
+
+
+class Window:
+    """What a receiver has granted and got. Not thread-safe."""
+
+    def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
+        self._window_bytes = window_bytes
+        self._under_way_bytes = 0
+        self._consumed_bytes = 0
+
+    def open(self) -> int:
+        """Return the first grant."""
+        self._under_way_bytes = self._window_bytes
+        return self._window_bytes
+
+    def receive(self, payload_bytes: int) -> None:
+        """Take note of a part. Raises InvalidRequestError when it was not covered."""
+        self._under_way_bytes -= cost(payload_bytes)
+        if self._under_way_bytes < 0:
+            raise InvalidRequestError("credit", payload_bytes, "wait for credit before sending")
+
+    def consume(self, payload_bytes: int) -> int:
+        """Take note that a part was dealt with; return what to grant now, mostly 0."""
+        self._consumed_bytes += cost(payload_bytes)
+        if self._consumed_bytes < self._window_bytes // 4:
+            return 0
+        due, self._consumed_bytes = self._consumed_bytes, 0
+        self._under_way_bytes += due
+        return due

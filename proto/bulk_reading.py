@@ -1,0 +1,91 @@
+"""The reader's side of one get over the bulk channel: frames out of parts. Sans I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.errors import InvalidFrameError
+
+Room = Callable[[int, int], Bytes | None]
+"""A frame's number in the request and its size to the memory it goes to; None to pass it by."""
+
+
+class Landed(NamedTuple):
+    """A frame that is whole, in the memory that was given for it. Nothing of it is verified."""
+
+    chunk: int
+    tier: str
+    frame: Bytes
+
+
+class BulkReading:
+    """Feed it what the server sends; it says what is whole and what credit to give.
+
+    No frame over *limit_bytes* is believed. Used by one thread.
+    """
+
+    def __init__(self, request: int, limit_bytes: int, room: Room) -> None:
+        self.request = request
+        self.is_over = False
+        """The server said its last word about this request."""
+        self._limit_bytes = limit_bytes
+        self._room = room
+        self._window = bulk.Window()
+        self._chunk = 0
+        self._received_bytes = 0
+        self._frame_bytes = 0
+        self._frame: Bytes | None = None
+
+    def open(self) -> int:
+        """Return the first credit, to be sent with the request."""
+        return self._window.open()
+
+    def take(self, word: bulk.Word, payload: Bytes | None) -> Landed | None:
+        """Take a message; return the frame that it made whole.
+
+        Messages of earlier requests are passed by. Raises the error that the server sent,
+        InvalidFrameError when parts do not follow each other.
+        """
+        if word.request != self.request:
+            return None
+        if isinstance(word, bulk.Failed):
+            self.is_over = True
+            raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
+        if isinstance(word, bulk.Done):
+            self.is_over = True
+            if word.frames != self._chunk or self._received_bytes:
+                raise InvalidFrameError("frames", word.frames, f"{self._chunk} came")
+            return None
+        if not isinstance(word, bulk.Part) or payload is None:
+            raise InvalidFrameError("kind", type(word).__name__, "not an answer to a get")
+        self._window.receive(len(payload))
+        return self._add(word, payload)
+
+    def credit(self, size_bytes: int) -> int:
+        """Return what to grant now that *size_bytes* of a part were dealt with, mostly 0."""
+        return self._window.consume(size_bytes)
+
+    def _add(self, part: bulk.Part, data: Bytes) -> Landed | None:
+        if not part.offset:
+            if not 0 < part.frame_bytes <= self._limit_bytes:
+                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the limit")
+        elif part.frame_bytes != self._frame_bytes:
+            raise InvalidFrameError("frame_bytes", part.frame_bytes, "must not change")
+        stop = part.offset + len(data)
+        follows = (part.chunk, part.offset) == (self._chunk, self._received_bytes)
+        if not follows or not len(data) or stop > part.frame_bytes:
+            raise InvalidFrameError("offset", part.offset, "parts must follow each other")
+        if not part.offset:
+            self._frame_bytes = part.frame_bytes
+            self._frame = self._room(part.chunk, part.frame_bytes)
+        if self._frame is not None:
+            copy_bytes(self._frame[part.offset : stop], data)
+        self._received_bytes = stop % part.frame_bytes
+        if self._received_bytes:
+            return None
+        self._chunk += 1
+        frame, self._frame = self._frame, None
+        return None if frame is None else Landed(part.chunk, part.tier_name, frame)

@@ -1,0 +1,32 @@
+"""The zmq transport: the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from contracts.transport import TransportContract
+from local_server import LocalServer
+from prompts import MEDIUM, assert_reads, store
+
+from kvstore.client import Client
+from kvstore.client.zmq_transport import ZmqTransport
+
+ServerMaker = Callable[..., LocalServer]
+
+
+class TestZmqTransport(TransportContract):
+    transport = ZmqTransport
+
+    @pytest.fixture
+    def make_server(self, make_server: ServerMaker) -> ServerMaker:
+        """Start servers with a bulk channel."""
+        return lambda *flags: make_server("--zmq", "127.0.0.1:0", *flags)
+
+    @pytest.fixture
+    def server(self, make_server: ServerMaker) -> LocalServer:
+        return make_server()
+
+    def test_frames_of_several_messages_come_back(self, connect: Callable[..., Client]) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=300))
+        assert_reads(client, store(client, 1, 3))
