@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvstore.client.tensors import LayerTensors, to_arrays
-from kvstore.codecs.base import ChunkTensors, check_tensors
+from kvstore.client.tensors import LayerTensors, TensorLike, to_arrays
+from kvstore.codecs.base import AnyTensors, check_tensors
+from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
     ChainDigest,
     ChunkKey,
+    Component,
     DType,
     KVLayout,
     Representation,
@@ -26,8 +28,9 @@ class Chunk:
     """Tensors under the key that names them.
 
     ``tensors``: components, then layers, then parts (K and V), each (kv_heads, tokens,
-    head_dim), numpy or torch on the CPU, any strides. ``parent`` is the chain digest of the
-    chunk before this one. ``position`` is the index of the first token in its prompt.
+    head_dim), numpy or torch on the CPU, any strides, or in blocks (``PagedKV.tensors``).
+    ``parent`` is the chain digest of the chunk before this one. ``position`` is the index of
+    the first token in its prompt.
     """
 
     key: ChunkKey
@@ -38,17 +41,9 @@ class Chunk:
     content: bytes = bytes(DIGEST_BYTES)
 
     def __post_init__(self) -> None:
-        for name in ("parent", "content"):
-            if len(getattr(self, name)) != DIGEST_BYTES:
-                raise InvalidRequestError(name, getattr(self, name), f"give {DIGEST_BYTES} bytes")
-        if not 0 <= self.position < 1 << 32:
-            raise InvalidRequestError("position", self.position, "a token index is in 0..2^32-1")
-        if not 0 <= self.prefill_flops < math.inf:
-            raise InvalidRequestError(
-                "prefill_flops", self.prefill_flops, "must be finite, not negative"
-            )
+        check_naming(self)
 
-    def arrays(self, representation: Representation) -> tuple[KVLayout, ChunkTensors]:
+    def arrays(self, representation: Representation) -> tuple[KVLayout, AnyTensors]:
         """Return the chunk's layout and its tensors as arrays.
 
         Raises LayoutMismatchError when they are not what *representation* states.
@@ -68,14 +63,48 @@ class Chunk:
 
     def _check_dtypes(self, layout: KVLayout) -> None:
         for component, layers in zip(layout.components, self.tensors, strict=False):
-            for part in (part for parts in layers for part in parts):
-                stated = _stated_dtype(part.dtype)
-                if stated is not None and stated is not component.dtype:
-                    raise LayoutMismatchError("dtype", stated.name, f"give {component.dtype.name}")
+            for parts in layers:
+                check_dtypes(component, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """A chunk whose tensors are not computed yet: a Chunk without them."""
+
+    key: ChunkKey
+    tokens: int
+    parent: ChainDigest = ROOT
+    position: int = 0
+    prefill_flops: float = 0.0
+    content: bytes = bytes(DIGEST_BYTES)
+
+    def __post_init__(self) -> None:
+        check_naming(self)
+
+
+def check_naming(chunk: Chunk | PlannedChunk) -> None:
+    """Raise InvalidRequestError for what no chunk can have."""
+    for name in ("parent", "content"):
+        if len(getattr(chunk, name)) != DIGEST_BYTES:
+            raise InvalidRequestError(name, getattr(chunk, name), f"give {DIGEST_BYTES} bytes")
+    if not 0 <= chunk.position < 1 << 32:
+        raise InvalidRequestError("position", chunk.position, "a token index is in 0..2^32-1")
+    if not 0 <= chunk.prefill_flops < math.inf:
+        raise InvalidRequestError(
+            "prefill_flops", chunk.prefill_flops, "must be finite, not negative"
+        )
+
+
+def check_dtypes(component: Component, parts: Sequence[TensorLike | BlockPart]) -> None:
+    """Raise LayoutMismatchError when a tensor states another element type than *component*."""
+    for part in parts:
+        stated = stated_dtype(part.dtype)
+        if stated is not None and stated is not component.dtype:
+            raise LayoutMismatchError("dtype", stated.name, f"give {component.dtype.name}")
 
 
 @lru_cache(maxsize=64)
-def _stated_dtype(dtype: Hashable) -> DType | None:
+def stated_dtype(dtype: Hashable) -> DType | None:
     """Return the element type that numpy's or torch's *dtype* names, if it names one of ours.
 
     Unsigned integers name none: they stand for the types that numpy lacks.

@@ -5,30 +5,41 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Generator
-from contextlib import suppress
-from typing import Any, TypeVar
+from contextlib import closing, suppress
+from typing import Any, NamedTuple, TypeVar
 
 from kvstore.client.connection import SLACK_S, Connection
 from kvstore.client.session import SessionTerms
 from kvstore.proto import shm
-from kvstore.proto.calls import MAX_PACKET_BYTES, pack_call, reply_of, unpack_answer
-from kvstore.proto.errors import (
-    DeadlineError,
-    InvalidRequestError,
-    KVStoreError,
-    TierUnavailableError,
+from kvstore.proto.calls import (
+    MAX_ANSWER_BYTES,
+    MAX_PACKET_BYTES,
+    Answer,
+    pack_call,
+    parse_answer,
+    reply_of,
+    unpack_answer,
 )
+from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
 
 MAX_CONNECTIONS = 12
 """Calls at once; more go through gRPC. Below what a server allows one session."""
 
 _JOIN_WITHIN_S = 2.0
+_JOIN_AGAIN_S = 5.0
 
 T = TypeVar("T")
 
 
 class _Broken(Exception):
-    """The socket does not carry calls any more: nobody answered, so gRPC is asked instead."""
+    """The socket does not carry the call, or what came is no answer: gRPC is asked instead."""
+
+
+class _Asked(NamedTuple):
+    """A call that was sent; its answer comes on ``link``. ``until`` is in the clock's seconds."""
+
+    link: socket.socket
+    until: float
 
 
 class LocalLink:
@@ -41,77 +52,57 @@ class LocalLink:
     def __init__(self, terms: SessionTerms, connection: Connection) -> None:
         self._terms = terms
         self._connection = connection
+        self._clock = connection.clock
         self._idle: list[socket.socket] = []
         self._all: set[socket.socket] = set()
         self._is_closed = False
-        self._is_refused = False
-        """The server lets no more connections join: those there are have to do."""
-        self._lock = threading.Lock()  # guards the three above
+        self._join_at = 0.0
+        """Before that no more connections are made: the last that was to join could not."""
+        self._lock = threading.Lock()  # guards the four above
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
-        packet = self._packet(method, request)
-        if packet is None:
-            return self._connection.call(method, request, deadline_ms, reply)
+        until = self._until(deadline_ms)
         try:
-            link = self._started(packet, deadline_ms)
-            answer: T = self._reply(link, reply)
+            answer: T = self._reply(self._ask(method, request, until), reply)
         except _Broken:
-            return self._connection.call(method, request, deadline_ms, reply)
+            return self._connection.call(method, request, self._left_ms(until), reply)
         return answer
 
     def send(self, method: str, request: Any, deadline_ms: int) -> Callable[[], Any]:
-        """Start *method*; the returned function waits for its reply, once."""
-        packet = self._packet(method, request)
+        """Start *method*; the returned function waits for its reply. It must be called, once."""
+        until = self._until(deadline_ms)
         try:
-            if packet is None:
-                raise _Broken
-            link = self._started(packet, deadline_ms)
+            asked = self._ask(method, request, until)
         except _Broken:
-            return self._connection.send(method, request, deadline_ms)
+            return self._connection.send(method, request, self._left_ms(until))
         kind: Any = reply_of(method)
 
         def wait() -> Any:
             try:
-                return self._reply(link, kind)
+                return self._reply(asked, kind)
             except _Broken:
-                return self._connection.call(method, request, deadline_ms, kind)
+                return self._connection.call(method, request, self._left_ms(until), kind)
 
         return wait
 
     def stream(self, method: str, request: Any, deadline_ms: int) -> Generator[Any, None, None]:
         """Yield the replies of *method*. Closing the iterator early ends the call."""
-        packet = self._packet(method, request)
+        until = self._until(deadline_ms)
+        has_begun = False
         try:
-            if packet is None:
-                raise _Broken
-            link = self._started(packet, deadline_ms)
+            with closing(self._replies(method, request, until)) as replies:
+                for reply in replies:
+                    has_begun = True
+                    yield reply
+                return
         except _Broken:
-            yield from self._connection.stream(method, request, deadline_ms)
-            return
-        kind: Any = reply_of(method)
-        is_over = False
-        try:
-            while True:
-                try:
-                    body, more = self._receive(link)
-                except _Broken:
-                    raise TierUnavailableError("server", "hung up") from None
-                except KVStoreError:
-                    is_over = link.fileno() >= 0
-                    raise
-                if not more:
-                    is_over = True
-                    return
-                yield kind.FromString(body)
-        finally:
-            if is_over:
-                self._give_back(link)
-            else:
-                self._drop(link)
+            if has_begun:
+                raise TierUnavailableError("server", "hung up") from None
+        yield from self._connection.stream(method, request, self._left_ms(until))
 
     def close(self) -> None:
-        """Hang up; calls that run fail. Idempotent."""
+        """Hang up: calls that run or come later go through gRPC. Idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -122,73 +113,133 @@ class LocalLink:
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
-    # --- one connection
+    # --- one call
 
-    def _packet(self, method: str, request: Any) -> bytes | None:
+    def _ask(self, method: str, request: Any, until: float) -> _Asked:
+        """Send a call. Raises _Broken when it did not reach the server."""
         if reply_of(method) is None:
-            return None
+            raise _Broken
         packet = pack_call(method, request)
-        return packet if len(packet) <= MAX_PACKET_BYTES else None
-
-    def _started(self, packet: bytes, deadline_ms: int) -> socket.socket:
-        """Send a call and return the connection that will bring its answer."""
+        if len(packet) > MAX_PACKET_BYTES:
+            raise _Broken
         self._connection.gate.check()
-        link = self._take()
+        link = self._take(until)
         try:
-            link.settimeout(deadline_ms / 1000 + SLACK_S)
+            link.settimeout(self._left_s(until))
             link.send(packet)
         except OSError:
             self._drop(link)
             raise _Broken from None
-        return link
-
-    def _reply(self, link: socket.socket, kind: Any) -> Any:
-        try:
-            body, _ = self._receive(link)
-        except KVStoreError:
-            self._give_back(link)
+        except BaseException:
+            self._drop(link)
             raise
-        self._give_back(link)
-        return kind.FromString(body)
+        return _Asked(link, until)
 
-    def _receive(self, link: socket.socket) -> tuple[bytes, bool]:
-        """Receive one packet. On silence the connection is dropped: a late answer must not be
+    def _reply(self, asked: _Asked, kind: Any) -> Any:
+        is_over = False
+        try:
+            answer = self._receive(asked)
+            if answer.reply is shm.Reply.more:
+                raise _Broken
+            is_over = True
+        finally:
+            self._put_away(asked.link, is_over=is_over)
+        if answer.error is not None:
+            raise answer.error
+        return parse_answer(kind, answer.body)
+
+    def _replies(self, method: str, request: Any, until: float) -> Generator[Any, None, None]:
+        asked = self._ask(method, request, until)
+        kind: Any = reply_of(method)
+        is_over = False
+        try:
+            while True:
+                answer = self._receive(asked)
+                is_over = answer.reply is not shm.Reply.more
+                if answer.error is not None:
+                    raise answer.error
+                if is_over:
+                    return
+                yield parse_answer(kind, answer.body)
+        finally:
+            self._put_away(asked.link, is_over=is_over)
+
+    def _receive(self, asked: _Asked) -> Answer:
+        """Receive one message, joined if it was cut.
+
+        Whatever this raises, the connection is not to be used again: a late answer must not be
         taken for the next call's.
         """
+        answer = self._packet(asked)
+        if answer.reply is not shm.Reply.part:
+            return answer
+        parts = [answer.body]
+        while answer.reply is shm.Reply.part and len(parts) * MAX_PACKET_BYTES < MAX_ANSWER_BYTES:
+            answer = self._packet(asked)
+            parts.append(answer.body)
+        if answer.reply is shm.Reply.part:
+            raise _Broken
+        return answer._replace(body=b"".join(parts))
+
+    def _packet(self, asked: _Asked) -> Answer:
         try:
-            packet = link.recv(MAX_PACKET_BYTES)
+            asked.link.settimeout(self._left_s(asked.until))
+            packet = asked.link.recv(MAX_PACKET_BYTES + 1)
         except TimeoutError:
-            self._drop(link)
             error = DeadlineError("the server did not answer in time")
             self._connection.gate.note(error)
             raise error from None
         except OSError:
             packet = b""
         if not packet:
-            self._drop(link)
             raise _Broken
         self._connection.gate.note(None)
-        return unpack_answer(packet)
+        try:
+            return unpack_answer(packet)
+        except InvalidRequestError:
+            raise _Broken from None
 
-    def _take(self) -> socket.socket:
+    def _until(self, deadline_ms: int) -> float:
+        return self._clock() + deadline_ms / 1000 + SLACK_S
+
+    def _left_s(self, until: float) -> float:
+        """What may still be waited: what arrived in time is taken, however late we look."""
+        return max(until - self._clock(), SLACK_S)
+
+    def _left_ms(self, until: float) -> int:
+        """The deadline of a call through gRPC, which gives it the slack again."""
+        return max(1, round(1000 * (until - self._clock() - SLACK_S)))
+
+    # --- connections
+
+    def _take(self, until: float) -> socket.socket:
         with self._lock:
             if self._is_closed:
-                raise KVStoreError("the client is closed")
+                raise _Broken
             if self._idle:
                 return self._idle.pop()
-            if self._is_refused or len(self._all) >= MAX_CONNECTIONS:
+            if len(self._all) >= MAX_CONNECTIONS or self._clock() < self._join_at:
                 raise _Broken
-        link = self._joined()
-        with self._lock:
-            if not self._is_closed:
-                self._all.add(link)
-                return link
-        link.close()
-        raise KVStoreError("the client is closed")
+            try:
+                link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            except OSError:  # out of descriptors
+                raise _Broken from None
+            self._all.add(link)
+        is_joined = False
+        try:
+            is_joined = self._join(link, until)
+        finally:
+            with self._lock:
+                is_joined = is_joined and not self._is_closed
+            if not is_joined:
+                self._drop(link)
+        if not is_joined:
+            raise _Broken
+        return link
 
-    def _joined(self) -> socket.socket:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link.settimeout(_JOIN_WITHIN_S)
+    def _join(self, link: socket.socket, until: float) -> bool:
+        """Whether the server let *link* join; where it does not say, half the time is left."""
+        link.settimeout(min(_JOIN_WITHIN_S, self._left_s(until) / 2))
         try:
             link.connect(self._terms.socket_path)
             link.send(shm.Request(shm.Op.join, 0, self._terms.attach_token).pack())
@@ -196,19 +247,18 @@ class LocalLink:
         except (OSError, InvalidRequestError):
             reply = shm.Reply.unknown
         if reply is not shm.Reply.ok:
-            link.close()
-            self._is_refused = True
-            raise _Broken
-        return link
+            with self._lock:
+                self._join_at = self._clock() + _JOIN_AGAIN_S
+        return reply is shm.Reply.ok
 
-    def _give_back(self, link: socket.socket) -> None:
+    def _put_away(self, link: socket.socket, *, is_over: bool) -> None:
+        """Keep a connection whose call is over for the next one; hang up on any other."""
         with self._lock:
-            if link not in self._all:
-                return
-            if not self._is_closed:
+            is_kept = is_over and not self._is_closed
+            if is_kept:
                 self._idle.append(link)
-                return
-        self._drop(link)
+        if not is_kept:
+            self._drop(link)
 
     def _drop(self, link: socket.socket) -> None:
         with self._lock:

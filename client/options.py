@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
-TransportName = Literal["auto", "shm", "grpc"]
+TransportName = Literal["auto", "shm", "zmq", "grpc"]
 
 MAX_DEADLINE_MS = 600_000
 """The longest that a server grants."""
@@ -16,7 +16,8 @@ MAX_DEADLINE_MS = 600_000
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """``transport`` auto takes shared memory on the server's host and gRPC elsewhere.
+    """``transport`` auto takes shared memory on the server's host; elsewhere zmq where the server
+    offers it, else gRPC.
 
     ``deadline_ms`` bounds every call. ``staging_bytes`` of memory are shared with the server
     to put through; four frames at least, whatever is given. After the server did not answer,
@@ -34,8 +35,8 @@ class ClientOptions:
     copy_threads: int = 2
 
     def __post_init__(self) -> None:
-        if self.transport not in ("auto", "shm", "grpc"):
-            raise InvalidRequestError("transport", self.transport, "use auto, shm or grpc")
+        if self.transport not in get_args(TransportName):
+            raise InvalidRequestError("transport", self.transport, "use auto, shm, zmq or grpc")
         if not MIN_CHUNK_TOKENS <= self.chunk_tokens <= MAX_CHUNK_TOKENS:
             raise InvalidRequestError(
                 "chunk_tokens", self.chunk_tokens, f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"

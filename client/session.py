@@ -29,6 +29,10 @@ class SessionTerms:
     host_id: str
     socket_path: str
     attach_token: bytes
+    zmq_address: str
+    zmq_public_key: bytes
+    arena_device: str
+    arena_bytes: int
 
 
 class Session:
@@ -59,6 +63,10 @@ class Session:
             reply.host_id,
             reply.socket_path,
             reply.attach_token,
+            reply.zmq_address,
+            reply.zmq_public_key,
+            reply.arena_device,
+            reply.arena_bytes,
         )
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")

@@ -8,8 +8,13 @@ from contextlib import closing, contextmanager
 import numpy as np
 from typing_extensions import override
 
+from kvstore.client.layer_feed import LayerFeed
+from kvstore.client.layer_sink import LayerSink, PutTerms
+from kvstore.client.part_feed import PartFeed
+from kvstore.client.stream_sink import StreamSink
 from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import ChainDigest
 from kvstore.proto.wire import MESSAGE_BYTES
 
@@ -54,6 +59,20 @@ class StreamTransport(Transport):
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM)
         with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
             yield self._assembled(replies)
+
+    @override
+    @contextmanager
+    def get_layers(
+        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+    ) -> Iterator[LayerFeed]:
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM)
+        request.layer_major = True
+        with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
+            yield PartFeed(replies, self.session.terms.max_frame_bytes)
+
+    @override
+    def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
+        return StreamSink(self.session, templates, terms)
 
     def _assembled(self, replies: Iterator[pb.GetResponse]) -> Iterator[Arrived]:
         assembly = Assembly(self.session.terms.max_frame_bytes)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.base import ChunkTensors, Part
+from kvstore.codecs.base import AnyPart, AnyTensors, Part
+from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import DType
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 else:
     TensorLike = Any
 
-LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike]]]
+LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike | BlockPart]]]
 """Components, then layers, then parts (K and V), each (kv_heads, tokens, head_dim)."""
 
 
@@ -46,9 +47,14 @@ def to_array(tensor: TensorLike) -> Part:
     return array
 
 
-def to_arrays(tensors: LayerTensors) -> ChunkTensors:
-    """Return the arrays of a whole chunk's tensors."""
-    return [[[to_array(part) for part in parts] for parts in layers] for layers in tensors]
+def to_arrays(tensors: LayerTensors) -> AnyTensors:
+    """Return the arrays of a whole chunk's tensors; what lies in an engine's blocks stays there."""
+    return [[layer_arrays(parts) for parts in layers] for layers in tensors]
+
+
+def layer_arrays(parts: Sequence[TensorLike | BlockPart]) -> list[AnyPart]:
+    """Return the arrays of one layer's tensors."""
+    return [part if isinstance(part, BlockPart) else to_array(part) for part in parts]
 
 
 def dtype_of(tensor: TensorLike) -> DType:

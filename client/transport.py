@@ -4,43 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from kvstore.client.connection import Connection
+from kvstore.client.file_frame import FileFrame
+from kvstore.client.layer_feed import LayerFeed, WholeFrames
+from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
 from kvstore.client.local_link import LocalLink
+from kvstore.client.outgoing import Outgoing as Outgoing
 from kvstore.client.session import Session
-from kvstore.codecs.base import ChunkTensors
-from kvstore.codecs.raw import RawCodec
+from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.places import Place
 from kvstore.proto.types import ChainDigest, PutOutcome
 from kvstore.proto.wire import join_digests
-
-RAW = RawCodec()
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A checked chunk about to be put."""
-
-    template: FrameTemplate
-    tensors: ChunkTensors
-
-    @property
-    def frame_bytes(self) -> int:
-        """Size of its raw frame."""
-        return raw_frame_bytes(self.template.layout)
-
-    def encode(self, out: Bytes, flags: int = 0) -> None:
-        """Write the raw frame into *out*, with *flags* in its header."""
-        template = replace(self.template, flags=flags) if flags else self.template
-        RAW.encode(template, self.tensors, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +45,7 @@ class Arrived:
 
     index: int
     tier: str
-    frame: Bytes
+    frame: Bytes | FileFrame
     confirm: Callable[[], None]
 
 
@@ -92,6 +76,26 @@ class Transport(ABC):
         not only before the iteration ends.
         """
 
+    @contextmanager
+    def get_layers(
+        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+    ) -> Iterator[LayerFeed]:
+        """Enter for a feed of the same frames layer by layer.
+
+        Whole frames, unless a transport does better: where frames are in reach at once, that is
+        as good. One that streams asks with ``layer_major`` and returns a ``PartFeed``.
+        """
+        with self.get(digests, lease_id, deadline_ms) as arriving:
+            yield WholeFrames(arriving)
+
+    def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
+        """Begin a put whose layers come one by one, within the session's limits.
+
+        Into memory of ours, then ``put``, unless a transport does better. What is begun is
+        either committed or abandoned, by the thread that began it.
+        """
+        return BufferedSink(self, templates, terms)
+
     def get_request(
         self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int, via: pb.Via
     ) -> pb.GetRequest:
@@ -103,6 +107,10 @@ class Transport(ABC):
             deadline_ms=deadline_ms,
             via=via,
         )
+
+    def viewer(self, places: Sequence[Place]) -> View:
+        """Return what shows leased chunks where they lie; none, where memory is not shared."""
+        return lambda index, key: None
 
     @abstractmethod
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.codecs.block_part import BlockPart, to_dense
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import LayoutMismatchError, UnknownCodecError
 from kvstore.proto.frame import (
@@ -36,6 +37,12 @@ numpy has no bfloat16 or fp8; such tensors come as unsigned integers of the same
 ChunkTensors: TypeAlias = Sequence[Sequence[Sequence[Part]]]
 """A chunk's tensors: components, then layers, then parts (K and V, or one latent or state)."""
 
+AnyPart: TypeAlias = Part | BlockPart
+"""A tensor of one layer where it lies: an array, or slots of an engine's blocks."""
+
+AnyTensors: TypeAlias = Sequence[Sequence[Sequence[AnyPart]]]
+"""A chunk's tensors where they lie, in the order of ChunkTensors."""
+
 
 class Codec(ABC):
     """Encode tensors to frames and decode frames into tensors.
@@ -49,6 +56,8 @@ class Codec(ABC):
     """The number that frames carry. Never reused."""
     revision: ClassVar[int]
     fidelity: ClassVar[Fidelity]
+    takes_blocks: ClassVar[bool] = False
+    """Whether its own methods take BlockParts; others are given arrays, and one layer's copy."""
 
     @abstractmethod
     def max_segment_bytes(self, component: Component) -> int:
@@ -74,16 +83,22 @@ class Codec(ABC):
         return stored_bytes, checksum(out[:stored_bytes])
 
     def decode_checked(
-        self, header: FrameHeader, frame: Bytes, index: int, out: Sequence[Part]
+        self, header: FrameHeader, index: int, data: Bytes, out: Sequence[AnyPart]
     ) -> None:
-        """Verify segment *index* of *frame* and decode it into *out*.
+        """Verify *data*, the stored bytes of segment *index*, and decode it into *out*.
 
         Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish.
         """
-        data = header.segment(frame, index)
         check_segment(header, index, checksum(data))
         component = header.layout.components[int(header.segments[index]["component"])]
-        self.decode_segment(data, component, out)
+        dense = [
+            np.empty(part.shape, part.dtype) if isinstance(part, BlockPart) else part
+            for part in out
+        ]
+        self.decode_segment(data, component, dense)
+        for part, array in zip(out, dense, strict=True):
+            if isinstance(part, BlockPart):
+                part.scatter(array)
 
     def check_header(self, header: FrameHeader) -> None:
         """Raise UnknownCodecError unless *header* names this codec and this revision."""
@@ -101,7 +116,7 @@ class Codec(ABC):
             size += component.layers * bound
         return size
 
-    def encode(self, template: FrameTemplate, tensors: ChunkTensors, out: Bytes) -> FrameHeader:
+    def encode(self, template: FrameTemplate, tensors: AnyTensors, out: Bytes) -> FrameHeader:
         """Write the frame of *tensors* to the start of *out* and return its header.
 
         Checksums stay zero where the template says FLAG_UNSUMMED.
@@ -112,15 +127,16 @@ class Codec(ABC):
         writer = FrameWriter(template, out)
         for component, layers in zip(template.layout.components, tensors, strict=True):
             room_bytes = self.max_segment_bytes(component)
-            for parts in layers:
+            for places in layers:
                 room = writer.reserve(room_bytes)
+                parts: Any = places if self.takes_blocks else list(map(to_dense, places))
                 if template.flags & FLAG_UNSUMMED:
                     writer.commit(self.encode_segment(parts, component, room), 0)
                 else:
                     writer.commit(*self.encode_checked(parts, component, room))
         return writer.finish(self.codec_id, self.revision, self.fidelity)
 
-    def decode_into(self, header: FrameHeader, frame: Bytes, out: ChunkTensors) -> None:
+    def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Verify each segment of *frame* and decode it into *out*.
 
         Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish. Raises
@@ -130,10 +146,10 @@ class Codec(ABC):
         check_tensors(header.layout, out)
         every_layer = (parts for layers in out for parts in layers)
         for index, parts in enumerate(every_layer):
-            self.decode_checked(header, frame, index, parts)
+            self.decode_checked(header, index, header.segment(frame, index), parts)
 
 
-def check_tensors(layout: KVLayout, tensors: ChunkTensors) -> None:
+def check_tensors(layout: KVLayout, tensors: AnyTensors) -> None:
     """Raise LayoutMismatchError unless *tensors* has exactly the shapes of *layout*."""
     if len(tensors) != len(layout.components):
         raise LayoutMismatchError("components", len(tensors), f"give {len(layout.components)}")
@@ -141,13 +157,18 @@ def check_tensors(layout: KVLayout, tensors: ChunkTensors) -> None:
         if len(layers) != component.layers:
             raise LayoutMismatchError("layers", len(layers), f"give {component.layers}")
         for parts in layers:
-            if len(parts) != component.parts:
-                raise LayoutMismatchError("parts", len(parts), f"give {component.parts}")
-            for part in parts:
-                _check_part(component, part)
+            check_parts(component, parts)
 
 
-def _check_part(component: Component, part: Part) -> None:
+def check_parts(component: Component, parts: Sequence[AnyPart]) -> None:
+    """Raise LayoutMismatchError unless *parts* are one layer of *component*."""
+    if len(parts) != component.parts:
+        raise LayoutMismatchError("parts", len(parts), f"give {component.parts}")
+    for part in parts:
+        _check_part(component, part)
+
+
+def _check_part(component: Component, part: AnyPart) -> None:
     if part.shape != component.shape:
         raise LayoutMismatchError("shape", part.shape, f"give {component.shape}")
     if part.dtype.itemsize != component.dtype.item_bytes:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
 from xxhash import xxh3_64
 
-from kvstore.codecs.base import ChunkTensors, Codec, Part, check_tensors
+from kvstore.codecs.base import AnyPart, AnyTensors, ChunkTensors, Codec, Part, check_tensors
+from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.buffers import BLOCK_BYTES, Bytes, copy_summed
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.frame import FrameHeader, check_segment, raw_frame_bytes
+from kvstore.proto.frame import (
+    ALIGN_BYTES,
+    SEGMENT_DTYPE,
+    FrameHeader,
+    FrameTemplate,
+    check_segment,
+    header_bytes,
+    raw_frame_bytes,
+)
 from kvstore.proto.types import Component, Fidelity, KVLayout
 
 
@@ -21,6 +34,19 @@ class RawCodec(Codec):
     codec_id = 0
     revision = 1
     fidelity = Fidelity.exact
+    takes_blocks = True
+
+    @override
+    def check_header(self, header: FrameHeader) -> None:
+        """Also raise InvalidFrameError unless each layer has its size: then views may be taken
+        at the places that the layout alone gives.
+        """
+        super().check_header(header)
+        stored = header.segments["stored_bytes"]
+        wrong = np.flatnonzero(stored != _layer_sizes(header.layout))
+        if len(wrong):
+            wanted = int(_layer_sizes(header.layout)[wrong[0]])
+            raise InvalidFrameError("stored_bytes", int(stored[wrong[0]]), f"a layer has {wanted}")
 
     def max_segment_bytes(self, component: Component) -> int:
         """Upper bound of one encoded layer; raw layers always have exactly this size."""
@@ -30,31 +56,40 @@ class RawCodec(Codec):
         """Size of the frame of *layout*, exact for this codec."""
         return raw_frame_bytes(layout)
 
-    def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
+    def encode_segment(self, parts: Sequence[AnyPart], component: Component, out: Bytes) -> int:
         """Copy one layer into *out* and return its ``layer_bytes``."""
         room = out[: component.layer_bytes]
         for view, part in zip(part_views(room, component), parts, strict=True):
-            np.copyto(view, part.view(view.dtype))
+            _gather(part.view(view.dtype), view)
         return component.layer_bytes
 
-    def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
+    def decode_segment(self, data: Bytes, component: Component, out: Sequence[AnyPart]) -> None:
         """Copy one verified layer into *out*. Raises InvalidFrameError on a wrong size."""
         for view, part in zip(part_views(data, component), out, strict=True):
-            np.copyto(part.view(view.dtype), view)
+            _scatter(view, part.view(view.dtype))
 
     def encode_checked(
-        self, parts: Sequence[Part], component: Component, out: Bytes
+        self, parts: Sequence[AnyPart], component: Component, out: Bytes
     ) -> tuple[int, int]:
         """Copy one layer into *out*, summing what arrived while it is in cache."""
         room = out[: component.layer_bytes]
         digest = xxh3_64()
         for view, part in zip(part_views(room, component), parts, strict=True):
             for ours, theirs in _blocks(view, part):
-                np.copyto(ours, theirs)
+                _gather(theirs, ours)
                 digest.update(ours)  # type: ignore[arg-type]
         return component.layer_bytes, digest.intdigest()
 
-    def decode_into(self, header: FrameHeader, frame: Bytes, out: ChunkTensors) -> None:
+    def decode_checked(
+        self, header: FrameHeader, index: int, data: Bytes, out: Sequence[AnyPart]
+    ) -> None:
+        """Copy one layer into *out*, summing what was copied while it is in cache."""
+        component = header.layout.components[int(header.segments[index]["component"])]
+        if len(data) != component.layer_bytes:
+            raise _wrong_size(data, component)
+        check_segment(header, index, _copy_layer(data, component.part_bytes, out))
+
+    def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Copy each segment into *out*, summing what was copied while it is in cache.
 
         Raises as ``Codec.decode_into`` does. One loop for all layers: a call for each costs a
@@ -63,19 +98,13 @@ class RawCodec(Codec):
         self.check_header(header)
         check_tensors(header.layout, out)
         rows = header.segments
-        starts, sizes = rows["offset"].tolist(), rows["stored_bytes"].tolist()
+        starts = rows["offset"].tolist()
         index = 0
         for component, layers in zip(header.layout.components, out, strict=True):
             layer_bytes, part_bytes = component.layer_bytes, component.part_bytes
             for parts in layers:
-                start = starts[index]
-                if sizes[index] != layer_bytes:
-                    raise _wrong_size(frame[start : start + sizes[index]], component)
-                digest = xxh3_64()
-                for part in parts:
-                    _copy_part(frame[start : start + part_bytes], part, digest)
-                    start += part_bytes
-                check_segment(header, index, digest.intdigest())
+                data = frame[starts[index] : starts[index] + layer_bytes]
+                check_segment(header, index, _copy_layer(data, part_bytes, parts))
                 index += 1
 
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
@@ -96,17 +125,31 @@ class RawCodec(Codec):
         ]
 
 
-def _copy_part(data: Bytes, part: Part, digest: xxh3_64) -> None:
-    if part.flags.c_contiguous:
+def _copy_layer(data: Bytes, part_bytes: int, out: Sequence[AnyPart]) -> int:
+    """Copy a raw layer into *out* and return its checksum."""
+    digest = xxh3_64()
+    for start, part in zip(range(0, len(data), part_bytes), out, strict=True):
+        _copy_part(data[start : start + part_bytes], part, digest)
+    return digest.intdigest()
+
+
+@lru_cache(maxsize=256)
+def _layer_sizes(layout: KVLayout) -> NDArray[np.uint64]:
+    sizes = [c.layer_bytes for c in layout.components for _ in range(c.layers)]
+    return np.array(sizes, np.uint64)
+
+
+def _copy_part(data: Bytes, part: AnyPart, digest: xxh3_64) -> None:
+    if isinstance(part, np.ndarray) and part.flags.c_contiguous:
         copy_summed(part.reshape(-1).view(np.uint8), data, digest)
         return
-    typed = data.view(f"<u{part.itemsize}").reshape(part.shape)
+    typed = data.view(f"<u{part.dtype.itemsize}").reshape(part.shape)
     for block, theirs in _blocks(typed, part):
-        np.copyto(theirs, block)
+        _scatter(block, theirs)
         digest.update(block)  # type: ignore[arg-type]
 
 
-def _blocks(view: Part, part: Part) -> Iterator[tuple[Part, Part]]:
+def _blocks(view: Part, part: AnyPart) -> Iterator[tuple[Part, AnyPart]]:
     """Yield matching blocks of a frame's part and a caller's, each of a few heads.
 
     A block stays in the second-level cache, so that its checksum costs next to nothing.
@@ -115,6 +158,20 @@ def _blocks(view: Part, part: Part) -> Iterator[tuple[Part, Part]]:
     heads = max(1, BLOCK_BYTES * len(view) // max(1, view.nbytes))
     for start in range(0, len(view), heads):
         yield view[start : start + heads], theirs[start : start + heads]
+
+
+def _scatter(view: Part, part: AnyPart) -> None:
+    if isinstance(part, BlockPart):
+        part.scatter(view)
+    else:
+        np.copyto(part, view)
+
+
+def _gather(part: AnyPart, view: Part) -> None:
+    if isinstance(part, BlockPart):
+        part.gather(view)
+    else:
+        np.copyto(view, part)
 
 
 def part_views(data: Bytes, component: Component) -> Iterator[Part]:
@@ -130,3 +187,32 @@ def part_views(data: Bytes, component: Component) -> Iterator[Part]:
 
 def _wrong_size(data: Bytes, component: Component) -> InvalidFrameError:
     return InvalidFrameError("stored_bytes", len(data), f"a layer has {component.layer_bytes}")
+
+
+def raw_header(template: FrameTemplate, checksums: Sequence[int] | None = None) -> FrameHeader:
+    """Return the header of the raw frame of *template*; checksums are zero until given."""
+    rows = _raw_rows(template.layout)
+    if checksums is not None:
+        rows = rows.copy()
+        rows["checksum"] = checksums
+        rows.flags.writeable = False
+    t = template
+    return FrameHeader(
+        t.key, t.parent, t.representation, t.content, t.layout, RawCodec.codec_id,
+        RawCodec.revision, RawCodec.fidelity, t.position, t.prefill_flops, 0.0, t.flags,
+        raw_frame_bytes(t.layout), rows,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _raw_rows(layout: KVLayout) -> NDArray[Any]:
+    """Return the segment table of *layout* under this codec, but for the checksums."""
+    rows = np.zeros(layout.segment_count, SEGMENT_DTYPE)
+    index, offset = 0, header_bytes(layout)
+    for number, component in enumerate(layout.components):
+        for layer in range(component.layers):
+            rows[index] = (number, 0, layer, offset, component.layer_bytes, 0)
+            offset += -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            index += 1
+    rows.flags.writeable = False
+    return rows

@@ -102,14 +102,19 @@ class ChunkCorruptError(KVStoreError):
 
 
 class TierUnavailableError(KVStoreError):
-    """The medium does not answer or cannot be used."""
+    """The medium does not answer or cannot be used.
+
+    With ``is_partial`` that is said of the chunk's place alone, and the medium is in use.
+    """
 
     status = "UNAVAILABLE"
     retryable = True
+    is_partial: bool = False
 
-    def __init__(self, tier: str, reason: str) -> None:
+    def __init__(self, tier: str, reason: str, *, is_partial: bool = False) -> None:
         super().__init__(f"tier {tier!r}: {reason}")
         self.tier = tier
+        self.is_partial = is_partial
 
 
 class DeadlineError(KVStoreError, TimeoutError):

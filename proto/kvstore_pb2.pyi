@@ -11,8 +11,10 @@ class Via(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     VIA_STREAM: _ClassVar[Via]
     VIA_SHARED_MEMORY: _ClassVar[Via]
+    VIA_DEVICE: _ClassVar[Via]
 VIA_STREAM: Via
 VIA_SHARED_MEMORY: Via
+VIA_DEVICE: Via
 
 class Server(_message.Message):
     __slots__ = ("boot_id", "features")
@@ -103,7 +105,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs")
+    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +117,10 @@ class OpenSessionResponse(_message.Message):
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     ATTACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    ZMQ_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ZMQ_PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    ARENA_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     server: Server
     session_id: int
     key_namespace: bytes
@@ -126,7 +132,11 @@ class OpenSessionResponse(_message.Message):
     socket_path: str
     attach_token: bytes
     codecs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+    zmq_address: str
+    zmq_public_key: bytes
+    arena_device: str
+    arena_bytes: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -155,21 +165,23 @@ class CloseSessionResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity")
+    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity", "places")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease: bool
     deadline_ms: int
     min_fidelity: int
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ...) -> None: ...
+    places: bool
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("server", "ready", "pending", "tiers", "load_us", "tier_names", "lease_id", "lease_ttl_ms", "server_us")
+    __slots__ = ("server", "ready", "pending", "tiers", "load_us", "tier_names", "lease_id", "lease_ttl_ms", "server_us", "places")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +191,7 @@ class LookupResponse(_message.Message):
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     SERVER_US_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     server: Server
     ready: int
     pending: int
@@ -188,43 +201,34 @@ class LookupResponse(_message.Message):
     lease_id: int
     lease_ttl_ms: int
     server_us: int
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., load_us: _Optional[_Iterable[int]] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ...) -> None: ...
+    places: bytes
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., load_us: _Optional[_Iterable[int]] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ..., places: _Optional[bytes] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity")
+    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     VIA_FIELD_NUMBER: _ClassVar[int]
     MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    LAYER_MAJOR_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease_id: int
     deadline_ms: int
     via: Via
     min_fidelity: int
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ...) -> None: ...
+    layer_major: bool
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ...) -> None: ...
 
 class Places(_message.Message):
-    __slots__ = ("places",)
-    PLACES_FIELD_NUMBER: _ClassVar[int]
-    places: _containers.RepeatedCompositeFieldContainer[Place]
-    def __init__(self, places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
-
-class Place(_message.Message):
-    __slots__ = ("slab", "offset", "size_bytes", "generation", "tier")
-    SLAB_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    slab: int
-    offset: int
-    size_bytes: int
-    generation: int
-    tier: str
-    def __init__(self, slab: _Optional[int] = ..., offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., tier: _Optional[str] = ...) -> None: ...
+    __slots__ = ("rows", "tier_names")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TIER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    tier_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rows: _Optional[bytes] = ..., tier_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FramePart(_message.Message):
     __slots__ = ("frame_bytes", "offset", "data")
@@ -269,18 +273,24 @@ class ReleaseResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., released: _Optional[int] = ...) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("session_id", "frame_bytes", "data", "durable", "deadline_ms")
+    __slots__ = ("session_id", "frame_bytes", "data", "durable", "deadline_ms", "layer_major", "frame", "offset")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     frame_bytes: int
     data: bytes
     durable: bool
     deadline_ms: int
-    def __init__(self, session_id: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., durable: bool = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    layer_major: bool
+    frame: int
+    offset: int
+    def __init__(self, session_id: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., durable: bool = ..., deadline_ms: _Optional[int] = ..., layer_major: bool = ..., frame: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class PutResponse(_message.Message):
     __slots__ = ("server", "outcomes", "reasons")

@@ -25,6 +25,8 @@ assert _REPLY.size == MESSAGE_BYTES
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+ARENA_SLAB = 0
+"""What a client asks for to map the memory of a device; slabs of CPU memory count from 1."""
 SIZE_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_SEAL
 """The size can never change again: reading a mapping of it cannot fault."""
 
@@ -45,7 +47,7 @@ class Op(IntEnum):
 class Reply(IntEnum):
     """What the server answers. ``ok`` to ``slab`` comes with the slab's descriptor.
 
-    ``more`` and ``failed`` answer calls only.
+    ``more``, ``failed`` and ``part`` answer calls only.
     """
 
     ok = 0
@@ -54,6 +56,7 @@ class Reply(IntEnum):
     invalid = 3
     more = 4
     failed = 5
+    part = 6
 
 
 @dataclass(frozen=True, slots=True)

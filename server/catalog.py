@@ -116,10 +116,11 @@ class Catalog:
         pinned = node.key in self._pinned
         return Holding(node.key, dict(node.copies), leases, pinned, node.hits)
 
-    def only_on(self, tier: str) -> list[ChunkKey]:
-        """Return the chunks of which *tier* has the only copy."""
+    def only_on(self, *tiers: str) -> list[ChunkKey]:
+        """Return the chunks that are on no tier but these."""
+        names = set(tiers)
         with self._lock:
-            return [n.key for n in self._index if tier in n.copies and len(n.copies) == 1]
+            return [node.key for node in self._index if node.copies.keys() <= names]
 
     def count_on(self, tier: str) -> int:
         """Copies known on *tier*."""

@@ -21,24 +21,28 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
+from kvstore.server.disk_config import DiskFolders, absolute
 from kvstore.server.flags import flag_of, parse_flags
+from kvstore.server.gpu_config import GpuConfig
 from kvstore.server.refusal import refusal
-from kvstore.server.settings_file import format_settings, read_settings
+from kvstore.server.settings_file import read_settings
 from kvstore.server.units import (
     GIB,
     KIB,
     MIB,
     MIN_TIER_BYTES,
+    SOCKET_PATH_BYTES,
+    BulkEndpoint,
     CodecName,
     Count,
     Endpoint,
     Millis,
+    RedisConnections,
     Size,
     SocketPath,
     TierSize,
@@ -50,8 +54,6 @@ from kvstore.server.units import (
 )
 
 MAX_SLAB_BYTES = 256 * MIB
-SOCKET_PATH_BYTES = 107
-"""What a Unix socket's address holds."""
 MIN_SECRET_BYTES = 16
 TIER_NAMES = ("gpu", "cpu", "disk", "redis")
 """From the fastest to the farthest."""
@@ -68,10 +70,6 @@ def _raw_only(name: str) -> str:
     return name
 
 
-def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
-
-
 def _user_folder(variable: str, otherwise: str) -> Path:
     value = os.environ.get(variable, "")
     return Path(value if os.path.isabs(value) else otherwise)
@@ -79,6 +77,10 @@ def _user_folder(variable: str, otherwise: str) -> Path:
 
 def _disk_path() -> Path:
     return _user_folder("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) / "kvstore" / "disk"
+
+
+def _keys_path() -> Path:
+    return _user_folder("XDG_STATE_HOME", os.path.expanduser("~/.local/state")) / "kvstore" / "zmq"
 
 
 def _socket_path() -> str:
@@ -99,28 +101,10 @@ def _slab_bytes(values: Mapping[str, int]) -> int:
     return cpu_bytes // slabs // (4 * KIB) * (4 * KIB)
 
 
-class DiskConfig(BaseModel):
+class DiskConfig(DiskFolders):
     """Where the disk tier lives and how much it takes; also given as ``100GiB:/path``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    capacity_bytes: TierSize = 4 * GIB
-    path: Annotated[Path, AfterValidator(_absolute)] = Field(default_factory=_disk_path)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        if value.startswith(("/", "~", ".")):
-            return {"path": value}
-        size, colon, path = value.partition(":")
-        if not size or (colon and not path):
-            raise ValueError("give SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore")
-        return {"capacity_bytes": size} | ({"path": path} if colon else {})
-
-    def __str__(self) -> str:
-        return f"{format_size(self.capacity_bytes)}:{self.path}"
+    path: Annotated[Path, AfterValidator(absolute)] = Field(default_factory=_disk_path)
 
 
 class ServerConfig(BaseModel):
@@ -133,6 +117,9 @@ class ServerConfig(BaseModel):
 
     tiers: Annotated[tuple[str, ...], "NAMES"] = Field(
         default=("cpu", "disk"), description="tiers to use, out of cpu, disk, redis, gpu"
+    )
+    gpu: Annotated[GpuConfig, "SIZE:DEVICE"] = Field(
+        default=GpuConfig(), description="size of the gpu tier and number of its CUDA device"
     )
     cpu_size: TierSize = Field(default=4 * GIB, description="memory that the cpu tier may fill")
     cpu_slab_bytes: Size = Field(
@@ -170,6 +157,14 @@ class ServerConfig(BaseModel):
         validate_default=True,
         description="Unix socket of the shared-memory path; {port} becomes the bound port; or off",
     )
+    zmq: BulkEndpoint = Field(
+        default="off", description="address of the bulk channel for other hosts, ipc:PATH, or off"
+    )
+    zmq_keys: Annotated[Path, AfterValidator(absolute), "PATH"] = Field(
+        default_factory=_keys_path,
+        description="folder of the bulk channel's keys, made at the first start; loopback and ipc"
+        " go without",
+    )
     http: Endpoint = Field(default="off", description="address of the metrics page, or off")
     secret_file: Annotated[Path | None, "PATH"] = Field(
         default=None,
@@ -204,11 +199,14 @@ class ServerConfig(BaseModel):
     redis_timeout_ms: Millis = Field(
         default=500, description="longest wait for one answer of Redis"
     )
+    redis_connections: RedisConnections = Field(
+        default=16, description="connections to each Redis server; further calls wait"
+    )
     breaker_failures: Count = Field(
         default=3, description="failures in a row that put a tier aside"
     )
     breaker_retry_ms: Millis = Field(
-        default=5000, description="a tier put aside is tried again after"
+        default=1000, description="a tier put aside is tried again after"
     )
 
     log_format: Literal["console", "json"] = Field(
@@ -235,11 +233,6 @@ class ServerConfig(BaseModel):
             raise ValueError(
                 "'gpu' needs a CUDA device and this machine shows none; start with --tiers cpu,disk"
             )
-        if "gpu" in tiers:
-            raise ValueError(
-                "the gpu tier is not in this version, though there is a CUDA device;"
-                " start with --tiers cpu,disk"
-            )
         if "cpu" not in tiers:
             raise ValueError("add cpu: frames are served from CPU memory, whatever lies below it")
         return tuple(name for name in TIER_NAMES if name in tiers)
@@ -257,7 +250,10 @@ class ServerConfig(BaseModel):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: str | None, info: ValidationInfo) -> str | None:
-        fix = "give --redis redis://host:6379/0, or rediss:// for TLS"
+        fix = (
+            "give --redis redis://host:6379/0, redis+sentinel://host:26379/service or"
+            " redis+cluster://host:6379,host:6379, with rediss for TLS"
+        )
         if url is None:
             if "redis" in info.data.get("tiers", ()):
                 raise ValueError(f"the redis tier needs to know its Redis: {fix}")
@@ -300,7 +296,7 @@ class ServerConfig(BaseModel):
             raise ValueError("name a file that this user can read")
         if path.stat().st_size < MIN_SECRET_BYTES:
             raise ValueError(f"put at least {MIN_SECRET_BYTES} random bytes into it")
-        return _absolute(path)
+        return absolute(path)
 
     @property
     def listen_address(self) -> tuple[str, int]:
@@ -363,30 +359,3 @@ def _read_environment() -> dict[str, object]:
         if ours and name not in (*ServerConfig.model_fields, "config"):
             found[name] = value  # a misspelt setting: refused with the others
     return found
-
-
-def _masked(url: str) -> str:
-    without_options = url.partition("?")[0]
-    return re.sub("(?<=://).*@", "***@", without_options) + ("?***" if "?" in url else "")
-
-
-def show(config: ServerConfig, origins: Mapping[str, str] | None = None) -> str:
-    """Return *config* as YAML that ``--config`` reads, the Redis URL masked.
-
-    With *origins* each line says where its value came from.
-    """
-    values: dict[str, object] = {}
-    for name, field in ServerConfig.model_fields.items():
-        value = getattr(config, name)
-        if name == "redis_url" and value is not None:
-            value = _masked(value)
-        elif isinstance(value, tuple):
-            value = ",".join(value)
-        elif isinstance(value, DiskConfig | Path):
-            value = str(value)
-        elif "SIZE" in field.metadata:
-            value = format_size(value)
-        values[name] = value
-    if origins is None:
-        return format_settings(values, {})
-    return format_settings(values, dict.fromkeys(values, "default") | dict(origins))

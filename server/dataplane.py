@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +28,10 @@ from kvstore.server.sessions import Session, SessionTable
 from kvstore.server.unix_socket import is_trusted, listen
 
 CONNECTIONS_PER_SESSION = 16
+SEND_WITHIN_S = 5
 _POLL_S = 0.5
 _ATTACH_WITHIN_S = 5.0
-_SEND_WITHIN_S = 2.0
-_JOIN_WITHIN_S = 2.0
+_END_WITHIN_S = 2.0
 
 logger = structlog.get_logger(__name__)
 
@@ -94,14 +94,19 @@ class DataPlane:
         self._lock = threading.Lock()
         self._listener = listen(path)
         self._poll = select.epoll()
-        self._poll.register(self._listener, select.EPOLLIN)
+        self._poll.register(self._listener, select.EPOLLIN | select.EPOLLONESHOT)
         self._wake_out, self._wake_in = os.pipe()
         self._poll.register(self._wake_out, select.EPOLLIN)
         self._closed = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(not n,), name=f"dataplane-{n}", daemon=True)
+            threading.Thread(target=self._run, name=f"dataplane-{n}", daemon=True)
             for n in range(limits.threads)
         ]
+        self._threads.append(
+            threading.Thread(target=self._keep, name="dataplane-keeper", daemon=True)
+        )
+        self._users = len(self._threads) + 1
+        """Who still uses the poll: the threads, and whoever closes the plane."""
         for thread in self._threads:
             thread.start()
 
@@ -129,50 +134,80 @@ class DataPlane:
             return
         self._closed.set()
         os.write(self._wake_in, b".")
-        deadline = self._clock() + _JOIN_WITHIN_S
+        deadline = self._clock() + _END_WITHIN_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
         for peer in list(self._peers.values()):
-            self._hang_up(peer)
+            if self._claim(peer):
+                self._hang_up(peer)
+            else:  # closed by the thread that serves it, woken by this
+                with suppress(OSError):
+                    peer.connection.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.path.unlink(missing_ok=True)
-        if not any(thread.is_alive() for thread in self._threads):
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close what the threads wait on, once nobody does."""
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
             self._poll.close()
             os.close(self._wake_out)
             os.close(self._wake_in)
 
     # --- threads
 
-    def _run(self, is_keeper: bool) -> None:
-        """Serve what comes; one thread also keeps out who does not say who they are."""
-        timeout_s = _POLL_S if is_keeper else None
-        while not self._closed.is_set():
-            for descriptor, _ in self._poll.poll(timeout_s, 1):
-                if descriptor == self._listener.fileno():
-                    self._accept()
-                else:
-                    self._serve(descriptor)
-            if is_keeper:
+    def _run(self) -> None:
+        """Serve what comes."""
+        try:
+            while not self._closed.is_set():
+                for descriptor, _ in self._poll.poll(None, 1):
+                    if descriptor == self._listener.fileno():
+                        self._accept()
+                    else:
+                        self._serve(descriptor)
+        finally:
+            self._let_go()
+
+    def _keep(self) -> None:
+        """Keep out who does not say who they are."""
+        try:
+            while not self._closed.wait(_POLL_S):
                 self._drop_idlers()
+        finally:
+            self._let_go()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
-            return  # another thread was faster
+            connection = None  # who connected is gone again
         except OSError as error:
             logger.warning("data plane cannot accept", reason=str(error))
-            return
+            connection = None
+            self._closed.wait(_POLL_S)  # out of descriptors: some may be closed meanwhile
+        with suppress(OSError, ValueError):  # closing
+            self._poll.modify(self._listener, select.EPOLLIN | select.EPOLLONESHOT)
+        if connection is not None:
+            self._take_in(connection)
+
+    def _take_in(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        is_welcome = is_trusted(connection)
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
-            is_full = strangers >= self._limits.max_sessions or not is_trusted(connection)
-            if not is_full:
-                self._peers[connection.fileno()] = _Peer(connection, self._clock())
-        if is_full:
+            is_welcome = is_welcome and strangers < self._limits.max_sessions
+            if is_welcome:
+                peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
+        if not is_welcome:
             connection.close()
             return
-        connection.setblocking(False)
-        self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
+        try:
+            self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
+        except (OSError, ValueError):  # no room for more, or closing
+            self._hang_up(peer)
 
     def _drop_idlers(self) -> None:
         """Hang up on peers that never said who they are, and on those whose session ended."""
@@ -195,25 +230,28 @@ class DataPlane:
         if peer is None or not self._claim(peer):
             return
         try:
-            if not self._take(peer):
-                self._hang_up(peer)
-                return
+            stays = self._take(peer) and not self._closed.is_set()
         except OSError:
+            stays = False
+        if not stays:
             self._hang_up(peer)
             return
         peer.is_busy = False
-        with suppress(OSError):  # closing
+        # From here on others may hang up on it: then its socket is closed, which is a ValueError.
+        with suppress(OSError, ValueError):
             self._poll.modify(peer.connection, select.EPOLLIN | select.EPOLLONESHOT)
 
     # --- messages
 
     def _take(self, peer: _Peer) -> bool:
         """Answer one message. False when the peer hung up or is to be hung up on."""
-        descriptors: list[int] = []
         try:
             message, descriptors, flags, _ = socket.recv_fds(
                 peer.connection, MAX_PACKET_BYTES + 1, 4
             )
+        except BlockingIOError:
+            return True  # woken by one that had this descriptor before
+        try:
             if not message:
                 return False
             request = shm.Request.unpack(message[: shm.MESSAGE_BYTES])
@@ -225,8 +263,6 @@ class DataPlane:
             if body:
                 raise InvalidRequestError("message", len(message), f"send {shm.MESSAGE_BYTES}")
             self._obey(peer, request, descriptors)
-        except BlockingIOError:
-            return True
         except UnauthenticatedError:
             peer.connection.send(shm.pack_reply(shm.Reply.denied))
         except KVStoreError as error:
@@ -243,7 +279,23 @@ class DataPlane:
         if self._answer is None:
             raise InvalidRequestError("op", request.op, "this server takes no calls here")
         with closing(self._answer(peer.session, request, body)) as packets:
-            return all(_send(peer.connection, packet) for packet in packets)
+            return self._send(peer.connection, packets)
+
+    def _send(self, connection: socket.socket, packets: Iterable[Packet]) -> bool:
+        """Send *packets*; False once the peer let us wait SEND_WITHIN_S in all."""
+        left_s = float(SEND_WITHIN_S)
+        for packet in packets:
+            while True:
+                try:
+                    connection.send(packet)
+                except BlockingIOError:
+                    started = self._clock()
+                    if left_s <= 0 or not _can_send(connection, left_s):
+                        return False
+                    left_s -= self._clock() - started
+                else:
+                    break
+        return True
 
     def _obey(self, peer: _Peer, request: shm.Request, descriptors: list[int]) -> None:
         if request.op is shm.Op.slab:
@@ -285,7 +337,7 @@ class DataPlane:
             self._staging[session.session_id] = np.frombuffer(memory, np.uint8)
 
     def _join(self, peer: _Peer, token: bytes) -> None:
-        session = self._sessions.attach(token)
+        session = self._sessions.of_token(token)
         with self._lock:
             if session.session_id not in self._staging:
                 raise InvalidRequestError("join", session.session_id, "attach first")
@@ -310,13 +362,7 @@ class DataPlane:
             self._sessions.close(peer.session.session_id)
 
 
-def _send(connection: socket.socket, packet: Packet) -> bool:
-    """Send a packet; False when the peer does not read within a while."""
-    while True:
-        try:
-            connection.send(packet)
-        except BlockingIOError:
-            if not select.select([], [connection], [], _SEND_WITHIN_S)[1]:
-                return False
-        else:
-            return True
+def _can_send(connection: socket.socket, within_s: float) -> bool:
+    poll = select.poll()  # not select(), which takes no descriptor above 1023
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(1000 * within_s))

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -17,19 +19,25 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkKey
 from kvstore.server.mover import Ticket
+from kvstore.server.policy.promotion import SecondRead
 from kvstore.server.sessions import Session
+from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.cpu import SlabPlace
 
 READ_AHEAD_CHUNKS = 8
 """Loads of one get that run before the reader asks for them."""
+REMEMBERED_READS = 1 << 16
+"""Chunks read once that a promotion to GPU memory may follow from; about 10 MB."""
+_NOT_HERE: Bytes = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A chunk in reach of its reader. ``tier`` is where it was when asked for.
 
-    ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own.
+    ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
+    in the arena of a device comes without the frame's bytes.
     """
 
     index: int
@@ -37,12 +45,18 @@ class Arrival:
     frame: Bytes
     place: SlabPlace | None
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the frame, wherever it is."""
+        return len(self.frame) if self.place is None else self.place.size_bytes
+
 
 class Delivery:
     """Gets at work. Thread-safe.
 
-    What is not in CPU memory is promoted first. ``loose_bytes`` bounds the copies made for
-    readers while CPU memory is full of leases.
+    What is not in CPU memory is promoted first; a reader that shares the device of GPU memory
+    takes what is there in place. ``loose_bytes`` bounds the copies made for readers while CPU
+    memory is full of leases.
     """
 
     def __init__(self, transfers: Transfers, loose_bytes: int) -> None:
@@ -52,24 +66,35 @@ class Delivery:
         self._counters = transfers.counters
         self._loose_limit_bytes = loose_bytes
         self._loose_bytes = 0
-        self._lock = threading.Lock()  # guards _loose_bytes
+        self._reads = SecondRead(REMEMBERED_READS)
+        self._lock = threading.Lock()  # guards _loose_bytes and _reads
 
-    def get(self, session: Session, keys: Sequence[ChunkKey], deadline: float) -> Iterator[Arrival]:
+    def get(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        deadline: float,
+        *,
+        on_device: bool = False,
+    ) -> Iterator[Arrival]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
-        The caller holds the lease until it is done with what it got.
+        The caller holds the lease until it is done with what it got. *on_device*: it can read
+        GPU memory.
         """
+        near = self._near(on_device)
         delivered = 0
         origins: list[str] = []
         try:
             for index, key in enumerate(keys):
                 ahead = keys[len(origins) : index + 1 + READ_AHEAD_CHUNKS]
-                origins += [self._load(session, key_ahead)[0] for key_ahead in ahead]
-                arrival = self._arrive(session, index, key, deadline)
+                origins += [self._load(session, key_ahead, near)[0] for key_ahead in ahead]
+                arrival = self._arrive(session, index, key, deadline, near)
                 if arrival is None:
                     break
                 delivered += 1
-                self._counters.add("get_bytes", len(arrival.frame))
+                self._counters.add("get_bytes", arrival.size_bytes)
+                self._promote_if_due(session, key)
                 try:
                     yield replace(arrival, tier=origins[index] or arrival.tier)
                 finally:
@@ -79,30 +104,52 @@ class Delivery:
             self._counters.add("get_chunks", delivered)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
-    def in_reach(self, key: ChunkKey) -> bool:
+    def in_reach(self, key: ChunkKey, *, on_device: bool = False) -> bool:
         """Whether *key* can be delivered without a load."""
-        return self._transfers.cpu.name in self._catalog.copies(key)
-
-    def _load(self, session: Session, key: ChunkKey) -> tuple[str, Ticket | None]:
-        """Start loading *key* unless it is in CPU memory; return the fastest holder's name."""
         copies = self._catalog.copies(key)
-        for name, shelf in self._transfers.shelves.items():
-            if name not in copies:
-                continue
-            if shelf is self._transfers.cpu:
-                return name, None
-            if not shelf.breaker.is_open:
-                return name, self._transfers.load(key, shelf, session.tenant)
+        return any(shelf.name in copies for shelf in self._near(on_device))
+
+    def _near(self, on_device: bool) -> list[Shelf]:
+        """Return the shelves that the reader reads in place, nearest first."""
+        gpu = self._transfers.gpu
+        return [gpu, self._transfers.cpu] if on_device and gpu else [self._transfers.cpu]
+
+    def _promote_if_due(self, session: Session, key: ChunkKey) -> None:
+        """Copy a chunk to GPU memory, in the background, when it is read a second time."""
+        gpu = self._transfers.gpu
+        if gpu is None or gpu.name in self._catalog.copies(key):
+            return
+        with self._lock:
+            is_due = self._reads.is_due(key)
+        if is_due:
+            self._transfers.copy_up(key, session.tenant)
+
+    def _load(
+        self, session: Session, key: ChunkKey, near: Sequence[Shelf]
+    ) -> tuple[str, Ticket | None]:
+        """Start loading *key* unless it is on a shelf of *near*; return the best holder's name."""
+        copies = self._catalog.copies(key)
+        for shelf in near:
+            if shelf.name in copies:
+                return shelf.name, None
+        for shelf in self._transfers.sources:
+            if shelf.name in copies and not shelf.breaker.is_open:
+                return shelf.name, self._transfers.load(key, shelf, session.tenant)
         return "", None
 
     def _arrive(
-        self, session: Session, index: int, key: ChunkKey, deadline: float
+        self,
+        session: Session,
+        index: int,
+        key: ChunkKey,
+        deadline: float,
+        near: Sequence[Shelf],
     ) -> Arrival | None:
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._transfers.shelves)):
-            name, ticket = self._load(session, key)
+            name, ticket = self._load(session, key, near)
             if ticket is None:
-                return self._in_cpu(index, key) if name else None
+                return self._in_place(index, key, name) if name else None
             try:
                 self._mover.wait(ticket, deadline)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
@@ -113,6 +160,13 @@ class Delivery:
             except (ChunkCorruptError, TierUnavailableError):
                 continue
         return None
+
+    def _in_place(self, index: int, key: ChunkKey, name: str) -> Arrival | None:
+        gpu = self._transfers.gpu_tier
+        if gpu is None or name != gpu.name:
+            return self._in_cpu(index, key)
+        place = gpu.locate(key)
+        return None if place is None else Arrival(index, name, _NOT_HERE, place)
 
     def _in_cpu(self, index: int, key: ChunkKey) -> Arrival | None:
         cpu = self._transfers.cpu_tier

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
 import structlog
@@ -21,6 +21,7 @@ else:  # grpc's classes are generic in its stubs only
 MAX_MESSAGE_CHARS = 600
 """Trailers hold 8 KB, and each byte of a character may take three there."""
 
+T = TypeVar("T")
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
 
 logger = structlog.get_logger(__name__)
@@ -70,7 +71,18 @@ def _guard_stream(behavior: Behavior, method: str) -> Behavior:
     return guarded
 
 
-def describe(error: Exception, method: str) -> tuple[str, str, str]:
+def told(
+    answers: Generator[T, None, None], failure: Callable[[str, str], T], method: str
+) -> Generator[T, None, None]:
+    """Yield *answers*; an error that ends them becomes a last one by its class name and text."""
+    try:
+        yield from answers
+    except Exception as error:  # noqa: BLE001
+        name, _, message = _describe(error, method)
+        yield failure(name, message)
+
+
+def _describe(error: Exception, method: str) -> tuple[str, str, str]:
     """Return class name, status and text that the caller is told, and log what happened."""
     if isinstance(error, KVStoreError):
         name, status, message = type(error).__name__, error.status, str(error)
@@ -86,7 +98,7 @@ def describe(error: Exception, method: str) -> tuple[str, str, str]:
 
 def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
     if isinstance(error, KVStoreError) or context.is_active():
-        name, status, message = describe(error, method)
+        name, status, message = _describe(error, method)
     else:
         name, status, message = "KVStoreError", "CANCELLED", "the client went away"
     context.set_trailing_metadata(((ERROR_NAME, name),))

@@ -198,9 +198,9 @@ class TierManager:
         return list(takewhile(bool, in_use))
 
     def _fastest(self, held: Mapping[str, ChunkInfo]) -> tuple[str, int]:
-        for name, shelf in self.transfers.shelves.items():
-            if name in held:
-                return name, shelf.rate.load_us(held[name].size_bytes)
+        for shelf in self.transfers.sources:
+            if shelf.name in held:
+                return shelf.name, shelf.rate.load_us(held[shelf.name].size_bytes)
         raise AssertionError("a chunk of the index has a copy")
 
     def _ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> bool:
@@ -354,7 +354,7 @@ class TierManager:
         self.counters.add("expired_leases", self.catalog.expire())
 
     def drain(self, deadline: float) -> bool:
-        """Refuse new puts and copy what only CPU memory holds to a tier that survives.
+        """Refuse new puts and copy what only memory holds to a tier that survives.
 
         Return whether everything was copied by the deadline.
         """
@@ -362,13 +362,12 @@ class TierManager:
         if not self._keepers:
             return False
         shelf = self._keepers[0]
-        alone = self.catalog.only_on(self.transfers.cpu.name)
+        volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]
+        alone = self.catalog.only_on(*volatile)
         reasons = self._copied(alone, shelf, deadline)
         failure, lost = self._flushed(alone, shelf, deadline)
         # A copy that came later may have pushed an earlier one out.
-        return not (
-            any(reasons) or failure or lost or self.catalog.only_on(self.transfers.cpu.name)
-        )
+        return not (any(reasons) or failure or lost or self.catalog.only_on(*volatile))
 
     def is_alive(self) -> bool:
         """Whether the Mover's workers live."""

@@ -30,6 +30,8 @@ COUNTERS: Mapping[str, str] = {
     "expired_leases": "leases released because their time was up",
     "expired_sessions": "sessions closed because they fell silent",
     "read_throughs": "gets served past a full CPU tier",
+    "bulk_ignored_messages": "messages over zmq from peers that named no session",
+    "bulk_invalid_messages": "messages over zmq that were none of ours",
 }
 """Counter names and what they count; exported as ``kvstore_<name>_total``."""
 

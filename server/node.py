@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -18,12 +19,13 @@ import kvstore
 from kvstore.codecs.base import codec_by_name
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.shm import host_id
+from kvstore.proto.shm import ARENA_SLAB, host_id
 from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
 from kvstore.server.checks import Checks, ServiceLimits
 from kvstore.server.config import ServerConfig
 from kvstore.server.dataplane import DataPlane, PlaneLimits
+from kvstore.server.gpu_config import GpuConfig
 from kvstore.server.interceptors import ErrorInterceptor
 from kvstore.server.leases import LeaseTable
 from kvstore.server.local_calls import LocalCalls
@@ -39,14 +41,18 @@ from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
+if TYPE_CHECKING:  # its file loads torch
+    from kvstore.server.zmq_plane import ZmqPlane
+    from kvstore.tiers.gpu import GpuTier
+
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
 TICK_S = 0.25
 MAX_STAGING_BYTES = 1 << 30
 MESSAGE_SLACK_BYTES = 1 << 20
+REQUESTS_PER_WORKER = 8
 PIN_LIMIT_PERCENT = 50
-LOADS_AT_ONCE = {"disk": 2, "redis": 1}
-"""Loading threads of each tier. Parsing Redis' replies holds the interpreter lock, so a second
-thread there makes both slower (measured: 2.9 GB/s with one, 2.3 with two)."""
+LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "redis": 2}
+"""Loading threads of each tier: one reads while the other verifies what it read."""
 
 logger = structlog.get_logger(__name__)
 
@@ -89,10 +95,11 @@ class Node:
         limits = ServiceLimits(
             config.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
         )
-        identity = Identity(_new_id(), kvstore.__version__, host_id(), clock())
-        service = KVStoreService(
-            self.manager, self.sessions, self.data_plane, Checks(limits, clock), identity
-        )
+        checks = Checks(limits, clock)
+        self.bulk = self._open_bulk(checks)
+        bulk_terms = (self.bulk.address, self.bulk.public_key) if self.bulk else ("", b"")
+        identity = Identity(_new_id(), kvstore.__version__, host_id(), clock(), *bulk_terms)
+        service = KVStoreService(self.manager, self.sessions, self.data_plane, checks, identity)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
             self.data_plane.answer_calls(LocalCalls(service).answer)
@@ -109,14 +116,36 @@ class Node:
         path = self._config.socket_path_for(self.port)
         if path is None:
             return None
-        cpu = self.manager.transfers.cpu_tier
         plane = DataPlane(
             path,
             self.sessions,
-            lambda slab_id, tenant: (cpu.slab_file(slab_id, tenant), cpu.slab_bytes),
+            self._slab_file,
             self._clock,
             PlaneLimits(self._config.max_sessions, MAX_STAGING_BYTES, self._config.workers),
         )
+        self._closers.append(plane.close)
+        return plane
+
+    def _slab_file(self, slab_id: int, tenant: str) -> tuple[int, int]:
+        transfers = self.manager.transfers
+        if slab_id == ARENA_SLAB and transfers.gpu_tier is not None:
+            arena = transfers.gpu_tier.arena_file()
+            return arena, os.fstat(arena).st_size
+        return transfers.cpu_tier.slab_file(slab_id, tenant), transfers.cpu_tier.slab_bytes
+
+    def _open_bulk(self, checks: Checks) -> ZmqPlane | None:
+        config = self._config
+        if config.zmq == "off":
+            return None
+        from kvstore.server.bulk_service import BulkService
+        from kvstore.server.zmq_keys import load_keys
+        from kvstore.server.zmq_plane import BulkLimits, ZmqPlane
+        from kvstore.server.zmq_socket import is_private
+
+        keys = None if is_private(config.zmq) else load_keys(config.zmq_keys)
+        service = BulkService(self.manager, self.sessions, checks)
+        limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers)
+        plane = ZmqPlane(config.zmq, keys, self.sessions, service, limits)
         self._closers.append(plane.close)
         return plane
 
@@ -167,7 +196,8 @@ class Node:
     def is_alive(self) -> bool:
         """Whether every thread the node depends on lives."""
         plane = self.data_plane
-        return self.manager.is_alive() and (plane is None or plane.is_alive())
+        is_bulk_alive = self.bulk is None or self.bulk.is_alive()
+        return self.manager.is_alive() and is_bulk_alive and (plane is None or plane.is_alive())
 
     def _tick(self) -> None:
         while not self._stopping.wait(TICK_S):
@@ -187,6 +217,8 @@ class Node:
         if self._ticker.is_alive():
             self._ticker.join()
         self._grpc.stop(min(grace_s, 2.0)).wait()
+        if self.data_plane is not None:
+            self.data_plane.close()
         # Puts that had begun may have landed behind the first pass.
         clean = self.manager.drain(deadline)
         self._close()
@@ -216,8 +248,10 @@ def build_manager(
 ) -> TierManager:
     """Open the configured tiers and put a manager over them; *closers* learns how to close."""
     shelves = [_shelf(config, tier, clock) for tier in _open_tiers(config, closers)]
-    lanes: dict[str, int] = {}
-    for shelf in shelves[1:]:
+    lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}
+    for shelf in shelves:
+        if shelf.name == "cpu":
+            continue
         lanes |= {f"load-{shelf.name}": LOADS_AT_ONCE[shelf.name], f"store-{shelf.name}": 1}
         if shelf.tier.shared:
             lanes[f"ask-{shelf.name}"] = 1
@@ -240,8 +274,15 @@ def build_manager(
 
 
 def _open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> list[Tier]:
-    tiers: list[Tier] = [CpuTier(config.cpu_size, config.cpu_slab_bytes)]
-    closers.append(tiers[0].close)
+    tiers: list[Tier] = []
+    register = None
+    if "gpu" in config.tiers:
+        gpu = open_gpu_tier(config.gpu)
+        tiers.append(gpu)
+        closers.append(gpu.close)
+        register = gpu.device.register
+    tiers.append(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
+    closers.append(tiers[-1].close)
     if "disk" in config.tiers:
         from kvstore.tiers.disk import DiskTier
 
@@ -251,13 +292,35 @@ def _open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> li
         from kvstore.tiers.redis import RedisTier
 
         url = config.redis_url or ""
-        tiers.append(RedisTier(url, config.redis_size, timeout_ms=config.redis_timeout_ms))
+        timeout_ms, connections = config.redis_timeout_ms, config.redis_connections
+        tiers.append(
+            RedisTier(url, config.redis_size, timeout_ms=timeout_ms, connections=connections)
+        )
         closers.append(tiers[-1].close)
     return tiers
 
 
+def open_gpu_tier(config: GpuConfig) -> GpuTier:
+    """Return the gpu tier on its CUDA device. Raises TierUnavailableError with the fix."""
+    try:
+        import torch
+
+        from kvstore.tiers.device import open_device
+        from kvstore.tiers.gpu import GpuTier
+    except ImportError as error:
+        raise TierUnavailableError(
+            "gpu", f"needs torch and cupy ({error}): install kvstore[gpu], or start without gpu"
+        ) from None
+    return GpuTier(config.capacity_bytes, open_device(torch.device("cuda", config.device)))
+
+
 def _shelf(config: ServerConfig, tier: Tier, clock: Clock) -> Shelf:
-    codecs = {"cpu": config.cpu_codec, "disk": config.disk_codec, "redis": config.redis_codec}
+    codecs = {
+        "gpu": "raw",
+        "cpu": config.cpu_codec,
+        "disk": config.disk_codec,
+        "redis": config.redis_codec,
+    }
     breaker = Breaker(config.breaker_failures, config.breaker_retry_ms, clock)
     return Shelf(tier, codec_by_name(codecs[tier.name]), LruEviction(), breaker, clock)
 
@@ -267,7 +330,7 @@ def _bind(config: ServerConfig, workers: futures.ThreadPoolExecutor) -> tuple[gr
     server = grpc.server(
         workers,
         interceptors=[ErrorInterceptor()],
-        maximum_concurrent_rpcs=8 * config.workers,
+        maximum_concurrent_rpcs=REQUESTS_PER_WORKER * config.workers,
         options=[
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_send_message_length", largest),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import TracebackType
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import as_bytes, copy_bytes
+from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChunkKey
@@ -26,7 +27,10 @@ class _Incoming:
 
 
 class PutStream:
-    """Receive the frames of one stream, one after another. Used once, by one thread."""
+    """Receive the frames of one stream, one after another. Used once, by one thread.
+
+    Leave its ``with`` to give back the room of a frame that did not become whole.
+    """
 
     def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
         self._manager = manager
@@ -35,6 +39,9 @@ class PutStream:
         self._results: list[PutResult] = []
         self._keys: list[ChunkKey] = []
         self._incoming: _Incoming | None = None
+        self._durable = False
+        self._deadline_ms = 0
+        self._deadline = 0.0
 
     def run(self, messages: Iterator[pb.PutRequest]) -> list[PutResult]:
         """Store each frame; return what became of them in order.
@@ -42,36 +49,72 @@ class PutStream:
         At the first bad message its error is raised; frames before it stay stored, the one
         it belongs to leaves nothing behind.
         """
-        first: pb.PutRequest | None = None
-        try:
+        is_open = False
+        with self:
             for message in messages:
                 session = self._sessions.get(message.session_id)
-                if first is None:
-                    first = message
-                    self._checks.durable(message.durable, is_possible=self._manager.can_be_durable)
-                    deadline = self._checks.deadline(message.deadline_ms)
-                if self._incoming is None:
-                    self._begin(session, message, deadline)
-                self._take(message.data)
-            if self._incoming is not None:
-                raise InvalidFrameError(
-                    "frame", self._incoming.received_bytes, "the stream ended inside it"
-                )
-        finally:
-            if self._incoming is not None and self._incoming.ticket is not None:
-                self._manager.puts.discard(self._incoming.ticket)
-        if first is not None and first.durable:
-            deadline = self._checks.deadline(first.deadline_ms)
+                if not is_open:
+                    is_open = True
+                    self.open(durable=message.durable, deadline_ms=message.deadline_ms)
+                self.take(session, message.frame_bytes, as_bytes(message.data))
+            return self.finish()
+
+    def open(self, *, durable: bool, deadline_ms: int) -> None:
+        """Begin. Raises InvalidRequestError for what this server cannot promise."""
+        self._checks.durable(durable, is_possible=self._manager.can_be_durable)
+        self._durable, self._deadline_ms = durable, deadline_ms
+        self._deadline = self._checks.deadline(deadline_ms)
+
+    @property
+    def frames(self) -> int:
+        """The number of the frame that the next piece belongs to."""
+        return len(self._keys) - (self._incoming is not None)
+
+    @property
+    def received_bytes(self) -> int:
+        """How far that frame is."""
+        return 0 if self._incoming is None else self._incoming.received_bytes
+
+    def take(self, session: Session, frame_bytes: int, data: Bytes) -> None:
+        """Take the next piece; *frame_bytes* is looked at where a frame begins.
+
+        Raises KVStoreErrors of what is wrong with the frame or the piece.
+        """
+        if self._incoming is None:
+            self._begin(session, frame_bytes, data)
+        self._write(data)
+
+    def finish(self) -> list[PutResult]:
+        """Return what became of each frame, durable where that was asked for."""
+        if self._incoming is not None:
+            raise InvalidFrameError(
+                "frame", self._incoming.received_bytes, "the stream ended inside it"
+            )
+        if self._durable:
+            deadline = self._checks.deadline(self._deadline_ms)
             return self._manager.harden(self._keys, self._results, deadline)
         return self._results
 
-    def _begin(self, session: Session, message: pb.PutRequest, deadline: float) -> None:
-        if not message.frame_bytes:
+    def __enter__(self) -> PutStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._incoming is not None and self._incoming.ticket is not None:
+            self._manager.puts.discard(self._incoming.ticket)
+        self._incoming = None
+
+    def _begin(self, session: Session, frame_bytes: int, data: Bytes) -> None:
+        if not frame_bytes:
             raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
         self._checks.batch("frames", len(self._keys) + 1)
-        header = parse_header(as_bytes(message.data))
-        info = self._checks.header(session, header, message.frame_bytes)
-        begun = self._manager.puts.begin(session, info, deadline)
+        header = parse_header(data)
+        info = self._checks.header(session, header, frame_bytes)
+        begun = self._manager.puts.begin(session, info, self._deadline)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)
@@ -81,15 +124,15 @@ class PutStream:
             ticket = self._manager.puts.claim(session, begun.ticket_id)
             self._incoming = _Incoming(ticket, info.size_bytes)
 
-    def _take(self, data: bytes) -> None:
+    def _write(self, data: Bytes) -> None:
         incoming = self._incoming
         assert incoming is not None
         stop = incoming.received_bytes + len(data)
-        if not data or stop > incoming.frame_bytes:
+        if not len(data) or stop > incoming.frame_bytes:
             raise InvalidFrameError("data", stop, f"the frame has {incoming.frame_bytes} bytes")
         if incoming.ticket is not None:
             view = self._manager.puts.view(incoming.ticket)
-            copy_bytes(view[incoming.received_bytes : stop], as_bytes(data))
+            copy_bytes(view[incoming.received_bytes : stop], data)
         incoming.received_bytes = stop
         if stop == incoming.frame_bytes:
             self._incoming = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import grpc
 from typing_extensions import override
@@ -12,14 +13,19 @@ from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.proto.types import PutOutcome
+from kvstore.proto.places import NOWHERE, Place, Reach, pack_places
+from kvstore.proto.shm import ARENA_SLAB
+from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
 from kvstore.server.dataplane import DataPlane
 from kvstore.server.delivery import Arrival
 from kvstore.server.intake import PutResult, PutTicket
+from kvstore.server.layered import LayeredGet, LayerPart
+from kvstore.server.layered_put import LayeredPutStream
 from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
 from kvstore.server.sessions import SessionTable
+from kvstore.tiers.cpu import SlabPlace
 
 LIST_PAGE_CHUNKS = 256
 MAX_CLIENT_CHARS = 128
@@ -35,6 +41,8 @@ class Identity:
     version: str
     host_id: str
     started_at: float
+    zmq_address: str = ""
+    zmq_public_key: bytes = b""
 
 
 class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
@@ -68,7 +76,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             raise InvalidRequestError("client", request.client, f"at most {MAX_CLIENT_CHARS}")
         representation = wire.representation_from_message(request.representation)
         session = self._sessions.open(representation, request.client)
-        plane = self._data_plane
+        plane, gpu = self._data_plane, self._manager.transfers.gpu_tier
         return pb.OpenSessionResponse(
             server=self._stamp,
             session_id=session.session_id,
@@ -79,8 +87,12 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             max_batch_chunks=self._checks.limits.max_batch_chunks,
             host_id=self._identity.host_id if plane else "",
             socket_path=str(plane.path) if plane else "",
-            attach_token=session.attach_token if plane else b"",
+            attach_token=session.attach_token if plane or self._identity.zmq_address else b"",
+            zmq_address=self._identity.zmq_address,
+            zmq_public_key=self._identity.zmq_public_key,
             codecs=list(CODECS),
+            arena_device=gpu.device.identity if gpu and plane else "",
+            arena_bytes=gpu.capacity_bytes if gpu and plane else 0,
         )
 
     @override
@@ -103,14 +115,16 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupResponse:
         started = self._clock()
         session = self._sessions.get(request.session_id)
+        keys = self._checks.keys(session, request.digests)
         match = self._manager.lookup(
             session,
-            self._checks.keys(session, request.digests),
+            keys,
             self._checks.deadline(request.deadline_ms),
             lease=request.lease,
             min_fidelity=fidelity(request.min_fidelity),
         )
         names = list(dict.fromkeys(match.tiers))
+        wants_places = request.places and match.lease_id and self._data_plane is not None
         return pb.LookupResponse(
             server=self._stamp,
             ready=match.ready,
@@ -120,6 +134,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             tier_names=names,
             lease_id=match.lease_id,
             lease_ttl_ms=match.lease_ttl_ms,
+            places=self._leased_places(keys[: match.ready]) if wants_places else b"",
             server_us=int(1e6 * (self._clock() - started)),
         )
 
@@ -130,19 +145,27 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
-        shared = request.via == pb.VIA_SHARED_MEMORY and self._data_plane is not None
+        shared = request.via != pb.VIA_STREAM and self._data_plane is not None
+        on_device = request.via == pb.VIA_DEVICE and shared
+        gets = self._manager.gets
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
         release = not request.lease_id
         told = False
         places: list[Arrival] = []
         try:
-            for arrival in self._manager.gets.get(session, keys[:known], deadline):
+            if request.layer_major:
+                transfers = self._manager.transfers
+                layered = LayeredGet(transfers, session, keys[:known], deadline)
+                for part in layered.parts():
+                    yield from self._pieces(part, lease_id)
+                return
+            for arrival in gets.get(session, keys[:known], deadline, on_device=on_device):
                 if not (shared and arrival.place):
                     yield from self._parts(arrival, lease_id)
                     continue
                 places.append(arrival)
                 following = keys[arrival.index + 1 : known][:1]
-                if not (following and self._manager.gets.in_reach(following[0])):
+                if not (following and gets.in_reach(following[0], on_device=on_device)):
                     told = True
                     yield self._places(places, lease_id)
                     places = []
@@ -156,37 +179,42 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             if release:
                 self._manager.release(session, lease_id)
 
+    def _leased_places(self, keys: Sequence[ChunkKey]) -> bytes:
+        found = self._manager.transfers.cpu_tier.locate_all(keys)
+        return pack_places(NOWHERE if p is None else _in_memory(p, 0) for p in found)
+
     def _places(self, arrivals: Sequence[Arrival], lease_id: int) -> pb.GetResponse:
-        places = [
-            pb.Place(
-                slab=arrival.place.slab_id,
-                offset=arrival.place.offset,
-                size_bytes=arrival.place.size_bytes,
-                generation=arrival.place.generation,
-                tier=arrival.tier,
-            )
+        names = list(dict.fromkeys(arrival.tier for arrival in arrivals))
+        rows = pack_places(
+            _in_memory(arrival.place, names.index(arrival.tier))
             for arrival in arrivals
             if arrival.place is not None
-        ]
+        )
         return pb.GetResponse(
             server=self._stamp,
             lease_id=lease_id,
             index=arrivals[0].index,
-            places=pb.Places(places=places),
+            places=pb.Places(rows=rows, tier_names=names),
         )
 
     def _parts(self, arrival: Arrival, lease_id: int) -> Iterator[pb.GetResponse]:
         frame = arrival.frame
-        for start in range(0, len(frame), wire.MESSAGE_BYTES):
+        whole = LayerPart(arrival.index, arrival.tier, len(frame), 0, frame)
+        return self._pieces(whole, lease_id)
+
+    def _pieces(self, part: LayerPart, lease_id: int) -> Iterator[pb.GetResponse]:
+        """Cut a part of a frame into messages."""
+        for start in range(0, len(part.data), wire.MESSAGE_BYTES):
+            offset = part.offset + start
             yield pb.GetResponse(
-                server=None if start else self._stamp,
+                server=None if offset else self._stamp,
                 lease_id=lease_id,
-                index=arrival.index,
-                tier=arrival.tier,
+                index=part.chunk,
+                tier=part.tier,
                 part=pb.FramePart(
-                    frame_bytes=len(frame),
-                    offset=start,
-                    data=frame[start : start + wire.MESSAGE_BYTES].tobytes(),
+                    frame_bytes=part.frame_bytes,
+                    offset=offset,
+                    data=part.data[start : start + wire.MESSAGE_BYTES].tobytes(),
                 ),
             )
 
@@ -205,7 +233,10 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     def Put(
         self, request_iterator: Iterator[pb.PutRequest], context: grpc.ServicerContext
     ) -> pb.PutResponse:
-        results = PutStream(self._manager, self._sessions, self._checks).run(request_iterator)
+        first = next(request_iterator, None)
+        kind = LayeredPutStream if first is not None and first.layer_major else PutStream
+        messages = request_iterator if first is None else chain((first,), request_iterator)
+        results = kind(self._manager, self._sessions, self._checks).run(messages)
         return pb.PutResponse(server=self._stamp, **outcomes(results))
 
     @override
@@ -336,3 +367,8 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         self._sessions.drain()
         clean = self._manager.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
+
+
+def _in_memory(place: SlabPlace, tier: int) -> Place:
+    reach = Reach.device if place.slab_id == ARENA_SLAB else Reach.memory
+    return Place(place.slab_id, reach, tier, place.offset, place.size_bytes, place.generation)

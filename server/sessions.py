@@ -97,14 +97,22 @@ class SessionTable:
             f"session_id={session_id}: closed, expired or of an earlier start; open a session"
         )
 
-    def attach(self, token: bytes) -> Session:
+    def of_token(self, token: bytes) -> Session:
         """Return the session that *token* was given to. Raises UnauthenticatedError."""
         with self._lock:
             for session in self._sessions.values():
                 if hmac.compare_digest(session.attach_token, token):
-                    session.is_attached = True
                     return session
         raise UnauthenticatedError("attach_token: unknown; open a session first")
+
+    def attach(self, token: bytes) -> Session:
+        """Return the session of *token*, alive from now on until it is closed.
+
+        Raises UnauthenticatedError.
+        """
+        session = self.of_token(token)
+        session.is_attached = True
+        return session
 
     def close(self, session_id: int) -> bool:
         """End a session and release what it owns. Return whether it was there."""

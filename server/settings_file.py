@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
+from pydantic import BaseModel
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.units import format_size
 
 
 def read_settings(path: Path) -> dict[str, object]:
@@ -33,3 +36,30 @@ def format_settings(values: Mapping[str, object], notes: Mapping[str, str]) -> s
         line = yaml.safe_dump({name: value}, width=1 << 20).rstrip()
         lines.append(f"{line}  # {notes[name]}" if name in notes else line)
     return "\n".join(lines) + "\n"
+
+
+def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
+    """Return *config* as YAML that ``--config`` reads, the Redis URL masked.
+
+    With *origins* each line says where its value came from.
+    """
+    values: dict[str, object] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name == "redis_url" and value is not None:
+            value = _masked(value)
+        elif isinstance(value, tuple):
+            value = ",".join(value)
+        elif isinstance(value, BaseModel | Path):
+            value = str(value)
+        elif "SIZE" in field.metadata:
+            value = format_size(value)
+        values[name] = value
+    if origins is None:
+        return format_settings(values, {})
+    return format_settings(values, dict.fromkeys(values, "default") | dict(origins))
+
+
+def _masked(url: str) -> str:
+    without_options = url.partition("?")[0]
+    return re.sub("(?<=://).*@", "***@", without_options) + ("?***" if "?" in url else "")

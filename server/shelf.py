@@ -23,8 +23,8 @@ from kvstore.server.policy.base import EvictionPolicy
 from kvstore.tiers.base import Tier
 
 _EWMA_WEIGHT = 0.2
-_FIRST_GUESS_BYTES_PER_S = {"cpu": 10e9, "disk": 1e9, "redis": 0.5e9}
-_ROUND_TRIP_S = {"cpu": 0.0, "disk": 100e-6, "redis": 500e-6}
+_FIRST_GUESS_BYTES_PER_S = {"gpu": 10e9, "cpu": 10e9, "disk": 1e9, "redis": 0.5e9}
+_ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "redis": 500e-6}
 
 
 @dataclass(slots=True)
@@ -88,7 +88,8 @@ class Shelf:
         try:
             done = work()
         except TierUnavailableError as error:
-            self.breaker.fail(str(error))
+            if not error.is_partial:
+                self.breaker.fail(str(error))
             raise
         self.breaker.succeed()
         return done

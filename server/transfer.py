@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -33,6 +35,9 @@ from kvstore.server.shelf import Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
 from kvstore.tiers.cpu import CpuTier
 
+if TYPE_CHECKING:  # its file loads torch
+    from kvstore.tiers.gpu import GpuTier
+
 MAX_RECLAIM_ROUNDS = 1000
 VICTIMS_PER_ROUND = 64
 
@@ -50,9 +55,10 @@ class Room:
 class Transfers:
     """Moves chunks between shelves. *shelves* are ordered from the fastest to the slowest.
 
-    The first shelf is CPU memory. Thread-safe; *clock* returns monotonic seconds. Moves run
-    in the Mover's lanes ``load-TIER`` and ``store-TIER``; a lane only ever waits for the
-    store lane of a slower tier, so lanes cannot wait in a circle.
+    One of them is CPU memory, which frames are served from; only GPU memory is faster.
+    Thread-safe; *clock* returns monotonic seconds. Moves run in the Mover's lanes ``load-TIER``
+    and ``store-TIER``; a lane only ever waits for the store lane of a slower tier, so lanes
+    cannot wait in a circle.
     """
 
     def __init__(
@@ -66,9 +72,12 @@ class Transfers:
     ) -> None:
         self.shelves = {shelf.name: shelf for shelf in shelves}
         self._order = list(shelves)
-        self.cpu = shelves[0]
-        assert isinstance(self.cpu.tier, CpuTier)
-        self.cpu_tier: CpuTier = self.cpu.tier
+        self.cpu = next(shelf for shelf in shelves if isinstance(shelf.tier, CpuTier))
+        self.cpu_tier = cast("CpuTier", self.cpu.tier)
+        self.gpu = None if shelves[0] is self.cpu else shelves[0]
+        self.gpu_tier = None if self.gpu is None else cast("GpuTier", self.gpu.tier)
+        self.sources = [self.cpu, *(shelf for shelf in shelves if shelf is not self.cpu)]
+        """The shelves in the order in which frames are looked for: first where they are served."""
         self.catalog = catalog
         self.mover = mover
         self.counters = counters
@@ -146,16 +155,18 @@ class Transfers:
         """
         if self.catalog.await_unclaimed(shelf.name, deadline):
             return True
-        lower = self._order[self._order.index(shelf) + 1 :]
-        return self.mover.await_any([f"store-{target.name}" for target in lower], deadline)
+        lanes = [f"store-{target.name}" for target in self._below(shelf)]
+        return self.mover.await_any(lanes, deadline)
 
     def _demote(self, shelf: Shelf, key: ChunkKey) -> Ticket | None:
         """Queue a copy to the next lower shelf that is in use, unless one has the chunk."""
-        lower = self._order[self._order.index(shelf) + 1 :]
+        lower = self._below(shelf)
         held = self.catalog.copies(key)
         if any(target.name in held for target in lower):
             return None
         for target in lower:
+            if target is self.cpu:
+                return self._bring_down(key, shelf)
             if not target.breaker.is_open:
                 return self.copy_down(key, target, urgent=True)
         return None
@@ -181,24 +192,35 @@ class Transfers:
 
     def copy_down(self, key: ChunkKey, target: Shelf, *, urgent: bool = False) -> Ticket | None:
         """Queue a copy of *key* to a lower shelf; None when its lane is full."""
-        return self.mover.submit(
-            f"store-{target.name}", key, lambda: self._counted_copy(key, target), urgent=urgent
-        )
+        work = partial(self._counted, partial(self._copy, key, target, DEFAULT_TENANT))
+        return self.mover.submit(f"store-{target.name}", key, work, urgent=urgent)
 
-    def _counted_copy(self, key: ChunkKey, target: Shelf) -> bool:
+    def copy_up(self, key: ChunkKey, tenant: str) -> Ticket | None:
+        """Queue a copy of *key* to GPU memory; None without it or when its lane is full."""
+        if self.gpu is None or self.gpu.breaker.is_open:
+            return None
+        work = partial(self._counted, partial(self._copy, key, self.gpu, tenant))
+        return self.mover.submit(f"store-{self.gpu.name}", key, work)
+
+    def _bring_down(self, key: ChunkKey, source: Shelf) -> Ticket | None:
+        """Queue a copy of a victim of GPU memory to CPU memory."""
+        tenant = source.tier.tenant_of(key)
+        work = partial(self._counted, partial(self._promote, key, source, tenant))
+        return self.mover.submit(f"store-{self.cpu.name}", key, work, urgent=True)
+
+    def _counted(self, copy: Callable[[], bool]) -> bool:
         try:
-            return self._copy(key, target)
+            return copy()
         except KVStoreError:
             self.counters.add("failed_copies")
             raise
 
     def load(self, key: ChunkKey, source: Shelf, tenant: str) -> Ticket | None:
-        """Queue a copy of *key* from a lower shelf to CPU memory; None when its lane is full."""
-        return self.mover.submit(
-            f"load-{source.name}", key, lambda: self._promote(key, source, tenant)
-        )
+        """Queue a copy of *key* from another shelf to CPU memory; None when its lane is full."""
+        work = partial(self._promote, key, source, tenant)
+        return self.mover.submit(f"load-{source.name}", key, work)
 
-    def _copy(self, key: ChunkKey, target: Shelf) -> bool:
+    def _copy(self, key: ChunkKey, target: Shelf, tenant: str) -> bool:
         """Copy *key* to *target*. Return whether it is there now."""
         copies = self.catalog.hold(key)
         try:
@@ -210,11 +232,11 @@ class Transfers:
             frame = target.encode_for(frame)
             header = verify(frame, key)
             self._sweep(target)
-            room = Room(header.info(), DEFAULT_TENANT, self.clock() + self._move_timeout_s)
+            room = Room(header.info(), tenant, self.clock() + self._move_timeout_s)
             reservation = self.reserve(target, room)
             if self._write(target, reservation, frame):
                 self.catalog.note_sealed(target.name, header.info())
-                self.counters.add("copied_chunks")
+                self.counters.add("promoted_chunks" if target is self.gpu else "copied_chunks")
                 return True
             return self._adopt(key, target)
         finally:
@@ -246,8 +268,8 @@ class Transfers:
             raise
 
     def _best_frame(self, key: ChunkKey, copies: dict[str, ChunkInfo]) -> Bytes | None:
-        """Return the verified frame of the fastest copy that proves right."""
-        for shelf in self._order:
+        """Return the verified frame of the nearest copy that proves right."""
+        for shelf in self.sources:
             if shelf.name not in copies:
                 continue
             try:
@@ -265,7 +287,7 @@ class Transfers:
         return None
 
     def _promote(self, key: ChunkKey, source: Shelf, tenant: str) -> bool:
-        """Copy *key* up into CPU memory. Return False when *source* lost it.
+        """Copy *key* into CPU memory. Return False when *source* lost it.
 
         Raises ChunkCorruptError after a quarantine, TierFullError, TierUnavailableError.
         """
@@ -289,7 +311,7 @@ class Transfers:
                 return False
             if self.cpu_tier.seal(reservation):
                 self.catalog.note_sealed(self.cpu.name, info)
-                self.counters.add("promoted_chunks")
+                self.counters.add("copied_chunks" if source is self.gpu else "promoted_chunks")
             return True
         finally:
             self.catalog.let_go(key)
@@ -369,4 +391,7 @@ class Transfers:
 
     def lower_shelves(self) -> list[Shelf]:
         """Return the shelves below CPU memory, fastest first."""
-        return self._order[1:]
+        return self._below(self.cpu)
+
+    def _below(self, shelf: Shelf) -> list[Shelf]:
+        return self._order[self._order.index(shelf) + 1 :]

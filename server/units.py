@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvstore.codecs.base import CODECS
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.tiers.redis_url import parse_redis_url
 
 KIB, MIB, GIB, TIB = (1 << 10 * power for power in (1, 2, 3, 4))
 MIN_TIER_BYTES = 4 * MIB
 MAX_SIZE_BYTES = 1 << 50
+SOCKET_PATH_BYTES = 107
+"""What a Unix socket's address holds."""
 
 _BINARY = {"kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -59,14 +63,24 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _bulk_endpoint(value: str) -> str:
+    """Check an address of the bulk channel: host:port, ipc:PATH or off."""
+    if value.startswith("ipc:"):
+        path = value.removeprefix("ipc:")
+        if not os.path.isabs(path) or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+            raise ValueError(f"give ipc: and an absolute path of {SOCKET_PATH_BYTES} bytes at most")
+    elif value != "off":
+        parse_endpoint(value)
+    return value
+
+
 def is_redis_url(url: str) -> bool:
-    """Whether *url* names a Redis; redis_link checks the rest when it connects."""
+    """Whether *url* names a Redis, its Sentinels or some nodes of a Redis Cluster."""
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
+        parse_redis_url(url)
+    except InvalidRequestError:
         return False
-    return parts.scheme in ("redis", "rediss") and bool(parts.hostname) and port != 0
+    return True
 
 
 def _bound_size(size_bytes: int) -> int:
@@ -96,7 +110,9 @@ Size = Annotated[int, BeforeValidator(parse_size), AfterValidator(_bound_size), 
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
 Workers = Annotated[int, Field(ge=1, le=1024), "N"]
+RedisConnections = Annotated[int, Field(ge=1, le=64), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
 CodecName = Annotated[str, AfterValidator(_known_codec), "CODEC"]
 Endpoint = Annotated[str, BeforeValidator(_off), "HOST:PORT"]
+BulkEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_bulk_endpoint), "HOST:PORT"]
 SocketPath = Annotated[str, BeforeValidator(_off), "PATH"]

@@ -47,7 +47,7 @@ def listen(path: Path) -> socket.socket:
         if isinstance(error, InvalidRequestError):
             raise
         raise InvalidRequestError(
-            "socket_path", str(path), f"{error.strerror}; choose another with --socket"
+            "socket_path", str(path), f"{error.strerror or error}; choose another with --socket"
         ) from None
     return listener
 
@@ -70,10 +70,13 @@ def _make_folder(folder: Path) -> None:
 
 def _refuse_second_server(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             return  # left behind by a server that was killed
+        except BlockingIOError:
+            pass  # so many wait there already that we would have to
     raise InvalidRequestError(
         "socket_path", str(path), "another server listens there; stop it or choose --socket"
     )

@@ -27,17 +27,27 @@ def free_port() -> int:
 class RedisProcess:
     """One server that can be stopped, frozen and started again on the same port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        port: int | None = None,
+        watching: Path | None = None,
+    ) -> None:
+        """Run with further *options*; as a Sentinel with *watching*, its configuration."""
         program = shutil.which("redis-server")
         if program is None:
             raise RuntimeError("redis-server is not on PATH: `make test` installs it")
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = Redis(port=self.port, socket_timeout=_START_S, protocol=2)
+        mode = ("--save", "", "--appendonly", "no")
         self._command = [
-            program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
-            "--save", "", "--appendonly", "no",
-        ]  # fmt: skip
+            *(program, *((str(watching), "--sentinel") if watching else ())),
+            *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)),
+            *(() if watching else mode),
+            *options,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

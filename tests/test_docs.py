@@ -17,7 +17,6 @@ from golden.samples import vectors
 from local_server import LocalServer
 from pydantic.fields import FieldInfo
 
-from kvstore.proto import shm
 from kvstore.proto.wire import unpack_info
 from kvstore.server.config import ServerConfig, load_config
 from kvstore.server.flags import flag_of
@@ -255,13 +254,6 @@ def test_the_vectors_of_the_places_of_frames_are_what_the_code_writes(tmp_path: 
     assert names.parts(manifest)[0].decode() == v["part_name"]
     ExtentFolder(tmp_path, 1 << 20, DEFAULT_EXTENT_BYTES).close()
     assert (tmp_path / "FORMAT").read_text() == v["format_line"] + "\n"
-
-
-def test_the_vectors_of_the_socket_are_what_the_code_sends() -> None:
-    v = vectors()
-    request = shm.Request(shm.Op.attach, 4 << 20, bytes(range(16)))
-    assert request.pack().hex() == v["attach_request"]
-    assert shm.pack_reply(shm.Reply.ok, 264 << 20).hex() == v["slab_reply"]
 
 
 # --- all pages

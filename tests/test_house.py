@@ -255,6 +255,7 @@ def expected_files() -> set[str]:
         for path in (ROOT / room).rglob("*.py")
     }
     data = {"kvstore/py.typed", "kvstore/proto/kvstore.proto", "kvstore/proto/kvstore_pb2.pyi"}
+    data.add("kvstore/codecs/frame_kernels.cu")
     return code | data | {"kvstore/__init__.py"}
 
 
@@ -324,7 +325,7 @@ def test_the_constraints_pin_each_package_exactly_and_every_requirement() -> Non
     pinned = {_canonical(line.partition("==")[0]) for line in pins}
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["dev"], *extras["transformers"]]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["transformers"], *extras["gpu"]]
     names = {_canonical(re.split(r"[\[<>=~! ;]", line)[0]) for line in wanted}
     assert names - pinned == set()
 

@@ -14,7 +14,7 @@ from kvstore.proto.errors import InvalidRequestError
 @pytest.mark.parametrize(
     ("field", "value", "fix"),
     [
-        ("transport", "pigeon", "use auto, shm or grpc"),
+        ("transport", "pigeon", "use auto, shm, zmq or grpc"),
         ("chunk_tokens", 15, "use 16 to 8192"),
         ("chunk_tokens", 8193, "use 16 to 8192"),
         ("deadline_ms", 0, "give a positive number"),

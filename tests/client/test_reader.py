@@ -13,7 +13,7 @@ from prompts import SMALL, frame_of, tensors_of
 from prompts import equal as equal_tensors
 
 from kvstore.client import ClientOptions
-from kvstore.client.reader import Reader
+from kvstore.client.reader import Reader, given
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrived
 from kvstore.codecs.base import empty_tensors
@@ -78,15 +78,15 @@ def test_what_came_in_time_is_kept_and_nothing_at_all_is_an_error(
         yield from map(arrived, range(count))
         raise error
 
-    found, broken = reader.read(session, KEYS, arriving(3), None)
+    found, broken = reader.read(session, KEYS, arriving(3))
     assert_right(found, 3)  # type: ignore[arg-type]
     assert broken is None
     with pytest.raises(type(error)):
-        reader.read(session, KEYS, arriving(0), None)
+        reader.read(session, KEYS, arriving(0))
 
 
 def test_prefix_ends_at_a_gap(reader: Reader, session: Session) -> None:
-    found, broken = reader.read(session, KEYS, map(arrived, (0, 1, 3, 4)), None)
+    found, broken = reader.read(session, KEYS, map(arrived, (0, 1, 3, 4)))
     assert_right(found, 2)  # type: ignore[arg-type]
     assert broken is None
 
@@ -105,7 +105,7 @@ def test_prefix_ends_before_what_is_wrong_and_names_it(
     reader: Reader, session: Session, what: str
 ) -> None:
     frames = (arrived(i, WRONG[what]() if i == 2 else None) for i in range(6))
-    found, broken = reader.read(session, KEYS, frames, None)
+    found, broken = reader.read(session, KEYS, frames)
     assert_right(found, 2)  # type: ignore[arg-type]
     assert broken == KEYS[2]
 
@@ -115,7 +115,7 @@ def test_prefix_ends_before_a_codec_of_the_future_which_is_not_called_wrong(
 ) -> None:
     newer = reheaded(frame_of(KEYS[2], SMALL), codec_id=99)
     frames = (arrived(i, newer if i == 2 else None) for i in range(6))
-    found, broken = reader.read(session, KEYS, frames, None)
+    found, broken = reader.read(session, KEYS, frames)
     assert_right(found, 2)  # type: ignore[arg-type]
     assert broken is None
 
@@ -127,17 +127,17 @@ def test_memory_that_was_reused_says_nothing_of_the_chunk(
     held = flipped(1) if isinstance(frame, str) else frame
     frames = [arrived(0), arrived(1, held, was_reused)]
     with pytest.raises(LeaseExpiredError, match="replaced while it was read"):
-        reader.read(session, KEYS, iter(frames), None)
+        reader.read(session, KEYS, iter(frames))
 
 
 def test_one_key_is_read_by_the_caller_s_own_thread(reader: Reader, session: Session) -> None:
-    found, broken = reader.read(session, KEYS[:1], iter([arrived(0)]), None)
+    found, broken = reader.read(session, KEYS[:1], iter([arrived(0)]))
     assert_right(found, 1)  # type: ignore[arg-type]
     assert broken is None
-    assert reader.read(session, KEYS[:1], iter([arrived(0, flipped(0))]), None) == ([], KEYS[0])
+    assert reader.read(session, KEYS[:1], iter([arrived(0, flipped(0))])) == ([], KEYS[0])
 
 
 def test_room_of_another_layout_is_the_caller_s_error(reader: Reader, session: Session) -> None:
     room = [empty_tensors(KVLayout.of(SMALL, 16 + (i == 3))) for i in range(6)]
     with pytest.raises(LayoutMismatchError):
-        reader.read(session, KEYS, map(arrived, range(6)), room)
+        reader.read(session, KEYS, map(arrived, range(6)), given(room))

@@ -15,6 +15,7 @@ from typing import ClassVar
 import pytest
 import torch
 from contracts.chunks import make_representation
+from contracts.layers import LayersContract
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import (
     MEDIUM,
@@ -50,7 +51,7 @@ from kvstore.proto.types import (
 )
 
 
-class TransportContract:
+class TransportContract(LayersContract):
     """What client/transport.py promises, seen through a Client and a real server."""
 
     transport: ClassVar[type[Transport]]
@@ -71,7 +72,7 @@ class TransportContract:
     def name(self) -> TransportName:
         """The transport's name, as options take it."""
         name = self.transport.name
-        assert name in ("shm", "grpc")
+        assert name in ("shm", "zmq", "grpc")
         return name  # type: ignore[return-value]
 
     def options(self, chunk_tokens: int = 16, staging_bytes: int = 1 << 20) -> ClientOptions:

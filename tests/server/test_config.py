@@ -19,8 +19,8 @@ from kvstore.server.config import (
     ServerConfig,
     load_config,
     load_with_origins,
-    show,
 )
+from kvstore.server.settings_file import show
 from kvstore.server.units import GIB, KIB, MIB
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
@@ -87,7 +87,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "insecure": "true", "listen": "localhost:1", "http": "127.0.0.1:0", "socket_path": "off",
         "secret_file": write(tmp_path / "secret", text), "disk_write": "evict",
         "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zstd",
-        "redis_codec": "raw", "load_headroom_percent": "7",
+        "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")
@@ -173,6 +173,11 @@ BAD_VALUES = [
     (["--cpu", "8MiB", "--cpu-slab-bytes", "16MiB"], ["cpu_slab_bytes='16MiB'", "of 8MiB"]),
     (["--cpu-slab-bytes", "5000000"], ["cpu_slab_bytes", "multiple of 4KiB"]),
     (["--cpu-slab-bytes", "1KiB"], ["cpu_slab_bytes='1KiB'", "greater than or equal to 65536"]),
+    (["--gpu", "1MiB"], ["gpu.capacity_bytes='1MiB'", "at least 4MiB"]),
+    (["--gpu", "8GiB:x"], ["gpu='8GiB:x'", "8GiB:1"]),
+    (["--gpu", "8GiB:-1"], ["gpu='8GiB:-1'", "8GiB:1"]),
+    (["--gpu", "8GiB:64"], ["gpu.device='64'", "less than 64"]),
+    (["--gpu", ":1"], ["gpu=':1'", "SIZE:DEVICE"]),
     (["--disk", "1MiB:/x"], ["disk.capacity_bytes='1MiB'", "at least 4MiB"]),
     (["--disk", "tenGiB:/x"], ["disk.capacity_bytes='tenGiB'", "8GiB"]),
     (["--disk", "10GiB:"], ["disk='10GiB:'", "100GiB:/var/lib/kvstore"]),
@@ -289,13 +294,15 @@ def test_gpu_without_a_device_stops_with_the_sentence_that_names_the_fix(
     )
 
 
-def test_gpu_with_a_device_says_that_this_version_has_no_gpu_tier(
+def test_gpu_with_a_device_is_taken_and_comes_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", Path(write(tmp_path / "ctl", "")))
-    message = refused("--tiers", "gpu,cpu")
-    assert "not in this version" in message
-    assert "--tiers cpu,disk" in message
+    config = load_config(["--tiers", "disk,cpu,gpu", "--gpu", "8GiB:1"])
+    assert config.tiers == ("gpu", "cpu", "disk")
+    assert (config.gpu.capacity_bytes, config.gpu.device) == (8 * GIB, 1)
+    assert load_config(["--gpu", "8GiB"]).gpu.device == 0
+    assert "gpu: 8GiB:1" in show(config)
 
 
 def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +382,7 @@ def test_insecure_lets_the_server_listen_to_other_hosts() -> None:
 
 
 def test_show_masks_the_password_wherever_it_stands() -> None:
-    config = load_config(["--redis", SECRET_URL + "?password=hunter2"])
+    config = load_config(["--redis", SECRET_URL + "?sentinel_password=hunter2"])
     assert "redis_url: redis://***@cache.example:6379/3?***" in show(config)
     assert "hunter2" not in show(config)
     assert "hunter2" not in repr(config)

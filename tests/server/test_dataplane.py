@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import socket
-import stat
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually, open_session
 from prompts import SMALL, chunks_of, keys_of
+from socket_peer import STAGING_BYTES, Peer, staging
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
@@ -27,32 +25,7 @@ from kvstore.server.sessions import SessionTable
 
 ServerMaker = Callable[..., LocalServer]
 
-STAGING_BYTES = 1 << 16
 ONLY_OPEN_FDS = "/proc/self/fd"
-
-
-class Peer:
-    """A process at the other end of the socket, with every message of its own making."""
-
-    def __init__(self, path: str) -> None:
-        self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._link.settimeout(20.0)
-        self._link.connect(path)
-
-    def ask(self, message: bytes, descriptors: list[int] | None = None) -> Reply:
-        """Send *message* and return the answer."""
-        socket.send_fds(self._link, [message], descriptors or [])
-        return shm.unpack_reply(self._link.recv(shm.MESSAGE_BYTES))[0]
-
-    def attach(self, token: bytes, descriptor: int, size_bytes: int = STAGING_BYTES) -> Reply:
-        return self.ask(Request(Op.attach, size_bytes, token).pack(), [descriptor])
-
-    def is_hung_up(self) -> bool:
-        """Wait for the server's hanging up; False when it sends something instead."""
-        return self._link.recv(1) == b""
-
-    def close(self) -> None:
-        self._link.close()
 
 
 @pytest.fixture
@@ -72,16 +45,6 @@ def connect(server: LocalServer) -> Iterator[Callable[[], Peer]]:
 @pytest.fixture
 def terms(server: LocalServer) -> pb.OpenSessionResponse:
     return open_session(server.dial())
-
-
-@contextlib.contextmanager
-def staging(seals: int = shm.SIZE_SEALS, size_bytes: int = STAGING_BYTES) -> Iterator[int]:
-    descriptor = shm.create_memfd("test-staging", size_bytes)
-    try:
-        shm.add_seals(descriptor, seals)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def test_sealed_staging_memory_is_taken(
@@ -299,65 +262,6 @@ def test_peers_beyond_the_limit_are_hung_up_on(tmp_path: Path, no_leaks: None) -
     assert third.is_hung_up()
     for peer in (*peers, third):
         peer.close()
-    plane.close()
-
-
-def test_second_server_on_one_socket_is_refused_and_the_first_works_on(
-    tmp_path: Path, no_leaks: None
-) -> None:
-    path = tmp_path / "s.sock"
-    plane = open_plane(path, Clock())
-    with pytest.raises(InvalidRequestError, match=r"s\.sock': another server listens there; stop"):
-        open_plane(path, Clock())
-    peer = Peer(str(path))
-    assert peer.ask(b"hello") is Reply.invalid
-    peer.close()
-    plane.close()
-
-
-def test_socket_that_a_killed_server_left_is_replaced(tmp_path: Path, no_leaks: None) -> None:
-    path = tmp_path / "s.sock"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
-        left.bind(str(path))
-    assert path.exists()
-    plane = open_plane(path, Clock())
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    plane.close()
-    plane.close()
-    assert not path.exists()
-
-
-def test_file_in_the_socket_s_place_is_left_alone(tmp_path: Path, no_leaks: None) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("mine")
-    with pytest.raises(InvalidRequestError, match=r"notes\.txt': something else is there"):
-        open_plane(path, Clock())
-    assert path.read_text() == "mine"
-
-
-def test_folder_in_which_others_could_swap_the_socket_is_refused(
-    tmp_path: Path, no_leaks: None
-) -> None:
-    folder = tmp_path / "open"
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(InvalidRequestError, match="others could swap the socket; use a folder of"):
-        open_plane(folder / "s.sock", Clock())
-    folder.chmod(0o1777)
-    open_plane(folder / "s.sock", Clock()).close()
-
-
-def test_folder_that_cannot_be_made_is_refused_in_one_sentence(
-    tmp_path: Path, no_leaks: None
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequestError, match="choose another with --socket"):
-        open_plane(tmp_path / "file" / "s.sock", Clock())
-
-
-def test_folder_of_the_socket_is_made_for_its_owner_alone(tmp_path: Path, no_leaks: None) -> None:
-    plane = open_plane(tmp_path / "new" / "s.sock", Clock())
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     plane.close()
 
 

@@ -37,12 +37,14 @@ FOREVER_S = 60.0
 
 @dataclass(slots=True)
 class Core:
-    """A manager and everything under it. ``close`` it; the lower tiers stay the test's.
+    """A manager and everything under it. ``close`` it; the other tiers stay the test's.
 
     Without *workers* nothing moves by itself and *clock* may stand still.
     """
 
     lower: Sequence[Tier] = ()
+    upper: Sequence[Tier] = ()
+    """A gpu tier, or none."""
     slabs: int = 4
     slab_bytes: int = 4096
     workers: int = 0
@@ -62,10 +64,10 @@ class Core:
     def __post_init__(self) -> None:
         ids = count(1)
         self.cpu = CpuTier(self.slabs * self.slab_bytes, self.slab_bytes)
-        shelves = [self._shelf(self.cpu, "raw")]
+        shelves = [self._shelf(tier, "raw") for tier in (*self.upper, self.cpu)]
         shelves += [self._shelf(tier, self.codec) for tier in self.lower]
-        lanes: dict[str, int] = {}
-        for tier in self.lower:
+        lanes: dict[str, int] = {"store-cpu": self.workers and 1} if self.upper else {}
+        for tier in (*self.upper, *self.lower):
             lanes |= {f"load-{tier.name}": self.workers, f"store-{tier.name}": self.workers and 1}
             lanes |= {f"ask-{tier.name}": self.workers and 1}
         self.mover = Mover(lanes, self.lane_limit, self.clock)

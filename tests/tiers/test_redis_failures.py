@@ -38,15 +38,6 @@ CALLS: dict[str, Callable[[RedisTier], object]] = {
 }
 
 
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[RedisProcess]:
-    """A server of this test alone, not yet started."""
-    process = RedisProcess(tmp_path)
-    yield process
-    process.client.close()
-    process.stop()
-
-
 def test_missing_server_program_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,143 @@
+"""EngineCalls: a Client's calls for engines with pages, and for work layer by layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+
+from kvstore.client.caller import Caller
+from kvstore.client.chunk import Chunk, PlannedChunk
+from kvstore.client.layer_sink import PutTerms
+from kvstore.client.layered_put import LayeredPut
+from kvstore.client.layers import Layer, LayerReader
+from kvstore.client.options import MAX_DEADLINE_MS
+from kvstore.client.pages import PagedKV
+from kvstore.client.reader import Room, given
+from kvstore.client.session import Session
+from kvstore.client.tensors import LayerTensors
+from kvstore.client.transport import Put, Transport
+from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
+from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.types import ChunkKey, KVLayout
+
+LAYERED_PUT_MS = 60_000
+"""What a forward pass over a long prompt may take."""
+
+
+class EngineCalls(Caller, ABC):
+    """Pages and layers. Thread-safe."""
+
+    @abstractmethod
+    def put(self, chunks: Sequence[Chunk], *, durable: bool = False) -> list[Put]:
+        """Store chunks."""
+
+    def get_pages(self, keys: Sequence[ChunkKey], paged: PagedKV, block_ids: Sequence[int]) -> int:
+        """Read the longest prefix of *keys* that is there in time straight into an engine's pages.
+
+        *keys* are those of a request from its first token on, *block_ids* its blocks. Return
+        how many chunks were read and verified. Slots of the chunks past them may have been
+        written to and are not to be used; no other slot is touched.
+        """
+        room = paged.room_of(block_ids, len(keys), self.options.chunk_tokens)
+        return len(self._read_prefix(keys, room))
+
+    def put_pages(
+        self,
+        keys: Sequence[ChunkKey],
+        paged: PagedKV,
+        block_ids: Sequence[int],
+        token_count: int,
+        *,
+        durable: bool = False,
+    ) -> list[Put]:
+        """Store the first *token_count* tokens of a request straight from an engine's pages.
+
+        *keys* are its chunks' names, *block_ids* its blocks, both from its first token on.
+        """
+        chunks = paged.chunks(keys, block_ids, token_count, self.options.chunk_tokens)
+        return self.put(chunks, durable=durable)
+
+    def get_layers(
+        self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None = None
+    ) -> Iterator[Layer]:
+        """Read like ``get``, and yield each layer of the model as soon as it is there, verified.
+
+        A chunk that is late or proves wrong ends the prefix: the layers after it have fewer
+        chunks, and when none is left no more layers come. So what was read is what the last of
+        all layers has. The deadline is that of the whole get. Run the iterator to its end or
+        close it: it keeps the chunks from eviction.
+        """
+        check_out(keys, out)
+        transport = self._connected()
+        layers = self._layers(transport, keys, given(out))
+        try:
+            first = next(layers, None)
+        except LeaseExpiredError:
+            if not self._is_known(transport):
+                self._disconnect(transport, tell_server=False)
+            # Or a chunk was dropped between its place and our look: ask what is left.
+            layers = self._layers(self._connected(), keys, given(out))
+            first = next(layers, None)
+        with closing(layers):
+            if first is not None:
+                yield first
+                yield from layers
+
+    def _layers(
+        self, transport: Transport, keys: Sequence[ChunkKey], room: Room
+    ) -> Generator[Layer, None, None]:
+        digests = [self._digest(key) for key in keys]
+        with transport.get_layers(digests, 0, self.options.deadline_ms) as feed:
+            reading = LayerReader(self._reader, transport.session, keys, feed, room)
+            with closing(reading.layers()) as layers:
+                yield from layers
+        if reading.broken is not None:
+            self._quarantine(transport, reading.broken)
+
+    def begin_put(
+        self,
+        chunks: Sequence[PlannedChunk],
+        *,
+        durable: bool = False,
+        within_ms: int = LAYERED_PUT_MS,
+    ) -> LayeredPut:
+        """Begin to store chunks whose layers come as the engine finishes them; see LayeredPut.
+
+        All of it has to be over *within_ms*. Over gRPC a layer goes out when it is given, with
+        other transports the frames wait in memory of this process until they are whole.
+        """
+        if not 1 <= within_ms <= MAX_DEADLINE_MS:
+            raise InvalidRequestError("within_ms", within_ms, f"use 1 to {MAX_DEADLINE_MS}")
+        transport = self._connected()
+        limit = transport.session.terms.max_batch_chunks
+        if not 1 <= len(chunks) <= limit:
+            raise InvalidRequestError("chunks", len(chunks), f"give 1 to {limit} in one put")
+        templates = [self._template(transport.session, chunk) for chunk in chunks]
+        layouts = [template.layout for template in templates]
+        sink = transport.begin_put(templates, PutTerms(durable, within_ms))
+        return LayeredPut(self.representation, layouts, sink)
+
+    def _template(self, session: Session, chunk: PlannedChunk) -> FrameTemplate:
+        self._digest(chunk.key)
+        layout = KVLayout.of(self.representation, chunk.tokens)
+        check_frame_bytes(session, layout)
+        return FrameTemplate(
+            chunk.key, chunk.parent, session.representation_digest, chunk.content, layout,
+            chunk.position, chunk.prefill_flops,
+        )  # fmt: skip
+
+
+def check_frame_bytes(session: Session, layout: KVLayout) -> None:
+    """Raise InvalidRequestError for a chunk longer than the server takes."""
+    frame_bytes, limit = raw_frame_bytes(layout), session.terms.max_frame_bytes
+    if frame_bytes > limit:
+        raise InvalidRequestError(
+            "frame_bytes", frame_bytes, f"the server takes {limit} at most; use shorter chunks"
+        )
+
+
+def check_out(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None) -> None:
+    """Raise InvalidRequestError when *out* has too few entries."""
+    if out is not None and len(out) < len(keys):
+        raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")

@@ -1,0 +1,67 @@
+"""Keeping: what a client asks about chunks beside their bytes. A part of Client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.client.caller import Caller
+from kvstore.client.transport import Transport
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import ChunkKey
+
+
+class Keeping(Caller):
+    """Keep, forget and look at chunks. Thread-safe."""
+
+    # --- keeping and forgetting
+
+    def pin(self, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
+        """Keep chunks from eviction for *ttl_ms*; return how many are known."""
+        _check_uint32("ttl_ms", ttl_ms)
+        return self._ask("Pin", pb.PinRequest(ttl_ms=ttl_ms), keys, pb.PinResponse).pinned
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> int:
+        """End pins; return how many there were."""
+        return self._ask("Unpin", pb.UnpinRequest(), keys, pb.UnpinResponse).unpinned
+
+    def delete(self, keys: Sequence[ChunkKey]) -> int:
+        """Forget chunks on every tier; return how many. Chunks that are being read stay."""
+        self._connection.settle()  # our own gets are over, and their releases on the way
+        return self._ask("Delete", pb.DeleteRequest(), keys, pb.DeleteResponse).deleted
+
+    def clear(self) -> int:
+        """Forget every chunk of this client's namespace that nobody reads; return how many."""
+        self._connection.settle()
+        return self._ask("Clear", pb.ClearRequest(), None, pb.ClearResponse).deleted
+
+    # --- looking
+
+    def stat(self, keys: Sequence[ChunkKey]) -> list[pb.ChunkStat]:
+        """Return what the server knows of those chunks that exist."""
+        return list(self._ask("Stat", pb.StatRequest(), keys, pb.StatResponse).chunks)
+
+    def list(self, limit: int = 0) -> Sequence[pb.ChunkStat]:
+        """Return the chunks of this client's namespace, at most *limit* unless 0."""
+        _check_uint32("limit", limit)
+
+        def work(transport: Transport) -> Sequence[pb.ChunkStat]:
+            request = pb.ListRequest(session_id=transport.session.terms.session_id, limit=limit)
+            pages = self._connection.stream("List", request, self.options.deadline_ms)
+            return [chunk for page in pages for chunk in page.chunks]
+
+        return self._with_session(work)
+
+    def status(self) -> pb.StatusResponse:
+        """Return the server's state."""
+        return self._call("Status", pb.StatusRequest(), pb.StatusResponse)
+
+    def drain(self) -> bool:
+        """Have the server refuse new work and save what it holds; True if all was saved."""
+        request = pb.DrainRequest(deadline_ms=self.options.deadline_ms)
+        return self._call("Drain", request, pb.DrainResponse).clean
+
+
+def _check_uint32(field: str, value: int) -> None:
+    if not 0 <= value < 1 << 32:
+        raise InvalidRequestError(field, value, "give 0 to 2^32-1")

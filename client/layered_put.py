@@ -1,0 +1,103 @@
+"""A LayeredPut: chunks whose layers are stored as an engine finishes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from kvstore.client.chunk import check_dtypes
+from kvstore.client.layer_sink import LayerSink
+from kvstore.client.tensors import TensorLike, layer_arrays
+from kvstore.client.transport import Put
+from kvstore.codecs.base import check_parts
+from kvstore.codecs.block_part import BlockPart
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.layers import layer_order
+from kvstore.proto.types import (
+    Component,
+    KVLayout,
+    Representation,
+)
+
+
+class LayeredPut:
+    """``with client.begin_put(chunks) as put``: give each layer once, in any order.
+
+    Leaving the block stores the chunks, and ``results`` says what became of each; none of them
+    is visible before. Leaving it by an exception, or with layers missing, stores nothing. For
+    one thread.
+    """
+
+    def __init__(
+        self, representation: Representation, layouts: Sequence[KVLayout], sink: LayerSink
+    ) -> None:
+        self.results: list[Put] = []
+        self._sink = sink
+        places = layer_order(representation)
+        self._segments = {place.layer_id: place.segment for place in places}
+        self._missing = [place.layer_id for place in places]
+        groups = representation.layer_groups
+        numbers = [number for number, group in enumerate(groups) for _ in group.layer_ids]
+        self._components: list[list[Component]] = [
+            [layout.components[number] for layout in layouts] for number in numbers
+        ]
+        self._is_over = False
+
+    def layer(self, layer_id: int, tensors: Sequence[Sequence[TensorLike | BlockPart]]) -> None:
+        """Give the layer of the model's number *layer_id*: ``tensors[i]`` its parts of chunk i.
+
+        Each part is (kv_heads, tokens, head_dim), numpy or torch on the CPU, any strides, or in
+        blocks; all are the caller's again on return. Raises LayoutMismatchError or
+        InvalidRequestError for what does not belong here; the put then goes on without it.
+        """
+        if self._is_over:
+            raise InvalidRequestError("layer_id", layer_id, "this put is over; begin another")
+        if layer_id not in self._missing:
+            known = layer_id in self._segments
+            fix = "give each layer once" if known else f"the model has {sorted(self._segments)}"
+            raise InvalidRequestError("layer_id", layer_id, fix)
+        segment = self._segments[layer_id]
+        components = self._components[segment]
+        if len(tensors) != len(components):
+            raise LayoutMismatchError("tensors", len(tensors), f"give {len(components)} chunks")
+        layers = []
+        for component, parts in zip(components, tensors, strict=True):
+            check_dtypes(component, parts)
+            arrays = layer_arrays(parts)
+            check_parts(component, arrays)
+            layers.append(arrays)
+        self._sink.write(segment, layers)
+        self._missing.remove(layer_id)
+
+    def commit(self) -> list[Put]:
+        """Store the chunks. Raises InvalidRequestError, and stores nothing, when layers miss."""
+        if self._is_over:
+            return self.results
+        if self._missing:
+            self.abandon()
+            raise InvalidRequestError("layers", self._missing, "give them all; nothing was stored")
+        self._is_over = True
+        try:
+            self.results = self._sink.commit()
+        finally:
+            self._sink.abandon()
+        return self.results
+
+    def abandon(self) -> None:
+        """Store nothing. Idempotent; does nothing after ``commit``."""
+        self._is_over = True
+        self._sink.abandon()
+
+    def __enter__(self) -> LayeredPut:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.commit()
+        else:
+            self.abandon()

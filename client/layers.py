@@ -1,0 +1,164 @@
+"""Layers: a get whose first layer is used while those behind it are still on their way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvstore.client.layer_feed import LayerFeed, Opened, Range
+from kvstore.client.reader import Reader, Room, check_header
+from kvstore.client.session import Session
+from kvstore.codecs.base import AnyPart, AnyTensors, Codec, Part, check_tensors, codec_by_id
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    TierUnavailableError,
+    UnknownCodecError,
+)
+from kvstore.proto.frame import FrameHeader
+from kvstore.proto.layers import layer_order
+from kvstore.proto.types import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the chunks that are right so far, verified.
+
+    ``layer_id`` is the model's own number of it. ``tensors[i]`` are the parts (K and V) of
+    chunk i, each (kv_heads, tokens, head_dim): unsigned integers of the dtype's size, or what
+    was given as ``out``.
+    """
+
+    layer_id: int
+    tensors: Sequence[Sequence[Part]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk whose header is right, and the places of its layers in the order of segments."""
+
+    opened: Opened
+    header: FrameHeader
+    codec: Codec
+    layers: Sequence[Sequence[AnyPart]]
+    extents: Sequence[tuple[int, int]]
+    """Where each segment begins and ends in the frame."""
+
+
+class LayerReader:
+    """One get layer by layer. Used once; ``layers`` by one thread.
+
+    After it, ``broken`` is the key of the chunk that proved wrong, if one did.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        feed: LayerFeed,
+        room: Room,
+    ) -> None:
+        self.broken: ChunkKey | None = None
+        self._reader = reader
+        self._session = session
+        self._keys = keys
+        self._feed = feed
+        self._room = room
+        self._order = layer_order(session.representation)
+        self._chunks: list[_Chunk] = []
+        # Chunks from here on are lost. It only ever sinks; who reads it late does too much.
+        self._count = 0
+        self._lock = threading.Lock()  # held to change the count and ``broken``
+
+    def layers(self) -> Generator[Layer, None, None]:
+        """Yield each layer once it is verified, while the threads go on with those behind it.
+
+        Raises as ``Client.get_layers`` says.
+        """
+        self._open()
+        self._feed.expect(
+            [
+                Range(chunk.opened.index, *chunk.extents[segment])
+                for _, segment in self._order
+                for chunk in self._chunks
+            ]
+        )
+        started: list[list[Future[None]]] = []
+        try:
+            for position in range(len(self._order)):
+                started.append(self._start(position))  # noqa: PERF401 - for the finally
+            for (layer_id, segment), pieces in zip(self._order, started, strict=True):
+                for piece in pieces:
+                    piece.result()
+                if not self._count:
+                    return
+                yield Layer(layer_id, [c.layers[segment] for c in self._chunks[: self._count]])  # type: ignore[misc]
+        finally:
+            self._settle(started)
+
+    def _settle(self, started: list[list[Future[None]]]) -> None:
+        """Wait for what still reads shared memory and writes the caller's."""
+        self._count = 0
+        for piece in (piece for pieces in started for piece in pieces):
+            if not piece.cancel():
+                piece.exception()
+
+    def _open(self) -> None:
+        """Check the headers, up to the first that is wrong."""
+        for opened in self._feed.headers():
+            key = self._keys[opened.index]
+            try:
+                header = check_header(self._session, key, opened.header, opened.frame_bytes)
+                codec = codec_by_id(header.codec_id)
+                codec.check_header(header)
+            except (ChunkCorruptError, InvalidFrameError):
+                self.broken = key
+                break
+            except (UnknownCodecError, TierUnavailableError):
+                break  # right for all we know, to a newer client or from a better disk
+            finally:
+                opened.confirm()
+            tensors: AnyTensors = self._room(opened.index, header.layout)
+            check_tensors(header.layout, tensors)
+            layers = [parts for component in tensors for parts in component]
+            starts = header.segments["offset"]
+            stops = starts + header.segments["stored_bytes"]
+            extents = list(zip(starts.tolist(), stops.tolist(), strict=True))
+            self._chunks.append(_Chunk(opened, header, codec, layers, extents))
+        self._count = len(self._chunks)
+
+    def _start(self, position: int) -> list[Future[None]]:
+        """Have the threads decode one layer, a run of chunks each."""
+        run = -(-len(self._chunks) // self._reader.threads) or 1
+        return [
+            self._reader.submit(self._decode, position, first, first + run)
+            for first in range(0, len(self._chunks), run)
+        ]
+
+    def _decode(self, position: int, first: int, stop: int) -> None:
+        _, segment = self._order[position]
+        for number in range(first, min(stop, self._count)):
+            if number >= self._count:
+                return
+            chunk = self._chunks[number]
+            data = self._feed.take(position * len(self._chunks) + number)
+            if data is None:
+                self._lose(number, None)
+                return
+            try:
+                chunk.codec.decode_checked(chunk.header, segment, data, chunk.layers[segment])
+            except (ChunkCorruptError, InvalidFrameError):
+                self._lose(number, self._keys[chunk.opened.index])
+            finally:
+                # First of all errors: memory that was reused says nothing of the chunk.
+                chunk.opened.confirm()
+
+    def _lose(self, number: int, broken: ChunkKey | None) -> None:
+        """End the prefix before chunk *number*."""
+        with self._lock:
+            if number < self._count:
+                self._count, self.broken = number, broken
+                self._feed.drop(self._chunks[number].opened.index)

@@ -1,0 +1,118 @@
+"""The PartFeed: layers out of a stream of frame parts, kept no longer than until taken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from typing_extensions import override
+
+from kvstore.client.layer_feed import LayerFeed, Opened, Range
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.errors import InvalidFrameError, KVStoreError
+
+
+def _stays() -> None:
+    """The bytes are ours: nobody reuses their memory."""
+
+
+class PartFeed(LayerFeed):
+    """Takes the replies of a ``layer_major`` get: headers of all frames, then ranges in order.
+
+    A range that is passed over will not come. Whoever waits for a range reads on for all:
+    *replies* are drawn by one thread at a time. No header over *limit_bytes* is believed.
+    Raises InvalidFrameError when the parts are not as they should be.
+    """
+
+    def __init__(self, replies: Iterator[pb.GetResponse], limit_bytes: int) -> None:
+        self._replies = replies
+        self._limit_bytes = limit_bytes
+        self._held: pb.GetResponse | None = None
+        self._plan: Sequence[Range] = ()
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._next = 0
+        """The first range of the plan that is neither whole nor passed over."""
+        self._partial: Bytes | None = None
+        self._received_bytes = 0
+        self._whole: dict[int, Bytes] = {}
+        self._error: KVStoreError | None = None
+        self._wanted_frames = 0
+        """Frames from this one on are passed by; it only sinks, and is read without the lock."""
+        # Guards all fields above; held over the wait for a reply by design.
+        self._lock = threading.Lock()
+
+    @override
+    def headers(self) -> list[Opened]:
+        opened: list[Opened] = []
+        for reply in self._replies:
+            part = reply.part
+            if part.offset or reply.index != len(opened):
+                self._held = reply
+                break
+            if not 0 < len(part.data) <= part.frame_bytes <= self._limit_bytes:
+                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the session's limit")
+            opened.append(
+                Opened(reply.index, reply.tier, as_bytes(part.data), part.frame_bytes, _stays)
+            )
+        return opened
+
+    @override
+    def expect(self, plan: Sequence[Range]) -> None:
+        self._plan = plan
+        self._wanted_frames = max((one.chunk + 1 for one in plan), default=0)
+        self._numbers = {(one.chunk, one.start): number for number, one in enumerate(plan)}
+
+    @override
+    def take(self, number: int) -> Bytes | None:
+        with self._lock:
+            while self._next <= number:
+                self._draw()
+            return self._whole.pop(number, None)
+
+    @override
+    def drop(self, chunk: int) -> None:
+        self._wanted_frames = min(self._wanted_frames, chunk)
+
+    def _draw(self) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            reply, self._held = self._held or next(self._replies, None), None
+            if reply is None:
+                self._next = len(self._plan)
+            else:
+                self._add(reply)
+        except KVStoreError as error:
+            self._error = error  # for whoever waits next: nothing follows it
+            raise
+
+    def _add(self, reply: pb.GetResponse) -> None:
+        data = as_bytes(reply.part.data)
+        if self._partial is None:
+            if reply.index >= self._wanted_frames:
+                return
+            number = self._numbers.get((reply.index, reply.part.offset), -1)
+            if number < self._next:
+                raise InvalidFrameError("offset", reply.part.offset, "layers must come in order")
+            self._next, self._received_bytes = number, 0
+        wanted = self._plan[self._next]
+        at, size = self._received_bytes, wanted.stop - wanted.start
+        follows = (reply.index, reply.part.offset) == (wanted.chunk, wanted.start + at)
+        if not follows or not 0 < len(data) <= size - at:
+            raise InvalidFrameError("offset", reply.part.offset, "parts must follow each other")
+        if not at and len(data) == size:  # the message's own bytes, not copied
+            self._finish(data)
+            return
+        if self._partial is None:
+            self._partial = np.empty(size, np.uint8)
+        copy_bytes(self._partial[at : at + len(data)], data)
+        self._received_bytes += len(data)
+        if self._received_bytes == size:
+            self._finish(self._partial)
+
+    def _finish(self, data: Bytes) -> None:
+        self._whole[self._next] = data
+        self._partial = None
+        self._next += 1

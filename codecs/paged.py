@@ -1,0 +1,255 @@
+"""Raw frames on a device, straight from and to an engine's paged KV.
+
+An engine keeps K and V in blocks of a few tokens, all layers of which lie in one or a few large
+tensors (vLLM's paged attention: Kwon et al., arXiv 2309.06180, section 4). Rows of head_dim
+elements move between such pages and a frame on the same device, without a copy in between.
+torch is imported here, so only who has pages imports this file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvstore.codecs.block_part import check_block_ids
+from kvstore.codecs.raw import RawCodec
+from kvstore.proto.buffers import as_bytes, checksum
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LayoutMismatchError
+from kvstore.proto.frame import (
+    ALIGN_BYTES,
+    SEGMENT_DTYPE,
+    FrameHeader,
+    FrameTemplate,
+    check_segment,
+    header_bytes,
+    pack_header,
+    raw_frame_bytes,
+)
+from kvstore.proto.types import Component, DType, KVLayout
+
+RAW = RawCodec()
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pages of one component. ``views[layer][part]``: (blocks, kv_heads, block_tokens,
+    head_dim), of one device, dtype and strides, elements of a row next to each other.
+
+    Raises LayoutMismatchError at birth.
+    """
+
+    views: tuple[tuple[torch.Tensor, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.views or not self.views[0]:
+            raise LayoutMismatchError("pages", (), "give a view of each part of each layer")
+        first = self.views[0][0]
+        if first.dim() != 4 or first.stride(-1) != 1 or not first.numel():
+            raise LayoutMismatchError(
+                "pages", (tuple(first.shape), first.stride()),
+                "give (blocks, kv_heads, block_tokens, head_dim), head_dim contiguous",
+            )  # fmt: skip
+        wanted = (first.shape, first.stride(), first.dtype, first.device)
+        for parts in self.views:
+            for view in parts:
+                if (view.shape, view.stride(), view.dtype, view.device) != wanted:
+                    raise LayoutMismatchError("pages", tuple(view.shape), f"all must be {wanted}")
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The view that says what all are like."""
+        return self.views[0][0]
+
+    def check(self, component: Component) -> None:
+        """Raise LayoutMismatchError unless these are pages of *component*."""
+        heads, _, head_dim = self.first.shape[1:]
+        found = (len(self.views), len(self.views[0]), heads, head_dim)
+        wanted = (component.layers, component.parts, component.kv_heads, component.head_dim)
+        if found != wanted or DType.parse(str(self.first.dtype)) is not component.dtype:
+            raise LayoutMismatchError(
+                "pages", (*found, str(self.first.dtype)), f"wanted {wanted} {component.dtype.name}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Where a request is in an engine: the pages of each component, and the request's blocks.
+
+    Token t of the request lies in slot ``t % block_tokens`` of ``block_ids[t // block_tokens]``.
+    """
+
+    pages: tuple[Pages, ...]
+    block_ids: Sequence[int]
+
+    def check(self, layout: KVLayout, first_token: int) -> None:
+        """Raise unless a chunk of *layout* that begins at *first_token* has slots of its own.
+
+        LayoutMismatchError for pages of another layout, InvalidRequestError for other slots.
+        """
+        if len(self.pages) != len(layout.components):
+            raise LayoutMismatchError("pages", len(self.pages), f"give {len(layout.components)}")
+        for pages, component in zip(self.pages, layout.components, strict=True):
+            pages.check(component)
+            count, _, block_tokens, _ = pages.first.shape
+            check_block_ids(self.block_ids, count)
+            slots = len(self.block_ids) * block_tokens
+            if first_token < 0 or first_token + component.tokens > slots:
+                raise InvalidRequestError(
+                    "first_token", first_token,
+                    f"{component.tokens} tokens do not fit {len(self.block_ids)} blocks"
+                    f" of {block_tokens}",
+                )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FrameAt:
+    """A raw frame in device memory, from byte ``offset``; its chunk begins at ``first_token``.
+
+    The header was parsed from host memory, and so is right, before anybody believes it.
+    """
+
+    offset: int
+    header: FrameHeader
+    first_token: int
+
+    def part_offsets(self) -> Iterator[list[int]]:
+        """Yield, for each component, where in memory each part of each layer begins."""
+        offsets = iter(self.header.segments["offset"].tolist())
+        for component in self.header.layout.components:
+            starts = [self.offset + next(offsets) for _ in range(component.layers)]
+            parts = range(component.parts)
+            yield [start + part * component.part_bytes for start in starts for part in parts]
+
+
+Sums = Callable[[], list[list[int]]]
+"""Waits for checksums that were begun; returns those of each frame, in order of segments."""
+
+
+class FrameKernels(ABC):
+    """What is done to raw frames on one device, on torch's current stream of it.
+
+    Several frames of one layout in one piece of memory (uint8) cost hardly more calls than one.
+    Thread-safe.
+    """
+
+    @abstractmethod
+    def sums(self, memory: torch.Tensor, frames: Sequence[FrameAt]) -> Sums:
+        """Begin to compute xxh3_64 of every segment of *frames*, of which there is one at least."""
+
+    @abstractmethod
+    def move(
+        self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, to_pages: bool
+    ) -> None:
+        """Copy all rows to the pages, or from them. What is given was checked."""
+
+    def scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
+        """Copy frames of one layout into the pages, then begin to sum them: after the copies, so
+        that the sums prove what was copied.
+
+        Raises LayoutMismatchError, InvalidRequestError, InvalidFrameError, UnknownCodecError
+        before any copy.
+        """
+        _check(memory, frames, paged)
+        self.move(memory, frames, paged, to_pages=True)
+        return self.sums(memory, frames)
+
+    def gather(
+        self, template: FrameTemplate, first_token: int, paged: Paged, out: torch.Tensor
+    ) -> FrameHeader:
+        """Fill *out* with the raw frame of a chunk's rows in the pages and return its header.
+
+        Waits for the checksums. Raises as ``scatter`` does.
+        """
+        header = _raw_header(template, _raw_segments(template.layout))
+        frames = [FrameAt(0, header, first_token)]
+        _check(out, frames, paged)
+        self.move(out, frames, paged, to_pages=False)
+        segments = header.segments.copy()
+        segments["checksum"] = self.sums(out, frames)()[0]
+        header = _raw_header(template, segments)
+        packed = np.frombuffer(bytearray(pack_header(header)), np.uint8)
+        out[: len(packed)].copy_(torch.from_numpy(packed))
+        return header
+
+
+def check_sums(header: FrameHeader, found: Sequence[int]) -> None:
+    """Compare computed checksums with the header's. Raises ChunkCorruptError."""
+    for index, value in enumerate(found):
+        check_segment(header, index, value)
+
+
+def _check(memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> None:
+    for frame in frames:
+        RAW.check_header(frame.header)
+        stop = frame.offset + frame.header.frame_bytes
+        if frame.offset < 0 or stop > len(memory) or (memory.data_ptr() + frame.offset) % 16:
+            raise InvalidFrameError(
+                "offset", (frame.offset, stop), f"16-byte aligned, within {len(memory)} bytes"
+            )
+        if frame.header.layout != frames[0].header.layout:
+            raise LayoutMismatchError("frames", len(frames), "give frames of one layout")
+        paged.check(frame.header.layout, frame.first_token)
+    for pages in paged.pages:
+        if pages.first.device != memory.device:
+            raise LayoutMismatchError("pages", str(pages.first.device), f"be on {memory.device}")
+
+
+def _raw_segments(layout: KVLayout) -> NDArray[np.void]:
+    """Return the segment table of a raw frame, checksums still zero."""
+    rows = np.zeros(layout.segment_count, SEGMENT_DTYPE)
+    at, index = header_bytes(layout), 0
+    for number, component in enumerate(layout.components):
+        for layer in range(component.layers):
+            rows[index] = (number, 0, layer, at, component.layer_bytes, 0)
+            at += -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            index += 1
+    return rows
+
+
+def _raw_header(template: FrameTemplate, segments: NDArray[np.void]) -> FrameHeader:
+    t = template
+    return FrameHeader(
+        t.key, t.parent, t.representation, t.content, t.layout, RAW.codec_id, RAW.revision,
+        RAW.fidelity, t.position, t.prefill_flops, 0.0, t.flags, raw_frame_bytes(t.layout),
+        segments,
+    )  # fmt: skip
+
+
+class HostKernels(FrameKernels):
+    """The same on the CPU, by torch's indexing: for tests, and to compare with."""
+
+    @override
+    def sums(self, memory: torch.Tensor, frames: Sequence[FrameAt]) -> Sums:
+        found = []
+        for frame in frames:
+            data = as_bytes(memory.numpy())[frame.offset :]
+            segments = range(len(frame.header.segments))
+            found.append([checksum(frame.header.segment(data, at)) for at in segments])
+        return lambda: found
+
+    @override
+    def move(
+        self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, to_pages: bool
+    ) -> None:
+        ids = torch.tensor(list(paged.block_ids))
+        for frame in frames:
+            for component, pages, starts in zip(
+                frame.header.layout.components, paged.pages, frame.part_offsets(), strict=True
+            ):
+                slots = torch.arange(component.tokens) + frame.first_token
+                block_tokens = pages.first.shape[2]
+                blocks, places = ids[slots // block_tokens], slots % block_tokens
+                views = [view.view(torch.uint8) for parts in pages.views for view in parts]
+                for view, start in zip(views, starts, strict=True):
+                    part = memory[start : start + component.part_bytes]
+                    rows = part.view(component.kv_heads, component.tokens, -1).transpose(0, 1)
+                    if to_pages:
+                        view.transpose(1, 2)[blocks, places] = rows
+                    else:
+                        rows.copy_(view.transpose(1, 2)[blocks, places])

@@ -1,0 +1,177 @@
+"""A table of keys: each has a row, a small number under which columns keep what belongs to it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.types import KEY_BYTES, ChunkKey
+
+NO_ROW = 0
+"""The row of no key."""
+
+_SEGMENT_BITS = 10
+_SEGMENTS = 1 << _SEGMENT_BITS
+_FIRST_SLOTS = 4
+_TAG_MASK = _ROW_MASK = (1 << 32) - 1
+_EMPTY = array("Q", [0])
+
+
+class KeyTable:
+    """Rows by key. A row is kept while its key is here, and given to another key after that.
+
+    A dictionary, its keys and its numbers take 140 bytes a chunk, this 50: the keys lie in one
+    array, and the hash table is an array of (tag, row) with linear probing, where the tag is 32
+    bits of Python's own hash of the key, which strangers cannot foresee. It is cut into segments
+    that grow by themselves, so that no insertion ever moves more than a 1024th of the table.
+
+    The keys of a prompt are put one after the other and so tend to lie in consecutive rows:
+    ``prefix`` compares whole runs of them at once. Memory is that of the most keys there ever
+    were. Not thread-safe: the owner locks.
+    """
+
+    def __init__(self) -> None:
+        self._segments = [_EMPTY] * _SEGMENTS
+        self._counts = array("I", bytes(4 * _SEGMENTS))
+        self._keys = bytearray(KEY_BYTES)
+        self._free = array("I")
+        self._count = 0
+
+    @property
+    def end(self) -> int:
+        """One more than the highest row ever given: how long a column has to be."""
+        return len(self._keys) // KEY_BYTES
+
+    def find(self, key: ChunkKey) -> int:
+        """Return the row of *key*; NO_ROW when it has none."""
+        code = hash(key)
+        tag = code >> _SEGMENT_BITS & _TAG_MASK
+        slots = self._segments[code & (_SEGMENTS - 1)]
+        mask = len(slots) - 1
+        at = tag & mask
+        while entry := slots[at]:
+            if entry >> 32 == tag:
+                row = entry & _ROW_MASK
+                if self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] == key:
+                    return row
+            at = (at + 1) & mask
+        return NO_ROW
+
+    def add(self, key: ChunkKey) -> int:
+        """Return the row of *key*, a new one if it had none."""
+        row = self.find(key)
+        if row:
+            return row
+        if self._free:
+            row = self._free.pop()
+            self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+        else:
+            row = self.end
+            self._keys += key
+        self._count += 1
+        code = hash(key)
+        segment = code & (_SEGMENTS - 1)
+        self._counts[segment] += 1
+        if 3 * self._counts[segment] > 2 * len(self._segments[segment]):
+            self._grow(segment)
+        _place(self._segments[segment], (code >> _SEGMENT_BITS & _TAG_MASK) << 32 | row)
+        return row
+
+    def _grow(self, segment: int) -> None:
+        old = self._segments[segment]
+        new = array("Q", bytes(8 * max(_FIRST_SLOTS, 2 * len(old))))
+        for entry in old:
+            if entry:
+                _place(new, entry)
+        self._segments[segment] = new
+
+    def remove(self, row: int) -> None:
+        """Forget the key of *row*, which there must be."""
+        code = hash(self.key(row))
+        segment = code & (_SEGMENTS - 1)
+        slots = self._segments[segment]
+        entry = (code >> _SEGMENT_BITS & _TAG_MASK) << 32 | row
+        mask = len(slots) - 1
+        hole = entry >> 32 & mask
+        while slots[hole] != entry:
+            hole = (hole + 1) & mask
+        # Entries after the hole move up to where their probing would look for them.
+        at = (hole + 1) & mask
+        while other := slots[at]:
+            home = other >> 32 & mask
+            if (at - home) & mask >= (at - hole) & mask:
+                slots[hole] = other
+                hole = at
+            at = (at + 1) & mask
+        slots[hole] = 0
+        self._counts[segment] -= 1
+        self._count -= 1
+        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = bytes(KEY_BYTES)
+        self._free.append(row)
+
+    def key(self, row: int) -> ChunkKey:
+        """Return the key of *row*; zeros for a row that has none."""
+        return ChunkKey(bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]))
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
+        """Return the rows of *keys* up to the first that has none."""
+        rows = np.empty(len(keys), np.intp)
+        joined = b"".join(keys)
+        mine = self._keys
+        at, row = 0, NO_ROW
+        while at < len(keys):
+            key = keys[at]
+            start = (row + 1) * KEY_BYTES
+            if not row or mine[start : start + KEY_BYTES] != key:
+                row = self.find(key)
+                if not row:
+                    break
+                rows[at] = row
+                at += 1
+                continue
+            run = self._run(row, joined, at - 1)
+            rows[at : at + run] = np.arange(row + 1, row + 1 + run)
+            row += run
+            at += run
+        return rows[:at]
+
+    def _run(self, row: int, joined: bytes, at: int) -> int:
+        """Return how many keys after the one *at*, which *row* has, lie in rows one by one.
+
+        At least the first does.
+        """
+        left = len(joined) // KEY_BYTES - at
+        run = step = 2
+        while run < left:
+            step = min(step, left - run)
+            mine, theirs = (row + run) * KEY_BYTES, (at + run) * KEY_BYTES
+            length = step * KEY_BYTES
+            if self._keys[mine : mine + length] == joined[theirs : theirs + length]:
+                run += step
+                step *= 2
+            elif step == 1:
+                break
+            else:
+                step = 1
+        return run - 1
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the rows in use, in any order."""
+        for slots in self._segments:
+            for entry in slots:
+                if entry:
+                    yield entry & _ROW_MASK
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def _place(slots: array[int], entry: int) -> None:
+    mask = len(slots) - 1
+    at = entry >> 32 & mask
+    while slots[at]:
+        at = (at + 1) & mask
+    slots[at] = entry

@@ -1,0 +1,574 @@
+"""Calls over the Unix socket as their caller sees them: silence, lies, late answers, and gRPC."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import LARGE, SMALL, assert_reads, chunks_of, is_right, keys_of, outcomes, store
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import Connection
+from kvstore.client.local_link import MAX_CONNECTIONS, LocalLink
+from kvstore.client.session import Session
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import shm
+from kvstore.proto.calls import MAX_PACKET_BYTES, Packet, pack_answer, pack_failure
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
+from kvstore.proto.shm import MESSAGE_BYTES, Op, Reply, Request
+from kvstore.proto.types import PutOutcome
+
+ServerMaker = Callable[..., LocalServer]
+Answers = Sequence[Packet]
+"""Packets to send, and after them nothing."""
+HANG_UP = b""
+"""Among answers: to send no more of them, and hang up."""
+
+SOON_MS = 100
+"""Of calls that nobody answers."""
+BY_SOCKET = 99
+"""Chunks that a Lookup finds by the false server's word. gRPC's server finds two."""
+
+
+def lookup_answer(ready: int = BY_SOCKET) -> list[Packet]:
+    return pack_answer(pb.LookupResponse(ready=ready))
+
+
+class FalseServer:
+    """Listens on the socket. *answer* says what each call gets, *join* what who joins is told.
+
+    ``calls`` are the packets that came, ``joins`` those who joined or tried to, ``ended`` counts
+    connections that the other side closed.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        answer: Callable[[bytes], Answers],
+        join: Callable[[], Answers] = lambda: [shm.pack_reply(Reply.ok)],
+    ) -> None:
+        self.answer = answer
+        self.join = join
+        self.calls: list[bytes] = []
+        self.joins: list[bytes] = []
+        self.ended = 0
+        self._peers: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._start(self._accept)
+
+    def _start(self, work: Callable[..., None], *args: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=work, args=args))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                peer, _ = self._listener.accept()
+                self._peers.append(peer)
+                self._start(self._serve, peer)
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer, suppress(OSError):
+            while message := peer.recv(MAX_PACKET_BYTES):
+                is_call = Request.unpack(message[:MESSAGE_BYTES]).op is Op.call
+                (self.calls if is_call else self.joins).append(message)
+                for packet in self.answer(message) if is_call else self.join():
+                    if packet is HANG_UP:
+                        return
+                    peer.send(packet)
+            self.ended += 1
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        for link in (self._listener, *self._peers):
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+
+class Clock:
+    """Time that the test can let pass."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class Setting:
+    """A link to a false server, over a connection to a true one that holds two chunks."""
+
+    def __init__(self, server: LocalServer, folder: Path) -> None:
+        self.clock = Clock()
+        self.connection = Connection(server.address, 60_000, self.clock)
+        self.session = Session(
+            self.connection, SMALL, ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
+        )
+        self.path = folder / "false.sock"
+        terms = replace(self.session.terms, socket_path=str(self.path))
+        self.link = LocalLink(terms, self.connection)
+        self.keys = store(server.connect("grpc"), 1, 2)
+        self.false: FalseServer | None = None
+
+    def serve(
+        self, answer: Callable[[bytes], Answers], join: Callable[[], Answers] | None = None
+    ) -> FalseServer:
+        """Start the false server."""
+        self.false = FalseServer(self.path, answer, *([join] if join else []))
+        return self.false
+
+    def request(self) -> pb.LookupRequest:
+        """Return a question for the two chunks."""
+        digests = b"".join(key[16:] for key in self.keys)
+        return pb.LookupRequest(session_id=self.session.terms.session_id, digests=digests)
+
+    def look_up(self, deadline_ms: int = DEADLINE_MS) -> int:
+        """Return how many chunks are ready."""
+        return self.link.call("Lookup", self.request(), deadline_ms, pb.LookupResponse).ready
+
+    def get(self, deadline_ms: int = DEADLINE_MS) -> Iterator[pb.GetResponse]:
+        """Start a get of the two chunks."""
+        lookup = self.request()
+        request = pb.GetRequest(session_id=lookup.session_id, digests=lookup.digests)
+        return self.link.stream("Get", request, deadline_ms)
+
+    def close(self) -> None:
+        """End everything, the false server last."""
+        self.link.close()
+        self.session.close()
+        self.connection.close()
+        if self.false is not None:
+            self.false.close()
+
+
+@pytest.fixture
+def setting(server: LocalServer, tmp_path: Path) -> Iterator[Setting]:
+    with closing(Setting(server, tmp_path)) as setting:
+        yield setting
+
+
+# --- answers
+
+
+def test_calls_one_after_another_share_a_connection(setting: Setting) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    assert [setting.look_up() for _ in range(5)] == [BY_SOCKET] * 5
+    assert setting.link.send("Lookup", setting.request(), DEADLINE_MS)().ready == BY_SOCKET
+    assert (len(false.calls), len(false.joins)) == (6, 1)
+    assert Request.unpack(false.joins[0]).token == setting.session.terms.attach_token
+
+
+def test_calls_that_were_sent_side_by_side_are_answered_in_any_order(setting: Setting) -> None:
+    false = setting.serve(lambda message: lookup_answer(int.from_bytes(message[-2:], "big")))
+    waits = {}
+    for number in range(10):
+        request = pb.LookupRequest(session_id=1, digests=b"number" + number.to_bytes(2, "big"))
+        waits[number] = setting.link.send("Lookup", request, DEADLINE_MS)
+    assert {n: waits[n]().ready for n in reversed(waits)} == {n: n for n in range(10)}
+    assert len(false.joins) == 10
+
+
+def test_error_of_a_call_is_the_server_s_and_the_connection_is_kept(setting: Setting) -> None:
+    answers = [[pack_failure("LeaseExpiredError", "gone")], [shm.pack_reply(Reply.denied)]]
+    false = setting.serve(lambda _: answers.pop(0) if answers else lookup_answer())
+    with pytest.raises(LeaseExpiredError, match="^gone$"):
+        setting.look_up()
+    with pytest.raises(KVStoreError, match="the server refused the call: denied"):
+        list(setting.get())
+    assert setting.look_up() == BY_SOCKET
+    assert len(false.joins) == 1
+
+
+def test_error_that_the_server_calls_a_deadline_does_not_shut_the_gate(setting: Setting) -> None:
+    answers = [[pack_failure("DeadlineError", "too late")]]
+    setting.serve(lambda _: answers.pop(0) if answers else lookup_answer())
+    with pytest.raises(DeadlineError, match="too late"):
+        setting.look_up()
+    assert setting.look_up() == BY_SOCKET
+
+
+def test_answer_in_parts_is_joined(setting: Setting) -> None:
+    reply = pb.LookupResponse(ready=BY_SOCKET, tiers=bytes(3 * MAX_PACKET_BYTES))
+    false = setting.serve(lambda _: pack_answer(reply))
+    request = setting.request()
+    for _ in range(3):
+        assert setting.link.call("Lookup", request, DEADLINE_MS, pb.LookupResponse) == reply
+    assert len(false.joins) == 1
+
+
+def test_stream_yields_its_messages_up_to_its_end_and_the_connection_is_kept(
+    setting: Setting,
+) -> None:
+    replies = [pb.GetResponse(index=n, tier="x" * n * 70_000) for n in range(4)]
+    packets = [packet for reply in replies for packet in pack_answer(reply, more=True)]
+    false = setting.serve(lambda _: [*packets, *pack_answer(None)])
+    assert list(setting.get()) == replies
+    assert list(setting.get()) == replies
+    assert len(false.joins) == 1
+
+
+def test_stream_that_is_given_up_ends_its_connection(setting: Setting) -> None:
+    first = pack_answer(pb.GetResponse(index=7), more=True)
+    false = setting.serve(lambda message: first if message[8] == 2 else lookup_answer())
+    with closing(setting.get()) as replies:  # type: ignore[type-var]
+        assert next(replies).index == 7
+    assert eventually(lambda: false.ended == 1)
+    assert setting.look_up() == BY_SOCKET
+    assert len(false.joins) == 2
+
+
+# --- silence
+
+
+def test_silent_server_costs_one_deadline_and_shuts_the_gate(setting: Setting) -> None:
+    false = setting.serve(lambda _: [])
+    with pytest.raises(DeadlineError, match="did not answer in time"):
+        setting.look_up(SOON_MS)
+    for ask in (setting.look_up, lambda: list(setting.get())):
+        with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
+            ask()
+    with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
+        setting.link.send("Lookup", setting.request(), DEADLINE_MS)
+    assert len(false.calls) == 1
+    setting.clock.ahead_s = 61.0
+    false.answer = lambda _: lookup_answer()
+    assert setting.look_up() == BY_SOCKET
+
+
+def test_silence_within_a_stream_costs_one_deadline_too(setting: Setting) -> None:
+    setting.serve(lambda _: pack_answer(pb.GetResponse(), more=True))
+    with pytest.raises(DeadlineError, match="did not answer in time"):
+        list(setting.get(SOON_MS))
+    with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
+        setting.look_up()
+
+
+@pytest.mark.parametrize("kind", ["call", "stream"])
+def test_late_answer_is_never_taken_for_the_next_call_s(setting: Setting, kind: str) -> None:
+    is_late = threading.Event()
+
+    def answer(_: bytes) -> Answers:
+        if len(false.calls) == 1:
+            assert is_late.wait(20)
+            return (
+                pack_answer(pb.GetResponse(), more=True) if kind == "stream" else lookup_answer(1)
+            )
+        return lookup_answer(2)
+
+    false = setting.serve(answer)
+    with pytest.raises(DeadlineError):
+        list(setting.get(SOON_MS)) if kind == "stream" else setting.look_up(SOON_MS)
+    setting.clock.ahead_s = 61.0
+    is_late.set()
+    assert [setting.look_up() for _ in range(3)] == [2, 2, 2]
+    assert len(false.joins) == 2
+
+
+def test_answer_that_came_in_time_is_taken_however_late_it_is_looked_at(setting: Setting) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    wait = setting.link.send("Lookup", setting.request(), SOON_MS)
+    assert eventually(lambda: len(false.calls) == 1)
+    setting.clock.ahead_s = 10.0
+    assert wait().ready == BY_SOCKET
+
+
+# --- through gRPC instead
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param([HANG_UP], id="hangs up"),
+        pytest.param([b"x"], id="a letter"),
+        pytest.param([bytes(32)], id="zeros"),
+        pytest.param([bytes(MAX_PACKET_BYTES + 1)], id="too much"),
+        pytest.param(pack_answer(pb.LookupResponse(), more=True), id="a stream's message"),
+        pytest.param([shm.pack_reply(Reply.part)] * 40, id="parts without end"),
+        pytest.param([shm.pack_reply(Reply.part), HANG_UP], id="half an answer"),
+    ],
+)
+def test_call_that_gets_no_answer_goes_through_grpc_on_no_connection_of_the_old(
+    setting: Setting, answers: Answers
+) -> None:
+    false = setting.serve(lambda _: answers)
+    assert setting.look_up() == 2
+    assert setting.link.send("Lookup", setting.request(), DEADLINE_MS)().ready == 2
+    assert (len(false.calls), len(false.joins)) == (2, 2)
+
+
+def test_message_that_makes_no_sense_is_an_error_of_the_store(setting: Setting) -> None:
+    setting.serve(lambda _: [shm.pack_reply(Reply.ok) + b"\xff\xff"])
+    with pytest.raises(KVStoreError, match="the server's answer is no LookupResponse"):
+        setting.look_up()
+
+
+def test_stream_that_breaks_before_its_first_message_goes_through_grpc(setting: Setting) -> None:
+    setting.serve(lambda _: [HANG_UP])
+    assert [reply.index for reply in setting.get()] == [0, 1]
+
+
+def test_stream_that_breaks_in_the_middle_is_a_server_that_is_unavailable(
+    setting: Setting,
+) -> None:
+    setting.serve(lambda _: [*pack_answer(pb.GetResponse(index=5), more=True), HANG_UP])
+    replies = setting.get()
+    assert next(replies).index == 5
+    with pytest.raises(TierUnavailableError, match="tier 'server': hung up"):
+        next(replies)
+
+
+def test_server_that_is_gone_altogether_ends_as_it_ends_through_grpc(
+    setting: Setting, server: LocalServer
+) -> None:
+    setting.serve(lambda _: [HANG_UP])
+    server.stop()
+    with pytest.raises(TierUnavailableError, match="tier 'server'"):
+        setting.look_up()
+    with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
+        list(setting.get())
+
+
+def test_no_socket_at_all_means_grpc(setting: Setting) -> None:
+    assert setting.look_up() == 2
+    assert [reply.index for reply in setting.get()] == [0, 1]
+
+
+def test_call_longer_than_a_packet_goes_through_grpc(setting: Setting) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    request = setting.request()
+    request.digests *= MAX_PACKET_BYTES // len(request.digests)
+    with pytest.raises(InvalidRequestError, match="digests"):
+        setting.link.call("Lookup", request, DEADLINE_MS, pb.LookupResponse)
+    assert false.calls == []
+
+
+def test_method_that_the_socket_does_not_carry_goes_through_grpc(setting: Setting) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    assert setting.link.call("Status", pb.StatusRequest(), DEADLINE_MS, pb.StatusResponse).version
+    pages = setting.link.stream(
+        "List", pb.ListRequest(session_id=setting.session.terms.session_id), DEADLINE_MS
+    )
+    assert sum(len(page.chunks) for page in pages) == 2
+    assert false.joins == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param([shm.pack_reply(Reply.invalid)], id="invalid"),
+        pytest.param([shm.pack_reply(Reply.denied)], id="denied"),
+        pytest.param([b"rubbish"], id="rubbish"),
+        pytest.param([], id="nothing"),
+        pytest.param([HANG_UP], id="hung up"),
+    ],
+)
+def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
+    setting: Setting, said: Answers
+) -> None:
+    joining = [said]
+    accepted = [shm.pack_reply(Reply.ok)]
+    false = setting.serve(lambda _: lookup_answer(), lambda: joining[0])
+    for _ in range(3):
+        assert setting.look_up(2 * SOON_MS) == 2
+    assert len(false.joins) == 1
+    joining[0] = accepted
+    setting.clock.ahead_s = 6.0
+    assert setting.look_up() == BY_SOCKET
+    assert len(false.joins) == 2
+
+
+def test_more_calls_at_once_than_connections_all_succeed(setting: Setting) -> None:
+    begun, let_go = threading.Semaphore(0), threading.Event()
+
+    def answer(_: bytes) -> Answers:
+        begun.release()
+        assert let_go.wait(20)
+        return lookup_answer()
+
+    false = setting.serve(answer)
+    with ThreadPoolExecutor(3 * MAX_CONNECTIONS) as pool:
+        calls = [pool.submit(setting.look_up) for _ in range(3 * MAX_CONNECTIONS)]
+        for _ in range(MAX_CONNECTIONS):
+            assert begun.acquire(timeout=20)
+        assert eventually(lambda: sum(call.done() for call in calls) == 2 * MAX_CONNECTIONS)
+        let_go.set()
+        found = [call.result() for call in calls]
+    assert sorted(found) == [2] * 2 * MAX_CONNECTIONS + [BY_SOCKET] * MAX_CONNECTIONS
+    assert len(false.joins) == MAX_CONNECTIONS
+
+
+# --- closing
+
+
+def test_closing_wakes_calls_in_flight_which_go_on_through_grpc(setting: Setting) -> None:
+    false = setting.serve(lambda _: [])
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(setting.look_up) for _ in range(3)]
+        stream = pool.submit(lambda: [reply.index for reply in setting.get()])
+        assert eventually(lambda: len(false.calls) == 4)
+        setting.link.close()
+        assert [call.result() for call in calls] == [2] * 3
+        assert stream.result() == [0, 1]
+    assert eventually(lambda: false.ended == 4)
+    assert setting.link._all == set()
+
+
+def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> None:
+    asked, let_go = threading.Event(), threading.Event()
+
+    def join() -> Answers:
+        asked.set()
+        assert let_go.wait(20)
+        return [shm.pack_reply(Reply.ok)]
+
+    setting.serve(lambda _: lookup_answer(), join)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(setting.look_up)
+        assert asked.wait(20)
+        setting.link.close()
+        let_go.set()
+        assert call.result() == 2
+    assert setting.link._all == set()
+
+
+def test_closed_link_calls_through_grpc(setting: Setting) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    assert setting.look_up() == BY_SOCKET
+    setting.link.close()
+    setting.link.close()
+    assert setting.look_up() == 2
+    assert [reply.index for reply in setting.get()] == [0, 1]
+    assert (len(false.calls), len(false.joins)) == (1, 1)
+
+
+def test_call_that_is_interrupted_ends_its_connection(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalLink, "_packet", _interrupted)
+        for ask in (setting.look_up, lambda: list(setting.get())):
+            with pytest.raises(KeyboardInterrupt):
+                ask()
+    assert setting.link._all == set()
+    assert setting.look_up() == BY_SOCKET
+    assert len(false.joins) == 3
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+# --- with a true server
+
+
+def test_threads_that_call_through_one_client_get_their_own_answers(server: LocalServer) -> None:
+    client = server.connect("shm")
+    keys = store(client, 1, 40)
+    other = keys_of(client, 2, 40)
+    start = threading.Barrier(20)
+
+    def work(seed: int) -> None:
+        start.wait()
+        for turn in range(40):
+            known, unknown = (7 * seed + turn) % 40 + 1, (3 * seed + turn) % 40
+            match = client.lookup([*keys[:known], *other[:unknown]])
+            assert (match.ready, match.missing) == (known, unknown)
+            if turn % 8 == 0:
+                first = (seed + turn) % 40
+                found = client.get(keys[first : first + 3])
+                wanted = keys[first : first + 3]
+                assert [is_right(client, *pair) for pair in zip(wanted, found, strict=True)] == (
+                    [True] * len(wanted)
+                )
+
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(work, range(20)))
+    assert server.settled().leases == 0
+    assert server.node.is_alive()
+
+
+def test_threads_whose_session_is_replaced_under_their_calls_notice_nothing(
+    server: LocalServer,
+) -> None:
+    client = server.connect("shm")
+    keys = store(client, 1, 9)
+    done = threading.Event()
+
+    def work(seed: int) -> int:
+        calls = 0
+        while not done.is_set():
+            assert client.lookup(keys[: seed + 1]).ready == seed + 1
+            calls += 1
+        return calls
+
+    with ThreadPoolExecutor(8) as pool:
+        workers = [pool.submit(work, seed) for seed in range(8)]
+        try:
+            for _ in range(5):
+                (session_id,) = server.node.sessions._sessions
+                assert server.node.sessions.close(session_id)
+                assert eventually(lambda: len(server.node.sessions) == 1)
+        finally:
+            done.set()
+        assert all(worker.result() for worker in workers)
+    assert_reads(client, keys)
+
+
+def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--load-headroom-percent", "0")
+    options = ClientOptions("shm", chunk_tokens=128, deadline_ms=DEADLINE_MS)
+    client = server.connect("shm", LARGE, options)
+    keys = store(client, 1, 2)
+    server.settled()  # both lie on the disk now
+    leases = []
+    for seed in range(2, 40):
+        (key,) = keys_of(client, seed, 1)
+        if outcomes(client, chunks_of(client, [key])) == [PutOutcome.refused]:
+            break
+        leases.append(client.lease([key]))
+    assert len(leases) > 4
+    assert_reads(client, keys)
+    assert server.counter("read_throughs") == 2
+    for lease in leases:
+        lease.release()
+
+
+def test_calls_of_a_client_do_not_go_through_grpc(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client: Client = server.connect("shm")
+    keys = store(client, 1, 3)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    for verb in ("call", "send", "stream"):
+        monkeypatch.setattr(client._connection, verb, refuse)
+    with client.lease(keys) as lease:
+        assert len(lease.get()) == 3
+    store(client, 2, 3)
+    assert client.lookup(keys).ready == 3
+    monkeypatch.undo()

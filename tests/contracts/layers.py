@@ -1,0 +1,380 @@
+"""What every transport does for engines: pages in place, and work layer by layer.
+
+A part of TransportContract, in a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from contracts.chunks import make_representation
+from local_server import DEADLINE_MS, LocalServer
+from pages import AXES, engine_pages, rows_of
+from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, store, tokens
+
+from kvstore.client import Client, ClientOptions, PlannedChunk
+from kvstore.client.layers import Layer
+from kvstore.client.transport import Transport
+from kvstore.codecs.base import Part
+from kvstore.codecs.block_part import BlockPart
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LayoutMismatchError,
+)
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ChainDigest,
+    ChunkKey,
+    DType,
+    LayerGroup,
+    LayerKind,
+    PutOutcome,
+    Representation,
+)
+
+BLOCKS = 24
+
+TWO_GROUPS = replace(
+    SMALL,
+    layer_groups=(
+        LayerGroup(LayerKind.attention, DType.bfloat16, (0, 2, 5), 2, 8),
+        LayerGroup(LayerKind.mla, DType.float16, (1, 3), 1, 24),
+    ),
+)
+"""A model whose kinds of layers alternate."""
+
+Connect = Callable[..., Client]
+
+
+def planned(client: Client, keys: Sequence[ChunkKey]) -> list[PlannedChunk]:
+    """The chunks of ``chunks_of`` before they have tensors."""
+    return [
+        PlannedChunk(chunk.key, client.options.chunk_tokens, chunk.parent, chunk.position)
+        for chunk in chunks_of(client, keys)
+    ]
+
+
+def layers_of(client: Client, keys: Sequence[ChunkKey]) -> dict[int, list[Sequence[Part]]]:
+    """What ``chunks_of`` puts, by the model's layer, then chunk."""
+    groups = client.representation.layer_groups
+    chunks = chunks_of(client, keys)
+    return {
+        layer: [cast("Sequence[Part]", chunk.tensors[number][at]) for chunk in chunks]
+        for number, group in enumerate(groups)
+        for at, layer in enumerate(group.layer_ids)
+    }
+
+
+def assert_layer(client: Client, keys: Sequence[ChunkKey], layer: Layer) -> None:
+    """Fail unless the layer is right for as many chunks as it has."""
+    right = layers_of(client, keys)[layer.layer_id]
+    for found, wanted in zip(layer.tensors, right, strict=False):
+        assert all(map(np.array_equal, found, wanted))
+
+
+class LayersContract:
+    """See TransportContract, which brings the fixtures."""
+
+    def options(self, chunk_tokens: int = 16, staging_bytes: int = 1 << 20) -> ClientOptions:
+        raise NotImplementedError
+
+    # --- pages
+
+    @pytest.mark.parametrize("axes", AXES)
+    def test_pages_of_any_order_of_axes_go_out_and_come_back(
+        self, connect: Connect, axes: str
+    ) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=64))
+        prompt = tokens(1, 3 * 64 + 40)
+        keys = client.keys(prompt)
+        draw = np.random.default_rng(1)
+        source, room = (engine_pages(MEDIUM, axes, BLOCKS, 16, draw) for _ in range(2))
+        ids, other_ids = (draw.permutation(BLOCKS)[:15].tolist() for _ in range(2))
+        puts = client.put_pages(keys, source, ids, len(prompt))
+        assert [put.outcome for put in puts] == [PutOutcome.stored] * 4
+        before = rows_of(room, range(BLOCKS))
+        assert client.get_pages(keys, room, other_ids) == 4
+        assert np.array_equal(
+            rows_of(room, other_ids)[..., : len(prompt), :],
+            rows_of(source, ids)[..., : len(prompt), :],
+        )
+        untouched = [block for block in range(BLOCKS) if block not in other_ids]
+        slots = np.concatenate([np.arange(16) + 16 * block for block in untouched])
+        assert np.array_equal(rows_of(room, range(BLOCKS))[..., slots, :], before[..., slots, :])
+
+    @pytest.mark.parametrize("block_tokens", [1, 24, 100])
+    def test_blocks_need_not_divide_a_chunk(self, connect: Connect, block_tokens: int) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=64))
+        prompt = tokens(1, 3 * 64 + 17)
+        keys = client.keys(prompt)
+        draw = np.random.default_rng(1)
+        count = -(-len(prompt) // block_tokens)
+        pages = [
+            engine_pages(MEDIUM, "block part token head dim", count, block_tokens, draw)
+            for _ in range(2)
+        ]
+        ids = draw.permutation(count).tolist()
+        client.put_pages(keys, pages[0], ids, len(prompt))
+        assert client.get_pages(keys, pages[1], ids) == 4
+        found, wanted = (rows_of(one, ids)[..., : len(prompt), :] for one in pages)
+        assert np.array_equal(found, wanted)
+
+    def test_pages_and_tensors_are_the_same_chunks(self, connect: Connect) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=64))
+        keys = store(client, 1, 2)
+        room = engine_pages(MEDIUM, "part block token head dim", 8, 16, np.random.default_rng(1))
+        assert client.get_pages(keys, room, [6, 7, 0, 1, 5, 4, 3, 2]) == 2
+        for tensors, key in zip(room.room([6, 7, 0, 1, 5, 4, 3, 2], 128, 64), keys, strict=True):
+            dense = [[[_dense(part) for part in parts] for parts in one] for one in tensors]
+            assert is_right(client, key, dense)
+
+    def test_pages_end_before_a_chunk_that_proves_wrong(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 3)
+        damage(server, keys[1])
+        room = engine_pages(
+            client.representation, "block part token head dim", 6, 8, np.random.default_rng(1)
+        )
+        assert client.get_pages(keys, room, range(6)) == 1
+        assert client.lookup(keys).ready == 1
+
+    def test_pages_that_do_not_fit_are_refused_by_name(self, client: Client) -> None:
+        keys = store(client, 1, 2)
+        draw = np.random.default_rng(1)
+        pages = engine_pages(client.representation, "block part token head dim", 4, 8, draw)
+        with pytest.raises(InvalidRequestError, match=r"block_ids=\(0, 4\): the pages have 4"):
+            client.get_pages(keys, pages, [0, 1, 2, 4])
+        with pytest.raises(InvalidRequestError, match="block_ids=4: name each block once"):
+            client.get_pages(keys, pages, [0, 1, 2, 0])
+        with pytest.raises(InvalidRequestError, match="tokens 16 to 32 do not fit that many"):
+            client.get_pages(keys, pages, [0, 1, 2])
+        with pytest.raises(InvalidRequestError, match="token_count=32: has 2 chunks, and you"):
+            client.put_pages(keys[:1], pages, [0, 1, 2, 3], 32)
+
+    # --- layers out
+
+    @pytest.mark.parametrize("representation", [SMALL, TWO_GROUPS], ids=["one kind", "two kinds"])
+    def test_layers_come_in_the_model_s_order(
+        self, connect: Connect, representation: Representation
+    ) -> None:
+        client = connect(representation)
+        keys = store(client, 1, 5)
+        layers = list(client.get_layers([*keys, *keys_of(client, 2, 1)]))
+        assert [layer.layer_id for layer in layers] == sorted(layers_of(client, keys))
+        for layer in layers:
+            assert len(layer.tensors) == 5
+            assert_layer(client, keys, layer)
+
+    def test_layers_larger_than_a_message_come_back_into_room_of_the_caller(
+        self, connect: Connect
+    ) -> None:
+        model = make_representation(layers=3, kv_heads=8, head_dim=128)
+        client = connect(model, self.options(chunk_tokens=300, staging_bytes=16 << 20))
+        keys = store(client, 1, 2)
+        room = engine_pages(
+            model, "block part head token dim", 40, 16, np.random.default_rng(1)
+        ).room(range(40), 600, 300)
+        layers = list(client.get_layers(keys, room))
+        assert [len(layer.tensors) for layer in layers] == [2, 2, 2]
+        for tensors, key in zip(room, keys, strict=True):
+            dense = [[[_dense(part) for part in parts] for parts in one] for one in tensors]
+            assert is_right(client, key, dense)
+
+    def test_layers_of_nothing_are_none(self, client: Client, server: LocalServer) -> None:
+        with server.unchanged():
+            assert list(client.get_layers([])) == []
+            assert list(client.get_layers(keys_of(client, 9, 3))) == []
+
+    def test_layers_end_before_a_chunk_that_proves_wrong(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 4)
+        damage(server, keys[2])  # its last layer
+        layers = list(client.get_layers(keys))
+        assert [layer.layer_id for layer in layers] == [0, 1]
+        assert len(layers[0].tensors) >= len(layers[1].tensors) == 2
+        for layer in layers:
+            assert_layer(client, keys, layer)
+        assert client.lookup(keys).ready == 2
+
+    def test_a_wrong_first_chunk_leaves_no_last_layer(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 2)
+        damage(server, keys[0])
+        assert len(list(client.get_layers(keys))) < 2
+        assert client.lookup(keys).ready == 0
+
+    @pytest.mark.parametrize("read", [0, 1, 3])
+    def test_layers_that_are_given_up_leave_no_lease(
+        self, connect: Connect, server: LocalServer, read: int
+    ) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=64))
+        keys = store(client, 1, 10)
+        for _ in range(5):
+            layers = cast("Iterator[Layer]", client.get_layers(keys))
+            with closing(layers):  # type: ignore[type-var]
+                for number in range(read):
+                    assert next(layers).layer_id == number
+        usage = server.settled()
+        assert (usage.leases, usage.tiers[0][1].reservations) == (0, 0)
+        assert_reads(client, keys)
+
+    def test_layers_come_back_from_disk(self, server: LocalServer, connect: Connect) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=64))
+        prompts = [store(client, seed, 8) for seed in range(12)]
+        assert client.lookup(prompts[0]).tiers == ("disk",) * 8
+        for keys in prompts:
+            layers = list(client.get_layers(keys))
+            assert [len(layer.tensors) for layer in layers] == [8] * 4
+            for layer in layers:
+                assert_layer(client, keys, layer)
+        assert server.settled().tiers[0][1].reservations == 0
+
+    # --- layers in
+
+    @pytest.mark.parametrize("representation", [SMALL, TWO_GROUPS], ids=["one kind", "two kinds"])
+    def test_a_put_layer_by_layer_is_seen_when_all_of_it_is_there(
+        self, connect: Connect, representation: Representation
+    ) -> None:
+        client = connect(representation)
+        keys = keys_of(client, 1, 4)
+        with client.begin_put(planned(client, keys)) as put:
+            for layer_id, tensors in reversed(layers_of(client, keys).items()):
+                put.layer(layer_id, tensors)
+                assert client.lookup(keys).ready == 0
+        assert [one.outcome for one in put.results] == [PutOutcome.stored] * 4
+        assert_reads(client, keys)
+
+    def test_large_layers_go_straight_from_pages(self, connect: Connect) -> None:
+        model = make_representation(layers=3, kv_heads=8, head_dim=128)
+        client = connect(model, self.options(chunk_tokens=300, staging_bytes=16 << 20))
+        keys = keys_of(client, 1, 2)
+        draw = np.random.default_rng(1)
+        pages = engine_pages(model, "block part token head dim", 40, 16, draw)
+        room = pages.room(range(40), 600, 300)
+        with client.begin_put(planned(client, keys)) as put:
+            for layer in range(3):
+                put.layer(layer, [chunk[0][layer] for chunk in room])
+        found = client.get(keys)
+        for got, given in zip(found, room, strict=True):
+            for layer in range(3):
+                wanted = [_dense(part) for part in given[0][layer]]
+                assert all(map(np.array_equal, got[0][layer], wanted))
+
+    def test_a_put_that_is_given_up_stores_nothing(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = keys_of(client, 1, 3)
+        right = layers_of(client, keys)
+        with server.unchanged():
+            with pytest.raises(ZeroDivisionError), client.begin_put(planned(client, keys)) as put:
+                put.layer(0, right[0])
+                raise ZeroDivisionError
+            with pytest.raises(InvalidRequestError, match=r"layers=\[1\]: give them all"):
+                with client.begin_put(planned(client, keys)) as put:
+                    put.layer(0, right[0])
+            with pytest.raises(InvalidRequestError, match="this put is over"):
+                put.layer(1, right[1])
+            put.abandon()
+        assert client.lookup(keys).missing == 3
+
+    def test_a_layer_that_does_not_belong_is_refused_and_the_put_goes_on(
+        self, client: Client
+    ) -> None:
+        keys = keys_of(client, 1, 2)
+        right = layers_of(client, keys)
+        wrong: list[tuple[int, Sequence[Sequence[Part | torch.Tensor]], str]] = [
+            (0, right[0], "layer_id=0: give each layer once"),
+            (7, right[1], r"layer_id=7: the model has \[0, 1\]"),
+            (1, right[1][:1], "tensors=1: give 2 chunks"),
+            (1, [parts[:1] for parts in right[1]], "parts=1: give 2"),
+            (1, [[part[:, 1:] for part in parts] for parts in right[1]], r"shape=\(2, 15, 8\)"),
+            (1, [[torch.zeros(2, 16, 8).half()] * 2] * 2, "dtype='float16': give bfloat16"),
+        ]
+        with client.begin_put(planned(client, keys)) as put:
+            put.layer(0, right[0])
+            for layer_id, tensors, message in wrong:
+                with pytest.raises((InvalidRequestError, LayoutMismatchError), match=message):
+                    put.layer(layer_id, tensors)
+            put.layer(1, right[1])
+        assert_reads(client, keys)
+
+    def test_a_layered_put_of_what_exists_changes_nothing(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 2)
+        both = [*keys, *keys_of(client, 2, 1)]
+        right = layers_of(client, both)
+        with client.begin_put(planned(client, both)) as put:
+            put.layer(0, right[0])
+            put.layer(1, right[1])
+        exists, stored = PutOutcome.exists, PutOutcome.stored
+        assert [one.outcome for one in put.results] == [exists, exists, stored]
+        assert server.settled().tiers[0][1].chunks == 3
+
+    def test_a_durable_layered_put_is_on_disk_when_it_is_answered(self, client: Client) -> None:
+        keys = keys_of(client, 1, 2)
+        with client.begin_put(planned(client, keys), durable=True) as put:
+            for layer_id, tensors in layers_of(client, keys).items():
+                put.layer(layer_id, tensors)
+        assert [one.outcome for one in put.results] == [PutOutcome.stored] * 2
+        held = client.stat(keys)
+        assert ["disk" in [copy.tier for copy in chunk.copies] for chunk in held] == [True] * 2
+
+    def test_what_cannot_be_put_layer_by_layer_is_refused_at_once(self, client: Client) -> None:
+        keys = keys_of(client, 1, 2)
+        with pytest.raises(InvalidRequestError, match="chunks=0: give 1 to"):
+            client.begin_put([])
+        with pytest.raises(InvalidRequestError, match="within_ms=0: use 1 to"):
+            client.begin_put(planned(client, keys), within_ms=0)
+        with pytest.raises(LayoutMismatchError, match="tokens=9000"):
+            client.begin_put([PlannedChunk(keys[0], 9000)])
+        with pytest.raises(InvalidRequestError, match="not in this client's namespace"):
+            client.begin_put([PlannedChunk(ChunkKey(bytes(32)), 16)])
+
+    def test_a_server_that_stops_in_a_layered_put_is_an_error_and_leaves_no_thread(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = keys_of(client, 1, 2)
+        right = layers_of(client, keys)
+        with pytest.raises(KVStoreError), client.begin_put(planned(client, keys)) as put:
+            put.layer(0, right[0])
+            server.stop()
+            put.layer(1, right[1])
+
+    def test_a_feed_gives_headers_then_layers(self, bare: Transport, client: Client) -> None:
+        keys = store(client, 1, 2)
+        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+        with bare.get_layers(digests, 0, DEADLINE_MS) as feed:
+            opened = feed.headers()
+            assert [(one.index, one.tier, one.frame_bytes) for one in opened] == [
+                (0, "cpu", 2368), (1, "cpu", 2368)
+            ]  # fmt: skip
+
+
+def damage(server: LocalServer, key: ChunkKey) -> None:
+    """Flip a bit of the last layer of a chunk, in the server's memory and on disk."""
+    server.settled()
+    manager = server.node.manager
+    manager.transfers.shelves["disk"].tier.delete(key)
+    manager.catalog.forget("disk", key)
+    frame = manager.transfers.cpu_tier.peek(key)
+    assert frame is not None
+    frame.flags.writeable = True
+    frame[-1] ^= 1
+
+
+def _dense(part: object) -> Part:
+    assert isinstance(part, BlockPart)
+    out = np.empty(part.shape, part.dtype)
+    part.gather(out)
+    return out

@@ -1,0 +1,72 @@
+"""An engine's pages, full of noise, and what is in them without the code under test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvstore.client.pages import PageAxes, PagedKV
+from kvstore.proto.types import Representation
+
+AXES = [
+    "block part token head dim",
+    "part block token head dim",
+    "block part head token dim",
+    "part block head token dim",
+    "block token head dim",
+    "layer part block token head dim",
+    "block layer part token head dim",
+]
+"""Orders that engines use; the one without a part has K and V in tensors of their own."""
+
+
+class EnginePages(PagedKV):
+    """A PagedKV that remembers what it was made of."""
+
+    def __init__(self, model: Representation, tensors: Any, axes: PageAxes) -> None:
+        super().__init__(model, tensors, axes)
+        self.given = tensors
+        self.axes = axes
+
+
+def engine_pages(
+    model: Representation, axes: str, blocks: int, block_tokens: int, draw: np.random.Generator
+) -> EnginePages:
+    """Pages of a model of one group of bfloat16 attention layers, as torch tensors."""
+    (group,) = model.layer_groups
+    names = PageAxes.parse(axes)
+    sizes = {
+        "layer": len(group.layer_ids), "block": blocks, "part": 2, "token": block_tokens,
+        "head": group.kv_heads, "dim": group.head_dim,
+    }  # fmt: skip
+
+    def tensor() -> torch.Tensor:
+        shape = [sizes[name] for name in names.names]
+        noise = draw.integers(-(1 << 15), 1 << 15, shape).astype(np.int16)
+        return torch.from_numpy(noise).view(torch.bfloat16)
+
+    if "layer" in names.names:
+        return EnginePages(model, tensor(), names)
+    if "part" in names.names:
+        return EnginePages(model, [tensor() for _ in group.layer_ids], names)
+    return EnginePages(model, [(tensor(), tensor()) for _ in group.layer_ids], names)
+
+
+def rows_of(pages: EnginePages, block_ids: Sequence[int]) -> NDArray[Any]:
+    """Return (layers, parts, kv_heads, tokens, head_dim) of the blocks, one after another."""
+    given, names = pages.given, pages.axes.names
+    if "layer" in names:
+        whole = given
+    elif "part" in names:
+        whole, names = torch.stack(given), ("layer", *names)
+    else:
+        whole = torch.stack([torch.stack(pair) for pair in given])
+        names = ("layer", "part", *names)
+    order = [names.index(n) for n in ("layer", "part", "head", "block", "token", "dim")]
+    rows = whole.view(torch.int16).permute(order)[:, :, :, list(block_ids)].contiguous()
+    array: NDArray[Any] = rows.reshape(*rows.shape[:3], -1, rows.shape[5]).numpy()
+    return array

@@ -1,0 +1,111 @@
+"""The reader's side of a get: frames are what their parts add up to, lies are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.bulk_reading import BulkReading, Landed
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LeaseExpiredError
+
+LIMIT_BYTES = 100
+
+
+def room(chunk: int, size_bytes: int) -> Bytes:
+    return np.empty(size_bytes, np.uint8)
+
+
+def reading() -> BulkReading:
+    one = BulkReading(7, LIMIT_BYTES, room)
+    one.open()
+    return one
+
+
+def part(chunk: int, frame_bytes: int, offset: int, request: int = 7) -> bulk.Part:
+    return bulk.Part(request, frame_bytes, offset, chunk, bulk.tier_bytes("disk"))
+
+
+@given(
+    frames=st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=5),
+    cut=st.integers(1, 20),
+    passed_by=st.sets(st.integers(0, 4)),
+)
+def test_frames_are_what_their_parts_add_up_to(
+    frames: list[bytes], cut: int, passed_by: set[int]
+) -> None:
+    one = BulkReading(
+        7, LIMIT_BYTES, lambda chunk, size: None if chunk in passed_by else room(chunk, size)
+    )
+    one.open()
+    landed: list[Landed] = []
+    for number, frame in enumerate(frames):
+        for start in range(0, len(frame), cut):
+            data = as_bytes(frame[start : start + cut])
+            whole = one.take(part(number, len(frame), start), data)
+            if whole is not None:
+                assert start + cut >= len(frame)
+                landed.append(whole)
+    one.take(bulk.Done(7, len(frames)), as_bytes(b""))
+    assert one.is_over
+    assert [(one.chunk, one.tier, one.frame.tobytes()) for one in landed] == [
+        (number, "disk", frame) for number, frame in enumerate(frames) if number not in passed_by
+    ]
+
+
+LIES: dict[str, tuple[list[tuple[bulk.Word, bytes]], str]] = {
+    "no size": ([(part(0, 0, 0), b"x")], "frame_bytes=0: over"),
+    "over the limit": ([(part(0, 101, 0), b"x")], "frame_bytes=101: over"),
+    "2^63 bytes": ([(part(0, 1 << 63, 0), b"x")], "frame_bytes=9223372036854775808: over"),
+    "a start in the middle": ([(part(0, 10, 5), b"x")], "frame_bytes=10: must not change"),
+    "an offset of 2^63": (
+        [(part(0, 10, 0), b"ab"), (part(0, 10, 1 << 63), b"x")], "offset=9223372036854775808",
+    ),
+    "a gap": ([(part(0, 10, 0), b"ab"), (part(0, 10, 3), b"x")], "offset=3: parts must follow"),
+    "an overlap": ([(part(0, 10, 0), b"ab"), (part(0, 10, 1), b"x")], "offset=1: parts"),
+    "another size": ([(part(0, 10, 0), b"ab"), (part(0, 11, 2), b"x")], "frame_bytes=11: must"),
+    "too much": ([(part(0, 3, 0), b"ab"), (part(0, 3, 2), b"xy")], "offset=2: parts must"),
+    "nothing": ([(part(0, 3, 0), b"ab"), (part(0, 3, 2), b"")], "offset=2: parts must"),
+    "the second frame first": ([(part(1, 3, 0), b"ab")], "offset=0: parts must"),
+    "a frame twice": ([(part(0, 1, 0), b"a"), (part(0, 1, 0), b"a")], "offset=0: parts must"),
+    "another frame inside one": ([(part(0, 2, 0), b"a"), (part(1, 2, 0), b"a")], "offset=0"),
+    "an end inside a frame": ([(part(0, 2, 0), b"a"), (bulk.Done(7, 0), b"")], "frames=0: 0 came"),
+    "a wrong count": ([(part(0, 1, 0), b"a"), (bulk.Done(7, 2), b"")], "frames=2: 1 came"),
+    "another kind": ([(bulk.Credit(7, 5), b"")], "kind='Credit': not an answer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_parts_that_lie_are_refused(what: str) -> None:
+    messages, match = LIES[what]
+    one = reading()
+    for word, data in messages[:-1]:
+        one.take(word, as_bytes(data))
+    with pytest.raises(InvalidFrameError, match=match.replace("^", r"\^")):
+        one.take(messages[-1][0], as_bytes(messages[-1][1]))
+
+
+def test_what_belongs_to_an_earlier_request_is_passed_by() -> None:
+    one = reading()
+    assert one.take(part(0, 1 << 63, 5, request=6), as_bytes(b"x")) is None
+    assert one.take(bulk.Failed(6), as_bytes(b"KVStoreError\0no")) is None
+    assert not one.is_over
+
+
+def test_the_server_s_error_is_raised_as_its_class() -> None:
+    one = reading()
+    with pytest.raises(LeaseExpiredError, match="look it up"):
+        one.take(bulk.Failed(7), as_bytes(b"LeaseExpiredError\0look it up"))
+    assert one.is_over
+
+
+def test_a_server_that_sends_without_credit_is_refused() -> None:
+    one = BulkReading(7, 1 << 30, room)
+    one.open()
+    size = 1 << 20
+    with pytest.raises(InvalidRequestError, match="wait for credit"):
+        for number in range(9):
+            one.take(part(number, size, 0), np.zeros(size, np.uint8))

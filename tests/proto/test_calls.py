@@ -1,0 +1,232 @@
+"""Calls over the Unix socket as bytes: what is packed comes back, anything else is refused."""
+
+from __future__ import annotations
+
+import pytest
+from golden.samples import vectors
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import shm
+from kvstore.proto.calls import (
+    MAX_ANSWER_BYTES,
+    MAX_BODY_BYTES,
+    MAX_PACKET_BYTES,
+    METHODS,
+    Answer,
+    Packet,
+    pack_answer,
+    pack_call,
+    pack_failure,
+    parse_answer,
+    reply_of,
+    unpack_answer,
+    unpack_call,
+)
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    QuotaExceededError,
+)
+from kvstore.proto.shm import MESSAGE_BYTES, Op, Reply, Request
+
+NUMBERS = {1: "Lookup", 2: "Get", 3: "Release", 4: "Reserve", 5: "Commit", 6: "Abort"}
+"""As servers and clients out there have them."""
+
+SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
+TOKEN = bytes(range(16))
+
+
+def unpacked(packet: Packet) -> tuple[str, Message]:
+    return unpack_call(Request.unpack(packet[:MESSAGE_BYTES]), packet[MESSAGE_BYTES:])
+
+
+# --- calls
+
+
+def test_a_method_keeps_its_number() -> None:
+    assert {number: method.name for number, method in METHODS.items()} == NUMBERS
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_methods_have_the_messages_of_the_service_and_stream_nothing_to_it(number: int) -> None:
+    method, described = METHODS[number], SERVICE.methods_by_name[NUMBERS[number]]
+    assert method.request.DESCRIPTOR is described.input_type
+    assert method.reply.DESCRIPTOR is described.output_type
+    assert reply_of(method.name) is method.reply
+    assert not described.client_streaming
+    assert "session_id" in method.request.DESCRIPTOR.fields_by_name
+
+
+def test_a_method_without_a_number_has_no_reply() -> None:
+    assert [reply_of(name) for name in ("Put", "OpenSession", "lookup", "")] == [None] * 4
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_call_comes_out_as_it_went_in(number: int) -> None:
+    request = METHODS[number].request(session_id=7)
+    packet = pack_call(NUMBERS[number], request)
+    head = Request.unpack(packet[:MESSAGE_BYTES])
+    assert (head.op, head.arg, head.token) == (Op.call, number, bytes(16))
+    assert unpacked(packet) == (NUMBERS[number], request)
+
+
+@pytest.mark.parametrize("number", [0, 7, 8, 1 << 32, (1 << 64) - 1])
+def test_an_unknown_method_is_refused_and_the_known_ones_named(number: int) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"method={number}: use one of \[1, 2, 3, 4, 5"):
+        unpack_call(Request(Op.call, number), b"")
+
+
+def test_a_body_that_is_no_message_is_refused_with_the_name_of_what_it_should_be() -> None:
+    with pytest.raises(InvalidRequestError, match="body=3: send a LookupRequest"):
+        unpack_call(Request(Op.call, 1), b"\xff\xff\xff")
+
+
+@given(number=st.sampled_from(list(NUMBERS)), body=st.binary(max_size=200))
+def test_any_body_is_a_message_or_refused(number: int, body: bytes) -> None:
+    try:
+        name, request = unpack_call(Request(Op.call, number), body)
+    except InvalidRequestError as error:
+        assert error.field == "body"  # noqa: PT017 - the other half may be a message
+    else:
+        assert (name, type(request)) == (NUMBERS[number], METHODS[number].request)
+
+
+# --- answers
+
+
+def received(packets: list[Packet]) -> tuple[list[Reply], bytes]:
+    answers = [unpack_answer(packet) for packet in packets]
+    assert [answer.error for answer in answers] == [None] * len(answers)
+    return [answer.reply for answer in answers], b"".join(answer.body for answer in answers)
+
+
+def lookup_of(size_bytes: int) -> pb.LookupResponse:
+    """Return an answer that is as long as that."""
+    head = 4 if size_bytes > 1 << 14 else 3 if size_bytes > 1 << 7 else 2
+    reply = pb.LookupResponse(tiers=bytes(size_bytes - head))
+    assert reply.ByteSize() == size_bytes
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "packets"),
+    [
+        (100, 1),
+        (MAX_BODY_BYTES - 1, 1),
+        (MAX_BODY_BYTES, 1),
+        (MAX_BODY_BYTES + 1, 2),
+        (2 * MAX_BODY_BYTES, 2),
+        (2 * MAX_BODY_BYTES + 1, 3),
+        (MAX_ANSWER_BYTES - MAX_PACKET_BYTES, 16),
+    ],
+)
+@pytest.mark.parametrize("more", [False, True])
+def test_an_answer_of_any_length_comes_out_as_it_went_in(
+    size_bytes: int, packets: int, more: bool
+) -> None:
+    reply = lookup_of(size_bytes)
+    sent = pack_answer(reply, more=more)
+    assert len(sent) == packets
+    assert max(map(len, sent)) <= MAX_PACKET_BYTES
+    replies, body = received(sent)
+    assert replies == [Reply.part] * (packets - 1) + [Reply.more if more else Reply.ok]
+    assert parse_answer(pb.LookupResponse, body) == reply
+
+
+def test_the_end_of_a_stream_is_empty_and_no_empty_message_is_the_end() -> None:
+    assert received(pack_answer(None)) == ([Reply.ok], b"")
+    assert received(pack_answer(pb.GetResponse(), more=True)) == ([Reply.more], b"")
+
+
+def test_a_failure_carries_its_error() -> None:
+    answer = unpack_answer(pack_failure("QuotaExceededError", "kv reached max_sessions=1: stop"))
+    assert answer.reply is Reply.failed
+    assert type(answer.error) is QuotaExceededError
+    assert str(answer.error) == "kv reached max_sessions=1: stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [(b"Unheard\0of", "of"), (b"LeaseExpiredError", ""), (b"", ""), (b"\xff\0\xffx", "\ufffdx")],
+)
+def test_a_failure_that_makes_no_sense_is_an_error_all_the_same(body: bytes, text: str) -> None:
+    error = unpack_answer(shm.pack_reply(Reply.failed) + body).error
+    expected = LeaseExpiredError if body.startswith(b"Lease") else KVStoreError
+    assert type(error) is expected
+    assert str(error) == text
+
+
+@pytest.mark.parametrize("reply", [Reply.denied, Reply.unknown, Reply.invalid])
+def test_a_refusal_is_an_error_that_says_which(reply: Reply) -> None:
+    assert str(unpack_answer(shm.pack_reply(reply)).error).endswith(f"the call: {reply.name}")
+
+
+@pytest.mark.parametrize(
+    "packet", [b"", b"x" * 31, bytes(32), b"x" * 32, bytes(MAX_PACKET_BYTES + 1)]
+)
+def test_what_is_no_answer_is_refused(packet: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        unpack_answer(packet)
+
+
+def test_a_packet_over_the_limit_is_refused_since_its_end_may_be_missing() -> None:
+    fits = shm.pack_reply(Reply.ok) + bytes(MAX_BODY_BYTES)
+    assert len(unpack_answer(fits).body) == MAX_BODY_BYTES
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_PACKET_BYTES} bytes"):
+        unpack_answer(fits + b"\0")
+
+
+@given(packet=st.binary(max_size=100) | st.binary(max_size=70).map(shm.pack_reply(5).__add__))
+def test_any_packet_is_an_answer_or_refused(packet: bytes) -> None:
+    try:
+        answer = unpack_answer(packet)
+    except InvalidRequestError:
+        assert len(packet) < MESSAGE_BYTES or packet[:6] != b"KVSM\x01\x00" or packet[6:8] > b"\6"
+    else:
+        assert isinstance(answer, Answer)
+
+
+@given(body=st.binary(max_size=100))
+def test_any_message_is_an_answer_or_an_error(body: bytes) -> None:
+    try:
+        parse_answer(pb.LookupResponse, body)
+    except KVStoreError as error:
+        assert str(error) == "the server's answer is no LookupResponse"  # noqa: PT017
+
+
+# --- the words of docs/format.md
+
+LOOKUP = pb.LookupRequest(session_id=1, digests=TOKEN, lease=True, deadline_ms=2000)
+
+WORDS: dict[str, list[Packet]] = {
+    "attach_request": [Request(Op.attach, 4 << 20, TOKEN).pack()],
+    "join_request": [Request(Op.join, 0, TOKEN).pack()],
+    "slab_request": [Request(Op.slab, 3).pack()],
+    "lookup_call": [pack_call("Lookup", LOOKUP)],
+    "ok_reply": [shm.pack_reply(Reply.ok)],
+    "denied_reply": [shm.pack_reply(Reply.denied)],
+    "unknown_reply": [shm.pack_reply(Reply.unknown)],
+    "invalid_reply": [shm.pack_reply(Reply.invalid)],
+    "slab_reply": [shm.pack_reply(Reply.ok, 264 << 20)],
+    "lookup_answer": pack_answer(pb.LookupResponse(ready=1, tiers=b"\0", tier_names=["cpu"])),
+    "get_answer": pack_answer(pb.GetResponse(lease_id=9, index=1, tier="disk"), more=True),
+    "get_end": pack_answer(None),
+    "failed_answer": [pack_failure("LeaseExpiredError", "gone")],
+    "part_start": [pack_answer(lookup_of(MAX_BODY_BYTES + 1))[0][:40]],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_vectors_of_the_format_page_are_what_the_code_sends(name: str) -> None:
+    assert [packet.hex() for packet in WORDS[name]] == [vectors()[name]]
+
+
+def test_the_vectors_have_every_word() -> None:
+    asked = {name for name in WORDS if name.endswith(("request", "call"))}
+    assert {Request.unpack(WORDS[name][0][:MESSAGE_BYTES]).op for name in asked} == set(Op)
+    answers = {shm.unpack_reply(WORDS[name][0][:MESSAGE_BYTES])[0] for name in WORDS.keys() - asked}
+    assert answers == set(Reply)

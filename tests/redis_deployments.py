@@ -1,0 +1,172 @@
+"""A real Redis Cluster, and a master with a replica and a Sentinel, on the loopback."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from local_server import eventually
+from redis import Connection
+from redis_process import RedisProcess
+
+_BUS_OFFSET = 10_000
+SERVICE = "kvstore"
+
+
+def _cluster_port() -> int:
+    """Return a port that nobody listens on, like the one of the bus that belongs to it."""
+    for port in range(21_000, 31_000):
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", port))
+                second.bind(("127.0.0.1", port + _BUS_OFFSET))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free ports for a Redis Cluster")
+
+
+class RedisCluster:
+    """Three masters with a third of the slots each, and no replicas until one is added."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._options = (
+            *("--cluster-enabled", "yes", "--cluster-node-timeout", "500"),
+            *("--cluster-require-full-coverage", "no"),
+            *("--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0"),
+        )
+        self.nodes: list[RedisProcess] = []
+        for _ in range(3):
+            self._add()
+        self._cli("create", *(f"127.0.0.1:{node.port}" for node in self.nodes))
+        assert eventually(self._is_formed), "the Cluster does not form"
+
+    @property
+    def url(self) -> str:
+        """The address of the Cluster by all nodes it had first."""
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes[:3])
+
+    def _add(self) -> RedisProcess:
+        port = _cluster_port()
+        folder = self._folder / str(port)
+        folder.mkdir(parents=True)
+        node = RedisProcess(folder, *self._options, port=port)
+        node.start()
+        self.nodes.append(node)
+        return node
+
+    def _cli(self, *words: str) -> None:
+        program = shutil.which("redis-cli")
+        assert program is not None, "redis-cli is not on PATH: `make test` installs it"
+        command = [program, "--cluster", *words, "--cluster-yes"]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+    def _is_formed(self) -> bool:
+        known = b"cluster_known_nodes:%d\r" % len(self.nodes)
+        states = [_raw(node, "CLUSTER", "INFO") for node in self.nodes]
+        return all(b"cluster_state:ok" in state and known in state for state in states)
+
+    def add_replica(self, master: RedisProcess) -> RedisProcess:
+        """Start a replica of *master* and wait until it has what the master has."""
+        replica = self._add()
+        _raw(replica, "CLUSTER", "MEET", "127.0.0.1", str(master.port))
+        name = _raw(master, "CLUSTER", "MYID")
+        assert eventually(lambda: name in _raw(replica, "CLUSTER", "NODES"))
+        _raw(replica, "CLUSTER", "REPLICATE", name)
+        assert eventually(lambda: _is_synchronised(replica) and self._is_formed())
+        return replica
+
+    def move_slots(self, source: RedisProcess, target: RedisProcess) -> None:
+        """Move all slots of one master to another, with what is in them."""
+        ends = [_raw(node, "CLUSTER", "MYID").decode() for node in (source, target)]
+        place = f"127.0.0.1:{target.port}"
+        settings = ("--cluster-from", ends[0], "--cluster-to", ends[1], "--cluster-slots", "5461")
+        self._cli("reshard", place, *settings, "--cluster-pipeline", "1000")
+
+    def holder_of(self, name: bytes) -> RedisProcess:
+        """Return the master that holds the slot of *name*."""
+        slot = _raw(self.nodes[0], "CLUSTER", "KEYSLOT", name)
+        (port,) = (
+            row[2][1] for row in _raw(self.nodes[0], "CLUSTER", "SLOTS") if row[0] <= slot <= row[1]
+        )
+        return next(node for node in self.nodes if node.port == port)
+
+    def reset(self) -> None:
+        """Forget all chunks."""
+        for node in self.nodes:
+            node.client.flushall()
+
+    def names(self) -> list[bytes]:
+        """Return the names of all the Cluster holds, sorted."""
+        return sorted(name for node in self.nodes for name in node.names())
+
+    def stop(self) -> None:
+        """Kill every node."""
+        _stop(self.nodes)
+
+
+class SentinelSetup:
+    """A master, its replica and one Sentinel that watches them."""
+
+    def __init__(self, folder: Path) -> None:
+        folders = [folder / name for name in ("master", "replica", "sentinel")]
+        for place in folders:
+            place.mkdir(parents=True)
+        quick = ("--repl-diskless-sync-delay", "0")
+        self.master = RedisProcess(folders[0], *quick)
+        self.master.start()
+        primary = ("127.0.0.1", str(self.master.port))
+        self.replica = RedisProcess(folders[1], *quick, "--replicaof", " ".join(primary))
+        self.replica.start()
+        assert eventually(lambda: _is_synchronised(self.replica))
+        settings = folders[2] / "sentinel.conf"
+        settings.write_text(
+            f"sentinel monitor {SERVICE} {' '.join(primary)} 1\n"
+            f"sentinel down-after-milliseconds {SERVICE} 400\n"
+            f"sentinel failover-timeout {SERVICE} 4000\n"
+        )
+        self.sentinel = RedisProcess(folders[2], watching=settings)
+        self.sentinel.start()
+        assert eventually(lambda: b"slave" in repr(self._ask("REPLICAS")).encode())
+        self.url = f"redis+sentinel://127.0.0.1:{self.sentinel.port}/{SERVICE}?db=0"
+
+    def _ask(self, question: str) -> Any:
+        return _raw(self.sentinel, "SENTINEL", question, SERVICE)
+
+    def master_port(self) -> int:
+        """Return the port of the master that the Sentinel names."""
+        return int(self._ask("GET-MASTER-ADDR-BY-NAME")[1])
+
+    def reset(self) -> None:
+        """Forget all chunks."""
+        self.master.client.flushall()
+
+    def stop(self) -> None:
+        """Kill all three."""
+        _stop([self.sentinel, self.replica, self.master])
+
+
+def _raw(node: RedisProcess, *words: str | bytes) -> Any:
+    """Return the reply to one command as it came."""
+    connection = Connection(port=node.port, protocol=2, socket_timeout=10)
+    connection.connect()
+    try:
+        connection.send_command(*words)
+        return connection.read_response()
+    finally:
+        connection.disconnect()
+
+
+def _is_synchronised(replica: RedisProcess) -> bool:
+    return replica.client.info("replication").get("master_link_status") == "up"
+
+
+def _stop(nodes: Sequence[RedisProcess]) -> None:
+    for node in nodes:
+        node.client.close()
+        node.stop()

@@ -1,0 +1,575 @@
+"""Calls over the Unix socket: strangers, garbage, who joins, who hangs up, who never reads."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from prompts import LARGE, SMALL, store
+from socket_peer import Peer, attached, joined, staging
+
+from kvstore.client import ClientOptions
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.calls import (
+    MAX_PACKET_BYTES,
+    METHODS,
+    Answer,
+    Packet,
+    pack_answer,
+    pack_call,
+    parse_answer,
+    unpack_answer,
+)
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
+from kvstore.proto.shm import Op, Reply, Request
+from kvstore.proto.types import ChunkKey
+from kvstore.server import dataplane
+from kvstore.server.dataplane import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
+from kvstore.server.local_calls import LocalCalls
+from kvstore.server.sessions import Session, SessionTable
+
+ServerMaker = Callable[..., LocalServer]
+Terms = pb.OpenSessionResponse
+
+
+@pytest.fixture
+def terms(server: LocalServer) -> Terms:
+    return open_session(server.dial())
+
+
+@pytest.fixture
+def host(terms: Terms) -> Iterator[Peer]:
+    """The session's attaching connection."""
+    with attached(terms.socket_path, terms.attach_token) as peer:
+        yield peer
+
+
+@pytest.fixture
+def joint(terms: Terms, host: Peer) -> Iterator[Peer]:
+    """A connection that joined the session."""
+    with joined(terms.socket_path, terms.attach_token) as peer:
+        yield peer
+
+
+def lookup(terms: Terms, *, lease: bool = False, digests: bytes = b"") -> pb.LookupRequest:
+    return pb.LookupRequest(session_id=terms.session_id, digests=digests, lease=lease)
+
+
+def digests(keys: list[ChunkKey]) -> bytes:
+    return b"".join(key[16:] for key in keys)
+
+
+def finished(peer: Peer, answer: Answer) -> Answer:
+    """Read on to the last packet of an answer."""
+    while answer.reply in (Reply.more, Reply.part):
+        answer = peer.receive()
+    return answer
+
+
+def plane_of(server: LocalServer) -> DataPlane:
+    plane = server.node.data_plane
+    assert plane is not None
+    return plane
+
+
+def assert_works(peer: Peer, terms: Terms) -> None:
+    assert peer.call("Lookup", lookup(terms)).reply is Reply.ok
+
+
+# --- who may call
+
+
+def test_attached_and_joined_connections_carry_calls(host: Peer, joint: Peer, terms: Terms) -> None:
+    for peer in (host, joint, host):
+        answer = peer.call("Lookup", lookup(terms, digests=bytes(48)))
+        assert answer.reply is Reply.ok
+        assert parse_answer(pb.LookupResponse, answer.body).ready == 0
+
+
+def test_call_before_attach_or_join_is_denied(host: Peer, terms: Terms) -> None:
+    with Peer(terms.socket_path) as stranger:
+        for number in METHODS:
+            body = METHODS[number].request(session_id=terms.session_id).SerializeToString()
+            assert stranger.ask(Request(Op.call, number).pack() + body) is Reply.denied
+
+
+def test_call_in_another_session_s_name_is_refused_and_leaves_nothing(
+    server: LocalServer, joint: Peer, terms: Terms
+) -> None:
+    other = open_session(server.dial())
+    client = server.connect()
+    keys = store(client, 1, 1)
+    for session_id in (other.session_id, 0):
+        request = pb.LookupRequest(session_id=session_id, digests=digests(keys), lease=True)
+        answer = joint.call("Lookup", request)
+        assert type(answer.error) is UnauthenticatedError
+        assert str(answer.error) == "session_id: call on the connection of your session"
+    assert server.settled().leases == 0
+    assert_works(joint, terms)
+
+
+# --- what is no call
+
+
+def test_method_without_a_number_is_refused_and_the_known_ones_named(
+    joint: Peer, terms: Terms
+) -> None:
+    for number in (0, 7, (1 << 64) - 1):
+        joint.link.send(Request(Op.call, number).pack() + lookup(terms).SerializeToString())
+        error = joint.receive().error
+        assert type(error) is InvalidRequestError
+        assert str(error) == f"method={number}: use one of [1, 2, 3, 4, 5, 6]"
+    assert_works(joint, terms)
+
+
+@given(number=st.integers(0, 8), body=st.binary(max_size=300))
+@example(number=1, body=b"")
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_body_of_nobody_s_session_fails_and_kills_no_thread(
+    server: LocalServer, joint: Peer, terms: Terms, number: int, body: bytes
+) -> None:
+    joint.link.send(Request(Op.call, number).pack() + body)
+    answer = joint.receive()
+    assert (answer.reply, answer.body) == (Reply.failed, b"")
+    assert_works(joint, terms)
+    assert server.node.is_alive()
+
+
+@given(method=st.sampled_from(list(METHODS)), body=st.binary(max_size=100))
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_body_of_one_s_own_session_is_answered_and_kills_no_thread(
+    server: LocalServer, joint: Peer, terms: Terms, method: int, body: bytes
+) -> None:
+    own = METHODS[method].request(session_id=terms.session_id).SerializeToString()
+    joint.link.send(Request(Op.call, method).pack() + body + own)
+    assert finished(joint, joint.receive()).reply in (Reply.ok, Reply.failed)
+    assert_works(joint, terms)
+    assert server.node.is_alive()
+
+
+def test_longest_packet_is_a_call_and_one_byte_more_is_invalid(joint: Peer, terms: Terms) -> None:
+    fits = pack_call("Lookup", lookup(terms, digests=bytes(MAX_PACKET_BYTES - 100)))
+    fits = pack_call("Lookup", lookup(terms, digests=bytes(2 * MAX_PACKET_BYTES - 100 - len(fits))))
+    assert len(fits) == MAX_PACKET_BYTES
+    joint.link.send(fits)
+    assert "digests" in str(joint.receive().error)
+    assert joint.ask(fits + b"\0") is Reply.invalid
+    assert joint.ask(fits + bytes(5000)) is Reply.invalid
+    assert_works(joint, terms)
+
+
+def test_descriptors_that_come_with_a_call_are_closed(joint: Peer, terms: Terms) -> None:
+    assert_works(joint, terms)
+    before = len(os.listdir("/proc/self/fd"))
+    with staging() as descriptor:
+        for _ in range(10):
+            packet = pack_call("Lookup", lookup(terms))
+            assert joint.ask(packet, [descriptor] * 4) is Reply.ok
+    assert_works(joint, terms)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- joining
+
+
+def test_join_with_a_wrong_token_is_denied(host: Peer, terms: Terms) -> None:
+    for token in (bytes(16), terms.attach_token[::-1]):
+        with Peer(terms.socket_path) as peer:
+            assert peer.join(token) is Reply.denied
+            assert peer.ask(pack_call("Lookup", lookup(terms))) is Reply.denied
+
+
+def test_join_before_attach_is_refused_and_does_not_keep_the_session_alive(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--session-ttl-ms", "100")
+    terms = open_session(server.dial())
+    with Peer(terms.socket_path) as peer:
+        assert peer.join(terms.attach_token) is Reply.invalid
+        assert eventually(lambda: server.counter("expired_sessions") == 1)
+        assert peer.join(terms.attach_token) is Reply.denied
+
+
+def test_connection_that_has_a_session_takes_no_other(
+    server: LocalServer, host: Peer, joint: Peer, terms: Terms
+) -> None:
+    other = open_session(server.dial())
+    with staging() as descriptor:
+        for peer in (host, joint):
+            assert peer.join(terms.attach_token) is Reply.invalid
+            assert peer.join(other.attach_token) is Reply.invalid
+            assert peer.attach(other.attach_token, descriptor) is Reply.invalid
+            assert_works(peer, terms)
+
+
+def test_session_is_attached_once_and_the_second_does_not_end_it(
+    server: LocalServer, host: Peer, terms: Terms
+) -> None:
+    with staging() as descriptor, Peer(terms.socket_path) as second:
+        assert second.attach(terms.attach_token, descriptor) is Reply.invalid
+    with joined(terms.socket_path, terms.attach_token):
+        assert_works(host, terms)
+    assert len(server.node.sessions) == 1
+
+
+def test_connections_of_a_session_are_bounded_and_those_that_ended_make_room(
+    host: Peer, terms: Terms
+) -> None:
+    with ExitStack() as stack:
+        peers = [
+            stack.enter_context(joined(terms.socket_path, terms.attach_token))
+            for _ in range(CONNECTIONS_PER_SESSION - 1)
+        ]
+        late = stack.enter_context(Peer(terms.socket_path))
+        assert late.join(terms.attach_token) is Reply.invalid
+        for peer in (host, *peers):
+            assert_works(peer, terms)
+        peers[3].close()
+        assert eventually(lambda: late.join(terms.attach_token) is Reply.ok)
+        assert_works(late, terms)
+
+
+# --- the end
+
+
+def test_end_of_a_joined_connection_does_not_end_the_session(
+    server: LocalServer, host: Peer, terms: Terms
+) -> None:
+    plane = plane_of(server)
+    for _ in range(3):
+        with joined(terms.socket_path, terms.attach_token) as peer:
+            assert_works(peer, terms)
+        assert eventually(lambda: len(plane._peers) == 1)
+    assert len(server.node.sessions) == 1
+    assert_works(host, terms)
+    assert len(plane.staging(terms.session_id)) > 0
+
+
+@pytest.mark.parametrize("how", ["the attaching connection ends", "CloseSession"])
+def test_joined_connections_end_with_their_session(
+    server: LocalServer, host: Peer, terms: Terms, how: str
+) -> None:
+    plane = plane_of(server)
+    peers = [joined(terms.socket_path, terms.attach_token) for _ in range(5)]
+    if how == "CloseSession":
+        request = pb.CloseSessionRequest(session_id=terms.session_id)
+        server.dial().call("CloseSession", request, DEADLINE_MS, pb.CloseSessionResponse)
+        assert host.is_hung_up()
+    host.close()
+    for peer in peers:
+        assert peer.is_hung_up()
+        peer.close()
+    assert eventually(lambda: plane._peers == {} and plane._staging == {})
+    assert len(server.node.sessions) == 0
+
+
+# --- answers that are not read
+
+
+@pytest.fixture
+def big(server: LocalServer) -> Iterator[tuple[Terms, pb.GetRequest]]:
+    """A session of a larger model, and a get of four of its chunks: 4 MiB of messages."""
+    options = ClientOptions("shm", chunk_tokens=128, deadline_ms=DEADLINE_MS)
+    client = server.connect("shm", LARGE, options)
+    keys = store(client, 1, 4)
+    client.close()
+    terms = open_session(server.dial(), LARGE)
+    request = pb.GetRequest(
+        session_id=terms.session_id, digests=digests(keys), deadline_ms=DEADLINE_MS
+    )
+    with attached(terms.socket_path, terms.attach_token):
+        server.settled()
+        yield terms, request
+
+
+def test_message_longer_than_a_packet_comes_in_parts(big: tuple[Terms, pb.GetRequest]) -> None:
+    terms, request = big
+    with joined(terms.socket_path, terms.attach_token) as peer:
+        answer = peer.call("Get", request)
+        assert answer.reply is Reply.part
+        received, replies = [answer], []
+        while received[-1].reply is not Reply.ok:
+            received.append(peer.receive())
+            replies.append(received[-1].reply)
+        assert replies.count(Reply.more) >= 4
+        assert replies.count(Reply.part) + 1 >= 4 * (1 << 20) // MAX_PACKET_BYTES
+        assert received[-1].body == b""
+        body = b"".join(answer.body for answer in received[: 1 + replies.index(Reply.more) + 1])
+        first = parse_answer(pb.GetResponse, body)
+        assert (first.index, first.part.offset, len(first.part.data)) == (0, 0, 1 << 20)
+
+
+def test_caller_that_hangs_up_in_the_middle_of_a_get_leaves_no_lease(
+    server: LocalServer, big: tuple[Terms, pb.GetRequest]
+) -> None:
+    terms, request = big
+    for _ in range(5):
+        with joined(terms.socket_path, terms.attach_token) as peer:
+            assert peer.call("Get", request).reply is Reply.part
+            assert server.usage().leases == 1
+        assert server.settled().leases == 0
+    assert len(server.node.sessions) == 1
+    assert eventually(lambda: len(plane_of(server)._peers) == 1)
+
+
+def test_caller_that_never_reads_is_hung_up_on_and_holds_up_nobody(
+    server: LocalServer, big: tuple[Terms, pb.GetRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataplane, "SEND_WITHIN_S", 1)
+    terms, request = big
+    with ExitStack() as stack:
+        deaf = [stack.enter_context(joined(terms.socket_path, terms.attach_token)) for _ in "123"]
+        for peer in deaf:
+            peer.send_call("Get", request)
+        assert eventually(lambda: server.usage().leases == 3)
+        with joined(terms.socket_path, terms.attach_token) as other:
+            assert_works(other, terms)
+        assert server.settled().leases == 0
+        for peer in deaf:
+            while peer.link.recv(MAX_PACKET_BYTES):
+                pass
+    assert server.node.is_alive()
+
+
+def test_caller_that_never_reads_is_hung_up_on_by_a_server_with_many_descriptors(
+    server: LocalServer, big: tuple[Terms, pb.GetRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataplane, "SEND_WITHIN_S", 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("this user may not open 1024 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    terms, request = big
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+        peer = stack.enter_context(joined(terms.socket_path, terms.attach_token))
+        peer.send_call("Get", request)
+        assert eventually(lambda: server.usage().leases == 1)
+        assert server.settled().leases == 0
+        assert server.node.is_alive()
+
+
+def test_caller_that_reads_slowly_gets_everything(
+    server: LocalServer, big: tuple[Terms, pb.GetRequest]
+) -> None:
+    terms, request = big
+    with joined(terms.socket_path, terms.attach_token) as peer:
+        peer.send_call("Get", request)
+        assert eventually(lambda: server.usage().leases == 1)
+        for _ in range(20):  # what it takes another connection to be answered, over and over
+            with joined(terms.socket_path, terms.attach_token) as other:
+                assert_works(other, terms)
+            answer = peer.receive()
+        assert finished(peer, answer).reply is Reply.ok
+    assert server.settled().leases == 0
+
+
+# --- LocalCalls by itself
+
+
+class Service:
+    """Answers as the test says."""
+
+    def __init__(self, replies: list[Any]) -> None:
+        self._replies = replies
+        self.is_over = False
+
+    def Lookup(self, request: pb.LookupRequest, context: None) -> Any:
+        """Return the first reply, or raise it."""
+        if isinstance(self._replies[0], Exception):
+            raise self._replies[0]
+        return self._replies[0]
+
+    def Get(self, request: pb.GetRequest, context: None) -> Iterator[Any]:
+        """Yield the replies, up to one that is to be raised."""
+        try:
+            for reply in self._replies:
+                if isinstance(reply, Exception):
+                    raise reply
+                yield reply
+        finally:
+            self.is_over = True
+
+
+def session_of(table: SessionTable) -> Session:
+    return table.open(SMALL, "test")
+
+
+def packets_of(method: int, *replies: Any) -> tuple[Service, Generator[Packet, None, None]]:
+    service: Any = Service(list(replies))
+    session = session_of(SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom))
+    body = METHODS[method].request(session_id=session.session_id).SerializeToString()
+    return service, LocalCalls(service).answer(session, Request(Op.call, method), body)
+
+
+def answers_of(method: int, *replies: Any) -> list[Answer]:
+    return [unpack_answer(packet) for packet in packets_of(method, *replies)[1]]
+
+
+def test_bug_in_the_service_is_an_error_that_tells_nothing() -> None:
+    for answer in answers_of(1, RuntimeError("secret")) + answers_of(2, RuntimeError("secret")):
+        assert type(answer.error) is KVStoreError
+        assert str(answer.error) == "internal error; see the server's log"
+
+
+def test_stream_that_fails_in_the_middle_ends_with_its_error() -> None:
+    first, last = answers_of(2, pb.GetResponse(index=4), InvalidRequestError("x", 1, "y"))
+    assert (first.reply, pb.GetResponse.FromString(first.body).index) == (Reply.more, 4)
+    assert (last.reply, type(last.error)) == (Reply.failed, InvalidRequestError)
+
+
+def test_longest_error_fits_a_packet() -> None:
+    (answer,) = answers_of(1, KVStoreError("\U0001f600" * 100_000))
+    assert len(str(answer.error)) == 600
+
+
+def test_answer_of_every_chunk_of_the_largest_batch_is_cut_and_whole() -> None:
+    reply = pb.LookupResponse(ready=4096, tiers=bytes(4096), load_us=[1 << 31] * 4096 * 8)
+    answers = answers_of(1, reply)
+    assert [answer.reply for answer in answers] == [Reply.part, Reply.ok]
+    assert parse_answer(pb.LookupResponse, b"".join(a.body for a in answers)) == reply
+
+
+def test_answer_that_is_given_up_ends_the_service_s_stream() -> None:
+    service, packets = packets_of(2, pb.GetResponse(), pb.GetResponse())
+    assert unpack_answer(next(packets)).reply is Reply.more
+    assert not service.is_over
+    packets.close()
+    assert service.is_over
+
+
+# --- planes by themselves
+
+
+class Plane:
+    """A plane whose calls wait until they are let go, with one attached session."""
+
+    def __init__(self, path: Path, threads: int = 4) -> None:
+        self.table = SessionTable(8, 1000, lambda _: b"", lambda: 0.0, os.urandom)
+        self.session = session_of(self.table)
+        self.plane = DataPlane(
+            path, self.table, self.slab, lambda: 0.0, PlaneLimits(8, 1 << 20, threads)
+        )
+        self.begun = threading.Semaphore(0)
+        self.let_go = threading.Event()
+        self.host = attached(str(path), self.session.attach_token)
+
+    def slab(self, slab_id: int, tenant: str) -> tuple[int, int]:
+        """There are none."""
+        raise InvalidRequestError("slab_id", slab_id, "there is none")
+
+    def answer(self, session: Session, head: Request, body: bytes) -> Generator[Packet, None, None]:
+        """Wait, then answer with an empty message."""
+        self.begun.release()
+        self.let_go.wait(20)
+        yield from pack_answer(pb.LookupResponse())
+
+    def join(self) -> Peer:
+        """Return a connection that joined the session."""
+        return joined(str(self.plane.path), self.session.attach_token)
+
+
+def test_calls_are_invalid_as_long_as_nobody_answers_them(tmp_path: Path, no_leaks: None) -> None:
+    own = Plane(tmp_path / "s.sock")
+    assert own.host.ask(pack_call("Lookup", pb.LookupRequest())) is Reply.invalid
+    own.let_go.set()
+    own.plane.answer_calls(own.answer)
+    assert own.host.call("Lookup", pb.LookupRequest()).reply is Reply.ok
+    own.host.close()
+    own.plane.close()
+
+
+def test_calls_wait_side_by_side_and_each_more_than_the_threads_for_its_turn(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    own = Plane(tmp_path / "s.sock", threads=3)
+    own.plane.answer_calls(own.answer)
+    peers = [own.join() for _ in range(6)]
+    for peer in peers:
+        peer.send_call("Lookup", pb.LookupRequest())
+    for _ in range(3):
+        assert own.begun.acquire(timeout=20)
+    assert not own.begun.acquire(blocking=False)
+    own.let_go.set()
+    for peer in peers:
+        assert peer.receive().reply is Reply.ok
+        peer.close()
+    own.host.close()
+    own.plane.close()
+
+
+def test_plane_that_closes_while_calls_run_hangs_up_and_leaves_nothing(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    own = Plane(tmp_path / "s.sock")
+    own.plane.answer_calls(own.answer)
+    peers = [own.join() for _ in range(2)]
+    for peer in peers:
+        peer.send_call("Lookup", pb.LookupRequest())
+        assert own.begun.acquire(timeout=20)
+    own.plane.close()
+    assert [peer.is_hung_up() for peer in (own.host, *peers)] == [True] * 3
+    assert not own.plane.path.exists()
+    assert len(own.table) == 0
+    own.let_go.set()
+    own.plane.close()
+    for peer in (own.host, *peers):
+        peer.close()
+
+
+def test_connection_that_is_served_outlives_its_session_until_the_answer(
+    tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataplane, "_POLL_S", 0.01)
+    own = Plane(tmp_path / "s.sock")
+    own.plane.answer_calls(own.answer)
+    busy, idle = own.join(), own.join()
+    busy.send_call("Lookup", pb.LookupRequest())
+    assert own.begun.acquire(timeout=20)
+    own.table.close(own.session.session_id)
+    assert idle.is_hung_up()
+    own.let_go.set()
+    assert busy.receive().reply is Reply.ok
+    assert busy.is_hung_up()
+    for peer in (own.host, busy, idle):
+        peer.close()
+    own.plane.close()
+
+
+def test_sessions_that_end_under_their_calls_kill_no_thread(
+    tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataplane, "_POLL_S", 0.0)
+    own = Plane(tmp_path / "s.sock")
+    own.let_go.set()
+    own.plane.answer_calls(own.answer)
+    packet = pack_call("Lookup", pb.LookupRequest())
+    ended = 0
+    for _ in range(200):
+        session = session_of(own.table)
+        with attached(str(own.plane.path), session.attach_token) as peer:
+            for _ in range(3):
+                peer.link.send(packet)
+            own.table.close(session.session_id)
+            while peer.link.recv(MAX_PACKET_BYTES):
+                pass
+            ended += 1
+    assert own.plane.is_alive()
+    assert ended == 200
+    own.host.close()
+    own.plane.close()

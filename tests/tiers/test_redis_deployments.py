@@ -1,0 +1,279 @@
+"""The Redis tier over Sentinel and over a Cluster: the contract, and what fails over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from contracts.chunks import make_info, payload
+from contracts.shelf import assert_counts, assert_holds, get, put
+from contracts.tier import TierContract
+from local_server import eventually
+from redis_deployments import RedisCluster, SentinelSetup
+from redis_process import RedisProcess
+from structlog.testing import capture_logs
+
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.types import ChunkInfo
+from kvstore.tiers.base import Tier
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis_manifest import KeyNames
+
+RedisTierMaker = Callable[..., RedisTier]
+
+NAMES = KeyNames("kvs:1:")
+
+
+@pytest.fixture(scope="module")
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """Three masters for all tests here that leave them as they were."""
+    cluster = RedisCluster(tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def cluster(running_cluster: RedisCluster) -> RedisCluster:
+    """The Cluster, empty."""
+    running_cluster.reset()
+    return running_cluster
+
+
+@pytest.fixture(scope="module")
+def running_sentinel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelSetup]:
+    """A watched master for all tests here that leave it as it was."""
+    setup = SentinelSetup(tmp_path_factory.mktemp("sentinel"))
+    yield setup
+    setup.stop()
+
+
+class _Reopened(TierContract):
+    url: str
+
+    def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
+        return RedisTier(self.url, capacity_bytes, timeout_ms=10_000, part_bytes=4096)
+
+    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
+        tier.close()
+        return self.make_tier(self.capacity_bytes, tmp_path)
+
+
+class TestSentinelTier(_Reopened):
+    @pytest.fixture(autouse=True)
+    def _servers(self, running_sentinel: SentinelSetup) -> None:
+        running_sentinel.reset()
+        self.url = running_sentinel.url
+
+
+class TestClusterTier(_Reopened):
+    @pytest.fixture(autouse=True)
+    def _servers(self, cluster: RedisCluster) -> None:
+        self.url = cluster.url
+
+
+def on_each_node(cluster: RedisCluster, count: int) -> dict[int, list[ChunkInfo]]:
+    """Return *count* chunks for each of the first three nodes, by port."""
+    found: dict[int, list[ChunkInfo]] = {node.port: [] for node in cluster.nodes[:3]}
+    seed = 0
+    while any(len(infos) < count for infos in found.values()):
+        info = make_info(seed, 10_000 + seed)
+        infos = found[cluster.holder_of(NAMES.manifest(info.key)).port]
+        if len(infos) < count:
+            infos.append(info)
+        seed += 1
+    return found
+
+
+def flat(infos: dict[int, list[ChunkInfo]]) -> list[ChunkInfo]:
+    return [info for some in infos.values() for info in some]
+
+
+def fill_all(tier: Tier, infos: list[ChunkInfo]) -> None:
+    for info in infos:
+        assert put(tier, info, payload(1, info.size_bytes))
+
+
+def test_parts_of_a_chunk_share_a_node_and_chunks_are_spread(
+    cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    infos = on_each_node(cluster, 2)
+    fill_all(open_redis_tier(cluster.url), flat(infos))
+    for node in cluster.nodes:
+        assert len(node.names()) == sum(4 for _ in infos[node.port])
+    other = open_redis_tier(cluster.url.rpartition(",")[0])
+    assert other.find([info.key for info in flat(infos)]) == flat(infos)
+    assert {info.key for info in other.scan()} == {info.key for info in flat(infos)}
+    assert_holds(other, flat(infos)[0], payload(1, flat(infos)[0].size_bytes))
+
+
+def test_lookup_of_many_keys_asks_all_nodes_of_a_cluster(
+    cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    tier, other = open_redis_tier(cluster.url), open_redis_tier(cluster.url)
+    infos = [make_info(seed, 10) for seed in range(700)]
+    fill_all(tier, infos[::70])
+    expected = [info if at % 70 == 0 else None for at, info in enumerate(infos)]
+    assert other.find([info.key for info in infos]) == expected
+
+
+@pytest.fixture
+def own_cluster(tmp_path: Path) -> Iterator[RedisCluster]:
+    """A Cluster whose nodes a test may kill."""
+    cluster = RedisCluster(tmp_path)
+    yield cluster
+    cluster.stop()
+
+
+def was_put(tier: Tier, info: ChunkInfo) -> bool:
+    try:
+        return put(tier, info, payload(1, info.size_bytes))
+    except TierUnavailableError:
+        return False
+
+
+def refusal_of(tier: Tier, info: ChunkInfo) -> TierUnavailableError:
+    with pytest.raises(TierUnavailableError) as caught:
+        put(tier, info, payload(2, info.size_bytes))
+    return caught.value
+
+
+def test_lost_master_makes_its_slots_miss_and_no_others(
+    own_cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    infos = on_each_node(own_cluster, 3)
+    tier = open_redis_tier(own_cluster.url, timeout_ms=1000)
+    fill_all(tier, flat(infos))
+    before = tier.stats()
+    gone, *others = own_cluster.nodes
+    lost, kept = infos[gone.port], [info for node in others for info in infos[node.port]]
+    gone.stop()
+    for _ in range(2):
+        for info in kept:
+            assert_holds(tier, info, payload(1, info.size_bytes))
+        assert [get(tier, info) for info in lost] == [None] * 3
+    keys = [info.key for info in [*lost, *kept]]
+    assert tier.find(keys) == [None, None, None, *kept]
+    with pytest.raises(TierUnavailableError) as caught:
+        tier.delete(lost[0].key)
+    assert caught.value.is_partial
+    assert refusal_of(tier, lost[1]).is_partial
+    assert {info.key for info in tier.scan()} == {info.key for info in kept}
+    assert tier.stats() == before, "what cannot be seen stays counted"
+    gone.start()
+    assert eventually(lambda: was_put(tier, lost[0]))
+    assert tier.find(keys) == [lost[0], None, None, *kept]
+
+
+def test_cluster_that_is_down_as_a_whole_is_unavailable(
+    own_cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    infos = on_each_node(own_cluster, 1)
+    tier = open_redis_tier(own_cluster.url, timeout_ms=1000)
+    fill_all(tier, flat(infos))
+    gone, *others = own_cluster.nodes
+    for node in others:
+        node.client.config_set("cluster-require-full-coverage", "yes")
+    gone.stop()
+    assert eventually(lambda: "The cluster is down" in why_no_answer(tier, infos[others[0].port]))
+    assert not refusal_of(tier, infos[others[0].port][0]).is_partial
+    own_cluster.stop()
+    for info in flat(infos):
+        assert eventually(lambda info=info: not refusal_of(tier, info).is_partial)  # type: ignore[misc]
+
+
+def why_no_answer(tier: Tier, infos: list[ChunkInfo]) -> str:
+    try:
+        tier.find([info.key for info in infos])
+    except TierUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def test_replica_that_takes_over_serves_what_its_master_held(
+    own_cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    infos = on_each_node(own_cluster, 2)
+    tier = open_redis_tier(own_cluster.url, timeout_ms=1000)
+    master = own_cluster.nodes[0]
+    replica = own_cluster.add_replica(master)
+    fill_all(tier, flat(infos))
+    moved = infos[master.port]
+    assert eventually(lambda: len(replica.names()) == 8)
+    master.stop()
+    assert eventually(lambda: all(get(tier, info) is not None for info in moved))
+    assert tier.delete(moved[0].key)
+    assert put(tier, moved[0], payload(1, moved[0].size_bytes))
+    assert tier.find([info.key for info in flat(infos)]) == flat(infos)
+
+
+def test_slots_that_moved_are_followed(
+    own_cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    infos = on_each_node(own_cluster, 1)
+    tier = open_redis_tier(own_cluster.url)
+    fill_all(tier, flat(infos))
+    own_cluster.move_slots(own_cluster.nodes[0], own_cluster.nodes[1])
+    assert tier.find([info.key for info in flat(infos)]) == flat(infos)
+    for info in flat(infos):
+        assert_holds(tier, info, payload(1, info.size_bytes))
+
+
+def test_full_coverage_is_warned_of_once(
+    cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    for node in cluster.nodes:
+        node.client.config_set("cluster-require-full-coverage", "yes")
+    with capture_logs() as logs:
+        tier = open_redis_tier(cluster.url)
+        fill_all(tier, [make_info(seed, 10) for seed in range(9)])
+    with capture_logs() as calm:
+        for node in cluster.nodes:
+            node.client.config_set("cluster-require-full-coverage", "no")
+        open_redis_tier(cluster.url).find([make_info(1, 1).key])
+    assert [row["log_level"] for row in logs] == ["warning"]
+    assert "cluster-require-full-coverage" in logs[0]["event"]
+    assert calm == []
+
+
+def test_master_that_sentinels_promote_is_used_without_a_restart(
+    tmp_path: Path, open_redis_tier: RedisTierMaker
+) -> None:
+    setup = SentinelSetup(tmp_path)
+    try:
+        tier = open_redis_tier(setup.url, timeout_ms=1000)
+        kept, fresh = make_info(1, 10_000), make_info(2, 10_000)
+        put(tier, kept, payload(1, 10_000))
+        assert eventually(lambda: len(setup.replica.names()) == 4)
+        setup.master.stop()
+        with pytest.raises(TierUnavailableError, match="sentinel"):
+            tier.find([kept.key])
+        assert eventually(lambda: setup.master_port() == setup.replica.port)
+        assert eventually(lambda: was_put(tier, fresh))
+        assert_holds(tier, kept, payload(1, 10_000))
+        assert_counts(tier, [kept, fresh], [])
+    finally:
+        setup.stop()
+
+
+def test_sentinels_that_are_down_or_know_nothing_are_named(
+    running_sentinel: SentinelSetup, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(running_sentinel.url.replace("/kvstore", "/other"))
+    with pytest.raises(TierUnavailableError, match="knows no service 'other'"):
+        tier.find([make_info(1, 1).key])
+    dead = open_redis_tier("redis+sentinel://127.0.0.1:1/kvstore")
+    with pytest.raises(TierUnavailableError, match="no Sentinel names a master: 127.0.0.1:1"):
+        dead.find([make_info(1, 1).key])
+    first_dead = running_sentinel.url.replace("://", "://127.0.0.1:1,")
+    with closing(RedisTier(first_dead, 1 << 20)) as both:
+        assert both.find([make_info(1, 1).key]) == [None]
+
+
+def test_single_server_that_is_no_cluster_says_so(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url.replace("redis://", "redis+cluster://"))
+    with pytest.raises(TierUnavailableError, match="cluster support disabled"):
+        tier.find([make_info(1, 1).key])
