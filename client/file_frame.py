@@ -14,24 +14,43 @@ from xxhash import xxh3_64
 from kvstore.codecs.base import AnyPart, AnyTensors, check_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import FrameHeader, check_segment
 
 _RAW = RawCodec()
 
 
+class OpenFile:
+    """A descriptor that closes with the last frame that reads from it."""
+
+    __slots__ = ("descriptor", "size_bytes")
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """Own *descriptor*."""
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 class FileFrame:
-    """``size_bytes`` from *offset* of an open file. The descriptor stays its owner's to close.
+    """``size_bytes`` from *offset* of an open file.
 
     Sliced like the array of a frame's bytes; every slice is read anew. Raises
     TierUnavailableError when the file cannot be read. Nothing is verified here but by
     ``decode_into``.
     """
 
-    __slots__ = ("_descriptor", "_offset", "_size_bytes")
+    __slots__ = ("_file", "_offset", "_size_bytes")
 
-    def __init__(self, descriptor: int, offset: int, size_bytes: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: OpenFile, offset: int, size_bytes: int) -> None:
+        """Raise InvalidRequestError when the file is shorter."""
+        if offset + size_bytes > file.size_bytes:
+            raise InvalidRequestError(
+                "place", (offset, offset + size_bytes), f"the file has {file.size_bytes} bytes"
+            )
+        self._file = file
         self._offset = offset
         self._size_bytes = size_bytes
 
@@ -68,9 +87,9 @@ class FileFrame:
         wanted = sum(map(len, out))
         at = self._offset + start
         try:
-            done = os.preadv(self._descriptor, [part.data for part in out], at)
+            done = os.preadv(self._file.descriptor, [part.data for part in out], at)
             while done < wanted:
-                more = os.preadv(self._descriptor, _rest(out, done), at + done)
+                more = os.preadv(self._file.descriptor, _rest(out, done), at + done)
                 if not more:
                     raise TierUnavailableError("disk", f"its file ends at byte {at + done}")
                 done += more

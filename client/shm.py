@@ -11,6 +11,7 @@ from functools import partial
 
 from typing_extensions import override
 
+from kvstore.client.file_frame import FileFrame
 from kvstore.client.local_link import LocalLink
 from kvstore.client.put_pipeline import PutPipeline
 from kvstore.client.session import Session
@@ -115,14 +116,19 @@ class ShmTransport(Transport):
             leases.add(reply.lease_id)
             names = reply.places.tier_names
             for number, place in enumerate(unpack_places(reply.places.rows)):
-                slab = self.slabs.reach(place)
-                frame = slab.data[place.offset : place.offset + place.size_bytes]
-                yield Arrived(
-                    reply.index + number, names[place.tier], frame, partial(slab.confirm, place)
-                )
+                yield self._arrived(reply.index + number, names[place.tier], place)
             whole = assembly.add(reply.part) if reply.HasField("part") else None
             if whole is not None:
                 yield Arrived(reply.index, reply.tier, whole, _stays)
+
+    def _arrived(self, index: int, tier: str, place: Place) -> Arrived:
+        if place.reach == Reach.file:
+            file = self.slabs.file(place.number)
+            # What a file holds is proven by its key and checksums: it is copied as it is read.
+            return Arrived(index, tier, FileFrame(file, place.offset, place.size_bytes), _stays)
+        slab = self.slabs.reach(place)
+        frame = slab.data[place.offset : place.offset + place.size_bytes]
+        return Arrived(index, tier, frame, partial(slab.confirm, place))
 
     @override
     def viewer(self, places: Sequence[Place]) -> View:

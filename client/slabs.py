@@ -9,13 +9,20 @@ import threading
 
 import numpy as np
 
+from kvstore.client.file_frame import OpenFile
 from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, TierUnavailableError
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
 from kvstore.proto.places import Place, Reach
 
 _GENERATION_BYTES = 8
 _MAX_SLABS = 4096
+_MAX_FILES = 256
 
 
 class SlabMap:
@@ -43,7 +50,7 @@ class SlabMap:
 
 
 class Slabs:
-    """Maps of slabs by id, asked for over *link* when first needed. Thread-safe.
+    """Maps of slabs by id, and files of the disk tier, asked for when first needed. Thread-safe.
 
     *link* is an attached connection to the server's Unix socket, with a timeout; it stays its
     owner's to close.
@@ -52,7 +59,8 @@ class Slabs:
     def __init__(self, link: socket.socket) -> None:
         self._socket = link
         self._slabs: dict[int, SlabMap] = {}
-        # One question at a time on the socket; also guards _slabs.
+        self._files: dict[int, OpenFile] = {}
+        # One question at a time on the socket; also guards the two above.
         self._lock = threading.Lock()
 
     def reach(self, place: Place) -> SlabMap:
@@ -77,9 +85,27 @@ class Slabs:
                 slab = self._slabs[slab_id] = self._ask_slab(slab_id)
             return slab
 
+    def file(self, extent: int) -> OpenFile:
+        """Return a file of the disk tier, open for reading. Raises TierUnavailableError."""
+        with self._lock:
+            file = self._files.get(extent)
+            if file is None:
+                if len(self._files) >= _MAX_FILES:
+                    self._files.clear()
+                file = self._files[extent] = OpenFile(*self._ask(shm.Op.extent, extent))
+            return file
+
     def _ask_slab(self, slab_id: int) -> SlabMap:
+        descriptor, size_bytes = self._ask(shm.Op.slab, slab_id)
         try:
-            self._socket.send(shm.Request(shm.Op.slab, slab_id).pack())
+            return SlabMap(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+
+    def _ask(self, op: shm.Op, number: int) -> tuple[int, int]:
+        """Return a descriptor, ours to close, and its size."""
+        try:
+            self._socket.send(shm.Request(op, number).pack())
             message, files, _, _ = socket.recv_fds(self._socket, shm.MESSAGE_BYTES, 1)
         except OSError as error:
             # An answer that is only late must not be taken for that of the next question.
@@ -88,14 +114,15 @@ class Slabs:
         try:
             reply, size_bytes = shm.unpack_reply(message)
             if reply is not shm.Reply.ok or len(files) != 1:
-                raise TierUnavailableError("shm", f"slab {slab_id}: {reply.name}")
-            mapping = mmap.mmap(files[0], size_bytes, prot=mmap.PROT_READ)
-        finally:
+                raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
+        except KVStoreError:
             for descriptor in files:
                 os.close(descriptor)
-        return SlabMap(mapping)
+            raise
+        return files[0], size_bytes
 
     def close(self) -> None:
-        """Forget every map; views that are held keep theirs. Idempotent."""
+        """Forget every map and file; views and frames that are held keep theirs. Idempotent."""
         with self._lock:
             self._slabs.clear()
+            self._files.clear()

@@ -35,13 +35,14 @@ class Op(IntEnum):
     """What a client asks.
 
     ``attach`` brings its staging memory and the session's token; ``join`` the token again, on a
-    further connection for calls (proto/calls.py).
+    further connection for calls (proto/calls.py). ``slab`` and ``extent`` ask for descriptors.
     """
 
     attach = 1
     slab = 2
     join = 3
     call = 4
+    extent = 5
 
 
 class Reply(IntEnum):

@@ -36,7 +36,7 @@ _END_WITHIN_S = 2.0
 logger = structlog.get_logger(__name__)
 
 SlabFile = Callable[[int, str], tuple[int, int]]
-"""Slab id and tenant to a descriptor of the slab, ours to close, and its size.
+"""A slab's or extent's id and a tenant to a descriptor of it, ours to close, and its size.
 
 Raises KVStoreError.
 """
@@ -81,10 +81,13 @@ class DataPlane:
         slab_file: SlabFile,
         clock: Callable[[], float],
         limits: PlaneLimits,
+        extent_file: SlabFile | None = None,
     ) -> None:
         self.path = path
         self._sessions = sessions
-        self._slab_file = slab_file
+        self._files = {shm.Op.slab: slab_file}
+        if extent_file is not None:
+            self._files[shm.Op.extent] = extent_file
         self._clock = clock
         self._limits = limits
         self._answer: Answer | None = None
@@ -298,8 +301,8 @@ class DataPlane:
         return True
 
     def _obey(self, peer: _Peer, request: shm.Request, descriptors: list[int]) -> None:
-        if request.op is shm.Op.slab:
-            self._send_slab(peer, request.arg)
+        if request.op in (shm.Op.slab, shm.Op.extent):
+            self._send_file(peer, request)
             return
         if peer.session is not None:
             raise InvalidRequestError("op", request.op.name, "this connection has a session")
@@ -311,14 +314,18 @@ class DataPlane:
             self._join(peer, request.token)
         peer.connection.send(shm.pack_reply(shm.Reply.ok))
 
-    def _send_slab(self, peer: _Peer, slab_id: int) -> None:
+    def _send_file(self, peer: _Peer, request: shm.Request) -> None:
         if peer.session is None:
-            raise UnauthenticatedError("attach before asking for slabs")
-        slab, size_bytes = self._slab_file(slab_id, peer.session.tenant)
+            raise UnauthenticatedError("attach before asking for slabs and extents")
+        file = self._files.get(request.op)
+        if file is None:
+            raise InvalidRequestError("op", request.op.name, "this server shares no files")
+        descriptor, size_bytes = file(request.arg, peer.session.tenant)
         try:
-            socket.send_fds(peer.connection, [shm.pack_reply(shm.Reply.ok, size_bytes)], [slab])
+            reply = shm.pack_reply(shm.Reply.ok, size_bytes)
+            socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
-            os.close(slab)
+            os.close(descriptor)
 
     def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
         if not shm.has_seals(descriptor, shm.SIZE_SEALS):

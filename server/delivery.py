@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,18 +17,21 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
+from kvstore.proto.places import Reach
 from kvstore.proto.types import ChunkKey
 from kvstore.server.mover import Ticket
 from kvstore.server.policy.promotion import SecondRead
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
+from kvstore.tiers.base import FilePlace
 from kvstore.tiers.cpu import SlabPlace
 
 READ_AHEAD_CHUNKS = 8
 """Loads of one get that run before the reader asks for them."""
 REMEMBERED_READS = 1 << 16
-"""Chunks read once that a promotion to GPU memory may follow from; about 10 MB."""
+"""Chunks read once that a promotion may follow from; about 10 MB."""
+IN_MEMORY = frozenset({Reach.memory})
 _NOT_HERE: Bytes = np.empty(0, np.uint8)
 
 
@@ -37,13 +40,13 @@ class Arrival:
     """A chunk in reach of its reader. ``tier`` is where it was when asked for.
 
     ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
-    in the arena of a device comes without the frame's bytes.
+    in a file or in the arena of a device comes without the frame's bytes.
     """
 
     index: int
     tier: str
     frame: Bytes
-    place: SlabPlace | None
+    place: SlabPlace | FilePlace | None
 
     @property
     def size_bytes(self) -> int:
@@ -54,9 +57,9 @@ class Arrival:
 class Delivery:
     """Gets at work. Thread-safe.
 
-    What is not in CPU memory is promoted first; a reader that shares the device of GPU memory
-    takes what is there in place. ``loose_bytes`` bounds the copies made for readers while CPU
-    memory is full of leases.
+    What is not in CPU memory is promoted first, but for what the reader reads in place: in GPU
+    memory, or in a file, which spares it one of two copies. ``loose_bytes`` bounds the copies
+    made for readers while CPU memory is full of leases.
     """
 
     def __init__(self, transfers: Transfers, loose_bytes: int) -> None:
@@ -74,15 +77,14 @@ class Delivery:
         session: Session,
         keys: Sequence[ChunkKey],
         deadline: float,
-        *,
-        on_device: bool = False,
+        reach: Collection[Reach] = IN_MEMORY,
     ) -> Iterator[Arrival]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
-        The caller holds the lease until it is done with what it got. *on_device*: it can read
-        GPU memory.
+        The caller holds the lease until it is done with what it got. *reach*: where it can read
+        in place.
         """
-        near = self._near(on_device)
+        near = self._near(reach)
         delivered = 0
         origins: list[str] = []
         try:
@@ -94,7 +96,7 @@ class Delivery:
                     break
                 delivered += 1
                 self._counters.add("get_bytes", arrival.size_bytes)
-                self._promote_if_due(session, key)
+                self._promote_if_due(session, key, arrival.tier)
                 try:
                     yield replace(arrival, tier=origins[index] or arrival.tier)
                 finally:
@@ -104,24 +106,32 @@ class Delivery:
             self._counters.add("get_chunks", delivered)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
-    def in_reach(self, key: ChunkKey, *, on_device: bool = False) -> bool:
+    def in_reach(self, key: ChunkKey, reach: Collection[Reach] = IN_MEMORY) -> bool:
         """Whether *key* can be delivered without a load."""
         copies = self._catalog.copies(key)
-        return any(shelf.name in copies for shelf in self._near(on_device))
+        return any(_is_in_place(shelf, key, copies) for shelf in self._near(reach))
 
-    def _near(self, on_device: bool) -> list[Shelf]:
+    def _near(self, reach: Collection[Reach]) -> list[Shelf]:
         """Return the shelves that the reader reads in place, nearest first."""
-        gpu = self._transfers.gpu
-        return [gpu, self._transfers.cpu] if on_device and gpu else [self._transfers.cpu]
+        transfers = self._transfers
+        gpu = transfers.gpu if Reach.device in reach else None
+        filed = transfers.filed if Reach.file in reach else None
+        return [shelf for shelf in (gpu, transfers.cpu, filed) if shelf is not None]
 
-    def _promote_if_due(self, session: Session, key: ChunkKey) -> None:
-        """Copy a chunk to GPU memory, in the background, when it is read a second time."""
-        gpu = self._transfers.gpu
-        if gpu is None or gpu.name in self._catalog.copies(key):
+    def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
+        """Copy a chunk up, in the background, when it is read a second time."""
+        gpu, filed = self._transfers.gpu, self._transfers.filed
+        from_file = filed is not None and name == filed.name
+        wants_gpu = gpu is not None and gpu.name not in self._catalog.copies(key)
+        if not (from_file or wants_gpu):
             return
         with self._lock:
             is_due = self._reads.is_due(key)
-        if is_due:
+        if not is_due:
+            return
+        if from_file and filed is not None:
+            self._transfers.load(key, filed, session.tenant)
+        if wants_gpu:
             self._transfers.copy_up(key, session.tenant)
 
     def _load(
@@ -130,7 +140,7 @@ class Delivery:
         """Start loading *key* unless it is on a shelf of *near*; return the best holder's name."""
         copies = self._catalog.copies(key)
         for shelf in near:
-            if shelf.name in copies:
+            if _is_in_place(shelf, key, copies):
                 return shelf.name, None
         for shelf in self._transfers.sources:
             if shelf.name in copies and not shelf.breaker.is_open:
@@ -162,10 +172,11 @@ class Delivery:
         return None
 
     def _in_place(self, index: int, key: ChunkKey, name: str) -> Arrival | None:
-        gpu = self._transfers.gpu_tier
-        if gpu is None or name != gpu.name:
+        if name == self._transfers.cpu.name:
             return self._in_cpu(index, key)
-        place = gpu.locate(key)
+        tier = self._transfers.shelves[name].tier
+        gpu = self._transfers.gpu_tier
+        place = gpu.locate(key) if gpu is tier else tier.file_place(key)
         return None if place is None else Arrival(index, name, _NOT_HERE, place)
 
     def _in_cpu(self, index: int, key: ChunkKey) -> Arrival | None:
@@ -205,3 +216,10 @@ class Delivery:
     def _return_loose(self, size_bytes: int) -> None:
         with self._lock:
             self._loose_bytes -= size_bytes
+
+
+def _is_in_place(shelf: Shelf, key: ChunkKey, copies: Container[str]) -> bool:
+    if shelf.name not in copies:
+        return False
+    is_local_disk = shelf.tier.survives_restart
+    return not is_local_disk or not (shelf.breaker.is_open or shelf.tier.file_place(key) is None)

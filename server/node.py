@@ -122,6 +122,7 @@ class Node:
             self._slab_file,
             self._clock,
             PlaneLimits(self._config.max_sessions, MAX_STAGING_BYTES, self._config.workers),
+            self._extent_file,
         )
         self._closers.append(plane.close)
         return plane
@@ -148,6 +149,13 @@ class Node:
         plane = ZmqPlane(config.zmq, keys, self.sessions, service, limits)
         self._closers.append(plane.close)
         return plane
+
+    def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
+        shelf = self.manager.transfers.filed
+        if shelf is None:
+            raise InvalidRequestError("extent", extent, "this server has no disk tier")
+        descriptor = shelf.tier.extent_file(extent, tenant)
+        return descriptor, os.fstat(descriptor).st_size
 
     def _open_metrics(self) -> int | None:
         address = self._config.http_address
@@ -284,9 +292,7 @@ def _open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> li
     tiers.append(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
     closers.append(tiers[-1].close)
     if "disk" in config.tiers:
-        from kvstore.tiers.disk import DiskTier
-
-        tiers.append(DiskTier(config.disk.path, config.disk.capacity_bytes))
+        tiers.append(_open_disk_tier(config))
         closers.append(tiers[-1].close)
     if "redis" in config.tiers:
         from kvstore.tiers.redis import RedisTier
@@ -298,6 +304,19 @@ def _open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> li
         )
         closers.append(tiers[-1].close)
     return tiers
+
+
+def _open_disk_tier(config: ServerConfig) -> Tier:
+    from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.disk_set import DiskShare
+    from kvstore.tiers.disk_start import DiskOptions
+
+    options = DiskOptions(
+        tuple(DiskShare(folder.path, folder.capacity_bytes) for folder in config.disk.others),
+        is_direct=config.disk_direct,
+        largest_frame_bytes=config.max_frame_bytes,
+    )
+    return DiskTier(config.disk.path, config.disk.capacity_bytes, options=options)
 
 
 def open_gpu_tier(config: GpuConfig) -> GpuTier:

@@ -18,13 +18,14 @@ from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
 from kvstore.server.dataplane import DataPlane
-from kvstore.server.delivery import Arrival
+from kvstore.server.delivery import IN_MEMORY, Arrival
 from kvstore.server.intake import PutResult, PutTicket
 from kvstore.server.layered import LayeredGet, LayerPart
 from kvstore.server.layered_put import LayeredPutStream
 from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
 from kvstore.server.sessions import SessionTable
+from kvstore.tiers.base import FilePlace
 from kvstore.tiers.cpu import SlabPlace
 
 LIST_PAGE_CHUNKS = 256
@@ -43,6 +44,13 @@ class Identity:
     started_at: float
     zmq_address: str = ""
     zmq_public_key: bytes = b""
+
+
+_REACH = {
+    pb.VIA_SHARED_MEMORY: IN_MEMORY | {Reach.file},
+    pb.VIA_DEVICE: IN_MEMORY | {Reach.device},
+}
+"""Where a reader of each kind can read in place."""
 
 
 class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
@@ -123,15 +131,14 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             lease=request.lease,
             min_fidelity=fidelity(request.min_fidelity),
         )
-        names = list(dict.fromkeys(match.tiers))
         wants_places = request.places and match.lease_id and self._data_plane is not None
         return pb.LookupResponse(
             server=self._stamp,
             ready=match.ready,
             pending=match.pending,
-            tiers=bytes(names.index(name) for name in match.tiers),
-            load_us=match.load_us,
-            tier_names=names,
+            tiers=match.sources,
+            load_us=match.loads,
+            tier_names=match.tier_names,
             lease_id=match.lease_id,
             lease_ttl_ms=match.lease_ttl_ms,
             places=self._leased_places(keys[: match.ready]) if wants_places else b"",
@@ -146,7 +153,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         shared = request.via != pb.VIA_STREAM and self._data_plane is not None
-        on_device = request.via == pb.VIA_DEVICE and shared
+        reach = _REACH[request.via] if shared else IN_MEMORY
         gets = self._manager.gets
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
         release = not request.lease_id
@@ -159,13 +166,13 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
                 for part in layered.parts():
                     yield from self._pieces(part, lease_id)
                 return
-            for arrival in gets.get(session, keys[:known], deadline, on_device=on_device):
+            for arrival in gets.get(session, keys[:known], deadline, reach):
                 if not (shared and arrival.place):
                     yield from self._parts(arrival, lease_id)
                     continue
                 places.append(arrival)
                 following = keys[arrival.index + 1 : known][:1]
-                if not (following and gets.in_reach(following[0], on_device=on_device)):
+                if not (following and gets.in_reach(following[0], reach)):
                     told = True
                     yield self._places(places, lease_id)
                     places = []
@@ -181,12 +188,12 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
 
     def _leased_places(self, keys: Sequence[ChunkKey]) -> bytes:
         found = self._manager.transfers.cpu_tier.locate_all(keys)
-        return pack_places(NOWHERE if p is None else _in_memory(p, 0) for p in found)
+        return pack_places(NOWHERE if p is None else _row(p, 0) for p in found)
 
     def _places(self, arrivals: Sequence[Arrival], lease_id: int) -> pb.GetResponse:
         names = list(dict.fromkeys(arrival.tier for arrival in arrivals))
         rows = pack_places(
-            _in_memory(arrival.place, names.index(arrival.tier))
+            _row(arrival.place, names.index(arrival.tier))
             for arrival in arrivals
             if arrival.place is not None
         )
@@ -369,6 +376,8 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         return pb.DrainResponse(server=self._stamp, clean=clean)
 
 
-def _in_memory(place: SlabPlace, tier: int) -> Place:
+def _row(place: SlabPlace | FilePlace, tier: int) -> Place:
+    if isinstance(place, FilePlace):
+        return Place(place.extent, Reach.file, tier, place.offset, place.size_bytes, 0)
     reach = Reach.device if place.slab_id == ARENA_SLAB else Reach.memory
     return Place(place.slab_id, reach, tier, place.offset, place.size_bytes, place.generation)

@@ -78,6 +78,9 @@ class Transfers:
         self.gpu_tier = None if self.gpu is None else cast("GpuTier", self.gpu.tier)
         self.sources = [self.cpu, *(shelf for shelf in shelves if shelf is not self.cpu)]
         """The shelves in the order in which frames are looked for: first where they are served."""
+        local = (s for s in self.lower_shelves() if s.tier.survives_restart and not s.tier.shared)
+        self.filed = next(local, None)
+        """The shelf whose frames lie in files that a reader on this host may open."""
         self.catalog = catalog
         self.mover = mover
         self.counters = counters
@@ -192,7 +195,7 @@ class Transfers:
 
     def copy_down(self, key: ChunkKey, target: Shelf, *, urgent: bool = False) -> Ticket | None:
         """Queue a copy of *key* to a lower shelf; None when its lane is full."""
-        work = partial(self._counted, partial(self._copy, key, target, DEFAULT_TENANT))
+        work = partial(self._counted, partial(self._copy, key, target))
         return self.mover.submit(f"store-{target.name}", key, work, urgent=urgent)
 
     def copy_up(self, key: ChunkKey, tenant: str) -> Ticket | None:
@@ -220,22 +223,25 @@ class Transfers:
         work = partial(self._promote, key, source, tenant)
         return self.mover.submit(f"load-{source.name}", key, work)
 
-    def _copy(self, key: ChunkKey, target: Shelf, tenant: str) -> bool:
-        """Copy *key* to *target*. Return whether it is there now."""
+    def _copy(self, key: ChunkKey, target: Shelf, tenant: str | None = None) -> bool:
+        """Copy *key* to *target*, for *tenant* or whose it is. Return whether it is there now."""
         copies = self.catalog.hold(key)
         try:
             if target.name in copies:
                 return True
+            if tenant is None and copies:
+                holder = next(shelf for shelf in self.sources if shelf.name in copies)
+                tenant = holder.tier.tenant_of(key)
             frame = self._best_frame(key, copies)
             if frame is None:
                 return False
             frame = target.encode_for(frame)
-            header = verify(frame, key)
+            info = verify(frame, key).info()
             self._sweep(target)
-            room = Room(header.info(), tenant, self.clock() + self._move_timeout_s)
+            room = Room(info, tenant or DEFAULT_TENANT, self.clock() + self._move_timeout_s)
             reservation = self.reserve(target, room)
             if self._write(target, reservation, frame):
-                self.catalog.note_sealed(target.name, header.info())
+                self.catalog.note_sealed(target.name, info)
                 self.counters.add("promoted_chunks" if target is self.gpu else "copied_chunks")
                 return True
             return self._adopt(key, target)
@@ -366,12 +372,8 @@ class Transfers:
         if shelf is self.cpu:
             self._discard(shelf, key)
             return None
-        return self.mover.submit(
-            f"store-{shelf.name}",
-            b"delete" + key,
-            lambda: self._discard(shelf, key),
-            urgent=urgent,
-        )
+        work = partial(self._discard, shelf, key)
+        return self.mover.submit(f"store-{shelf.name}", b"delete" + key, work, urgent=urgent)
 
     def _discard(self, shelf: Shelf, key: ChunkKey) -> None:
         """Delete a stray. A medium that does not answer keeps it, unseen, until ``_sweep``.

@@ -15,6 +15,7 @@ from simulation.universe import Version
 from slow_device import SlowDevice
 
 from kvstore.proto.shm import ARENA_SLAB
+from kvstore.proto.places import Reach
 from kvstore.proto.types import PutOutcome
 from kvstore.server.delivery import Arrival
 from kvstore.server.sessions import Session
@@ -83,7 +84,7 @@ def drop_from_cpu(core: Core, versions: list[Version]) -> None:
 def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[Arrival]:
     lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
     arrivals = core.manager.gets.get(
-        session, keys_of(versions)[:known], core.later(), on_device=True
+        session, keys_of(versions)[:known], core.later(), {Reach.memory, Reach.device}
     )
     found = list(arrivals)
     assert core.manager.release(session, lease_id)
