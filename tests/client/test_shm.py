@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from contracts.transport import TransportContract
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, outcomes, store
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.file_frame import FileFrame
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Transport
@@ -64,6 +66,7 @@ class TestShmTransport(TransportContract):
         keys = store(client, 1, 1)
         with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
             frame = next(arriving).frame
+            assert isinstance(frame, np.ndarray)
             with pytest.raises(ValueError, match="read-only"):
                 frame[0] = 0
             with pytest.raises(ValueError, match="WRITEABLE"):
@@ -119,6 +122,56 @@ class TestShmTransport(TransportContract):
         keys = store(client, 1, 6)
         assert_reads(client, keys)
 
+    def test_what_lies_on_disk_is_read_where_it_lies_and_promoted_the_second_time(
+        self, bare: Transport, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 3)
+        leave_on_disk(server, keys)
+        with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+            found = list(arriving)
+            assert [one.tier for one in found] == ["disk"] * 3
+            assert all(isinstance(one.frame, FileFrame) for one in found)
+        server.settled()
+        assert server.counter("promoted_chunks") == 0
+        assert_reads(client, keys)
+        assert eventually(lambda: server.counter("promoted_chunks") == 3)
+        assert client.lookup(keys).tiers == ("cpu",) * 3
+
+    def test_layers_come_out_of_files_one_by_one(self, client: Client, server: LocalServer) -> None:
+        keys = store(client, 1, 2)
+        leave_on_disk(server, keys)
+        wanted = [chunk.tensors[0] for chunk in chunks_of(client, keys)]
+        for layer in client.get_layers(keys):
+            for got, want in zip(layer.tensors, wanted, strict=True):
+                for part, right in zip(got, want[layer.layer_id], strict=True):
+                    assert np.array_equal(part, np.asarray(right).view(part.dtype))
+        assert server.counter("promoted_chunks") == 0
+
+    def test_a_file_that_was_damaged_is_a_miss_and_the_chunk_can_be_put_again(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 3)
+        leave_on_disk(server, keys)
+        disk = server.node.manager.transfers.shelves["disk"].tier
+        place = disk.file_place(keys[1])
+        assert place is not None
+        (extent,) = [
+            path
+            for path in (Path(server.config.disk.path) / "extents").iterdir()
+            if path.read_bytes()[place.offset :][:4] == b"KVFR"
+            and path.read_bytes()[place.offset :][48:80] == keys[1]
+        ]
+        with extent.open("r+b") as file:
+            file.seek(place.offset + place.size_bytes - 1)
+            (last,) = file.read(1)
+            file.seek(place.offset + place.size_bytes - 1)
+            file.write(bytes([last ^ 1]))
+        assert len(client.get(keys)) == 1
+        assert outcomes(client, chunks_of(client, keys)) == [
+            PutOutcome.exists, PutOutcome.stored, PutOutcome.exists
+        ]  # fmt: skip
+        assert_reads(client, keys)
+
     def test_session_whose_socket_broke_is_replaced(
         self, server: LocalServer, connect: Callable[..., Client]
     ) -> None:
@@ -131,6 +184,16 @@ class TestShmTransport(TransportContract):
         assert eventually(lambda: len(server.node.sessions) == 0)
         assert_reads(client, keys)
         assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.exists] * 2
+
+
+def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
+    """Take the copies in CPU memory away, once there are others."""
+    server.settled()
+    transfers = server.node.manager.transfers
+    for key in keys:
+        assert "disk" in transfers.catalog.copies(key)
+        assert transfers.catalog.cast_out("cpu", key)
+        transfers.delete_from(transfers.cpu, key)
 
 
 def digests(keys: list[ChunkKey]) -> list[ChainDigest]:
