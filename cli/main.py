@@ -96,7 +96,8 @@ def status(
 @config_app.command(context_settings=_AS_SERVER)
 def show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
-    from kvstore.server.config import load_with_origins, show
+    from kvstore.server.config import load_with_origins
+    from kvstore.server.settings_file import show
 
     try:
         config, origins = load_with_origins(context.args)

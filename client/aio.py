@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 
-from kvstore.client.chunk import Chunk
+from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.client import Client
+from kvstore.client.engine_calls import LAYERED_PUT_MS
+from kvstore.client.layered_put import LayeredPut
+from kvstore.client.layers import Layer
 from kvstore.client.lease import ChunkLease
 from kvstore.client.options import ClientOptions
-from kvstore.client.tensors import LayerTensors
+from kvstore.client.pages import PagedKV
+from kvstore.client.tensors import LayerTensors, TensorLike
 from kvstore.client.transport import Put
 from kvstore.codecs.base import ChunkTensors
+from kvstore.codecs.block_part import BlockPart
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Representation
+
+
+class AsyncLayeredPut:
+    """``LayeredPut`` for asyncio. See there."""
+
+    def __init__(self, put: LayeredPut) -> None:
+        self.sync = put
+
+    @property
+    def results(self) -> list[Put]:
+        """What became of each chunk, once the block was left."""
+        return self.sync.results
+
+    async def layer(
+        self, layer_id: int, tensors: Sequence[Sequence[TensorLike | BlockPart]]
+    ) -> None:
+        """Give one layer of all chunks."""
+        await asyncio.to_thread(self.sync.layer, layer_id, tensors)
+
+    async def __aenter__(self) -> AsyncLayeredPut:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.sync.__exit__, kind, error, trace)
 
 
 class AsyncClient:
@@ -48,6 +82,50 @@ class AsyncClient:
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified."""
         return await asyncio.to_thread(self.sync.get, keys, out)
+
+    async def get_pages(
+        self, keys: Sequence[ChunkKey], paged: PagedKV, block_ids: Sequence[int]
+    ) -> int:
+        """Read the longest prefix of *keys* straight into an engine's pages."""
+        return await asyncio.to_thread(self.sync.get_pages, keys, paged, block_ids)
+
+    async def put_pages(
+        self,
+        keys: Sequence[ChunkKey],
+        paged: PagedKV,
+        block_ids: Sequence[int],
+        token_count: int,
+        *,
+        durable: bool = False,
+    ) -> list[Put]:
+        """Store tokens straight from an engine's pages."""
+        return await asyncio.to_thread(
+            self.sync.put_pages, keys, paged, block_ids, token_count, durable=durable
+        )
+
+    async def get_layers(
+        self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None = None
+    ) -> AsyncGenerator[Layer, None]:
+        """Yield each layer as soon as it is there. Use with ``contextlib.aclosing``."""
+        layers = self.sync.get_layers(keys, out)
+        try:
+            while (layer := await asyncio.to_thread(next, layers, None)) is not None:
+                yield layer
+        finally:
+            await asyncio.to_thread(layers.close)
+
+    async def begin_put(
+        self,
+        chunks: Sequence[PlannedChunk],
+        *,
+        durable: bool = False,
+        within_ms: int = LAYERED_PUT_MS,
+    ) -> AsyncLayeredPut:
+        """Begin to store chunks whose layers come one by one: ``async with await begin_put()``."""
+        put = await asyncio.to_thread(
+            self.sync.begin_put, chunks, durable=durable, within_ms=within_ms
+        )
+        return AsyncLayeredPut(put)
 
     @asynccontextmanager
     async def lease(self, keys: Sequence[ChunkKey]) -> AsyncIterator[ChunkLease]:

@@ -28,6 +28,7 @@ from kvstore.proto.types import (
     Fidelity,
     Match,
 )
+from kvstore.proto.wire import match_from_message
 
 
 class Client(Keeping, EngineCalls):
@@ -99,15 +100,7 @@ class Client(Keeping, EngineCalls):
             reply = transport.calls.call(
                 "Lookup", request, self.options.deadline_ms, pb.LookupResponse
             )
-            match = Match(
-                ready=reply.ready,
-                pending=reply.pending,
-                missing=len(keys) - reply.ready - reply.pending,
-                tiers=tuple(reply.tier_names[index] for index in reply.tiers),
-                load_us=tuple(reply.load_us),
-                lease_id=reply.lease_id,
-                lease_ttl_ms=reply.lease_ttl_ms,
-            )
+            match = match_from_message(reply, len(keys))
             return match, reply.places, transport
 
         return self._with_session(work)

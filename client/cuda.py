@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -37,6 +37,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
+    TierUnavailableError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import header_bytes
@@ -163,7 +164,8 @@ class CudaTransport(ShmTransport):
 
     @override
     def close(self) -> None:
-        _wait_for(self.arena.memory.device)
+        with suppress(RuntimeError):  # a device that failed reads nothing any more
+            _wait_for(self.arena.memory.device)
         while self._registered:
             self._registered.pop()()
         self.arena.close()
@@ -215,8 +217,12 @@ class CudaClient(Client):
     ) -> int:
         digests = [self._digest(key) for key in keys]
         reading = _Reading(transport, keys, paged, block_ids)
-        with transport.get_on_device(digests, self.options.deadline_ms) as arriving:
-            reading.run(in_time(cast("Iterator[Arrived]", arriving)))
+        try:
+            with transport.get_on_device(digests, self.options.deadline_ms) as arriving:
+                reading.run(in_time(cast("Iterator[Arrived]", arriving)))
+        except RuntimeError as error:  # what torch and cupy raise
+            reason = str(error).partition("\n")[0]
+            raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)
         return reading.done

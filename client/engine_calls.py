@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from kvstore.client.caller import Caller
@@ -60,7 +60,7 @@ class EngineCalls(Caller, ABC):
 
     def get_layers(
         self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None = None
-    ) -> Iterator[Layer]:
+    ) -> Generator[Layer, None, None]:
         """Read like ``get``, and yield each layer of the model as soon as it is there, verified.
 
         A chunk that is late or proves wrong ends the prefix: the layers after it have fewer

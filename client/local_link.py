@@ -229,8 +229,6 @@ class LocalLink:
         try:
             is_joined = self._join(link, until)
         finally:
-            with self._lock:
-                is_joined = is_joined and not self._is_closed
             if not is_joined:
                 self._drop(link)
         if not is_joined:

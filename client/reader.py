@@ -87,8 +87,12 @@ class Reader:
         except (ChunkCorruptError, InvalidFrameError):
             # What is returned was verified; this was not, so the prefix ends before it.
             return found, keys[len(found)]
-        except (UnknownCodecError, TierUnavailableError):
-            return found, None  # right for all we know, to a newer client or from a better disk
+        except UnknownCodecError:
+            return found, None  # right for all we know, to a newer client
+        except TierUnavailableError:  # the server when nothing came, else a file of its
+            if not found:
+                raise
+            return found, None
         finally:
             for left in pending:  # still reading shared memory and writing the caller's
                 left.exception()

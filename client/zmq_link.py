@@ -27,18 +27,18 @@ _SLICE_MS = 100
 """How soon a wait notices that its client was closed."""
 
 
-def endpoint(terms: SessionTerms, address: str) -> str:
+def endpoint(zmq_address: str, address: str) -> str:
     """Return where to connect to, for a client that reached the server at *address*."""
-    host = address.rpartition(":")[0].rpartition("/")[2] or "127.0.0.1"
-    return terms.zmq_address.replace("*", host)
+    host = address.rpartition(":")[0].rpartition("/")[2]
+    return zmq_address.replace("*", host or "127.0.0.1")
 
 
 class ZmqLink:
     """Connected and attached at birth; used by one thread at a time.
 
     Raises TierUnavailableError or DeadlineError when the server does not let us in by
-    *deadline*, a point on ``time.monotonic``. Nothing is connected again: a link that broke is
-    closed by its user.
+    *deadline*, a point on ``time.monotonic``, LeaseExpiredError when it does not know the
+    session. Nothing is connected again: a link that broke is closed by its user.
     """
 
     def __init__(
@@ -55,11 +55,14 @@ class ZmqLink:
         self._requests = 0
         self._timeout_ms = _SLICE_MS
         self._socket = context.socket(zmq.DEALER)
+        self._events = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
         try:
             self._set_up(terms.zmq_public_key)
             self._socket.connect(where)
             self.send(bulk.Attach(0, terms.session_id, terms.attach_token), deadline)
-            word, payload = self.receive(deadline)
+            word, _ = self.receive(deadline)
         except zmq.ZMQError as error:
             self.close()
             raise TierUnavailableError("zmq", f"{where}: {error.strerror}") from None
@@ -68,8 +71,7 @@ class ZmqLink:
             raise
         if not isinstance(word, bulk.Attached):
             self.close()
-            reason = bulk.unpack_failure(b"" if payload is None else payload.tobytes())
-            raise TierUnavailableError("zmq", f"{where}: {reason}")
+            raise InvalidRequestError("kind", type(word).__name__, "not an answer to attach")
 
     def _set_up(self, server_key: bytes) -> None:
         import zmq
@@ -77,7 +79,7 @@ class ZmqLink:
         link = self._socket
         link.linger = 0
         link.sndhwm = link.rcvhwm = QUEUE_MESSAGES
-        link.maxmsgsize = bulk.MAX_PAYLOAD_BYTES
+        link.maxmsgsize = bulk.MAX_WIRE_BYTES
         link.heartbeat_ivl = HEARTBEAT_MS
         link.heartbeat_timeout = SILENCE_MS
         link.reconnect_ivl = -1
@@ -133,7 +135,14 @@ class ZmqLink:
         if len(frames) > 2:
             raise InvalidRequestError("frames", len(frames), "a message has two at most")
         payload = as_bytes(frames[1].buffer) if len(frames) == 2 else None
-        return bulk.unpack(frames[0].bytes, None if payload is None else len(payload)), payload
+        word = bulk.unpack(frames[0].bytes, None if payload is None else len(payload))
+        if isinstance(word, bulk.Failed) and not word.request:  # of the session, not of a request
+            raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
+        return word, payload
+
+    def is_broken(self) -> bool:
+        """Whether the server hung up, or could not be reached."""
+        return bool(self._events.poll(0))
 
     def has_more(self) -> bool:
         """Whether a message has arrived that was not received yet."""
@@ -150,9 +159,14 @@ class ZmqLink:
     def _check(self, deadline: float) -> None:
         if self._is_closing():
             raise KVStoreError("the client is closed")
+        if self.is_broken():
+            raise TierUnavailableError("server", "hung up on zmq")
         if time.monotonic() >= deadline:
             raise DeadlineError("the server did not answer in time over zmq")
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        self._socket.close(0)
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._events.close(0)
+            self._socket.close(0)

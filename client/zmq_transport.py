@@ -6,22 +6,25 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
+from kvstore.client.frame_memory import FrameMemory
+from kvstore.client.layer_feed import LayerFeed
+from kvstore.client.part_feed import PartFeed
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Arrived, Outgoing, Put, Transport, read_outcomes
+from kvstore.client.transport import Arrived, Outgoing, Put, Transport
 from kvstore.client.zmq_link import ZmqLink, endpoint
+from kvstore.client.zmq_upload import BulkUpload
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk_reading import BulkReading
+from kvstore.proto.bulk_reading import BulkPieces, BulkReading
 from kvstore.proto.errors import (
     DeadlineError,
-    InvalidFrameError,
     KVStoreError,
     TierUnavailableError,
 )
@@ -30,6 +33,8 @@ from kvstore.proto.wire import join_digests
 
 if TYPE_CHECKING:
     import zmq
+
+    from kvstore.proto import kvstore_pb2 as pb
 
 MAX_LINKS = 8
 """Requests at once; more go through gRPC. Below what a server allows one session."""
@@ -53,9 +58,9 @@ class ZmqTransport(Transport):
         super().__init__(session)
         if not session.terms.zmq_address:
             raise TierUnavailableError("zmq", "the server was started without --zmq")
-        self._where = endpoint(session.terms, session.connection.address)
+        self._where = endpoint(session.terms.zmq_address, session.connection.address)
         self._fallback = StreamTransport(session)
-        self._memory = _FrameMemory(IDLE_FRAME_BYTES)
+        self._memory = FrameMemory(IDLE_FRAME_BYTES)
         _keep_freed_memory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._idle: list[ZmqLink] = []
@@ -90,15 +95,54 @@ class ZmqTransport(Transport):
         reading = BulkReading(
             link.next_request(), limit_bytes, lambda _, size: self._memory.take(size, frames)
         )
-        word = bulk.Get(
-            reading.request, self.session.terms.session_id, lease_id, reading.open(), deadline_ms
-        )
+        word = self._word(reading, lease_id, deadline_ms, 0)
         try:
             link.send(word, deadline, join_digests(digests))
             yield self._arriving(link, reading, deadline)
         finally:
             self._leave(link, reading, deadline)
             self._memory.give(frames)
+
+    @override
+    @contextmanager
+    def get_layers(
+        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+    ) -> Iterator[LayerFeed]:
+        deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
+        link = self._take(deadline)
+        if link is None:
+            with self._fallback.get_layers(digests, lease_id, deadline_ms) as feed:
+                yield feed
+            return
+        limit_bytes = self.session.terms.max_frame_bytes
+        reading = BulkPieces(link.next_request())
+        word = self._word(reading, lease_id, deadline_ms, bulk.LAYER_MAJOR)
+        try:
+            link.send(word, deadline, join_digests(digests))
+            # A piece has what the feed looks at in a reply.
+            pieces = cast("Iterator[pb.GetResponse]", self._pieces(link, reading, deadline))
+            yield PartFeed(pieces, limit_bytes)
+        finally:
+            self._leave(link, reading, deadline)
+
+    def _pieces(self, link: ZmqLink, reading: BulkPieces, deadline: float) -> Iterator[_PieceReply]:
+        while not reading.is_over:
+            word, payload = self._receive(link, deadline)
+            part = reading.take(word, payload)
+            if part is None or payload is None:
+                continue
+            credit_bytes = reading.credit(len(payload))
+            if credit_bytes:
+                link.send(bulk.Credit(reading.request, credit_bytes), deadline)
+            yield _PieceReply(
+                part.chunk, part.tier_name, _PieceData(part.frame_bytes, part.offset, payload)
+            )
+
+    def _word(
+        self, reading: BulkReading | BulkPieces, lease_id: int, deadline_ms: int, flags: int
+    ) -> bulk.Get:
+        session_id = self.session.terms.session_id
+        return bulk.Get(reading.request, session_id, lease_id, reading.open(), deadline_ms, flags)
 
     def _arriving(self, link: ZmqLink, reading: BulkReading, deadline: float) -> Iterator[Arrived]:
         while not reading.is_over:
@@ -112,15 +156,15 @@ class ZmqTransport(Transport):
             if landed is not None:
                 yield Arrived(landed.chunk, landed.tier, landed.frame, _stays)
 
-    def _leave(self, link: ZmqLink, reading: BulkReading, deadline: float) -> None:
+    def _leave(self, link: ZmqLink, reading: BulkReading | BulkPieces, deadline: float) -> None:
         """Have the server let go of what was asked for; a link on which it does not is dropped."""
         try:
             if not reading.is_over:
                 link.send(bulk.Cancel(reading.request), deadline)
             while not reading.is_over:
                 word, _ = link.receive(deadline)
-                if word.request == reading.request:
-                    reading.is_over = isinstance(word, bulk.Done | bulk.Failed)
+                if word.request == reading.request and isinstance(word, bulk.Done | bulk.Failed):
+                    break
         except KVStoreError:
             self._drop(link)
         else:
@@ -136,7 +180,7 @@ class ZmqTransport(Transport):
             return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms)
         is_over = False
         try:
-            results = _Upload(link, deadline).run(
+            results = BulkUpload(link, deadline).run(
                 bulk.Put(
                     link.next_request(),
                     self.session.terms.session_id,
@@ -146,7 +190,7 @@ class ZmqTransport(Transport):
                 chunks,
             )
             is_over = True
-        except DeadlineError as error:
+        except (DeadlineError, TierUnavailableError) as error:
             self.session.connection.gate.note(error)
             raise
         finally:
@@ -159,18 +203,27 @@ class ZmqTransport(Transport):
     def _receive(self, link: ZmqLink, deadline: float) -> tuple[bulk.Word, Bytes | None]:
         try:
             return link.receive(deadline)
-        except DeadlineError as error:
+        except (DeadlineError, TierUnavailableError) as error:
             self.session.connection.gate.note(error)
             raise
 
     def _take(self, deadline: float) -> ZmqLink | None:
         """Return a link of our own for a while; None when as many as there may be are in use."""
         self.session.connection.gate.check()
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise KVStoreError("the client is closed")
+                if not self._idle:
+                    break
+                link = self._idle.pop()
+            if not link.is_broken():
+                return link
+            self._drop(link)
+        return self._connected(deadline)
+
+    def _connected(self, deadline: float) -> ZmqLink | None:
         with self._lock:
-            if self._is_closed:
-                raise KVStoreError("the client is closed")
-            if self._idle:
-                return self._idle.pop()
             if self._links >= MAX_LINKS:
                 return None
             self._links += 1
@@ -178,6 +231,10 @@ class ZmqTransport(Transport):
             return ZmqLink(
                 self._context, self._where, self.session.terms, lambda: self._is_closed, deadline
             )
+        except (DeadlineError, TierUnavailableError):
+            self._forget()
+            self.session.heartbeat()  # a server that was restarted may be found elsewhere
+            raise
         except KVStoreError:
             self._forget()
             raise
@@ -214,107 +271,16 @@ class ZmqTransport(Transport):
             self._context.term()
 
 
-class _Upload:
-    """One put: frames go out part by part, as far as the server's credit goes."""
-
-    def __init__(self, link: ZmqLink, deadline: float) -> None:
-        self._link = link
-        self._deadline = deadline
-        self._budget = bulk.Budget()
-        self._request = 0
-        self._done: list[Put] | None = None
-
-    def run(self, word: bulk.Put, chunks: Sequence[Outgoing]) -> list[Put]:
-        """Put *chunks*; return what became of each. Raises the server's errors."""
-        self._request = word.request
-        self._link.send(word, self._deadline)
-        # Two, so that one is encoded while the other is on its way.
-        rooms = [np.empty(max((c.frame_bytes for c in chunks), default=0), np.uint8)] * 2
-        if len(chunks) > 1:
-            rooms[1] = np.empty(len(rooms[0]), np.uint8)
-        trackers: list[list[zmq.MessageTracker]] = [[], []]
-        for index, chunk in enumerate(chunks):
-            turn = index % 2
-            self._wait_for(trackers[turn])
-            frame = rooms[turn][: chunk.frame_bytes]
-            chunk.encode(frame)
-            trackers[turn] = self._send(index, frame)
-        self._link.send(bulk.Finish(self._request, len(chunks)), self._deadline)
-        while self._done is None:
-            self._take_word()
-        if len(self._done) != len(chunks):
-            raise InvalidFrameError("count", len(self._done), f"{len(chunks)} were put")
-        return self._done
-
-    def _wait_for(self, trackers: Sequence[zmq.MessageTracker]) -> None:
-        import zmq
-
-        try:
-            for tracker in trackers:
-                tracker.wait(max(0.0, self._deadline - time.monotonic()))
-        except zmq.NotDone:
-            raise DeadlineError("the server did not take the frames in time") from None
-
-    def _send(self, index: int, frame: Bytes) -> list[zmq.MessageTracker]:
-        trackers = []
-        for start in range(0, len(frame), bulk.MAX_PAYLOAD_BYTES):
-            data = frame[start : start + bulk.MAX_PAYLOAD_BYTES]
-            while self._link.has_more() or not self._budget.spend(len(data)):
-                self._take_word()
-            part = bulk.Part(self._request, len(frame), start, index, bytes(bulk.TIER_BYTES))
-            tracker = self._link.send(part, self._deadline, data)
-            assert tracker is not None
-            trackers.append(tracker)
-        return trackers
-
-    def _take_word(self) -> None:
-        word, payload = self._link.receive(self._deadline)
-        if word.request != self._request:
-            return
-        if isinstance(word, bulk.Failed):
-            raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
-        if isinstance(word, bulk.Credit):
-            self._budget.grant(word.credit_bytes)
-        elif isinstance(word, bulk.Done):
-            data = b"" if payload is None else payload.tobytes()
-            self._done = read_outcomes(*bulk.unpack_outcomes(word.frames, data))
-        else:
-            raise InvalidFrameError("kind", type(word).__name__, "not an answer to a put")
+class _PieceData(NamedTuple):
+    frame_bytes: int
+    offset: int
+    data: Bytes
 
 
-class _FrameMemory:
-    """Memory of frames that were read, for those of the next get. Thread-safe.
-
-    At most *limit_bytes* of it lie idle.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._idle: dict[int, list[Bytes]] = {}
-        self._idle_bytes = 0
-        self._lock = threading.Lock()  # guards the two above
-
-    def take(self, size_bytes: int, owner: list[Bytes]) -> Bytes:
-        """Return memory of *size_bytes*, noted with its *owner*."""
-        with self._lock:
-            of_size = self._idle.get(size_bytes)
-            frame = of_size.pop() if of_size else None
-            if frame is not None:
-                self._idle_bytes -= size_bytes
-        if frame is None:
-            frame = np.empty(size_bytes, np.uint8)
-        owner.append(frame)
-        return frame
-
-    def give(self, frames: Sequence[Bytes]) -> None:
-        """Take back what its owner reads no more."""
-        with self._lock:
-            for frame in frames:
-                if self._idle_bytes + len(frame) > self._limit_bytes:
-                    self._idle.clear()
-                    self._idle_bytes = 0
-                self._idle.setdefault(len(frame), []).append(frame)
-                self._idle_bytes += len(frame)
+class _PieceReply(NamedTuple):
+    index: int  # type: ignore[assignment]
+    tier: str
+    part: _PieceData
 
 
 def _keep_freed_memory() -> None:

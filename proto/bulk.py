@@ -20,7 +20,10 @@ TOKEN_BYTES = 16
 TIER_BYTES = 8
 
 MAX_PAYLOAD_BYTES = MESSAGE_BYTES
-"""Of one message; a peer that sends more is hung up on by ZeroMQ itself."""
+"""Of one message."""
+
+MAX_WIRE_BYTES = MAX_PAYLOAD_BYTES + 1024
+"""With what encryption adds; a peer that sends more is hung up on by ZeroMQ itself."""
 
 PART_COST_BYTES = 1 << 14
 """What a part costs beyond its payload, so that credit bounds the number of parts too."""
@@ -36,6 +39,9 @@ MAX_REQUESTS = 4
 
 DURABLE = 1
 """Flag of a put."""
+
+LAYER_MAJOR = 1
+"""Flag of a get: first the headers of all its frames, then their layers, in the model's order."""
 
 _HEAD = struct.Struct("<4sHHQ")
 _REASON = struct.Struct("<H")
@@ -79,6 +85,7 @@ class Get(NamedTuple):
     lease_id: int
     credit_bytes: int
     deadline_ms: int
+    flags: int
 
 
 class Put(NamedTuple):
@@ -93,8 +100,8 @@ class Put(NamedTuple):
 class Part(NamedTuple):
     """Payload: the bytes of frame number ``chunk`` of the request, from ``offset``.
 
-    Parts of a frame follow each other, frames too. ``tier`` is where the frame was; zeros in
-    a put.
+    Parts of a frame follow each other, frames too, unless a get asked for layers. ``tier`` is
+    where the frame was; zeros in a put.
     """
 
     request: int
@@ -130,7 +137,9 @@ class Finish(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The end. So many frames were sent; or are answered for in the payload of a put's."""
+    """The end. So many frames were sent whole, or begun by layers; or are answered for in the
+    payload of a put's.
+    """
 
     request: int
     frames: int
@@ -161,7 +170,7 @@ def _shape(kind: type[Word], body: str, max_payload_bytes: int | None = None) ->
 SHAPES: dict[int, _Shape] = {
     Kind.attach: _shape(Attach, f"Q{TOKEN_BYTES}s"),
     Kind.attached: _shape(Attached, ""),
-    Kind.get: _shape(Get, "QQQI", MAX_PAYLOAD_BYTES),
+    Kind.get: _shape(Get, "QQQII", MAX_PAYLOAD_BYTES),
     Kind.put: _shape(Put, "QII"),
     Kind.part: _shape(Part, f"QQI{TIER_BYTES}s", MAX_PAYLOAD_BYTES),
     Kind.credit: _shape(Credit, "Q"),

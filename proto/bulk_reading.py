@@ -21,33 +21,29 @@ class Landed(NamedTuple):
     frame: Bytes
 
 
-class BulkReading:
-    """Feed it what the server sends; it says what is whole and what credit to give.
+class BulkPieces:
+    """The parts of a get as they come. Used by one thread.
 
-    No frame over *limit_bytes* is believed. Used by one thread.
+    Feed it what the server sends; it says which parts are ours and what credit to give.
     """
 
-    def __init__(self, request: int, limit_bytes: int, room: Room) -> None:
+    def __init__(self, request: int) -> None:
         self.request = request
         self.is_over = False
         """The server said its last word about this request."""
-        self._limit_bytes = limit_bytes
-        self._room = room
+        self.frames = 0
+        """What that word counted."""
         self._window = bulk.Window()
-        self._chunk = 0
-        self._received_bytes = 0
-        self._frame_bytes = 0
-        self._frame: Bytes | None = None
 
     def open(self) -> int:
         """Return the first credit, to be sent with the request."""
         return self._window.open()
 
-    def take(self, word: bulk.Word, payload: Bytes | None) -> Landed | None:
-        """Take a message; return the frame that it made whole.
+    def take(self, word: bulk.Word, payload: Bytes | None) -> bulk.Part | None:
+        """Take a message; return it if it is a part.
 
         Messages of earlier requests are passed by. Raises the error that the server sent,
-        InvalidFrameError when parts do not follow each other.
+        InvalidFrameError, InvalidRequestError for what answers no get.
         """
         if word.request != self.request:
             return None
@@ -55,18 +51,62 @@ class BulkReading:
             self.is_over = True
             raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
         if isinstance(word, bulk.Done):
-            self.is_over = True
-            if word.frames != self._chunk or self._received_bytes:
-                raise InvalidFrameError("frames", word.frames, f"{self._chunk} came")
+            self.is_over, self.frames = True, word.frames
             return None
         if not isinstance(word, bulk.Part) or payload is None:
             raise InvalidFrameError("kind", type(word).__name__, "not an answer to a get")
         self._window.receive(len(payload))
-        return self._add(word, payload)
+        return word
 
     def credit(self, size_bytes: int) -> int:
         """Return what to grant now that *size_bytes* of a part were dealt with, mostly 0."""
         return self._window.consume(size_bytes)
+
+
+class BulkReading:
+    """Feed it what the server sends; it says what frame is whole and what credit to give.
+
+    No frame over *limit_bytes* is believed. Used by one thread.
+    """
+
+    def __init__(self, request: int, limit_bytes: int, room: Room) -> None:
+        self._pieces = BulkPieces(request)
+        self._limit_bytes = limit_bytes
+        self._room = room
+        self._chunk = 0
+        self._received_bytes = 0
+        self._frame_bytes = 0
+        self._frame: Bytes | None = None
+
+    @property
+    def request(self) -> int:
+        """Which request this is the reading of."""
+        return self._pieces.request
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server said its last word about this request."""
+        return self._pieces.is_over
+
+    def open(self) -> int:
+        """Return the first credit, to be sent with the request."""
+        return self._pieces.open()
+
+    def take(self, word: bulk.Word, payload: Bytes | None) -> Landed | None:
+        """Take a message; return the frame that it made whole.
+
+        Raises as ``BulkPieces.take``, and InvalidFrameError when parts do not follow each other.
+        """
+        was_over = self.is_over
+        part = self._pieces.take(word, payload)
+        # A frame that was begun and did not become whole was late, or given up.
+        if self.is_over and not was_over and self._pieces.frames != self._chunk:
+            raise InvalidFrameError("frames", self._pieces.frames, f"{self._chunk} came")
+        return None if part is None or payload is None else self._add(part, payload)
+
+    def credit(self, size_bytes: int) -> int:
+        """Return what to grant now that *size_bytes* of a part were dealt with, mostly 0."""
+        return self._pieces.credit(size_bytes)
 
     def _add(self, part: bulk.Part, data: Bytes) -> Landed | None:
         if not part.offset:

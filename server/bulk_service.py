@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.proto import bulk
-from kvstore.proto.errors import InvalidFrameError
-from kvstore.server.bulk_work import GetWork, PutWork
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.types import ChunkKey
+from kvstore.server.bulk_work import GetWork, Piece, PutWork
 from kvstore.server.checks import Checks
 from kvstore.server.intake import PutResult
+from kvstore.server.layered import LayeredGet
 from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
 from kvstore.server.sessions import Session, SessionTable
@@ -28,16 +30,18 @@ class BulkService:
 
     def new_get(self, session: Session, word: bulk.Get, wake: Callable[[], None]) -> GetWork:
         """Return a get about to run. Raises InvalidRequestError."""
+        _check_flags(word.flags, bulk.LAYER_MAJOR)
         deadline = self._checks.deadline(word.deadline_ms)
         return GetWork(session, word, deadline, self._checks.clock, wake)
 
     def new_put(self, session: Session, word: bulk.Put) -> PutWork:
         """Return a put about to run. Raises InvalidRequestError."""
+        _check_flags(word.flags, bulk.DURABLE)
         deadline = self._checks.deadline(word.deadline_ms)
         return PutWork(session, word, deadline, self._checks.clock)
 
     def get(self, work: GetWork, digests: bytes) -> None:
-        """Offer the frames of *digests*, in order, up to the first missing or late one.
+        """Offer the frames of *digests*, in order, up to the first missing or late one, or layers.
 
         Return once their memory is in use no more, or the deadline is over.
         """
@@ -45,13 +49,26 @@ class BulkService:
         keys = self._checks.keys(session, digests)
         lease_id, known = self._manager.open_get(session, keys, work.word.lease_id)
         try:
-            for arrival in self._manager.gets.get(session, keys[:known], work.deadline):
-                if not work.offer(arrival):
+            pieces = self._layers if work.word.flags & bulk.LAYER_MAJOR else self._frames
+            for piece in pieces(session, keys[:known], work.deadline):
+                if not work.offer(piece):
                     break
             work.settle()
         finally:
             if not work.word.lease_id:
                 self._manager.release(session, lease_id)
+
+    def _frames(
+        self, session: Session, keys: Sequence[ChunkKey], deadline: float
+    ) -> Iterator[Piece]:
+        for one in self._manager.gets.get(session, keys, deadline):
+            yield Piece(one.index, one.tier, len(one.frame), 0, one.frame, one.place is None)
+
+    def _layers(
+        self, session: Session, keys: Sequence[ChunkKey], deadline: float
+    ) -> Iterator[Piece]:
+        for part in LayeredGet(self._manager.transfers, session, keys, deadline).parts():
+            yield Piece(*part)
 
     def put(self, work: PutWork, grant: Callable[[int], None]) -> list[PutResult]:
         """Store the frames of *work* and return what became of each; *grant* sends credit.
@@ -72,3 +89,8 @@ class BulkService:
                 if credit_bytes:
                     grant(credit_bytes)
             return stream.finish()
+
+
+def _check_flags(flags: int, known: int) -> None:
+    if flags & ~known:
+        raise InvalidRequestError("flags", flags, f"this server knows {known}")

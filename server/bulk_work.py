@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.bulk import (
@@ -19,15 +20,28 @@ from kvstore.proto.bulk import (
     tier_bytes,
 )
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, LeaseExpiredError
-from kvstore.server.delivery import Arrival
 from kvstore.server.sessions import Session
 
-FRAMES_AHEAD = 8
-"""Frames that a worker has ready before the first of them is sent."""
+PIECES_AHEAD = 8
+"""Frames, or layers of them, that a worker has ready before the first of them is sent."""
+
+
+class Piece(NamedTuple):
+    """A frame or a segment of it, to be sent from where it lies.
+
+    *is_loose*: its memory is accounted for only until its owner takes it back.
+    """
+
+    chunk: int
+    tier: str
+    frame_bytes: int
+    offset: int
+    data: Bytes
+    is_loose: bool = False
 
 
 class GetWork:
-    """One get: a worker offers frames, the socket's thread takes parts of them as credit allows.
+    """One get: a worker offers pieces, the socket's thread takes parts of them as credit allows.
 
     Payload bytes are never copied: a part counts as outstanding until ZeroMQ has let go of it.
     *clock* returns monotonic seconds. *wake* has the socket's thread look.
@@ -45,12 +59,14 @@ class GetWork:
         self.word = word
         self.deadline = deadline
         self.frames_sent = 0
+        """Frames whose last byte was sent, or, of layers, whose header was."""
         self.budget = Budget()
         self.budget.grant(word.credit_bytes)
         self._clock = clock
         self._wake = wake
-        self._offset = 0
-        self._frames: deque[Arrival] = deque()
+        self._sent_bytes = 0
+        """Of the first piece."""
+        self._pieces: deque[Piece] = deque()
         self._outstanding_bytes = 0
         self._is_cancelled = False
         # Guards the three above; its waiters are the worker only.
@@ -58,18 +74,18 @@ class GetWork:
 
     # --- the worker's side
 
-    def offer(self, arrival: Arrival) -> bool:
-        """Queue a frame to be sent; False when nobody wants more of them, or it is too late."""
-        # A copy of its own is accounted for only until its frame is taken back from us.
-        ahead = FRAMES_AHEAD if arrival.place is not None else 1
+    def offer(self, piece: Piece) -> bool:
+        """Queue a piece to be sent; False when nobody wants more of them, or it is too late."""
         with self._changed:
-            self._frames.append(arrival)
+            self._pieces.append(piece)
         self._wake()
-        return self._wait(lambda: len(self._frames) < ahead)
+        if piece.is_loose:
+            return self.settle()
+        return self._wait(lambda: len(self._pieces) < PIECES_AHEAD)
 
     def settle(self) -> bool:
         """Wait until all that was offered is sent and let go; False when it is cut short."""
-        return self._wait(lambda: not self._frames and not self._outstanding_bytes)
+        return self._wait(lambda: not self._pieces and not self._outstanding_bytes)
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
         with self._changed:
@@ -77,7 +93,7 @@ class GetWork:
                 left_s = self.deadline - self._clock()
                 if left_s <= 0:
                     self._is_cancelled = True
-                    self._frames.clear()
+                    self._pieces.clear()
                     return False
                 self._changed.wait(left_s)
             return not self._is_cancelled
@@ -87,24 +103,24 @@ class GetWork:
     def next_part(self) -> tuple[Part, Bytes] | None:
         """Return the next part to send, None when there is none or no credit for it."""
         with self._changed:
-            if not self._frames or self._outstanding_bytes >= MAX_CREDIT_BYTES:
+            if not self._pieces or self._outstanding_bytes >= MAX_CREDIT_BYTES:
                 return None
-            arrival = self._frames[0]
-        frame, start = arrival.frame, self._offset
-        stop = min(start + MAX_PAYLOAD_BYTES, len(frame))
-        if not self.budget.spend(stop - start):
+            piece = self._pieces[0]
+        start = self._sent_bytes
+        data = piece.data[start : start + MAX_PAYLOAD_BYTES]
+        if not self.budget.spend(len(data)):
             return None
-        word = Part(self.word.request, len(frame), start, arrival.index, tier_bytes(arrival.tier))
-        data = frame[start:stop]
-        weakref.finalize(data, self._let_go, stop - start).atexit = False
-        self._offset = stop % len(frame)
+        weakref.finalize(data, self._let_go, len(data)).atexit = False
+        self._sent_bytes = (start + len(data)) % len(piece.data)
         with self._changed:
             self._outstanding_bytes += len(data)
-            if not self._offset and self._frames:
-                self._frames.popleft()
-                self.frames_sent += 1
+            if not self._sent_bytes and self._pieces:
+                self._pieces.popleft()
+                self.frames_sent += not piece.offset
                 self._changed.notify()
-        return word, data
+        tier = tier_bytes(piece.tier)
+        at = piece.offset + start
+        return Part(self.word.request, piece.frame_bytes, at, piece.chunk, tier), data
 
     def _let_go(self, size_bytes: int) -> None:
         """ZeroMQ needs a part's memory no more."""
@@ -120,7 +136,7 @@ class GetWork:
         """Send no more."""
         with self._changed:
             self._is_cancelled = True
-            self._frames.clear()
+            self._pieces.clear()
             self._changed.notify()
 
 

@@ -60,8 +60,8 @@ class PeerLink:
         """Return the longest prefix of *digests* that the peer gave by the deadline.
 
         Frames lie where *out_for* said; their bytes are not verified. Raises
-        TierUnavailableError when the peer does not let us in, else its own errors; what is late is
-        missing.
+        TierUnavailableError when the peer does not answer, else its own errors: LeaseExpiredError
+        when it does not know the session. What is late is missing.
         """
         deadline = self._clock() + deadline_ms / 1000
         self._requests += 1
@@ -70,7 +70,7 @@ class PeerLink:
         try:
             link = self._connected(deadline)
             word = bulk.Get(
-                self._requests, self._terms.session_id, 0, reading.open(), max(1, deadline_ms)
+                self._requests, self._terms.session_id, 0, reading.open(), max(1, deadline_ms), 0
             )
             self._send(link, word, join_digests(digests))
             while not reading.is_over:
@@ -116,7 +116,7 @@ class PeerLink:
         link = self._link = self._context.socket(zmq.DEALER)
         link.linger = 0
         link.sndhwm = link.rcvhwm = QUEUE_MESSAGES
-        link.maxmsgsize = bulk.MAX_PAYLOAD_BYTES
+        link.maxmsgsize = bulk.MAX_WIRE_BYTES
         link.heartbeat_ivl, link.heartbeat_timeout = HEARTBEAT_MS, SILENCE_MS
         link.reconnect_ivl = -1
         link.ipv6 = True
@@ -135,12 +135,11 @@ class PeerLink:
         terms = self._terms
         self._send(link, bulk.Attach(0, terms.session_id, terms.token))
         try:
-            word, payload = self._receive(link, deadline)
+            word, _ = self._receive(link, deadline)
         except DeadlineError:
             raise TierUnavailableError("peer", f"{terms.address} does not answer") from None
         if not isinstance(word, bulk.Attached):
-            reason = bulk.unpack_failure(b"" if payload is None else payload.tobytes())
-            raise TierUnavailableError("peer", f"{terms.address}: {reason}")
+            raise InvalidRequestError("kind", type(word).__name__, "not an answer to attach")
 
     def _send(self, link: zmq.Socket[bytes], word: bulk.Word, payload: bytes | None = None) -> None:
         frames = [bulk.pack(word)] if payload is None else [bulk.pack(word), payload]
@@ -159,4 +158,7 @@ class PeerLink:
         if len(frames) > 2:
             raise InvalidRequestError("frames", len(frames), "a message has two at most")
         payload = as_bytes(frames[1].buffer) if len(frames) == 2 else None
-        return bulk.unpack(frames[0].bytes, None if payload is None else len(payload)), payload
+        word = bulk.unpack(frames[0].bytes, None if payload is None else len(payload))
+        if isinstance(word, bulk.Failed) and not word.request:  # of the session, not of a request
+            raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
+        return word, payload

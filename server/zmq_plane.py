@@ -24,6 +24,7 @@ from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
+    LeaseExpiredError,
     QuotaExceededError,
     UnauthenticatedError,
 )
@@ -126,8 +127,11 @@ class ZmqPlane:
 
     def _forget_session(self, session: Session) -> None:
         def forget() -> None:
+            gone = LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
+            payload = bulk.pack_failure(type(gone).__name__, str(gone))
             for peer in [p for p in self._peers.values() if p.session is session]:
                 self._drop(peer)
+                self._send(peer.identity, bulk.Failed(0), payload)
 
         self._post(forget)
 
@@ -299,14 +303,17 @@ class ZmqPlane:
 
     def _drop(self, peer: _Peer) -> None:
         self._peers.pop(peer.identity, None)
-        for work in (*peer.gets.values(), *peer.puts.values()):
-            work.cancel()
+        for get in peer.gets.values():
+            get.cancel()
+        for put in peer.puts.values():
+            put.cancel()
 
     def _end(self, peer: _Peer, request: int) -> None:
-        work: GetWork | PutWork | None = peer.gets.pop(request, None)
-        work = work or peer.puts.pop(request, None)
-        if work is not None:
-            work.cancel()
+        get, put = peer.gets.pop(request, None), peer.puts.pop(request, None)
+        if get is not None:
+            get.cancel()
+        if put is not None:
+            put.cancel()
 
     # --- workers
 

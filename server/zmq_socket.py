@@ -37,7 +37,7 @@ def bind_router(endpoint: str, keys: CurveKeys | None) -> tuple[zmq.Socket[bytes
     router.router_mandatory = True
     router.sndhwm = SEND_QUEUE_MESSAGES
     router.rcvhwm = RECEIVE_QUEUE_MESSAGES
-    router.maxmsgsize = bulk.MAX_PAYLOAD_BYTES
+    router.maxmsgsize = bulk.MAX_WIRE_BYTES
     router.heartbeat_ivl = HEARTBEAT_MS
     router.heartbeat_timeout = SILENCE_MS
     router.handshake_ivl = SILENCE_MS

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from contextlib import aclosing
 
+import numpy as np
 import pytest
 from local_server import DEADLINE_MS, LocalServer
+from pages import engine_pages
 from prompts import SMALL, chunks_of, is_right, tokens
 
-from kvstore.client import AsyncClient, Client, ClientOptions
+from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import LeaseExpiredError
@@ -60,12 +63,34 @@ def test_many_gets_run_at_once(server: LocalServer) -> None:
     asyncio.run(work())
 
 
+def test_pages_and_layers_are_awaited(server: LocalServer) -> None:
+    async def work() -> None:
+        options = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
+        async with AsyncClient(server.address, SMALL, options) as client:
+            keys = await client.keys(tokens(1, 32))
+            right = chunks_of(client.sync, keys)
+            planned = [PlannedChunk(chunk.key, 16, chunk.parent) for chunk in right]
+            async with await client.begin_put(planned) as put:
+                for layer in (0, 1):
+                    await put.layer(layer, [chunk.tensors[0][layer] for chunk in right])
+            assert [one.outcome for one in put.results] == [PutOutcome.stored] * 2
+            pages = engine_pages(SMALL, "block part token head dim", 4, 8, np.random.default_rng(1))
+            assert await client.get_pages(keys, pages, range(4)) == 2
+            puts = await client.put_pages(keys, pages, range(4), 32)
+            assert [one.outcome for one in puts] == [PutOutcome.exists] * 2
+            async with aclosing(client.get_layers(keys)) as layers:
+                found = [(one.layer_id, len(one.tensors)) async for one in layers]
+            assert found == [(0, 2), (1, 2)]
+
+    asyncio.run(work())
+
+
 def test_asyncio_client_has_every_verb_of_the_blocking_one() -> None:
     def verbs(kind: type) -> dict[str, list[str]]:
         return {
             name: list(inspect.signature(value).parameters)
-            for name, value in vars(kind).items()
-            if not name.startswith("_") and inspect.isfunction(value)
+            for name, value in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_")
         }
 
     blocking = verbs(Client)

@@ -18,6 +18,7 @@ from kvstore.client.device_pages import DevicePages
 from kvstore.client.pages import PageAxes
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
+from kvstore.codecs.paged import HostKernels
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -275,6 +276,24 @@ def test_pages_that_are_not_the_models_are_refused_and_nothing_is_held(
     gpu_server.settled()
 
 
+def test_a_device_that_fails_is_an_error_of_the_store_and_nothing_is_held(
+    gpu_server: LocalServer, client: CudaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = store(client, 1, 2)
+    warm(gpu_server, client, keys)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nand more")
+
+    monkeypatch.setattr(HostKernels, "sums", fail)
+    engine = Engine(SMALL, blocks_for(2))
+    with pytest.raises(TierUnavailableError, match=r"illegal memory access$"):
+        client.get_device_pages(keys, engine.pages, engine.block_ids)
+    monkeypatch.undo()
+    gpu_server.settled()
+    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 2
+
+
 def test_the_rest_of_a_client_works_as_through_shared_memory(client: CudaClient) -> None:
     keys = store(client, 1, 3)
     assert client.transport_name == "cuda"
@@ -339,45 +358,3 @@ def test_a_device_that_this_process_does_not_see_is_refused_by_name(
     ):
         client.keys([1] * 16)
     file.release(handle)
-
-
-# --- pages as engines have them
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        "layer part block token head dim",
-        "block layer part head token dim",
-        "part token dim layer block head",
-    ],
-)
-def test_pages_are_found_whatever_the_order_of_their_axes(names: str) -> None:
-    sizes = {"layer": 2, "part": 2, "block": 3, "token": 8, "head": 2, "dim": 8}
-    order = names.split()
-    tensor = torch.arange(2 * 2 * 3 * 8 * 2 * 8, dtype=torch.int16).view(torch.bfloat16)
-    tensor = tensor.view([sizes[name] for name in order])
-    if order[-1] != "dim":
-        with pytest.raises(LayoutMismatchError, match="head_dim contiguous"):
-            DevicePages(SMALL, tensor, PageAxes.parse(names))
-        return
-    (pages,) = DevicePages(SMALL, tensor, PageAxes.parse(names)).pages
-    at = {"layer": 1, "part": 1, "block": 2, "head": 1, "token": 5}
-    row = tensor[tuple(at.get(name, slice(None)) for name in order)]
-    assert torch.equal(pages.views[1][1][2, 1, 5], row)
-
-
-def test_pages_without_what_the_model_needs_are_refused() -> None:
-    good = torch.zeros(2, 2, 3, 8, 2, 8, dtype=torch.bfloat16)
-    DevicePages(SMALL, list(good), NHD.drop("layer"))
-    wrong: list[tuple[torch.Tensor | list[torch.Tensor], PageAxes]] = [
-        (good[:1], NHD),
-        (good[:, 0], NHD),
-        (good[:, :1], NHD),
-        (good[..., :4], NHD),
-        (good, NHD.drop("layer")),
-        (list(good), NHD),
-    ]
-    for tensors, axes in wrong:
-        with pytest.raises(LayoutMismatchError):
-            DevicePages(SMALL, tensors, axes)

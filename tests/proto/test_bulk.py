@@ -19,7 +19,7 @@ U32 = st.integers(0, (1 << 32) - 1)
 WORDS: st.SearchStrategy[Word] = st.one_of(
     st.builds(bulk.Attach, U64, U64, st.binary(min_size=16, max_size=16)),
     st.builds(bulk.Attached, U64),
-    st.builds(bulk.Get, U64, U64, U64, U64, U32),
+    st.builds(bulk.Get, U64, U64, U64, U64, U32, U32),
     st.builds(bulk.Put, U64, U64, U32, U32),
     st.builds(bulk.Part, U64, U64, U64, U32, st.binary(min_size=8, max_size=8)),
     st.builds(bulk.Credit, U64, U64),
@@ -50,17 +50,17 @@ def test_header_of_another_length_is_refused(word: Word, data: st.DataObject) ->
     header = pack(word)
     cut = data.draw(st.integers(0, len(header) - 1))
     for wrong in (header[:cut], header + b"\0"):
-        with pytest.raises(InvalidRequestError, match="^header="):
+        with pytest.raises(InvalidRequestError, match=r"^header="):
             unpack(wrong, payload_limit(word))
 
 
 @given(WORDS)
 def test_payload_where_none_belongs_and_none_where_one_does_are_refused(word: Word) -> None:
     limit = payload_limit(word)
-    with pytest.raises(InvalidRequestError, match="^payload="):
+    with pytest.raises(InvalidRequestError, match=r"^payload="):
         unpack(pack(word), 0 if limit is None else None)
     if limit is not None:
-        with pytest.raises(InvalidRequestError, match="^payload=.*at most"):
+        with pytest.raises(InvalidRequestError, match=r"^payload=.*at most"):
             unpack(pack(word), limit + 1)
 
 
@@ -84,7 +84,7 @@ def test_the_vectors_of_the_bulk_channel_are_what_the_code_sends() -> None:
     words: dict[str, Word] = {
         "bulk_attach": bulk.Attach(0, session, token),
         "bulk_attached": bulk.Attached(0),
-        "bulk_get": bulk.Get(1, session, 0, 8 << 20, 2000),
+        "bulk_get": bulk.Get(1, session, 0, 8 << 20, 2000, 0),
         "bulk_part": bulk.Part(1, 2368, 0, 0, bulk.tier_bytes("cpu")),
         "bulk_credit": bulk.Credit(1, 18752),
         "bulk_cancel": bulk.Cancel(1),

@@ -180,7 +180,10 @@ def test_a_packet_over_the_limit_is_refused_since_its_end_may_be_missing() -> No
         unpack_answer(fits + b"\0")
 
 
-@given(packet=st.binary(max_size=100) | st.binary(max_size=70).map(shm.pack_reply(5).__add__))
+@given(
+    packet=st.binary(max_size=100)
+    | st.binary(max_size=70).map(shm.pack_reply(Reply.failed).__add__)
+)
 def test_any_packet_is_an_answer_or_refused(packet: bytes) -> None:
     try:
         answer = unpack_answer(packet)

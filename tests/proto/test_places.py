@@ -23,8 +23,8 @@ def test_places_come_back_as_they_were_packed(places: list[Place]) -> None:
 def test_a_row_is_the_one_that_the_format_shows() -> None:
     place = Place(7, Reach.memory, 1, 0x40, 0x1234, 0x5EED_B10C_0000_0002)
     assert pack_places([place]).hex() == (
-        "07000000" "01" "01" "0000"
-        "4000000000000000" "3412000000000000" "020000000cb1ed5e"
+        "0700000001010000"
+        "40000000000000003412000000000000020000000cb1ed5e"
     )  # fmt: skip
     assert pack_places([NOWHERE]) == bytes(32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -43,15 +44,47 @@ def catalog(clock: FakeClock) -> Catalog:
 
 
 CHAIN = [key(number) for number in range(5)]
+TIERS = ("cpu", "disk")
 
 
 def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: Catalog) -> None:
     assert catalog.begin_put(key(3))
-    copies, pending = catalog.match(CHAIN, Fidelity.exact)
-    assert [set(held) for held in copies] == [{"cpu", "disk"}, {"cpu", "disk"}, {"cpu"}]
-    assert pending == 1
+    found = catalog.match(CHAIN, Fidelity.exact, TIERS)
+    assert (found.known, found.pending, found.lease) == (3, 1, None)
+    assert found.sources.tolist() == [0, 0, 0]
+    assert found.sizes.tolist() == [100, 100, 100]
     catalog.end_put(key(3))
-    assert catalog.match(CHAIN, Fidelity.exact)[1] == 0
+    assert catalog.match(CHAIN, Fidelity.exact, TIERS).pending == 0
+
+
+def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
+    catalog: Catalog,
+) -> None:
+    slow_first = catalog.match(CHAIN, Fidelity.exact, ("disk", "cpu"))
+    assert (slow_first.sources.tolist(), slow_first.sizes.tolist()) == ([0, 0, 1], [60, 60, 100])
+    barred = catalog.match(CHAIN, Fidelity.exact, (None, "disk"))
+    assert (barred.known, barred.sources.tolist(), barred.sizes.tolist()) == (3, [1, 1], [60, 60])
+    none = catalog.match(CHAIN, Fidelity.exact, (None, None), (SESSION, 5.0))
+    assert (none.known, none.sources.tolist(), none.lease) == (3, [], None)
+
+
+def test_a_copy_of_too_low_fidelity_is_not_what_a_match_reads(catalog: Catalog) -> None:
+    catalog.forget("disk", key(1))
+    catalog.note_sealed("disk", replace(info(1, 0, 60), fidelity=Fidelity.bounded))
+    by_disk = ("disk", "cpu")
+    assert catalog.match(CHAIN, Fidelity.exact, by_disk).sources.tolist() == [0, 1, 1]
+    assert catalog.match(CHAIN, Fidelity.bounded, by_disk).sources.tolist() == [0, 0, 1]
+
+
+def test_a_match_leases_what_it_found_and_nothing_more(catalog: Catalog, clock: FakeClock) -> None:
+    found = catalog.match(CHAIN, Fidelity.exact, (None, "disk"), (SESSION, 2.0))
+    assert found.lease is not None
+    assert list(found.lease.keys) == CHAIN[:2]
+    assert found.lease.deadline == clock.now + 2.0
+    assert catalog.held_count() == 2
+    assert catalog.release(found.lease.lease_id, SESSION)
+    assert catalog.match([key(4)], Fidelity.exact, TIERS, (SESSION, 2.0)).lease is None
+    assert catalog.held_count() == catalog.lease_count() == 0
 
 
 def test_pending_counts_go_on_through_chunks_that_exist_behind_one_that_does_not(
@@ -59,14 +92,14 @@ def test_pending_counts_go_on_through_chunks_that_exist_behind_one_that_does_not
 ) -> None:
     catalog.note_sealed("cpu", info(4, 3))
     catalog.begin_put(key(3))
-    assert catalog.match(CHAIN, Fidelity.exact)[1] == 2
+    assert catalog.match(CHAIN, Fidelity.exact, TIERS).pending == 2
 
 
 def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
     catalog.note_sealed("cpu", info(9))
     assert catalog.claim_victims("cpu", 1, ALL) == [key(2)]
     catalog.unclaim([key(2)])
-    catalog.match(CHAIN, Fidelity.exact)
+    catalog.match(CHAIN, Fidelity.exact, TIERS)
     assert catalog.claim_victims("cpu", 1, ALL) == [key(9)]
 
 
@@ -212,7 +245,7 @@ def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) 
 
 def test_holdings_are_those_of_one_namespace(catalog: Catalog) -> None:
     lease, _ = catalog.grant(SESSION, [key(0)], 10.0)
-    catalog.match([key(0)], Fidelity.exact)
+    catalog.match([key(0)], Fidelity.exact, TIERS)
     holdings = catalog.holdings(Namespace(bytes(16)))
     assert [holding.key for holding in holdings] == CHAIN[:3]
     assert (holdings[0].leases, holdings[0].hits) == (1, 1)

@@ -88,10 +88,11 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "secret_file": write(tmp_path / "secret", text), "disk_write": "evict",
         "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zstd",
         "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
+        "disk_direct": "true",
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")
-    from_flag = load_config([flag] if name == "insecure" else [flag, value])
+    from_flag = load_config([flag] if name in ("insecure", "disk_direct") else [flag, value])
     assert name == "cpu_codec" or getattr(from_flag, name) != getattr(load_config([]), name)
     path = write(tmp_path / "c.yaml", f"{name}: {value}\n")
     assert getattr(load_config(["--config", path]), name) == getattr(from_flag, name)

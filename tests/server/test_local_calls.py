@@ -514,16 +514,20 @@ def test_calls_wait_side_by_side_and_each_more_than_the_threads_for_its_turn(
 
 
 def test_plane_that_closes_while_calls_run_hangs_up_and_leaves_nothing(
-    tmp_path: Path, no_leaks: None
+    tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dataplane, "_END_WITHIN_S", 0.1)
     own = Plane(tmp_path / "s.sock")
     own.plane.answer_calls(own.answer)
     peers = [own.join() for _ in range(2)]
     for peer in peers:
         peer.send_call("Lookup", pb.LookupRequest())
         assert own.begun.acquire(timeout=20)
+    served = [peer.connection for peer in own.plane._peers.values() if peer.is_busy]
     own.plane.close()
     assert [peer.is_hung_up() for peer in (own.host, *peers)] == [True] * 3
+    # Closed under a thread that is about to send, its number could be another file's by then.
+    assert [connection.fileno() > 0 for connection in served] == [True] * 2
     assert not own.plane.path.exists()
     assert len(own.table) == 0
     own.let_go.set()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from local_server import LocalServer, eventually
@@ -16,6 +18,7 @@ from prompts import chunks_of, is_right, keys_of
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.server import config as config_module
 from kvstore.server.metrics import COUNTERS
 from kvstore.server.node import SERVICE_NAME
 
@@ -48,6 +51,24 @@ def assert_first_works_on(server: LocalServer) -> None:
         assert [is_right(client, *pair) for pair in zip(keys, client.get(keys), strict=True)] == [
             True, True
         ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_gpu_tier_on_a_torch_without_cuda_is_refused_with_the_fix(
+    make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
+    with pytest.raises(TierUnavailableError, match=r"sees 0 CUDA devices.*install a CUDA build"):
+        make_server("--tiers", "gpu,cpu")
+
+
+def test_gpu_tier_without_torch_is_refused_with_the_fix(
+    make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(TierUnavailableError, match=r"install kvstore\[gpu\]"):
+        make_server("--tiers", "gpu,cpu")
 
 
 def test_second_server_on_one_port_is_refused(make_server: ServerMaker, tmp_path: Path) -> None:

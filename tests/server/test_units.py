@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from kvstore.server.config import ServerConfig
 from kvstore.server.units import (
     GIB,
     KIB,
@@ -76,3 +78,25 @@ def test_urls_of_a_redis_are_known(url: str) -> None:
 @pytest.mark.parametrize("url", ["", "h:6379", "redis://", "redis://[::1", "redis://h:99999"])
 def test_other_urls_are_not(url: str) -> None:
     assert not is_redis_url(url)
+
+
+@pytest.mark.parametrize(
+    "value", ["off", "127.0.0.1:0", "0.0.0.0:7421", "[::1]:7421", "store.example:1", "ipc:/run/b"]
+)
+def test_addresses_of_the_bulk_channel_are_taken(value: str) -> None:
+    assert ServerConfig.model_validate({"zmq": value}).zmq == value
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("7421", "give host:port"),
+        ("tcp://a:1", "give host:port"),
+        ("a:65536", "a port is at most 65535"),
+        ("ipc:run/b", "give ipc: and an absolute path"),
+        ("ipc:/" + "b" * 107, "of 107 bytes at most"),
+    ],
+)
+def test_what_is_no_address_of_the_bulk_channel_is_refused(value: str, fix: str) -> None:
+    with pytest.raises(ValidationError, match=fix):
+        ServerConfig.model_validate({"zmq": value})

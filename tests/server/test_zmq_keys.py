@@ -49,5 +49,5 @@ def test_a_file_that_holds_no_key_is_refused(tmp_path: Path, content: bytes) -> 
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(InvalidRequestError, match="zmq_keys=.*name a folder"):
+    with pytest.raises(InvalidRequestError, match=r"zmq_keys=.*name a folder"):
         load_keys(tmp_path / "file" / "keys")

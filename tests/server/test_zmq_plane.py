@@ -17,6 +17,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk_work import GetWork
@@ -99,7 +100,7 @@ def client(server: LocalServer) -> Client:
 
 
 def get_word(terms: pb.OpenSessionResponse, request: int = 1, **other: int) -> bulk.Get:
-    word = bulk.Get(request, terms.session_id, 0, CREDIT_BYTES, DEADLINE_MS)
+    word = bulk.Get(request, terms.session_id, 0, CREDIT_BYTES, DEADLINE_MS, 0)
     return word._replace(**other)
 
 
@@ -166,6 +167,7 @@ def test_the_end_of_a_session_ends_its_peers(
     server: LocalServer, peer: Peer, terms: pb.OpenSessionResponse
 ) -> None:
     server.node.sessions.close(terms.session_id)
+    assert peer.is_refused(0, "LeaseExpiredError")
     peer.say(get_word(terms), bytes(16))
     assert eventually(lambda: server.counter("bulk_ignored_messages") == 1)
 
@@ -196,7 +198,7 @@ def test_the_server_s_own_words_are_refused(
 def test_a_message_over_the_limit_ends_the_connection_and_nobody_else_s(
     server: LocalServer, peer: Peer, client: Client
 ) -> None:
-    peer.shout(bytes(4), bytes(bulk.MAX_PAYLOAD_BYTES + 1))
+    peer.shout(bytes(4), bytes(bulk.MAX_WIRE_BYTES + 1))
     assert_reads(client, store(client, 1, 2))
     assert server.node.is_alive()
 
@@ -225,6 +227,7 @@ def test_frames_come_in_parts_and_end_with_their_number(
         ({"credit_bytes": 1 << 63}, bytes(16), "InvalidRequestError\0credit_bytes"),
         ({"deadline_ms": 1 << 31}, bytes(16), "InvalidRequestError\0deadline_ms"),
         ({"lease_id": 5}, bytes(16), "LeaseExpiredError"),
+        ({"flags": 2}, bytes(16), "InvalidRequestError\0flags=2: this server knows 1"),
         ({}, bytes(15), "InvalidRequestError\0digests=15"),
         ({}, bytes(16 * 4097), "InvalidRequestError\0digests=4097: at most 4096"),
     ],
@@ -307,11 +310,10 @@ def test_a_client_that_never_reads_costs_what_is_under_way_and_hinders_nobody(
     make_server: ServerMaker,
 ) -> None:
     server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
-    wide = ClientOptions("zmq", chunk_tokens=8192, deadline_ms=DEADLINE_MS)
+    wide = ClientOptions("zmq", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     client = server.connect("zmq", MEDIUM, wide)
     keys = store(client, 1, 8)
     session = client._connected().session.terms
-    outstanding: list[int] = []
     plane = server.node.bulk
     assert plane is not None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -320,7 +322,7 @@ def test_a_client_that_never_reads_costs_what_is_under_way_and_hinders_nobody(
     mute.connect(plane.address)
     mute.send(bulk.pack(bulk.Attach(0, session.session_id, session.attach_token)))
     for request in range(1, 4):
-        word = bulk.Get(request, session.session_id, 0, bulk.MAX_CREDIT_BYTES, 1500)
+        word = bulk.Get(request, session.session_id, 0, bulk.MAX_CREDIT_BYTES, 1500, 0)
         mute.send_multipart([bulk.pack(word), b"".join(key[16:] for key in keys)])
 
     def gets() -> list[GetWork]:
@@ -339,11 +341,14 @@ def test_a_client_that_never_reads_costs_what_is_under_way_and_hinders_nobody(
 # --- puts
 
 
-def parts_of(frame: Bytes, request: int = 1, chunk: int = 0, cut: int = 1000) -> list[
-    tuple[bulk.Part, bytes]
-]:
+def parts_of(
+    frame: Bytes, request: int = 1, chunk: int = 0, cut: int = 1000
+) -> list[tuple[bulk.Part, bytes]]:
     return [
-        (bulk.Part(request, len(frame), start, chunk, bytes(8)), frame[start : start + cut].tobytes())
+        (
+            bulk.Part(request, len(frame), start, chunk, bytes(8)),
+            frame[start : start + cut].tobytes(),
+        )
         for start in range(0, len(frame), cut)
     ]
 
@@ -452,9 +457,12 @@ def open_server(make_server: ServerMaker, tmp_path: Path) -> LocalServer:
 def test_beyond_the_loopback_bytes_are_encrypted(open_server: LocalServer) -> None:
     assert open_server.node.bulk is not None
     assert open_server.node.bulk.address.startswith("tcp://*:")
-    client = open_server.connect("zmq")
+    options = ClientOptions("zmq", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    client = open_server.connect("zmq", MEDIUM, options)
     assert len(client._connected().session.terms.zmq_public_key) == 40
-    assert_reads(client, store(client, 1, 3))
+    keys = store(client, 1, 3)
+    assert len(frame_of(keys[0], MEDIUM, 512)) > bulk.MAX_PAYLOAD_BYTES  # parts of full size too
+    assert_reads(client, keys)
 
 
 def test_a_peer_in_plain_text_is_not_let_in(open_server: LocalServer) -> None:
@@ -479,8 +487,9 @@ def test_an_address_that_is_taken_stops_the_start(
 ) -> None:
     assert server.node.bulk is not None
     taken = server.node.bulk.address.removeprefix("tcp://")
-    with pytest.raises(ValueError, match=r"zmq='127\.0\.0\.1:[0-9]+': .*choose another address"):
-        make_server("--zmq", taken, "--disk", "8MiB:" + str(server.config.disk.path) + "2")
+    flags = ("--zmq", taken, "--tiers", "cpu", "--socket", "off")
+    with pytest.raises(InvalidRequestError, match=r"zmq='127\.0\.0\.1:[0-9]+': .*is it taken"):
+        make_server(*flags)
 
 
 def test_the_channel_goes_over_a_unix_socket_too(make_server: ServerMaker, tmp_path: Path) -> None:

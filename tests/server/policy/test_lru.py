@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from itertools import islice
 
+import numpy as np
 import pytest
-from contracts.policy import ALL, PolicyContract, info, keep_none, key, tree_info
+from contracts.policy import PolicyContract, Tree, above, everyone, row, rows
 from typing_extensions import override
 
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.lru import LruEviction
 
 
@@ -20,15 +22,15 @@ class TestLruContract(PolicyContract):
 
 
 def play(events: str) -> LruEviction:
-    """``1`` inserts chunk 1, ``2<1`` one that continues it, ``t12`` touches, ``-1`` removes."""
+    """``1`` inserts row 1, ``2<1`` one that continues it, ``t12`` touches, ``-1`` removes."""
     policy = LruEviction()
     for event in events.split():
         if event[0] == "t":
-            policy.touch([key(int(name)) for name in event[1:]])
+            policy.touch(np.array([int(name) for name in event[1:]]))
         elif event[0] == "-":
-            policy.remove(key(int(event[1])))
+            policy.remove(int(event[1]))
         else:
-            policy.insert(info(int(event[0]), int(event[2]) if "<" in event else None))
+            policy.insert(int(event[0]), int(event[2]) if "<" in event else NO_ROW)
     return policy
 
 
@@ -55,59 +57,66 @@ def play(events: str) -> LruEviction:
     ],
 )
 def test_victims_come_in_the_order_of_use_leaves_first(events: str, order: str) -> None:
-    assert play(events).victims(ALL, keep_none, ALL) == [key(int(name)) for name in order]
+    assert everyone(play(events)) == [int(name) for name in order]
 
 
 def test_the_end_of_a_chain_counts_as_older_than_its_beginning() -> None:
-    policy = play("1 2<1 3<2 4 5<4 6<5")
-    policy.touch([key(4), key(5), key(6)])
-    policy.touch([key(1), key(2), key(3)])
-    assert policy.victims(ALL, keep_none, ALL) == [key(n) for n in (6, 5, 4, 3, 2, 1)]
+    policy = play("1 2<1 3<2 4 5<4 6<5 t456 t123")
+    assert everyone(policy) == [6, 5, 4, 3, 2, 1]
 
 
-def test_victims_stop_as_soon_as_enough_is_freed() -> None:
-    policy = LruEviction()
-    for number, size_bytes in enumerate((10, 20, 30, 40)):
-        policy.insert(info(number, None, size_bytes))
-    assert policy.victims(30, keep_none, ALL) == [key(0), key(1)]
-    assert policy.victims(31, keep_none, ALL) == [key(0), key(1), key(2)]
-    assert policy.victims(30, lambda chunk: chunk == key(1), ALL) == [key(0), key(2)]
+def test_a_chunk_that_is_bared_late_takes_its_place_by_its_use() -> None:
+    """1 was used alone between 3 and 4, then lost its child: neither oldest nor newest."""
+    policy = play("1 2<1 3 t1 4 5 -2")
+    assert everyone(policy) == [3, 1, 4, 5]
+    policy.touch(np.array([3]))
+    assert everyone(policy) == [1, 4, 5, 3]
+    policy.insert(2, 1)
+    assert everyone(policy) == [4, 5, 3, 2, 1]
+    policy.remove(2)
+    policy.remove(1)
+    assert everyone(policy) == [4, 5, 3]
+
+
+def test_a_chunk_named_twice_in_a_chain_is_used_once() -> None:
+    policy = play("1 2 3 t1212")
+    assert everyone(policy) == [3, 2, 1]
+    assert everyone(play("1 2<1 3 t1212")) == [3, 2, 1]
 
 
 class LeafLru:
     """Leaf-LRU as one would say it: of the leaves that may go, the one used longest ago."""
 
     def __init__(self) -> None:
-        self.infos: dict[ChunkKey, ChunkInfo] = {}
-        self.used: dict[ChunkKey, int] = {}
+        self.tree: Tree = {}
+        self.used: dict[int, int] = {}
         self.time = 0
 
-    def _use(self, chunk: ChunkKey) -> None:
+    def _use(self, chunk: int) -> None:
         self.time += 1
         self.used[chunk] = self.time
 
-    def insert(self, chunk: ChunkInfo) -> None:
-        self.infos[chunk.key] = chunk
-        self._use(chunk.key)
+    def insert(self, chunk: int, parent: int) -> None:
+        self.tree[chunk] = parent
+        self._use(chunk)
 
-    def touch(self, keys: list[ChunkKey]) -> None:
-        for chunk in reversed([chunk for chunk in keys if chunk in self.infos]):
+    def touch(self, chunks: list[int]) -> None:
+        for chunk in reversed([chunk for chunk in chunks if chunk in self.tree]):
             self._use(chunk)
 
-    def remove(self, chunk: ChunkKey) -> None:
-        self.infos.pop(chunk, None)
+    def remove(self, chunk: int) -> None:
+        self.tree.pop(chunk, None)
         self.used.pop(chunk, None)
 
-    def victims(self, need_bytes: int, kept: Collection[ChunkKey], limit: int) -> list[ChunkKey]:
-        left = dict(self.infos)
-        chosen: list[ChunkKey] = []
-        while need_bytes > 0 and len(chosen) < limit:
-            parents = {chunk.parent_key for chunk in left.values()}
-            leaves = [chunk for chunk in left if chunk not in parents and chunk not in kept]
+    def victims(self, kept: Collection[int], limit: int) -> list[int]:
+        left = dict(self.tree)
+        chosen: list[int] = []
+        while len(chosen) < limit:
+            leaves = [c for c in left if c not in left.values() and c not in kept]
             if not leaves:
                 break
             chosen.append(min(leaves, key=self.used.__getitem__))
-            need_bytes -= left.pop(chosen[-1]).size_bytes
+            del left[chosen[-1]]
         return chosen
 
 
@@ -119,16 +128,16 @@ def test_any_schedule_agrees_with_the_plain_oracle(seed: int) -> None:
         number = draw.randrange(24)
         match draw.randrange(5):
             case 0 | 1:
-                policy.insert(tree_info(number))
-                oracle.insert(tree_info(number))
+                policy.insert(row(number), above(number))
+                oracle.insert(row(number), above(number))
             case 2:
-                keys = [key(draw.randrange(24)) for _ in range(draw.randrange(5))]
-                policy.touch(keys)
-                oracle.touch(keys)
+                numbers = [draw.randrange(24) for _ in range(draw.randrange(5))]
+                policy.touch(rows(numbers))
+                oracle.touch([row(number) for number in numbers])
             case 3:
-                policy.remove(key(number))
-                oracle.remove(key(number))
-        kept = [key(n) for n in range(24) if draw.random() < 0.2]
-        need_bytes, limit = draw.randrange(2_000), draw.randrange(25)
-        victims = policy.victims(need_bytes, kept.__contains__, limit)
-        assert victims == oracle.victims(need_bytes, kept, limit)
+                policy.remove(row(number))
+                oracle.remove(row(number))
+        kept = [row(n) for n in range(24) if draw.random() < 0.2]
+        limit = draw.randrange(25)
+        victims = list(islice(policy.victims(kept.__contains__), limit))
+        assert victims == oracle.victims(kept, limit)

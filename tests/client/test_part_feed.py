@@ -1,0 +1,119 @@
+"""A PartFeed and servers that lie to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvstore.client.layer_feed import Range
+from kvstore.client.part_feed import PartFeed
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import DeadlineError, InvalidFrameError, KVStoreError
+
+HEAD = b"header"
+FRAMES = [HEAD + b"aabbb", HEAD + b"ccddd"]
+PLAN = [Range(0, 6, 8), Range(1, 6, 8), Range(0, 8, 11), Range(1, 8, 11)]
+
+
+def reply(index: int, offset: int, data: bytes, frame_bytes: int = 11) -> pb.GetResponse:
+    part = pb.FramePart(frame_bytes=frame_bytes, offset=offset, data=data)
+    return pb.GetResponse(index=index, tier="cpu", part=part)
+
+
+HEADERS = [reply(0, 0, HEAD), reply(1, 0, HEAD)]
+
+
+def segments(*plan: Range, cut: int = 100) -> list[pb.GetResponse]:
+    return [
+        reply(one.chunk, at, FRAMES[one.chunk][at : min(at + cut, one.stop)])
+        for one in plan
+        for at in range(one.start, one.stop, cut)
+    ]
+
+
+def feed_of(replies: Sequence[pb.GetResponse], error: KVStoreError | None = None) -> PartFeed:
+    def drawn() -> Iterator[pb.GetResponse]:
+        yield from replies
+        if error is not None:
+            raise error
+
+    feed = PartFeed(drawn(), limit_bytes=100)
+    feed.headers()
+    feed.expect(PLAN)
+    return feed
+
+
+def taken(feed: PartFeed, number: int) -> bytes | None:
+    data = feed.take(number)
+    return None if data is None else data.tobytes()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 100])
+def test_ranges_are_what_their_parts_add_up_to_whoever_asks_first(cut: int) -> None:
+    feed = PartFeed(iter([*HEADERS, *segments(*PLAN, cut=cut)]), limit_bytes=11)
+    opened = feed.headers()
+    assert [(one.index, one.tier, one.frame_bytes) for one in opened] == [
+        (0, "cpu", 11), (1, "cpu", 11)
+    ]  # fmt: skip
+    assert bytes(opened[0].header[:]) == HEAD
+    feed.expect(PLAN)
+    assert [taken(feed, number) for number in (2, 0, 3, 1)] == [b"bbb", b"aa", b"ddd", b"cc"]
+
+
+def test_many_threads_get_each_range_once() -> None:
+    feed = feed_of([*HEADERS, *segments(*PLAN, cut=1)])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: taken(feed, number), range(4)))
+    assert found == [b"aa", b"cc", b"bbb", b"ddd"]
+
+
+def test_what_is_passed_over_does_not_come() -> None:
+    feed = feed_of([*HEADERS, *segments(PLAN[0], PLAN[2])])
+    assert [taken(feed, number) for number in range(4)] == [b"aa", None, b"bbb", None]
+    assert taken(feed_of(HEADERS), 3) is None
+    assert PartFeed(iter([]), 100).headers() == []
+
+
+def test_what_nobody_wants_any_more_is_passed_by() -> None:
+    feed = feed_of([*HEADERS, *segments(*PLAN)])
+    feed.drop(1)
+    assert [taken(feed, number) for number in (0, 1, 2)] == [b"aa", None, b"bbb"]
+    assert feed._whole == {}
+
+
+def test_an_error_reaches_whoever_waits() -> None:
+    feed = feed_of([*HEADERS, *segments(PLAN[0])], DeadlineError("late"))
+    assert taken(feed, 0) == b"aa"
+    for number in (1, 2, 3):
+        with pytest.raises(DeadlineError, match="late"):
+            feed.take(number)
+
+
+LIES: dict[str, list[pb.GetResponse]] = {
+    "a place that is no segment's": [reply(0, 7, b"x")],
+    "a segment twice": segments(PLAN[0], PLAN[0]),
+    "an earlier layer after a later one": segments(PLAN[2], PLAN[1]),
+    "a gap": [reply(0, 8, b"b"), reply(0, 10, b"b")],
+    "an overlap": [reply(0, 8, b"bb"), reply(0, 9, b"bb")],
+    "another chunk inside a segment": [reply(0, 8, b"b"), reply(1, 9, b"d")],
+    "too much": [reply(0, 6, b"aab")],
+    "nothing": [reply(0, 6, b"")],
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_parts_that_lie_are_refused(what: str) -> None:
+    feed = feed_of([*HEADERS, *LIES[what]])
+    with pytest.raises(InvalidFrameError, match="offset="):
+        feed.take(3)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [reply(0, 0, HEAD, 101), reply(0, 0, HEAD, 1 << 63), reply(0, 0, HEAD, 5), reply(0, 0, b"")],
+)
+def test_headers_of_frames_that_cannot_be_are_refused(header: pb.GetResponse) -> None:
+    with pytest.raises(InvalidFrameError, match="frame_bytes="):
+        PartFeed(iter([header]), limit_bytes=100).headers()
