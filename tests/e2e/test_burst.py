@@ -40,5 +40,6 @@ def test_burst_of_two_thousand_chunks_of_a_megabyte_loses_none(
         counters = client.status().counters
         assert counters["put_stored_chunks"] == counters["get_chunks"] == CHUNKS
         assert counters["dropped_victims"] == counters["put_refused_chunks"] == 0
-        assert counters["evicted_chunks"] > CHUNKS
+        # Reading them evicts nothing: what lies on disk is read there.
+        assert counters["evicted_chunks"] >= CHUNKS - 128
     assert process.terminate() == 0
