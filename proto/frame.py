@@ -40,7 +40,7 @@ MAX_FRAME_BYTES = 1 << 30
 FLAG_RESTORED = 1
 """Decoded from a lossy copy or blended: never an original again."""
 FLAG_UNSUMMED = 2
-"""Segment checksums are still zero; ``copy_frame`` fills them in. Only in staging memory."""
+"""Segment checksums are still zero; ``copy_frame`` fills them in. Only on the way in."""
 _KNOWN_FLAGS = FLAG_RESTORED
 
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd40xQ")

@@ -15,8 +15,8 @@ from kvstore.proto.types import Representation
 AXES = [
     "block part token head dim",
     "part block token head dim",
-    "block part head token dim",
     "part block head token dim",
+    "block part head token dim",
     "block token head dim",
     "layer part block token head dim",
     "block layer part token head dim",

@@ -39,7 +39,8 @@ class CudaDevice(Device):
             )  # fmt: skip
         self._device = torch.device("cuda", index)
         self._cupy = _import_cupy()
-        self.identity = f"cuda:{torch.cuda.get_device_properties(index).uuid}"
+        with _device_errors():
+            self.identity = f"cuda:{torch.cuda.get_device_properties(index).uuid}"
         self._ranges = RegisteredRanges()
 
     @override
@@ -81,17 +82,24 @@ class CudaDevice(Device):
             handle: bytes = self._cupy.cuda.runtime.ipcGetMemHandle(arena.data_ptr())
         descriptor = shm.create_memfd("kvstore-arena", HANDLE_BYTES)
         os.pwrite(descriptor, handle, 0)
+        shm.add_seals(descriptor, shm.SIZE_SEALS | shm.SEAL_FUTURE_WRITE)
         return descriptor
 
     @override
     def register(self, memory: Bytes) -> Callable[[], None] | None:
-        cudart: Any = torch.cuda.cudart()
-        with torch.cuda.device(self._device):
-            status = cudart.cudaHostRegister(
-                memory.ctypes.data, len(memory), _HOST_REGISTER_PORTABLE
-            )
-        if int(status):
-            logger.warning("cudaHostRegister refused; copies are staged", status=int(status))
+        try:
+            cudart: Any = torch.cuda.cudart()
+            with torch.cuda.device(self._device):
+                status = int(
+                    cudart.cudaHostRegister(
+                        memory.ctypes.data, len(memory), _HOST_REGISTER_PORTABLE
+                    )
+                )
+        except RuntimeError as error:
+            logger.warning("cudaHostRegister failed; copies are staged", error=str(error))
+            return None
+        if status:
+            logger.warning("cudaHostRegister refused; copies are staged", status=status)
             return None
         forget = self._ranges.add(memory)
 

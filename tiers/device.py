@@ -157,6 +157,7 @@ class HostDevice(Device):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         descriptor = shm.create_memfd("kvstore-arena", size_bytes)
         memory = mmap.mmap(descriptor, size_bytes)
+        shm.add_seals(descriptor, shm.SIZE_SEALS | shm.SEAL_FUTURE_WRITE)
         arena = torch.from_numpy(np.frombuffer(memory, np.uint8))
         self._files[arena.data_ptr()] = descriptor
         return arena

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
@@ -329,10 +329,10 @@ class GpuTier(Tier):
             self._sealed.clear()
             self._reserved.clear()
             self._leaving.clear()
-        for event in (self._up.record(), self._down.record()):
-            event.synchronize()
-        for block in blocks:
-            for event in block.readers:
-                event.synchronize()
         arena, self._arena = self._arena, torch.empty(0, dtype=torch.uint8)
-        self.device.release(arena)
+        with suppress(TierUnavailableError):  # a device that failed has nothing under way
+            ours = [self._up.record(), self._down.record()]
+            for event in [*ours, *(event for block in blocks for event in block.readers)]:
+                event.synchronize()
+        with suppress(TierUnavailableError):
+            self.device.release(arena)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> LaunchedKernels:
     """The CUDA source, compiled for the CPU with checks for undefined behaviour."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
     return LaunchedKernels(CPU, compile_kernels(tmp_path_factory.mktemp("kernels")))
 
 

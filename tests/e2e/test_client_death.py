@@ -49,13 +49,15 @@ wire.connection.upload("Put", half_a_frame(), 600_000, pb.PutResponse)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[Callable[[LocalServer, str], subprocess.Popen[str]]]:
-    """Start processes that lease four chunks three times and have four puts open."""
+def holder(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start processes that lease four chunks three times and have four puts open, or what else
+    they are told.
+    """
     started: list[subprocess.Popen[str]] = []
 
-    def start(server: LocalServer, transport: str) -> subprocess.Popen[str]:
+    def start(server: LocalServer, transport: str, text: str = HOLD) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, server.address, transport],
+            [sys.executable, "-c", text, server.address, transport],
             env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"},
             stdout=subprocess.PIPE,
             text=True,
@@ -71,6 +73,46 @@ def holder(tmp_path: Path) -> Iterator[Callable[[LocalServer, str], subprocess.P
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+HALF_WAY = """
+import sys, time
+from local_server import DEADLINE_MS
+from prompts import SMALL, chunks_of, keys_of
+from kvstore.client import Client, ClientOptions, PlannedChunk
+
+address, transport = sys.argv[1:]
+client = Client(address, SMALL, ClientOptions(transport, 16, DEADLINE_MS))
+stored = keys_of(client, 1, 4)
+client.put(chunks_of(client, stored))
+layers = client.get_layers(stored)
+assert len(next(layers).tensors) == 4
+chunks = chunks_of(client, keys_of(client, 2, 4))
+put = client.begin_put([PlannedChunk(chunk.key, 16, chunk.parent) for chunk in chunks])
+put.layer(0, [chunk.tensors[0][0] for chunk in chunks])
+while transport == "grpc" and client.lookup([chunk.key for chunk in chunks]).pending < 4:
+    time.sleep(0.01)
+print("holding", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_client_killed_between_two_layers_leaves_nothing(
+    make_server: Callable[..., LocalServer],
+    holder: Callable[..., subprocess.Popen[str]],
+    transport: TransportName,
+) -> None:
+    server = make_server("--session-ttl-ms", "1000")
+    process = holder(server, transport, HALF_WAY)
+    assert server.usage().pending_puts == (4 if transport == "grpc" else 0)
+    process.kill()
+    after = server.settled()
+    assert (after.tiers[0][1].chunks, after.tiers[0][1].reservations) == (4, 0)
+    assert eventually(lambda: len(server.node.sessions) == 0)
+    client = server.connect(transport)
+    assert client.lookup(keys_of(client, 2, 4)).missing == 4
+    assert client.delete(keys_of(client, 1, 4)) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""BlockParts against plain indexing, slot by slot, and as codecs use them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.codecs.base import Codec, Part, empty_tensors
+from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids, to_dense
+from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.zstd import ZstdCodec
+from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, LayoutMismatchError
+from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.types import ChainDigest, ChunkKey, Component, DType, KVLayout, LayerKind
+
+HEADS, DIM = 3, 4
+
+LAYOUT = KVLayout((Component(LayerKind.attention, DType.bfloat16, 2, HEADS, DIM, 40),))
+TEMPLATE = FrameTemplate(ChunkKey(bytes(32)), ChainDigest(bytes(16)), bytes(16), bytes(16), LAYOUT)
+
+
+def pages_of(blocks: int, block_tokens: int) -> Part:
+    """Token-major pages of numbers that are all different, in the order that BlockParts take."""
+    shape = (blocks, block_tokens, HEADS, DIM)
+    return np.arange(np.prod(shape), dtype=np.uint32).reshape(shape).transpose(0, 2, 1, 3)
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
+    """Block ids, tokens of a block, first and last token."""
+    blocks = draw(st.integers(1, 12))
+    block_tokens = draw(st.integers(1, 9))
+    ids = draw(st.permutations(range(blocks)))[: draw(st.integers(1, blocks))]
+    if draw(st.booleans()):
+        ids = sorted(ids)
+    start = draw(st.integers(0, len(ids) * block_tokens - 1))
+    stop = draw(st.integers(start + 1, len(ids) * block_tokens))
+    return ids, block_tokens, start, stop
+
+
+@given(spans())
+def test_a_span_reads_and_writes_the_slots_of_its_tokens_and_no_other(
+    span: tuple[list[int], int, int, int],
+) -> None:
+    ids, block_tokens, start, stop = span
+    pages = pages_of(12, block_tokens)
+    part = BlockPart(pages, BlockSpan.of(np.array(ids), block_tokens, start, stop))
+    slots = [(ids[t // block_tokens], t % block_tokens) for t in range(start, stop)]
+    right = np.stack([pages[block, :, slot] for block, slot in slots], axis=1)
+    assert part.shape == right.shape
+    assert part.nbytes == right.nbytes
+    assert np.array_equal(to_dense(part), right)
+    news = right + np.uint32(1 << 30)
+    wanted = pages.copy()
+    for at, (block, slot) in enumerate(slots):
+        wanted[block, :, slot] = news[:, at]
+    part.scatter(news)
+    assert np.array_equal(pages, wanted)
+    part[1:2].scatter(right[1:2])
+    wanted[:, 1] = pages_of(12, block_tokens)[:, 1]
+    assert np.array_equal(pages, wanted)
+
+
+def block_tensors(pages: list[Part]) -> list[list[list[BlockPart]]]:
+    span = BlockSpan.of(np.array([4, 1, 2, 7]), 16, 5, 45)
+    return [[[BlockPart(part, span) for part in pages[at : at + 2]] for at in (0, 2)]]
+
+
+def noise(seed: int) -> list[Part]:
+    draw = np.random.default_rng(seed)
+    shape = (8, 16, HEADS, DIM)
+    return [
+        draw.integers(0, 1 << 16, shape, dtype=np.uint16).transpose(0, 2, 1, 3) for _ in range(4)
+    ]
+
+
+@pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec()], ids=lambda codec: codec.name)
+def test_every_codec_encodes_from_blocks_and_decodes_into_them(codec: Codec) -> None:
+    source, room = block_tensors(noise(1)), block_tensors(noise(2))
+    frame = np.zeros(codec.max_frame_bytes(LAYOUT), np.uint8)
+    header = codec.encode(TEMPLATE, source, frame)
+    codec.decode_into(header, frame, room)
+    dense = empty_tensors(LAYOUT)
+    codec.decode_into(header, frame, dense)
+    for one, other, third in zip(source[0], room[0], dense[0], strict=True):
+        for given_part, found, array in zip(one, other, third, strict=True):
+            assert np.array_equal(to_dense(given_part), to_dense(found))
+            assert np.array_equal(to_dense(given_part), array)
+
+
+@pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec()], ids=lambda codec: codec.name)
+def test_a_damaged_layer_is_found_on_its_way_into_blocks(codec: Codec) -> None:
+    frame = np.zeros(codec.max_frame_bytes(LAYOUT), np.uint8)
+    header = codec.encode(TEMPLATE, block_tensors(noise(1)), frame)
+    layers = block_tensors(noise(2))[0]
+    data = header.segment(frame, 1)
+    data[-1] ^= 1
+    codec.decode_checked(header, 0, header.segment(frame, 0), layers[0])
+    with pytest.raises(ChunkCorruptError, match="layer 1 fails its checksum"):
+        codec.decode_checked(header, 1, data, layers[1])
+
+
+def test_blocks_that_are_not_there_or_too_few_are_refused() -> None:
+    assert check_block_ids([3, 0], 4).tolist() == [3, 0]
+    assert check_block_ids([], 4).tolist() == []
+    for ids, message in (
+        ([4], r"block_ids=\(4, 4\): the pages have 4 blocks"),
+        ([-1], "the pages have 4 blocks"),
+        ([1, 1], "block_ids=2: name each block once"),
+        ([0.5], "block_ids='float64': give a flat list"),
+        ([[1], [2]], "give a flat list of numbers"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            check_block_ids(ids, 4)  # type: ignore[arg-type]
+    for start, stop in ((0, 33), (-1, 4), (5, 5)):
+        with pytest.raises(InvalidRequestError, match="do not fit that many blocks of 16"):
+            BlockSpan.of(np.array([0, 1]), 16, start, stop)
+    with pytest.raises(LayoutMismatchError, match=r"give \(blocks, kv_heads, 16, head_dim\)"):
+        BlockPart(pages_of(2, 8), BlockSpan.of(np.array([0, 1]), 16, 0, 20))
