@@ -80,4 +80,4 @@ def _parsed(text: str) -> dict[str, object]:
     size, colon, path = text.partition(":")
     if not size or (colon and not path):
         raise ValueError("give SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore")
-    return {"capacity_bytes": size} | ({"path": path} if colon else {})
+    return {"capacity_bytes": size, "path": path} if colon else {"capacity_bytes": size}

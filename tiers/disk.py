@@ -10,14 +10,23 @@ from pathlib import Path
 from threading import Condition, Lock
 from typing import ClassVar
 
+from typing_extensions import override
+
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.arena import OffsetAllocator
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import DEFAULT_TENANT, FilePlace, Reservation, Tier, TierStats
 from kvstore.tiers.disk_commit import GroupCommit, Seal
+from kvstore.tiers.disk_folder import GRANULE_BYTES, TIER
 from kvstore.tiers.disk_index import DEFAULT_INDEX_BYTES, DiskIndex, IndexRow, pack_row
-from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES, GRANULE_BYTES, TIER, ExtentFolder
+from kvstore.tiers.disk_io import CachedIO, DirectIO, check_range, join_runs
+from kvstore.tiers.disk_set import DiskShare
+from kvstore.tiers.disk_space import DiskSpace, Located, side_by_side
+from kvstore.tiers.disk_start import DiskOptions, own_folders, recover
+from kvstore.tiers.extents import Extent, Extents, extent_bytes_for
+
+READ_AHEAD_BYTES = 64 << 20
+"""What the kernel is asked to read ahead at a time."""
 
 
 class _Place:
@@ -25,18 +34,22 @@ class _Place:
 
     __slots__ = ("extent", "offset", "sync_failures")
 
-    def __init__(self, extent: int, offset: int, sync_failures: int) -> None:
+    def __init__(self, extent: Extent, offset: int) -> None:
         self.extent = extent
         self.offset = offset
-        self.sync_failures = sync_failures
+        self.sync_failures = extent.sync_failures
 
 
 class DiskTier(Tier):
-    """Frames on a local file system, found again after a restart.
+    """Frames on local file systems, found again after a restart.
 
-    ``extent_bytes`` bounds a frame and counts only for a new folder. The folder takes
-    ``index_bytes`` besides its capacity. ``dropped_rows`` counts what was unusable in the
-    index at start.
+    An extent's file has frames of one tenant, from the first to its end, so that a descriptor
+    of it shows nobody else's bytes: TierFullError may come while bytes are free, and evicting
+    the ``residents`` of one extent makes its room anyone's.
+
+    The first folder takes ``index_bytes`` besides its capacity. ``dropped_rows`` counts what was
+    unusable in the index at start. When one of several folders fails, what lies there is
+    unavailable and nothing is put there for a while; the others serve.
 
     A durable chunk stays until it is deleted. What is deleted may come back after a crash,
     over bytes that are already another chunk's: that frame then has another key or fails its
@@ -51,34 +64,40 @@ class DiskTier(Tier):
         path: Path,
         capacity_bytes: int,
         *,
-        extent_bytes: int = DEFAULT_EXTENT_BYTES,
+        extent_bytes: int | None = None,
         index_bytes: int = DEFAULT_INDEX_BYTES,
+        options: DiskOptions = DiskOptions(),  # noqa: B008 - it is frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Own the folder *path* and recover what it holds; *clock* gives seconds.
 
-        Raises TierUnavailableError, naming the fix, when the folder is another process's, of
-        another format, not writable or too small. Files of a failed first start are removed.
+        *extent_bytes* bounds a frame and counts only for a new folder. Raises
+        TierUnavailableError, naming the fix, when a folder is another process's, of another
+        format or tier, not writable or too small. Files of a failed first start are removed.
         """
         self._index = DiskIndex(path / "index", index_bytes)
-        self._folder = ExtentFolder(path, capacity_bytes, extent_bytes, self._index.missing_bytes)
-        self.capacity_bytes = sum(self._folder.sizes)
+        shares = [DiskShare(path, capacity_bytes), *options.others]
+        if extent_bytes is None:
+            total = sum(share.capacity_bytes for share in shares)
+            extent_bytes = extent_bytes_for(total, options.largest_frame_bytes)
+        folders = own_folders(shares, extent_bytes, self._index.missing_bytes)
+        self._path = path
         self._lock = Lock()
         self._idle = Condition(self._lock)
         self._callers = 0
         self._closed = False
-        self._arenas = [OffsetAllocator(size, GRANULE_BYTES) for size in self._folder.sizes]
-        self._arena_hint = 0
+        io = DirectIO() if options.is_direct else CachedIO()
+        self._extents = Extents(folders, io, self._lock, clock)
+        self._space = DiskSpace(folders, self._extents.by_number, self._extents.is_usable)
+        self.capacity_bytes = self._space.capacity_bytes
         self._reserved: set[_Place] = set()
-        try:
-            rows = self._index.open(self._claim)
-        except TierUnavailableError:
-            self._folder.discard()
-            raise
-        self._chunks: dict[ChunkKey, IndexRow] = {row.info.key: row for row in rows}
-        self._sequence = itertools.count(rows[-1].sequence + 1 if rows else 0)
+        self._sequence = itertools.count(recover(self._index, self._extents, self._space))
+        self._largest_bytes = max(e.size_bytes for e in self._extents.by_number.values())
         self.dropped_rows = self._index.dropped
-        self._commit = GroupCommit(self._folder, self._index, self._lock, clock, self._forget)
+        self._commit = GroupCommit(self._extents, self._index, self._lock, clock, self._forget)
+        with self._lock:
+            for number in self._index.owners.keys() - self._extents.by_number.keys():
+                self._commit.note_owner(number, None)
 
     @property
     def commits(self) -> int:
@@ -90,14 +109,17 @@ class DiskTier(Tier):
         """Chunks dropped since the start because their commit failed."""
         return self._commit.lost_seals
 
+    @override
     def allocated_bytes(self, size_bytes: int) -> int:
-        """Bytes a frame of *size_bytes* takes here, slack included."""
-        return self._arenas[0].rounded(size_bytes)
+        if size_bytes < 1:
+            raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
+        return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
+    @override
     def max_frame_bytes(self) -> int:
-        """The size of the largest extent."""
-        return self._folder.sizes[0]
+        return self._largest_bytes
 
+    @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
         """Take room for a frame of ``info.size_bytes``.
 
@@ -112,19 +134,66 @@ class DiskTier(Tier):
                 raise TierUnavailableError(TIER, self._commit.index_failure)
             if self._commit.index_full:
                 raise TierFullError(TIER, size, 0)
-            with self._lock:
-                place = self._allocate(size)
-                self._reserved.add(place)
+            place = self._allocate(tenant, size) or self._allocate_anew(tenant, size)
         return Reservation(info, tenant, size, place)
 
+    def _allocate(self, tenant: str, size_bytes: int) -> _Place | None:
+        with self._lock:
+            found = self._space.allocate(tenant, size_bytes)
+            if found is None:
+                return None
+            extent, offset, is_new = found
+            if is_new:
+                self._commit.note_owner(extent.number, tenant)
+            place = _Place(extent, offset)
+            self._reserved.add(place)
+            return place
+
+    def _allocate_anew(self, tenant: str, size_bytes: int) -> _Place:
+        """Put a new extent in the place of another tenant's empty one. Raises TierFullError.
+
+        A new file and not the old one wiped: processes of the former tenant may still have
+        that open, and would see whatever the new tenant puts there.
+        """
+        with self._lock:
+            idle = self._space.take_idle(tenant, size_bytes)
+            if idle is not None:
+                self._commit.note_owner(idle.number, None)
+                self._space.missing.append((idle.folder, idle.size_bytes))
+        if idle is not None:
+            try:
+                self._extents.drop(idle)
+            except OSError as error:
+                raise TierUnavailableError(TIER, f"{idle.folder.path}: {error.strerror}") from error
+        self._make_missing()
+        place = self._allocate(tenant, size_bytes)
+        if place is None:
+            raise TierFullError(TIER, size_bytes, self.capacity_bytes - self._space.used_bytes)
+        return place
+
+    def _make_missing(self) -> None:
+        """Make the extents again that there was no room for when they were deleted."""
+        with self._lock:
+            missing, self._space.missing = self._space.missing, []
+        for number, (folder, size_bytes) in enumerate(missing):
+            try:
+                extent = self._extents.make(folder, size_bytes)
+            except TierUnavailableError:
+                with self._lock:
+                    self._space.missing += missing[number:]
+                return
+            with self._lock:
+                self._space.add_blank(extent)
+
+    @override
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*."""
-        _check_range(reservation.info, offset, len(data))
+        check_range(reservation.info.size_bytes, offset, len(data))
         with self._calling():
             with self._lock:
                 place = self._held(reservation)
-            self._folder.write(place.extent, place.offset + offset, data)
+            self._extents.write(place.extent, place.offset + offset, data)
 
+    @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
         """Make the frame visible; with *durable* return once it is committed.
 
@@ -135,73 +204,145 @@ class DiskTier(Tier):
         with self._calling():
             with self._lock:
                 place = self._held(reservation)
-            info = reservation.info
-            row = IndexRow(info, place.extent, place.offset, next(self._sequence))
+            info, extent = reservation.info, place.extent
+            row = IndexRow(info, extent.number, place.offset, next(self._sequence))
             packed = pack_row(row)
             with self._lock:
                 self._reserved.remove(place)
-                known = self._chunks.get(info.key)
+                is_first = info.key not in self._space.places
                 pending: Seal | None
-                if known is None:
-                    self._chunks[info.key] = row
+                if is_first:
+                    self._space.put(info, extent, place.offset)
                     pending = self._commit.add(row, packed, place.sync_failures)
                 else:
-                    self._arenas[place.extent].free(place.offset)
-                    pending = self._commit.pending(known) if durable else None
+                    self._space.free(extent, place.offset, info.size_bytes)
+                    pending = self._commit.pending(info.key) if durable else None
                 is_due = durable or self._commit.is_due()
             if pending is not None and is_due:
                 self._commit.settle(pending.group)
                 if pending.failure is not None:
                     raise pending.failure
-        return known is None
+        return is_first
 
+    @override
     def abort(self, reservation: Reservation) -> None:
-        """Free the room of a reservation that will not be sealed."""
         with self._lock:
             place = self._held(reservation)
             self._reserved.remove(place)
-            self._arenas[place.extent].free(place.offset)
+            self._space.free(place.extent, place.offset, reservation.info.size_bytes)
 
+    @override
     def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
-        """Fill *out* with the frame's bytes from *offset*, as the file gives them."""
-        with self._calling():
-            with self._lock:
-                row = self._chunks.get(key)
-            if row is None:
+        return self.read_ranges(key, [(offset, out)])
+
+    @override
+    def read_ranges(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+        """Fill each buffer from its offset; ranges that follow one another are one read."""
+        with self._reading(key) as found:
+            if found is None:
                 return False
-            _check_range(row.info, offset, len(out))
-            self._folder.read(row.extent, row.offset + offset, out)
+            for offset, out in ranges:
+                check_range(found.info.size_bytes, offset, len(out))
+            for offset, outs in join_runs(ranges):
+                self._extents.read(found.extent, found.offset + offset, outs)
         return True
 
-    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        """Return what is known of each key, None for absent ones."""
+    @contextmanager
+    def _reading(self, key: ChunkKey) -> Iterator[Located | None]:
+        """Keep the tier, and the file that *key* lies in, from being closed meanwhile."""
         with self._lock:
-            rows = [self._chunks.get(key) for key in keys]
-        return [None if row is None else row.info for row in rows]
+            self._check_open()
+            self._callers += 1
+            found = self._space.locate(key)
+            if found is not None:
+                found.extent.users += 1
+        try:
+            yield found
+        finally:
+            with self._lock:
+                self._end_call()
+                is_last = found is not None and self._extents.release(found.extent)
+            if found is not None and is_last:
+                self._extents.close_gone(found.extent)
 
+    @override
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Have the kernel read the chunks ahead, ``READ_AHEAD_BYTES`` of them at most."""
+        left = READ_AHEAD_BYTES
+        for key in keys:
+            with self._reading(key) as found:
+                if found is None:
+                    continue
+                left -= found.info.size_bytes
+                if left < 0:
+                    return
+                self._extents.read_ahead(found.extent, found.offset, found.info.size_bytes)
+
+    @override
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        with self._lock:
+            found = [self._space.locate(key) for key in keys]
+        return [None if one is None else one.info for one in found]
+
+    @override
     def delete(self, key: ChunkKey) -> bool:
         """Forget *key* and free its room; the index follows with the next group."""
         with self._lock:
             self._check_open()
-            row = self._chunks.pop(key, None)
-            if row is None:
+            if not self._space.remove(key):
                 return False
-            self._arenas[row.extent].free(row.offset)
             self._commit.drop(key)
         return True
 
+    @override
     def scan(self) -> Iterator[ChunkInfo]:
-        """Yield the chunks sealed by now, least recently sealed first."""
         with self._lock:
-            rows = list(self._chunks.values())
-        return (row.info for row in rows)
+            infos = self._space.infos()
+        return iter(infos)
 
+    @override
     def stats(self) -> TierStats:
-        """Count the tier."""
         with self._lock:
-            used = sum(arena.used_bytes for arena in self._arenas)
-            return TierStats(self.capacity_bytes, used, len(self._chunks), len(self._reserved))
+            used, chunks = self._space.used_bytes, len(self._space.places)
+            return TierStats(self.capacity_bytes, used, chunks, len(self._reserved))
 
+    @override
+    def residents(self, key: ChunkKey) -> list[ChunkKey]:
+        """Return the sealed chunks of the extent that holds *key*; none when absent."""
+        with self._lock:
+            found = self._space.locate(key)
+            return [] if found is None else [info.key for info in found.extent.chunks.values()]
+
+    @override
+    def in_the_way(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
+        with self._lock:
+            found = self._space.locate(key)
+            if found is None or found.extent.owner != tenant:
+                return []
+            chunks, holes = dict(found.extent.chunks), found.extent.holes.spans()
+        return side_by_side(chunks, holes, key, size_bytes)
+
+    @override
+    def tenant_of(self, key: ChunkKey) -> str:
+        with self._lock:
+            found = self._space.locate(key)
+            owner = None if found is None else found.extent.owner
+        return DEFAULT_TENANT if owner is None else owner
+
+    @override
+    def file_place(self, key: ChunkKey) -> FilePlace | None:
+        with self._lock:
+            found = self._space.locate(key)
+        if found is None or not found.extent.is_known:
+            return None
+        return FilePlace(found.extent.number, found.offset, found.info.size_bytes)
+
+    @override
+    def extent_file(self, extent: int, tenant: str) -> int:
+        with self._calling():
+            return self._extents.open_shared(extent, tenant)
+
+    @override
     def flush(self) -> None:
         """Commit every seal and delete. Raises the error of the first seal that failed."""
         with self._calling():
@@ -209,8 +350,9 @@ class DiskTier(Tier):
         if failure is not None:
             raise failure
 
+    @override
     def close(self) -> None:
-        """Commit what is pending, then release the folder. Idempotent."""
+        """Commit what is pending, then release the folders. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -219,7 +361,7 @@ class DiskTier(Tier):
                 self._idle.wait()
         self._commit.close()
         self._index.close()
-        self._folder.close()
+        self._extents.close()
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
@@ -231,13 +373,16 @@ class DiskTier(Tier):
             yield
         finally:
             with self._lock:
-                self._callers -= 1
-                if not self._callers:
-                    self._idle.notify_all()
+                self._end_call()
+
+    def _end_call(self) -> None:
+        self._callers -= 1
+        if not self._callers:
+            self._idle.notify_all()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TierUnavailableError(TIER, f"{self._folder.path} is closed")
+            raise TierUnavailableError(TIER, f"{self._path} is closed")
 
     def _held(self, reservation: Reservation) -> _Place:
         place = reservation.place
@@ -247,31 +392,7 @@ class DiskTier(Tier):
             )
         return place
 
-    def _claim(self, row: IndexRow) -> bool:
-        return row.extent < len(self._arenas) and self._arenas[row.extent].claim(
-            row.offset, row.info.size_bytes
-        )
-
-    def _allocate(self, size_bytes: int) -> _Place:
-        """Prefer the extent used last, so that a commit has few files to sync."""
-        count = len(self._arenas)
-        for step in range(count):
-            extent = (self._arena_hint + step) % count
-            offset = self._arenas[extent].allocate(size_bytes)
-            if offset is not None:
-                self._arena_hint = extent
-                return _Place(extent, offset, self._folder.sync_failures[extent])
-        free = sum(arena.free_bytes for arena in self._arenas)
-        raise TierFullError(TIER, size_bytes, free)
-
     def _forget(self, row: IndexRow) -> None:
-        if self._chunks.get(row.info.key) is row:
-            del self._chunks[row.info.key]
-            self._arenas[row.extent].free(row.offset)
-
-
-def _check_range(info: ChunkInfo, offset: int, size_bytes: int) -> None:
-    if offset < 0 or offset + size_bytes > info.size_bytes:
-        raise InvalidRequestError(
-            "offset", (offset, size_bytes), f"stay within the frame's {info.size_bytes} bytes"
-        )
+        found = self._space.locate(row.info.key)
+        if found is not None and (found.extent.number, found.offset) == (row.extent, row.offset):
+            self._space.remove(row.info.key)

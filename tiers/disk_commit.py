@@ -7,8 +7,9 @@ from threading import Condition, Lock, Thread
 
 from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.tiers.disk_index import DiskIndex, IndexRow
-from kvstore.tiers.extents import TIER, ExtentFolder
+from kvstore.tiers.disk_folder import TIER
+from kvstore.tiers.disk_index import DiskIndex, IndexRow, PackedRow, owner_key, pack_owner
+from kvstore.tiers.extents import Extents
 
 MAX_PENDING_SEALS = 256
 """A seal that finds this many before it commits them, durable or not."""
@@ -17,18 +18,28 @@ COMMIT_AGE_S = 0.2
 
 
 class Group:
-    """Seals and deletes that become durable together; deletes come first."""
+    """Seals and deletes that become durable together; deletes come first.
 
-    __slots__ = ("born_s", "deletes", "seals", "settled")
+    ``owners`` says of extents that changed hands whose they are now, None for deleted ones.
+    """
+
+    __slots__ = ("born_s", "deletes", "owners", "seals", "settled")
 
     def __init__(self) -> None:
         self.seals: dict[ChunkKey, Seal] = {}
         self.deletes: set[ChunkKey] = set()
+        self.owners: dict[int, str | None] = {}
         self.born_s = 0.0
         self.settled = False
 
     def __bool__(self) -> bool:
-        return bool(self.seals or self.deletes)
+        return bool(self.seals or self.deletes or self.owners)
+
+    def owner_changes(self) -> tuple[list[bytes], list[PackedRow]]:
+        """Return the keys to delete and the rows to write for ``owners``."""
+        items = self.owners.items()
+        gone = [owner_key(extent) for extent, tenant in items if tenant is None]
+        return gone, [pack_owner(extent, tenant) for extent, tenant in items if tenant is not None]
 
 
 class Seal:
@@ -49,26 +60,27 @@ class GroupCommit:
 
     Order: the deletes and rows of one group in one transaction, after a sync of every extent
     they touch, and one group after the other. So a region freed by a delete never has two
-    rows in the index: the row of its next chunk comes with the delete or after it.
+    rows in the index: the row of its next chunk comes with the delete or after it. Nor is a
+    chunk's row ever there without its extent's owner.
 
-    ``add``, ``drop``, ``pending`` and *forget* run under the owner's lock; everything else
-    takes it, and no sync or transaction runs under it.
+    ``add``, ``drop``, ``note_owner``, ``pending`` and *forget* run under the owner's lock;
+    everything else takes it, and no sync or transaction runs under it.
     """
 
     def __init__(
         self,
-        folder: ExtentFolder,
+        extents: Extents,
         index: DiskIndex,
         lock: Lock,
         clock: Callable[[], float],
         forget: Callable[[IndexRow], None],
     ) -> None:
-        """Commit to *index* what lies in *folder*; tell *forget* of each row that failed."""
+        """Commit to *index* what lies in *extents*; tell *forget* of each row that failed."""
         self.commits = 0
         self.lost_seals = 0
         self.index_full = False
         self.index_failure = ""
-        self._folder = folder
+        self._extents = extents
         self._index = index
         self._lock = lock
         self._clock = clock
@@ -95,13 +107,16 @@ class GroupCommit:
         else:
             seal.failure = None
 
-    def pending(self, row: IndexRow) -> Seal | None:
-        """Return the seal that is to write *row*; None once it is written."""
-        for group in (self._open, self._busy):
-            seal = None if group is None else group.seals.get(row.info.key)
-            if seal is not None and seal.row is row:
-                return seal
-        return None
+    def note_owner(self, extent: int, tenant: str | None) -> None:
+        """Write down whose *extent* is, before or with the rows of what is put there."""
+        self._join().owners[extent] = tenant
+
+    def pending(self, key: ChunkKey) -> Seal | None:
+        """Return the seal that is to write the row of *key*; None once it is written."""
+        seal = self._open.seals.get(key)
+        if seal is None and self._busy is not None and key not in self._open.deletes:
+            seal = self._busy.seals.get(key)
+        return seal
 
     def is_due(self) -> bool:
         """Whether the open group is so large that its newest member commits it."""
@@ -151,39 +166,45 @@ class GroupCommit:
     def _commit(self, group: Group) -> bool:
         """Write *group* and mark its seals. False: nobody knows what of it was written."""
         good = self._sync(list(group.seals.values()))
-        rows = [(seal.row.info.key, seal.packed) for seal in good]
+        gone, owners = group.owner_changes()
+        rows: list[PackedRow] = [(seal.row.info.key, seal.packed) for seal in good]
         try:
-            count = self._index.commit(group.deletes, rows)
+            done = self._index.commit({*group.deletes, *gone}, owners + rows)
         except TierUnavailableError as error:
             self.index_failure = str(error)
             for seal in good:
                 seal.failure = TierUnavailableError(TIER, self.index_failure)
             return False
+        if done >= len(owners):
+            group.owners.clear()
+        count = max(0, done - len(owners))
         for seal in good[:count]:
             seal.failure = None
         for seal in good[count:]:
             seal.failure = TierFullError(TIER, len(seal.packed), 0)
         self.index_failure = ""
-        self.index_full = count < len(good) or (self.index_full and not group.deletes)
+        is_short = done < len(rows) + len(owners)
+        self.index_full = is_short or (self.index_full and not group.deletes)
         self.commits += 1
         return True
 
     def _sync(self, seals: list[Seal]) -> list[Seal]:
         """Make the frames of *seals* durable; return those of which every byte is."""
-        reasons: dict[int, str] = {}
+        failures: dict[int, TierUnavailableError] = {}
         for extent in sorted({seal.row.extent for seal in seals}):
             try:
-                self._folder.sync(extent)
+                self._extents.sync(extent)
             except TierUnavailableError as error:
-                reasons[extent] = str(error)
+                failures[extent] = error
         good: list[Seal] = []
         for seal in seals:
             extent = seal.row.extent
-            if seal.sync_failures == self._folder.sync_failures[extent]:
+            # None: the extent was deleted, and so was the chunk, after this group closed.
+            if self._extents.sync_failures(extent) in (None, seal.sync_failures):
                 good.append(seal)
             else:
-                reason = reasons.get(extent, "its bytes were lost when an earlier sync failed")
-                seal.failure = TierUnavailableError(TIER, reason)
+                lost = TierUnavailableError(TIER, "its bytes were lost when an earlier sync failed")
+                seal.failure = failures.get(extent, lost)
         return good
 
     def _conclude(self, group: Group, is_written: bool) -> None:
@@ -192,11 +213,14 @@ class GroupCommit:
             if seal.failure is None:
                 continue
             self.lost_seals += 1
-            self._forget(seal.row)
+            if key not in self._open.deletes:
+                self._forget(seal.row)
             if not is_written:
                 self._join().deletes.add(key)
         if not is_written and group.deletes:
             self._join().deletes.update(group.deletes)
+        if group.owners:
+            self._join().owners = group.owners | self._open.owners
 
     def _commit_late(self) -> None:
         while True:

@@ -17,9 +17,9 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.types import ChunkInfo
 from kvstore.proto.wire import pack_info, unpack_info
-from kvstore.tiers.extents import TIER, remove_made, sync_folder
+from kvstore.tiers.disk_folder import TIER, remove_made, sync_folder
 from kvstore.tiers.lmdb_pages import LmdbReader
 
 DEFAULT_INDEX_BYTES = 256 << 20
@@ -35,6 +35,9 @@ T = TypeVar("T")
 _PLACE = struct.Struct("<B3xIQQ")
 _ROW_VERSION = 1
 _CHECKSUM = struct.Struct("<Q")
+_OWNER_KEY = struct.Struct(">6sI")
+_OWNER_TAG = b"extent"
+_OWNER_VERSION = 1
 _PAGE_BYTES = 4096
 
 
@@ -47,8 +50,8 @@ class IndexRow(NamedTuple):
     sequence: int
 
 
-PackedRow: TypeAlias = tuple[ChunkKey, bytes]
-"""A row's key and LMDB value."""
+PackedRow: TypeAlias = tuple[bytes, bytes]
+"""A row's LMDB key and value."""
 
 
 def pack_row(row: IndexRow) -> bytes:
@@ -74,10 +77,36 @@ def unpack_row(key: bytes, value: bytes) -> IndexRow:
     return IndexRow(info, extent, offset, sequence)
 
 
+def owner_key(extent: int) -> bytes:
+    """Return the LMDB key of the row that says whose *extent* is; no chunk's is as short."""
+    return _OWNER_KEY.pack(_OWNER_TAG, extent)
+
+
+def pack_owner(extent: int, tenant: str) -> PackedRow:
+    """Return the row that says that *tenant* owns *extent*."""
+    key = owner_key(extent)
+    body = bytes([_OWNER_VERSION]) + tenant.encode()
+    return key, body + _CHECKSUM.pack(checksum(key + body))
+
+
+def unpack_owner(key: bytes, value: bytes) -> tuple[int, str]:
+    """Parse and check an owner's row. Raises InvalidFrameError."""
+    body, tail = value[: -_CHECKSUM.size], value[-_CHECKSUM.size :]
+    if not body or _CHECKSUM.pack(checksum(key + body)) != tail:
+        raise InvalidFrameError("row", key.hex(), "the row is damaged")
+    if body[0] != _OWNER_VERSION:
+        raise InvalidFrameError("row", body[0], f"this reader knows version {_OWNER_VERSION}")
+    try:
+        return _OWNER_KEY.unpack(key)[1], body[1:].decode()
+    except UnicodeDecodeError as error:
+        raise InvalidFrameError("row", key.hex(), str(error)) from None
+
+
 class DiskIndex:
     """Rows by key, changed in transactions that are durable when they return.
 
-    ``dropped`` counts rows and pages that were unusable at start. One thread at a time.
+    ``dropped`` counts rows and pages that were unusable at start, and ``owners`` says whose
+    each extent was then. One thread at a time.
     """
 
     def __init__(self, path: Path, index_bytes: int) -> None:
@@ -85,7 +114,9 @@ class DiskIndex:
         if index_bytes < MIN_INDEX_BYTES:
             raise InvalidRequestError("index_bytes", index_bytes, f"at least {MIN_INDEX_BYTES}")
         self.dropped = 0
+        self.owners: dict[int, str] = {}
         self._path = path
+        self._made: list[Path] = []
         self._file = path / "data.mdb"
         self._index_bytes = index_bytes // _PAGE_BYTES * _PAGE_BYTES
         self._env: lmdb.Environment | None = None
@@ -105,22 +136,20 @@ class DiskIndex:
         asked first. When anything is unusable a new file is written from the other rows, so
         that LMDB only ever maps pages that were checked. Raises TierUnavailableError.
         """
-        made: list[Path] = []
         try:
-            rows = self._open(claim, made)
+            rows = self._open(claim)
         except InvalidFrameError as error:
             raise TierUnavailableError(
                 TIER, f"{self._path}: {error}; nothing was changed: give another folder"
             ) from error
         except (OSError, lmdb.Error) as error:
-            self.close()
-            remove_made(made)
+            self.discard()
             raise TierUnavailableError(
                 TIER, f"{self._path} cannot be opened: {error}; move it away to start empty"
             ) from error
         return rows
 
-    def commit(self, deletes: Iterable[ChunkKey], rows: Sequence[PackedRow]) -> int:
+    def commit(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> int:
         """Delete, then add, and return how many *rows* went in; the index is full for the rest.
 
         All is durable on return, in one transaction where that fits, else in small ones, the
@@ -149,7 +178,7 @@ class DiskIndex:
             raise TierUnavailableError(TIER, f"{self._path} is not open")
         return self._env
 
-    def _write(self, deletes: Iterable[ChunkKey], rows: Sequence[PackedRow]) -> bool:
+    def _write(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> bool:
         """Run one transaction; False, changing nothing, when it does not fit the index."""
         try:
             with self._opened().begin(write=True) as transaction:
@@ -163,20 +192,26 @@ class DiskIndex:
             raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
         return True
 
+    def discard(self) -> None:
+        """Unmap the index, and remove it if this start created it."""
+        self.close()
+        remove_made(self._made)
+        self._made = []
+
     def close(self) -> None:
         """Unmap the index. Idempotent."""
         if self._env is not None:
             self._env.close()
             self._env = None
 
-    def _open(self, claim: Callable[[IndexRow], bool], made: list[Path]) -> list[IndexRow]:
+    def _open(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
         if not self._path.exists():
             self._path.mkdir(mode=0o700)
-            made.append(self._path)
+            self._made.append(self._path)
         if self._file.exists() and self._file.stat().st_size:
             rows = self._recover(claim)
         else:
-            made.append(self._file)
+            self._made.append(self._file)
             rows = []
         self._env = _open_environment(self._path, self._index_bytes)
         self._allocate()
@@ -187,7 +222,11 @@ class DiskIndex:
         rows = []
         for key, value in reader.rows():
             try:
-                rows.append(unpack_row(key, value))
+                if key.startswith(_OWNER_TAG) and len(key) == _OWNER_KEY.size:
+                    extent, tenant = unpack_owner(key, value)
+                    self.owners[extent] = tenant
+                else:
+                    rows.append(unpack_row(key, value))
             except InvalidFrameError:
                 self.dropped += 1
         rows.sort(key=lambda row: row.sequence, reverse=True)
@@ -206,6 +245,8 @@ class DiskIndex:
         env = _open_environment(draft, max(self._index_bytes, self._file.stat().st_size))
         try:
             with env.begin(write=True) as transaction:
+                for extent, tenant in self.owners.items():
+                    transaction.put(*pack_owner(extent, tenant))
                 for row in rows:
                     transaction.put(row.info.key, pack_row(row))
         finally:

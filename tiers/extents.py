@@ -1,281 +1,288 @@
-"""A folder of preallocated extent files, owned by one process at a time."""
+"""The extents of the disk tier: files of frames, spread over folders, each of one tenant."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import re
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock
 
-from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    PermissionDeniedError,
+    TierUnavailableError,
+)
+from kvstore.proto.types import ChunkInfo
+from kvstore.tiers.arena import Holes
+from kvstore.tiers.disk_folder import GRANULE_BYTES, TIER, ExtentFolder
+from kvstore.tiers.disk_io import FileIO, no_direct
 
-TIER = "disk"
-FORMAT_VERSION = 1
-GRANULE_BYTES = 4096
-"""Frames start and extents end on this boundary, so that O_DIRECT needs no new format."""
 DEFAULT_EXTENT_BYTES = 4 << 30
+"""Extents of a tier from 64 GiB on; smaller tiers have about sixteen."""
+FOLDER_RETRY_S = 5.0
+"""How long nothing is put into one of several folders after it failed."""
 
-_EXTENT_NAME = re.compile(r"(\d{4,})\.kv")
-_NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-_NO_FILES = {errno.EMFILE, errno.ENFILE}
-
-
-@dataclass(slots=True)
-class _Made:
-    """What this start created or enlarged, to be taken back when the start fails."""
-
-    paths: list[Path] = field(default_factory=list)
-    former_bytes: dict[Path, int] = field(default_factory=dict)
+_GONE = "it is gone: look the chunk up anew"
 
 
-class ExtentFolder:
-    """The lock, the format and the extent files of one disk tier.
+def extent_bytes_for(capacity_bytes: int, largest_frame_bytes: int) -> int:
+    """Return the size of the extents of a new tier: a power of two and its 32nd.
 
-    ``sizes[i]`` is the size of extent i in bytes and ``sync_failures[i]`` how often making
-    it durable failed. A folder keeps the extent size it was created with. Not thread-safe
-    to open or close; ``read``, ``write`` and ``sync`` may run in parallel.
+    Few enough to open, enough of them for several tenants, and the odd 32nd because a frame is
+    a power of two and its header, of which a power of two would hold one less than it could.
+    """
+    near = 1 << max(1, capacity_bytes // 16).bit_length() - 1
+    least = 1 << max(1, largest_frame_bytes - 1).bit_length()
+    near = max(min(near, DEFAULT_EXTENT_BYTES), least)
+    return near + near // 32
+
+
+class Extent:
+    """One file of frames. It has one owner from its first frame until it is deleted.
+
+    The tier's lock guards ``chunks``, ``holes``, ``owner`` and ``users``. ``is_known`` is False
+    for a file of which nobody knows whose bytes it ever held: it is never shared.
+    """
+
+    __slots__ = (
+        "chunks", "fd", "folder", "holes", "is_gone", "is_known", "number", "owner",
+        "size_bytes", "sync_failures", "users",
+    )  # fmt: skip
+
+    def __init__(self, folder: ExtentFolder, number: int, size_bytes: int) -> None:
+        self.folder = folder
+        self.number = number
+        self.size_bytes = size_bytes
+        self.fd = -1
+        self.holes = Holes(size_bytes, GRANULE_BYTES)
+        self.chunks: dict[int, ChunkInfo] = {}
+        """What is sealed here, by place."""
+        self.owner: str | None = None
+        self.is_known = True
+        self.is_gone = False
+        self.users = 0
+        """Calls that read, write or sync the file now: it is closed after the last of them."""
+        self.sync_failures = 0
+
+
+class Extents:
+    """The files of all extents by number, and what is done to their bytes.
+
+    *lock* is the tier's and guards the table. *clock* gives monotonic seconds.
     """
 
     def __init__(
-        self, path: Path, capacity_bytes: int, extent_bytes: int, spare_bytes: int = 0
+        self,
+        folders: Sequence[ExtentFolder],
+        io: FileIO,
+        lock: Lock,
+        clock: Callable[[], float],
     ) -> None:
-        """Own *path* and allocate *capacity_bytes* there, floored to whole granules.
+        self.folders = list(folders)
+        self.by_number: dict[int, Extent] = {}
+        self.next_number = 0
+        self._io = io
+        self._lock = lock
+        self._clock = clock
+        for folder in self.folders:
+            # A number that is taken: the folder is new, and its files a broken-off start's.
+            folder.replan(self.by_number)
+            for number, size in folder.kept.items():
+                self.by_number[number] = Extent(folder, number, size)
 
-        *spare_bytes* must be free besides. A larger capacity than last time adds extents, a
-        smaller one deletes them. Raises TierUnavailableError, taking back what was created.
+    def open(self, numbers: Iterable[int]) -> None:
+        """Open every file, after making those that are missing.
+
+        *numbers* are in use elsewhere and never given to a new file. Raises
+        TierUnavailableError.
         """
-        for name, value in (("capacity_bytes", capacity_bytes), ("extent_bytes", extent_bytes)):
-            if value < GRANULE_BYTES:
-                raise InvalidRequestError(name, value, f"give at least {GRANULE_BYTES}")
-        self.path = path
-        self.extent_bytes = extent_bytes // GRANULE_BYTES * GRANULE_BYTES
-        self.sizes: list[int] = []
-        self.sync_failures: list[int] = []
-        self._fds: list[int] = []
-        self._lock_fd = -1
-        self._made = _Made()
-        try:
-            self._own(capacity_bytes, spare_bytes)
-        except OSError as error:
-            self.discard()
-            raise TierUnavailableError(TIER, _explain(path, error, capacity_bytes)) from error
-        except TierUnavailableError:
-            self.discard()
-            raise
+        self.next_number = 1 + max([*numbers, *self.by_number], default=-1)
+        for folder in self.folders:
+            count = len(folder.wanted)
+            folder.fill(self.next_number)
+            self.next_number += count
+            for number, size in folder.kept.items():
+                extent = self.by_number.setdefault(number, Extent(folder, number, size))
+                extent.fd = self._open(folder, number)
 
-    def read(self, extent: int, offset: int, out: Bytes) -> None:
-        """Fill *out* from *offset* of *extent*. Raises TierUnavailableError."""
-        done = 0
+    def _open(self, folder: ExtentFolder, number: int) -> int:
+        file = folder.file(number)
         try:
-            while done < len(out):
-                count = os.preadv(self._fds[extent], [out[done:].data], offset + done)
-                if count == 0:
-                    raise TierUnavailableError(TIER, f"{self._file(extent)} ends early")
-                done += count
+            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | self._io.open_flags)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self._io.open_flags:
+                raise no_direct(folder.path, error) from None
+            raise TierUnavailableError(TIER, f"{file}: {error.strerror}") from error
+        try:
+            self._io.check(fd)
+        except OSError as error:
+            os.close(fd)
+            raise no_direct(folder.path, error) from None
+        return fd
+
+    def drop(self, extent: Extent) -> None:
+        """Delete an extent's file. Raises OSError; the extent is out of use all the same.
+
+        Whoever still has the file open keeps its bytes, and the disk their room.
+        """
+        with self._lock:
+            del self.by_number[extent.number]
+            extent.is_gone = True
+            is_last = not extent.users
+        if is_last:
+            self.close_gone(extent)
+        extent.folder.remove(extent.number)
+
+    def make(self, folder: ExtentFolder, size_bytes: int) -> Extent:
+        """Make an extent of *size_bytes* with a number of its own. Raises TierUnavailableError."""
+        with self._lock:
+            number = self.next_number
+            self.next_number += 1
+        try:
+            folder.create(number, size_bytes)
+        except OSError as error:
+            reason = f"{folder.file(number)} cannot be created: {error.strerror}"
+            raise TierUnavailableError(TIER, reason) from error
+        extent = Extent(folder, number, size_bytes)
+        extent.fd = self._open(folder, number)
+        with self._lock:
+            self.by_number[number] = extent
+        return extent
+
+    def is_blank(self, extent: Extent) -> bool:
+        """Whether nothing was ever written to the file, as far as its file system can tell."""
+        try:
+            os.lseek(extent.fd, 0, os.SEEK_DATA)
+        except OSError as error:
+            return error.errno == errno.ENXIO
+        return False
+
+    def open_shared(self, number: int, tenant: str) -> int:
+        """Return a new descriptor of an extent's file, read-only and the caller's to close.
+
+        Raises InvalidRequestError for an unknown extent or one whose history is unknown,
+        PermissionDeniedError for another tenant's.
+        """
+        with self._lock:
+            extent = self.by_number.get(number)
+            owner = None if extent is None or not extent.is_known else extent.owner
+        if extent is None or owner is None:
+            raise InvalidRequestError("extent", number, _GONE)
+        if owner != tenant:
+            raise PermissionDeniedError(f"extent {number} belongs to another tenant")
+        try:
+            # By its name, which no other file ever has: a copy of our own could be written to.
+            return os.open(extent.folder.file(number), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise InvalidRequestError("extent", number, _GONE) from None
+        except OSError as error:
+            raise self._failed(extent, "open", error) from error
+
+    def release(self, extent: Extent) -> bool:
+        """Undo one step of ``extent.users``; True when ``close_gone`` is due. Under the lock."""
+        extent.users -= 1
+        return extent.is_gone and not extent.users
+
+    def close_gone(self, extent: Extent) -> None:
+        """Close the file of a deleted extent that nobody uses any more."""
+        os.close(extent.fd)
+
+    @contextmanager
+    def _using(self, number: int) -> Iterator[Extent | None]:
+        """Keep an extent's file open meanwhile; None when it was deleted."""
+        with self._lock:
+            extent = self.by_number.get(number)
+            if extent is not None:
+                extent.users += 1
+        try:
+            yield extent
+        finally:
+            if extent is not None:
+                with self._lock:
+                    is_last = self.release(extent)
+                if is_last:
+                    self.close_gone(extent)
+
+    def read(self, extent: Extent, offset: int, outs: Sequence[Bytes]) -> None:
+        """Fill *outs* from *offset* on. Raises TierUnavailableError."""
+        try:
+            is_whole = self._io.read(extent.fd, offset, outs)
         except OSError as error:
             raise self._failed(extent, "read", error) from error
+        if not is_whole:
+            file = extent.folder.file(extent.number)
+            is_partial = self._has_others(extent.folder)
+            raise TierUnavailableError(TIER, f"{file} ends early", is_partial=is_partial)
 
-    def write(self, extent: int, offset: int, data: Bytes) -> None:
-        """Put *data* at *offset* of *extent*. Raises TierUnavailableError."""
-        done = 0
+    def write(self, extent: Extent, offset: int, data: Bytes) -> None:
+        """Put *data* at *offset*. Raises TierUnavailableError."""
         try:
-            while done < len(data):
-                done += os.pwritev(self._fds[extent], [data[done:].data], offset + done)
+            self._io.write(extent.fd, offset, data)
         except OSError as error:
             raise self._failed(extent, "write", error) from error
+        extent.folder.failure = ""
 
-    def sync(self, extent: int) -> None:
-        """Make every byte written to *extent* durable. Raises TierUnavailableError.
+    def read_ahead(self, extent: Extent, offset: int, size_bytes: int) -> None:
+        """Tell the kernel that these bytes are read soon; it may not care."""
+        if self._io.reads_ahead:
+            with suppress(OSError):
+                os.posix_fadvise(extent.fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
-        After a failure the kernel may have dropped any byte not yet durable, and the next
-        call succeeds all the same: whoever wrote before must compare ``sync_failures``.
+    def sync(self, number: int) -> None:
+        """Make what was written to an extent durable.
+
+        Raises TierUnavailableError. After a failure the kernel may have dropped any byte not
+        yet durable, and the next call succeeds all the same: whoever wrote before must compare
+        ``sync_failures``. Nothing is done for an extent that was deleted, with all its chunks.
         """
-        try:
-            os.fdatasync(self._fds[extent])
-        except OSError as error:
-            self.sync_failures[extent] += 1
-            raise self._failed(extent, "sync", error) from error
+        with self._using(number) as extent:
+            if extent is None:
+                return
+            try:
+                os.fdatasync(extent.fd)
+            except OSError as error:
+                extent.sync_failures += 1
+                raise self._failed(extent, "sync", error) from error
+
+    def sync_failures(self, number: int) -> int | None:
+        """Return how often the sync of an extent failed; None when it was deleted."""
+        extent = self.by_number.get(number)
+        return None if extent is None else extent.sync_failures
+
+    def is_usable(self, folder: ExtentFolder) -> bool:
+        """Whether frames may be put into *folder*; after a failure only once in a while."""
+        return not folder.failure or self._clock() >= folder.retry_at_s
+
+    def _failed(self, extent: Extent, verb: str, error: OSError) -> TierUnavailableError:
+        """Note the failure, and leave the folder alone for a while if there are others."""
+        folder = extent.folder
+        reason = f"{verb} of {folder.file(extent.number)}: {error.strerror}"
+        is_partial = self._has_others(folder)
+        if is_partial:
+            folder.failure = reason
+            folder.retry_at_s = self._clock() + FOLDER_RETRY_S
+        return TierUnavailableError(TIER, reason, is_partial=is_partial)
+
+    def _has_others(self, folder: ExtentFolder) -> bool:
+        return any(other is not folder and not other.failure for other in self.folders)
 
     def discard(self) -> None:
-        """Take back what this start created, then close. The lock file stays.
-
-        Whoever opened the lock file before it was unlinked would hold a lock on nothing.
-        """
-        remove_made(self._made.paths)
-        for path, size in self._made.former_bytes.items():
-            os.truncate(path, size)
-        self._made = _Made()
-        self.close()
+        """Close everything and take back what this start made."""
+        self._close_files()
+        for folder in self.folders:
+            folder.discard()
 
     def close(self) -> None:
-        """Close the extents, then release the lock. Idempotent."""
-        while self._fds:
-            os.close(self._fds.pop())
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        """Close the files, then release the folders. Idempotent."""
+        self._close_files()
+        for folder in self.folders:
+            folder.close()
 
-    def _own(self, capacity_bytes: int, spare_bytes: int) -> None:
-        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        os.makedirs(self.path, mode=0o700, exist_ok=True)
-        for path in missing:
-            sync_folder(path.parent)
-        self._lock_fd = _take_lock(self.path)
-        known = _read_format(self.path)
-        self.extent_bytes = known or self.extent_bytes
-        capacity_bytes = capacity_bytes // GRANULE_BYTES * GRANULE_BYTES
-        self._check_room(capacity_bytes, spare_bytes)
-        full, rest = divmod(capacity_bytes, self.extent_bytes)
-        self.sizes = [self.extent_bytes] * full + [rest] * (rest > 0)
-        self.sync_failures = [0] * len(self.sizes)
-        if known is None:
-            self._made.paths += [self.path / "FORMAT", self.path / "FORMAT.new"]
-            _write_format(self.path, self.extent_bytes)
-        folder = self.path / "extents"
-        if not folder.is_dir():
-            folder.mkdir(mode=0o700)
-            self._made.paths.append(folder)
-        for extent, size in enumerate(self.sizes):
-            self._open_extent(self._file(extent), size)
-        self._drop_surplus()
-        sync_folder(folder)
-        sync_folder(self.path)
-
-    def _check_room(self, capacity_bytes: int, spare_bytes: int) -> None:
-        """Refuse before the first file is touched, rather than fill the disk to find out."""
-        need = capacity_bytes + spare_bytes
-        for extent, file in self._existing():
-            size = min(self.extent_bytes, capacity_bytes - extent * self.extent_bytes)
-            need -= max(0, min(size, file.stat().st_blocks * 512))
-        stat = os.statvfs(self.path)
-        free = stat.f_bavail * stat.f_frsize
-        if need > free:
-            raise TierUnavailableError(
-                TIER,
-                f"{self.path} needs {need} more bytes and has {free} free: "
-                "give the tier less capacity, or a larger disk",
-            )
-
-    def _open_extent(self, file: Path, size: int) -> None:
-        existed = file.exists()
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._fds.append(fd)
-        former = os.fstat(fd).st_size
-        if not existed:
-            self._made.paths.append(file)
-        elif former < size:
-            self._made.former_bytes[file] = former
-        os.posix_fallocate(fd, 0, size)
-        if former < size:
-            os.fsync(fd)
-
-    def _drop_surplus(self) -> None:
-        for fd, size in zip(self._fds, self.sizes, strict=True):
-            os.ftruncate(fd, size)
-        for extent, file in self._existing():
-            if extent >= len(self.sizes) and file.is_file():
-                file.unlink()
-
-    def _existing(self) -> list[tuple[int, Path]]:
-        folder = self.path / "extents"
-        names = os.listdir(folder) if folder.is_dir() else []
-        found = [match for name in names if (match := _EXTENT_NAME.fullmatch(name))]
-        return [(int(match[1]), folder / match[0]) for match in found]
-
-    def _file(self, extent: int) -> Path:
-        return self.path / "extents" / f"{extent:04d}.kv"
-
-    def _failed(self, extent: int, verb: str, error: OSError) -> TierUnavailableError:
-        return TierUnavailableError(TIER, f"{verb} of {self._file(extent)}: {error.strerror}")
-
-
-def remove_made(paths: list[Path]) -> None:
-    """Remove what was created in this order, files and empty folders. Raises OSError."""
-    for path in reversed(paths):
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in the folder *path* durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _take_lock(path: Path) -> int:
-    fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BlockingIOError:
-        holder = os.pread(fd, 20, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise TierUnavailableError(
-            TIER,
-            f"{path} is in use by process {holder}: stop it, or give this server another folder",
-        ) from None
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _format_line(version: int, extent_bytes: int) -> bytes:
-    line = f"kvstore disk {version} {extent_bytes}"
-    return f"{line} {checksum(line.encode()):016x}\n".encode()
-
-
-def _write_format(path: Path, extent_bytes: int) -> None:
-    draft = path / "FORMAT.new"
-    with draft.open("wb") as file:
-        file.write(_format_line(FORMAT_VERSION, extent_bytes))
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path / "FORMAT")
-
-
-def _read_format(path: Path) -> int | None:
-    """Return the extent size the folder was made with; None for a new folder."""
-    file = path / "FORMAT"
-    if not file.exists():
-        if (path / "extents").exists() or (path / "index").exists():
-            raise _refused(path, "has no FORMAT beside its extents or index")
-        return None
-    with file.open("rb") as stream:
-        line = stream.read(256)
-    words = line.decode(errors="replace").split()
-    if words[:2] != ["kvstore", "disk"] or len(words) < 3:
-        raise _refused(path, "has a FORMAT that no disk tier wrote")
-    if words[2] != str(FORMAT_VERSION):
-        raise _refused(path, f"has format version {words[2]}, this server knows {FORMAT_VERSION}")
-    if len(words) < 4 or not words[3].isdecimal() or line != _format_line(1, int(words[3])):
-        raise _refused(path, "has a damaged FORMAT")
-    return int(words[3])
-
-
-def _refused(path: Path, reason: str) -> TierUnavailableError:
-    return TierUnavailableError(
-        TIER, f"{path} {reason}; nothing was changed: move it away, or give another folder"
-    )
-
-
-def _explain(path: Path, error: OSError, capacity_bytes: int) -> str:
-    if error.errno in _NO_ROOM:
-        stat = os.statvfs(path)
-        free = stat.f_bavail * stat.f_frsize
-        return (
-            f"{path} cannot hold {capacity_bytes} bytes, {free} are free ({error.strerror}): "
-            "give the tier less capacity, or a larger disk"
-        )
-    if error.errno in _NO_FILES:
-        return f"{path}: {error.strerror}: raise the open files limit, or use larger extents"
-    return f"{path}: {error.strerror}: give a folder that this process can create and write"
+    def _close_files(self) -> None:
+        while self.by_number:
+            _, extent = self.by_number.popitem()
+            if extent.fd >= 0:
+                os.close(extent.fd)
+        self._io.close()

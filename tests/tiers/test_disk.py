@@ -284,9 +284,9 @@ def test_ruined_index_costs_chunks_but_never_the_start(tmp_path: Path, damage: s
     tier.close()
 
 
-@pytest.mark.parametrize("left_bytes", [0, 3 << 12, None])
-def test_cut_or_lost_extent_is_made_whole_and_its_chunks_fail_their_check(
-    tmp_path: Path, left_bytes: int | None
+@pytest.mark.parametrize("left_bytes", [0, 3 << 12])
+def test_cut_extent_is_made_whole_and_its_chunks_fail_their_check(
+    tmp_path: Path, left_bytes: int
 ) -> None:
     tier = open_disk(tmp_path)
     frames = [make_frame(seed, 256, representation=make_representation(4)) for seed in range(8)]
@@ -294,10 +294,7 @@ def test_cut_or_lost_extent_is_made_whole_and_its_chunks_fail_their_check(
         put(tier, info, frame)
     tier.close()
     file = tmp_path / "extents" / "0000.kv"
-    if left_bytes is None:
-        file.unlink()
-    else:
-        os.truncate(file, left_bytes)
+    os.truncate(file, left_bytes)
     tier = open_disk(tmp_path)
     assert file.stat().st_size == EXTENT_BYTES
     for info, frame in frames:
@@ -308,6 +305,26 @@ def test_cut_or_lost_extent_is_made_whole_and_its_chunks_fail_their_check(
         assert tier.delete(info.key)
         assert put(tier, info, frame)
         assert_holds(tier, info, frame)
+    tier.close()
+
+
+def test_lost_extent_is_replaced_under_a_new_number_and_its_chunks_are_misses(
+    tmp_path: Path,
+) -> None:
+    tier = open_disk(tmp_path)
+    infos = [make_info(seed, 300_000) for seed in range(8)]
+    for info in infos:
+        put(tier, info, bytes_of(info))
+    tier.close()
+    (tmp_path / "extents" / "0001.kv").unlink()
+    tier = open_disk(tmp_path)
+    assert tier.dropped_rows == 3
+    assert_counts(tier, infos[:3] + infos[6:], [])
+    names = sorted(file.name for file in (tmp_path / "extents").iterdir())
+    assert names == ["0000.kv", "0002.kv", "0003.kv", "0004.kv"]
+    sealed, _ = fill_up(tier, [make_info(seed, 300_000) for seed in range(8, 99)])
+    for info in [*infos[:3], *infos[6:], *sealed]:
+        assert_holds(tier, info, bytes_of(info))
     tier.close()
 
 

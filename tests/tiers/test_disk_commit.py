@@ -21,8 +21,10 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_commit import COMMIT_AGE_S, MAX_PENDING_SEALS, GroupCommit
+from kvstore.tiers.disk_folder import ExtentFolder
 from kvstore.tiers.disk_index import DiskIndex, IndexRow, pack_row
-from kvstore.tiers.extents import ExtentFolder
+from kvstore.tiers.disk_io import CachedIO
+from kvstore.tiers.extents import Extents
 
 
 def found_after_crash(path: Path) -> list[ChunkInfo]:
@@ -231,6 +233,12 @@ def test_bytes_written_before_a_failed_sync_are_never_called_durable(
     tier.close()
 
 
+def open_extents(path: Path, lock: Lock) -> Extents:
+    extents = Extents([ExtentFolder(path, 1 << 20, 1 << 20)], CachedIO(), lock, lambda: 0.0)
+    extents.open([])
+    return extents
+
+
 class UnsureIndex(DiskIndex):
     """Commits, and then does not know it."""
 
@@ -246,12 +254,12 @@ class UnsureIndex(DiskIndex):
 
 
 def test_row_of_a_commit_in_doubt_is_deleted_before_its_region_is_used(tmp_path: Path) -> None:
-    folder = ExtentFolder(tmp_path, 1 << 20, 1 << 20)
+    lock = Lock()
+    extents = open_extents(tmp_path, lock)
     index = UnsureIndex(tmp_path / "index", 1 << 20)
     index.open(lambda row: True)
     forgotten: list[IndexRow] = []
-    lock = Lock()
-    commit = GroupCommit(folder, index, lock, lambda: 0.0, forgotten.append)
+    commit = GroupCommit(extents, index, lock, lambda: 0.0, forgotten.append)
     row = IndexRow(make_info(1, 4_096), 0, 0, 0)
     with lock:
         seal = commit.add(row, pack_row(row), 0)
@@ -270,15 +278,15 @@ def test_row_of_a_commit_in_doubt_is_deleted_before_its_region_is_used(tmp_path:
     again = DiskIndex(tmp_path / "index", 1 << 20)
     assert again.open(lambda row: True) == [heir]
     again.close()
-    folder.close()
+    extents.close()
 
 
 def test_seal_deleted_while_it_waits_has_not_failed(tmp_path: Path) -> None:
-    folder = ExtentFolder(tmp_path, 1 << 20, 1 << 20)
+    lock = Lock()
+    extents = open_extents(tmp_path, lock)
     index = DiskIndex(tmp_path / "index", 1 << 20)
     index.open(lambda row: True)
-    lock = Lock()
-    commit = GroupCommit(folder, index, lock, lambda: 0.0, lambda row: pytest.fail("forgotten"))
+    commit = GroupCommit(extents, index, lock, lambda: 0.0, lambda row: pytest.fail("forgotten"))
     row = IndexRow(make_info(1, 4_096), 0, 0, 0)
     with lock:
         seal = commit.add(row, pack_row(row), 0)
@@ -287,7 +295,7 @@ def test_seal_deleted_while_it_waits_has_not_failed(tmp_path: Path) -> None:
     assert (seal.failure, commit.commits, commit.lost_seals) == (None, 0, 0)
     commit.close()
     index.close()
-    folder.close()
+    extents.close()
 
 
 def test_readers_and_durable_sealers_share_the_tier(tmp_path: Path) -> None:

@@ -1,0 +1,195 @@
+"""The disk tier past the page cache, on a real file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contracts.chunks import make_info
+from contracts.shelf import assert_holds, bytes_of, open_files, put
+from contracts.tier import TierContract
+from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_folder import GRANULE_BYTES
+from kvstore.tiers.disk_io import BOUNCE_BUFFERS, BOUNCE_BYTES, CachedIO, DirectIO, FileIO
+from kvstore.tiers.disk_start import DiskOptions
+
+FILE_BYTES = 3 * BOUNCE_BYTES
+
+
+def open_direct(path: Path, capacity_bytes: int = 4 << 20) -> DiskTier:
+    return DiskTier(
+        path,
+        capacity_bytes,
+        extent_bytes=EXTENT_BYTES,
+        index_bytes=INDEX_BYTES,
+        options=DiskOptions(is_direct=True),
+        clock=lambda: 0.0,
+    )
+
+
+class TestDirectDiskTier(TierContract):
+    def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
+        return open_direct(tmp_path / "disk", capacity_bytes)
+
+    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
+        tier.close()
+        return self.make_tier(tier.capacity_bytes, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("direct") / "file"
+    path.write_bytes(bytes(FILE_BYTES))
+    return path
+
+
+def _noise(seed: int, size_bytes: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+_RANGES = st.tuples(st.integers(0, FILE_BYTES - 1), st.integers(0, 2 * BOUNCE_BYTES))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(0, 99))
+def test_any_range_is_written_and_nothing_beside_it(
+    file: Path, data: st.DataObject, seed: int
+) -> None:
+    io = DirectIO()
+    descriptor = os.open(file, os.O_RDWR | io.open_flags)
+    want = bytearray(file.read_bytes())
+    for _ in range(3):
+        offset, size = data.draw(_RANGES)
+        chunk = _noise(seed, min(size, FILE_BYTES - offset))
+        io.write(descriptor, offset, chunk)
+        want[offset : offset + len(chunk)] = chunk.tobytes()
+    os.close(descriptor)
+    io.close()
+    assert file.read_bytes() == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, BOUNCE_BYTES), max_size=5), st.integers(0, FILE_BYTES), st.data())
+@pytest.mark.parametrize("io", [CachedIO(), DirectIO()], ids=["cached", "direct"])
+def test_any_ranges_are_read_and_nothing_beside_them(
+    file: Path, io: FileIO, sizes: list[int], offset: int, data: st.DataObject
+) -> None:
+    noise = _noise(7, FILE_BYTES)
+    file.write_bytes(noise.tobytes())
+    descriptor = os.open(file, os.O_RDWR | io.open_flags)
+    skew = data.draw(st.integers(0, 64))
+    room = np.full(skew + sum(sizes) + 1, 7, np.uint8)
+    stops = np.cumsum([skew, *sizes])
+    outs = [room[stop - size : stop] for stop, size in zip(stops[1:], sizes, strict=True)]
+    is_whole = io.read(descriptor, offset, outs)
+    os.close(descriptor)
+    assert is_whole is (offset + sum(sizes) <= FILE_BYTES or not sum(sizes))
+    if is_whole:
+        assert np.array_equal(room[skew:-1], noise[offset : offset + sum(sizes)])
+    assert (room[:skew] == 7).all()
+    assert room[-1] == 7
+
+
+def test_what_one_way_wrote_the_other_reads(tmp_path: Path) -> None:
+    infos = [make_info(seed, 5_003 * (seed + 1)) for seed in range(9)]
+    for round_number, opener in enumerate((open_direct, open_disk, open_direct)):
+        tier = opener(tmp_path, 4 << 20)
+        assert tier.dropped_rows == 0
+        for info in infos[: 3 * round_number]:
+            assert_holds(tier, info, bytes_of(info))
+        for info in infos[3 * round_number : 3 * round_number + 3]:
+            put(tier, info, bytes_of(info), durable=True)
+        tier.close()
+
+
+def test_a_descriptor_of_an_extent_reads_what_was_written_past_the_cache(tmp_path: Path) -> None:
+    tier = open_direct(tmp_path)
+    for seed in range(3):
+        info = make_info(seed, 100_003)
+        put(tier, info, bytes_of(info))
+        place = tier.file_place(info.key)
+        assert place is not None
+        descriptor = tier.extent_file(place.extent, "default")
+        assert os.pread(descriptor, place.size_bytes, place.offset) == bytes_of(info).tobytes()
+        os.close(descriptor)
+    tier.close()
+
+
+@pytest.mark.parametrize("refuses", ["open", "preadv"])
+def test_a_file_system_without_direct_reads_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    direct: set[int] = set()
+    real_open, real_read = os.open, os.preadv
+
+    def opened(path: object, flags: int, *rest: object) -> int:
+        if flags & os.O_DIRECT and refuses == "open":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        descriptor = real_open(path, flags, *rest)  # type: ignore[arg-type]
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def read(descriptor: int, *rest: object) -> int:
+        if descriptor in direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_read(descriptor, *rest)  # type: ignore[arg-type]
+
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        patch.setattr(os, "preadv", read)
+        with pytest.raises(
+            TierUnavailableError, match=f"{tmp_path} is on a file system without direct .*--disk-d"
+        ):
+            open_direct(tmp_path)
+    assert open_files() == before
+    assert os.listdir(tmp_path) == ["LOCK"]
+    open_direct(tmp_path).close()
+
+
+def test_no_more_buffers_are_made_than_the_limit(tmp_path: Path) -> None:
+    tier = open_direct(tmp_path, 32 << 20)
+    infos = [make_info(seed, EXTENT_BYTES - GRANULE_BYTES) for seed in range(24)]
+    for info in infos:
+        put(tier, info, bytes_of(info))
+
+    def read(number: int) -> bool:
+        info = infos[number % len(infos)]
+        out = np.empty(info.size_bytes, np.uint8)
+        assert tier.read_into(info.key, out)
+        return np.array_equal(out, bytes_of(info))
+
+    with ThreadPoolExecutor(3 * BOUNCE_BUFFERS) as pool:
+        assert all(pool.map(read, range(96)))
+    io = tier._extents._io
+    assert isinstance(io, DirectIO)
+    assert 1 <= io._made == len(io._free) <= BOUNCE_BUFFERS
+    tier.close()
+    assert io._made == 0
+
+
+def test_reading_ahead_is_left_to_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, how: told.append((at, size)))
+    for tier, count in ((open_disk(tmp_path / "a"), 3), (open_direct(tmp_path / "b"), 0)):
+        infos = [make_info(seed, 9_000) for seed in range(3)]
+        for info in infos:
+            put(tier, info, bytes_of(info))
+        tier.prefetch([make_info(99, 1).key, *(info.key for info in infos)])
+        assert len(told) == count
+        told.clear()
+        tier.close()

@@ -1,0 +1,170 @@
+"""How much of the disk is wasted, and what goes together when room is scattered."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contracts.chunks import make_info
+from contracts.shelf import bytes_of, put
+from disk_process import EXTENT_BYTES, open_disk
+
+from kvstore.proto.errors import TierFullError
+from kvstore.proto.types import ChunkInfo
+from kvstore.tiers.arena import Holes
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_folder import GRANULE_BYTES
+from kvstore.tiers.disk_space import side_by_side
+from kvstore.tiers.extents import extent_bytes_for
+
+GIB = 1 << 30
+TOKEN_BYTES = {"8B": 131_072, "70B": 327_680, "MLA": 70_272, "7B": 57_344, "small": 12_288}
+"""KV bytes of a token: of models of 8, 70 and 7 billion parameters, a latent and a small one."""
+MIXES = {
+    "one model": ("8B",),
+    "two models": ("8B", "7B"),
+    "five models": tuple(TOKEN_BYTES),
+    "small and large": ("small", "70B"),
+}
+HEADER_BYTES = 4096
+
+
+def frame_bytes(draw: random.Random, models: tuple[str, ...]) -> int:
+    """Return the size of a frame: five of six are whole chunks, the others a prompt's last."""
+    tokens = 256 if draw.random() < 0.85 else draw.randrange(16, 256)
+    return HEADER_BYTES + tokens * TOKEN_BYTES[draw.choice(models)]
+
+
+class Churn:
+    """A disk tier's space under churn: the oldest goes for the newest, as ``Transfers`` does it.
+
+    Only space is real here; ``chunks`` maps a seed to extent, offset and info.
+    """
+
+    def __init__(self, capacity_bytes: int, seed: int, size_of: Callable[[random.Random], int]):
+        size = extent_bytes_for(capacity_bytes, 256 << 20)
+        full, rest = divmod(capacity_bytes, size)
+        self.extents = [Holes(size, GRANULE_BYTES) for _ in range(full)]
+        self.extents += [Holes(rest, GRANULE_BYTES)] * (rest > 0)
+        self.capacity_bytes = capacity_bytes
+        self.chunks: OrderedDict[int, tuple[int, int, ChunkInfo]] = OrderedDict()
+        self.frame_bytes = 0
+        self.rounds = 0
+        """Evictions that were not for want of bytes, but for want of bytes in one piece."""
+        self._draw = random.Random(seed)
+        self._size_of = size_of
+
+    def put(self, seed: int) -> None:
+        info = make_info(seed, self._size_of(self._draw))
+        while (place := self._allocate(info.size_bytes)) is None:
+            used = sum(holes.used_bytes for holes in self.extents)
+            if used + info.size_bytes > self.capacity_bytes:
+                self._delete(next(iter(self.chunks)))
+            else:
+                self.rounds += 1
+                for victim in self._in_the_way(info.size_bytes):
+                    self._delete(victim)
+        self.chunks[seed] = (*place, info)
+        self.frame_bytes += info.size_bytes
+
+    def touch(self) -> None:
+        """Use some old chunk again, so that age is not the order of places."""
+        self.chunks.move_to_end(self._draw.choice([*self.chunks][:64]))
+
+    def _allocate(self, size_bytes: int) -> tuple[int, int] | None:
+        for number, holes in enumerate(self.extents):
+            offset = holes.allocate(size_bytes)
+            if offset is not None:
+                return number, offset
+        return None
+
+    def _delete(self, seed: int) -> None:
+        number, offset, info = self.chunks.pop(seed)
+        self.extents[number].give_back(offset, info.size_bytes)
+        self.frame_bytes -= info.size_bytes
+
+    def _in_the_way(self, size_bytes: int) -> list[int]:
+        number, _, oldest = next(iter(self.chunks.values()))
+        here = {
+            offset // GRANULE_BYTES: (seed, info)
+            for seed, (extent, offset, info) in self.chunks.items()
+            if extent == number
+        }
+        infos = {place: info for place, (_, info) in here.items()}
+        keys = side_by_side(infos, self.extents[number].spans(), oldest.key, size_bytes)
+        seeds = {info.key: seed for seed, info in here.values()}
+        return [seeds[key] for key in keys]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_at_most_a_twentieth_is_wasted_when_full_under_churn(mix: str) -> None:
+    churn = Churn(64 * GIB, 5, lambda draw: frame_bytes(draw, MIXES[mix]))
+    unused: list[float] = []
+    count = 0
+    while len(unused) < 2_000:
+        churn.put(count)
+        churn.touch()
+        count += 1
+        if churn.rounds and len(churn.chunks) < count - 1_000:
+            unused.append(1 - churn.frame_bytes / churn.capacity_bytes)
+    # All that no frame lies in: rounding, holes, and what the last eviction freed too much.
+    assert sum(unused) / len(unused) <= 0.05
+    assert max(unused) <= 0.06
+
+
+def test_room_that_is_scattered_is_one_eviction_away() -> None:
+    churn = Churn(16 * GIB, 7, lambda draw: frame_bytes(draw, MIXES["five models"]))
+    before = 0
+    for count in range(1_500):
+        churn.put(count)
+        churn.touch()
+        assert churn.rounds - before <= 1
+        before = churn.rounds
+    assert churn.rounds > 50
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = open_disk(tmp_path, EXTENT_BYTES)
+    yield tier
+    tier.close()
+
+
+def test_neighbours_in_the_way_make_room_when_they_go(tier: DiskTier) -> None:
+    infos = [make_info(seed, 64 << 10) for seed in range(16)]
+    for info in infos:
+        put(tier, info, bytes_of(info))
+    for info in infos[::2]:
+        tier.delete(info.key)
+    wanted = make_info(99, 200 << 10)
+    with pytest.raises(TierFullError) as caught:
+        tier.reserve(wanted)
+    assert caught.value.free_bytes > wanted.size_bytes
+    keys = tier.in_the_way(infos[5].key, wanted.size_bytes, "default")
+    assert infos[5].key in keys
+    assert len(keys) == 2
+    for key in keys:
+        assert tier.delete(key)
+    assert put(tier, wanted, bytes_of(wanted))
+
+
+def test_what_cannot_be_in_the_way_is_not_named(tier: DiskTier) -> None:
+    info = make_info(1, 64 << 10)
+    put(tier, info, bytes_of(info))
+    assert tier.in_the_way(info.key, 1 << 10, "default") == [info.key]
+    assert tier.in_the_way(info.key, 1 << 10, "another") == []
+    assert tier.in_the_way(make_info(2, 1).key, 1 << 10, "default") == []
+
+
+def test_a_run_ends_at_reservations_and_at_the_end(tier: DiskTier) -> None:
+    first, second = make_info(1, 64 << 10), make_info(3, 64 << 10)
+    put(tier, first, bytes_of(first))
+    reservation = tier.reserve(make_info(2, 64 << 10))
+    put(tier, second, bytes_of(second))
+    assert tier.in_the_way(first.key, EXTENT_BYTES, "default") == [first.key]
+    assert tier.in_the_way(second.key, EXTENT_BYTES, "default") == [second.key]
+    tier.abort(reservation)
+    assert tier.in_the_way(first.key, EXTENT_BYTES, "default") == [first.key, second.key]
