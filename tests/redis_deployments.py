@@ -5,13 +5,18 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from local_server import eventually
-from redis import Connection
 from redis_process import RedisProcess
+
+from kvstore.tiers.redis_lines import Lines
+from kvstore.tiers.redis_open import LineOptions
+from kvstore.tiers.redis_topology import ask
 
 _BUS_OFFSET = 10_000
 SERVICE = "kvstore"
@@ -44,7 +49,7 @@ class RedisCluster:
         for _ in range(3):
             self._add()
         self._cli("create", *(f"127.0.0.1:{node.port}" for node in self.nodes))
-        assert eventually(self._is_formed), "the Cluster does not form"
+        assert eventually(self.is_formed), "the Cluster does not form"
 
     @property
     def url(self) -> str:
@@ -66,7 +71,8 @@ class RedisCluster:
         command = [program, "--cluster", *words, "--cluster-yes"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
 
-    def _is_formed(self) -> bool:
+    def is_formed(self) -> bool:
+        """Whether every node knows all others, and all slots have a master."""
         known = b"cluster_known_nodes:%d\r" % len(self.nodes)
         states = [_raw(node, "CLUSTER", "INFO") for node in self.nodes]
         return all(b"cluster_state:ok" in state and known in state for state in states)
@@ -78,15 +84,15 @@ class RedisCluster:
         name = _raw(master, "CLUSTER", "MYID")
         assert eventually(lambda: name in _raw(replica, "CLUSTER", "NODES"))
         _raw(replica, "CLUSTER", "REPLICATE", name)
-        assert eventually(lambda: _is_synchronised(replica) and self._is_formed())
+        assert eventually(lambda: _is_synchronised(replica) and self.is_formed())
         return replica
 
-    def move_slots(self, source: RedisProcess, target: RedisProcess) -> None:
-        """Move all slots of one master to another, with what is in them."""
-        ends = [_raw(node, "CLUSTER", "MYID").decode() for node in (source, target)]
-        place = f"127.0.0.1:{target.port}"
-        settings = ("--cluster-from", ends[0], "--cluster-to", ends[1], "--cluster-slots", "5461")
-        self._cli("reshard", place, *settings, "--cluster-pipeline", "1000")
+    def move_slot(self, name: bytes, target: RedisProcess) -> None:
+        """Give the slot of *name*, in which there is nothing, to another master."""
+        slot = str(_raw(target, "CLUSTER", "KEYSLOT", name))
+        target_id = _raw(target, "CLUSTER", "MYID")
+        for node in (target, self.holder_of(name)):
+            _raw(node, "CLUSTER", "SETSLOT", slot, "NODE", target_id)
 
     def holder_of(self, name: bytes) -> RedisProcess:
         """Return the master that holds the slot of *name*."""
@@ -153,13 +159,14 @@ class SentinelSetup:
 
 def _raw(node: RedisProcess, *words: str | bytes) -> Any:
     """Return the reply to one command as it came."""
-    connection = Connection(port=node.port, protocol=2, socket_timeout=10)
-    connection.connect()
-    try:
-        connection.send_command(*words)
-        return connection.read_response()
-    finally:
-        connection.disconnect()
+    address, options = ("127.0.0.1", node.port), LineOptions(10.0, 1)
+    with closing(Lines(address, options)) as lines:
+        (reply,) = ask(lines, [[_bytes(word) for word in words]], time.monotonic() + 10, 10.0)
+    return reply
+
+
+def _bytes(word: str | bytes) -> bytes:
+    return word.encode() if isinstance(word, str) else word
 
 
 def _is_synchronised(replica: RedisProcess) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,10 +10,11 @@ from typing import ClassVar
 
 import structlog
 from redis.crc import key_slot
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, RedisError, ResponseError
 
-from kvstore.tiers.redis_lines import LineOptions, Lines
-from kvstore.tiers.redis_reply import Reply, SlotLostError
+from kvstore.tiers.redis_lines import Lines
+from kvstore.tiers.redis_open import LineOptions
+from kvstore.tiers.redis_reply import MovedError, Reply, SlotLostError
 from kvstore.tiers.redis_topology import Topology, ask
 from kvstore.tiers.redis_url import HostPort, RedisUrl
 
@@ -21,6 +23,8 @@ REST_S = 0.5
 MIN_RENEW_S = 0.1
 """Least time between two questions who serves what."""
 SLOTS = 16384
+
+_MOVED = re.compile(r"([0-9]{1,5}) ([A-Za-z0-9_.:-]{0,255}):([0-9]{1,5})")
 
 logger = structlog.get_logger(__name__)
 
@@ -76,12 +80,16 @@ class Cluster(Topology):
         with self._lock:
             return any(lines is not None and not lines.is_resting for lines in set(self._holders))
 
-    def note_failure(self, lines: Lines, *, is_down: bool) -> None:
-        """Ask who holds what before the next use."""
-        if is_down:
+    def note_failure(self, lines: Lines, error: Exception) -> None:
+        """Follow a slot that moved, and ask who holds what before the next use."""
+        moved = _MOVED.fullmatch(str(error)) if isinstance(error, MovedError) else None
+        if not isinstance(error, ResponseError):
             lines.rest(REST_S)
         with self._lock:
             self._is_stale = True
+            slot, port = (int(moved[1]), int(moved[3])) if moved else (SLOTS, 0)
+            if moved and slot < len(self._holders) and 0 < port < 1 << 16:
+                self._holders[slot] = self._node((moved[2] or lines.address[0], port))
 
     def _renew_if_stale(self, deadline: float) -> None:
         with self._lock:

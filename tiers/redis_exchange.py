@@ -16,8 +16,8 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from kvstore.tiers.redis_lines import Line, Lines
-from kvstore.tiers.redis_reply import MovedError, Reply, SlotLostError
+from kvstore.tiers.redis_lines import Lines
+from kvstore.tiers.redis_reply import MovedError, MovingError, Reply, SlotLostError
 from kvstore.tiers.redis_wire import AskTalk, Command, FillTalk, Step, Talk
 
 LINES_PER_CALL = 4
@@ -27,7 +27,9 @@ SHARE_BYTES = 8 << 20
 MAX_REPLY_BYTES = 16 << 10
 """Limit of the mean reply to a command whose reply is parsed."""
 
-ELSEWHERE = (MovedError, ReadOnlyError, BusyLoadingError, ClusterDownError, SlotLostError)
+ELSEWHERE = (
+    MovedError, MovingError, ReadOnlyError, BusyLoadingError, ClusterDownError, SlotLostError,
+)  # fmt: skip
 """A server that answers with one of these did nothing of what it was asked."""
 UNREACHED = (OSError, ConnectionError, TimeoutError, SlotLostError)
 """Why a server could not be asked."""
@@ -41,7 +43,7 @@ class Exchange(ABC):
         self.error: Exception | None = None
         self.talks: list[Talk] = []
         self._size_bytes = size_bytes
-        self._held: list[Line] = []
+        self._held: list[socket] = []
 
     @abstractmethod
     def _talk(self, sock: socket, share: int, shares: int) -> Talk:
@@ -62,7 +64,7 @@ class Exchange(ABC):
                     break
                 self._held.append(spare)
         count = len(self._held)
-        self.talks = [self._talk(line.sock, at, count) for at, line in enumerate(self._held)]
+        self.talks = [self._talk(line, at, count) for at, line in enumerate(self._held)]
 
     def close(self) -> None:
         """Give the connections back, and keep why a talk failed."""

@@ -1,4 +1,4 @@
-"""Connections to one Redis server: opened and authenticated by redis-py, then used bare."""
+"""Connections to one Redis server, a bounded number."""
 
 from __future__ import annotations
 
@@ -7,54 +7,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from socket import socket
 
-from redis import Connection, SSLConnection
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, TimeoutError
-from redis.retry import Retry
 
-from kvstore.tiers.redis_url import HostPort, Login
+from kvstore.tiers.redis_open import LineOptions, open_socket
+from kvstore.tiers.redis_url import HostPort
 
 DEFAULT_CONNECTIONS = 16
 MAX_CONNECTIONS = 64
 """The most that may be configured for one server."""
-
-
-@dataclass(frozen=True, slots=True)
-class LineOptions:
-    """How each connection is opened. ``limit`` bounds those to one server."""
-
-    timeout_s: float
-    limit: int
-    login: Login = field(default_factory=Login)
-    database: int = 0
-    tls: tuple[tuple[str, str], ...] | None = None
-
-
-class Line:
-    """One connection whose socket is non-blocking."""
-
-    __slots__ = ("_connection", "sock")
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        # redis-py has no public name for it; nothing else could read into a given buffer
-        sock = connection._sock
-        assert isinstance(sock, socket)
-        sock.settimeout(0)
-        self.sock: socket = sock
-
-    def is_quiet(self) -> bool:
-        """Whether the server neither hung up nor sent what nobody asked for."""
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        return not poll.poll(0)
-
-    def hang_up(self) -> None:
-        """Close the connection."""
-        self._connection.disconnect()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 class Lines:
@@ -74,7 +36,7 @@ class Lines:
         self._options = options
         self._clock = clock
         self._free = threading.BoundedSemaphore(options.limit)
-        self._idle: deque[Line] = deque()
+        self._idle: deque[socket] = deque()
         self._is_closed = False
         self._rests_until = 0.0
 
@@ -90,7 +52,7 @@ class Lines:
         """Whether the server is being left alone."""
         return self._clock() < self._rests_until
 
-    def borrow(self, deadline: float) -> Line:
+    def borrow(self, deadline: float) -> socket:
         """Return a connection that is open and quiet, waiting for one up to *deadline*.
 
         Raises redis' errors and OSError.
@@ -99,64 +61,36 @@ class Lines:
             raise TimeoutError("all connections are in use")
         return self._ready(deadline)
 
-    def borrow_spare(self, deadline: float) -> Line | None:
+    def borrow_spare(self, deadline: float) -> socket | None:
         """Return a connection if one is to be had without waiting for others."""
         return self._ready(deadline) if self._free.acquire(blocking=False) else None
 
-    def _ready(self, deadline: float) -> Line:
+    def _ready(self, deadline: float) -> socket:
+        """Return an idle connection that still works, else a new one."""
         try:
-            while self._idle:
-                line = self._idle.pop()
-                if line.is_quiet():
+            while (line := self._pop()) is not None:
+                if _is_quiet(line):
                     return line
-                line.hang_up()
-        except IndexError:  # another thread was faster
-            pass
-        except BaseException:
-            self._free.release()
-            raise
-        try:
-            return self._open(deadline)
+                line.close()
+            if self._is_closed:
+                raise ConnectionError("closed")
+            return open_socket(self.address, self._options, deadline, self._clock)
         except BaseException:
             self._free.release()
             raise
 
-    def _open(self, deadline: float) -> Line:
-        if self._is_closed:
-            raise ConnectionError("closed")
-        options = self._options
-        left_s = min(options.timeout_s, deadline - self._clock())
-        if left_s <= 0:
-            raise TimeoutError("no connection in time")
-        settings: dict[str, object] = {
-            "host": self.address[0],
-            "port": self.address[1],
-            "db": options.database,
-            "username": options.login.username or None,
-            "password": options.login.password or None,
-            "socket_timeout": left_s,
-            "socket_connect_timeout": left_s,
-            "retry": Retry(NoBackoff(), 0),
-            "protocol": 2,
-        }
-        if options.tls is None:
-            connection = Connection(**settings)  # type: ignore[no-untyped-call,arg-type,unused-ignore]
-        else:
-            tls = {name: _typed(value) for name, value in options.tls}
-            connection = SSLConnection(**settings, **tls)  # type: ignore[no-untyped-call,arg-type,unused-ignore]
+    def _pop(self) -> socket | None:
         try:
-            connection.connect()  # type: ignore[no-untyped-call,unused-ignore]
-            return Line(connection)
-        except BaseException:
-            connection.disconnect()  # type: ignore[no-untyped-call,unused-ignore]
-            raise
+            return self._idle.pop()
+        except IndexError:
+            return None
 
-    def give_back(self, line: Line, *, is_clean: bool) -> None:
+    def give_back(self, line: socket, *, is_clean: bool) -> None:
         """Take a borrowed connection back; hang up unless all its replies were read."""
-        if is_clean and not self._is_closed:
+        if is_clean:
             self._idle.append(line)
         else:
-            line.hang_up()
+            line.close()
         self._free.release()
         if self._is_closed:
             self.close()
@@ -164,13 +98,12 @@ class Lines:
     def close(self) -> None:
         """Hang up; what is borrowed follows as it comes back. Idempotent."""
         self._is_closed = True
-        while True:
-            try:
-                self._idle.pop().hang_up()
-            except IndexError:
-                return
+        while (line := self._pop()) is not None:
+            line.close()
 
 
-def _typed(value: str) -> object:
-    """Return a TLS option as redis-py takes it: truth values are not text there."""
-    return {"true": True, "false": False}.get(value.lower(), value)
+def _is_quiet(line: socket) -> bool:
+    """Whether the server neither hung up nor sent what nobody asked for."""
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    return not poll.poll(0)

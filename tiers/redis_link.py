@@ -30,7 +30,8 @@ from kvstore.tiers.redis_exchange import (
     Exchange,
     Filling,
 )
-from kvstore.tiers.redis_lines import MAX_CONNECTIONS, LineOptions, Lines
+from kvstore.tiers.redis_lines import MAX_CONNECTIONS, Lines
+from kvstore.tiers.redis_open import LineOptions, tls_context
 from kvstore.tiers.redis_reply import SlotLostError, WrongTypeError
 from kvstore.tiers.redis_sentinel import SentinelMaster
 from kvstore.tiers.redis_topology import SingleServer, Topology
@@ -161,19 +162,18 @@ class RedisLink:
 
     def _take_in(self, asking: Asking, replies: list[Any]) -> dict[int, _Failure]:
         if asking.error is not None:
-            self._topology.note_failure(asking.lines, is_down=True)
+            self._topology.note_failure(asking.lines, asking.error)
             failure = _Failure(asking.error, asking.is_unsent)
             return {at: failure for at, _ in asking.commands}
         failed: dict[int, _Failure] = {}
         for at, reply in asking.replies():
             if isinstance(reply, ELSEWHERE):
                 failed[at] = _Failure(reply, is_unsent=True)
+                self._topology.note_failure(asking.lines, reply)
             elif isinstance(reply, RedisError) and not isinstance(reply, WrongTypeError):
                 raise reply
             else:
                 replies[at] = None if isinstance(reply, WrongTypeError) else reply
-        if failed:
-            self._topology.note_failure(asking.lines, is_down=False)
         return failed
 
     def fill(self, name: bytes, steps: Sequence[Step]) -> bool:
@@ -205,8 +205,7 @@ class RedisLink:
         if why is None:
             return None
         if isinstance(why, (*UNREACHED, *ELSEWHERE)):
-            is_down = not isinstance(why, ELSEWHERE)
-            self._topology.note_failure(filling.lines, is_down=is_down)
+            self._topology.note_failure(filling.lines, why)
         return _Failure(why, filling.is_unsent)
 
     def masters(self) -> list[Lines]:
@@ -278,7 +277,8 @@ def _payload_bytes(command: Command) -> int:
 
 def _open_topology(url: RedisUrl, timeout_s: float, connections: int) -> Topology:
     """Return the topology that *url* names; nothing is asked before the first use."""
-    options = LineOptions(timeout_s, connections, url.login, url.database, url.tls)
+    tls = None if url.tls is None else tls_context(url.tls)
+    options = LineOptions(timeout_s, connections, url.login, url.database, tls)
     if url.mode == "sentinel":
         return SentinelMaster(url, options)
     return Cluster(url, options) if url.mode == "cluster" else SingleServer(url, options)

@@ -27,7 +27,7 @@ MAX_REMAINS = 1024
 """Failed writes remembered for clean-up; older ones end by their lifetime."""
 SWEEP_WRITES = 64
 """Failed writes cleaned up at one time."""
-SLICE_BYTES = 1 << 20
+SLICE_BYTES = 2 << 20
 """Parts are asked for in slices of this size, so that Redis never has to hold much that it has
 copied but not sent."""
 

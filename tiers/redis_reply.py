@@ -30,7 +30,11 @@ class WrongTypeError(ResponseError):
 
 
 class MovedError(ResponseError):
-    """The server does not hold the slot of the name, or not all of it."""
+    """Another server holds the slot of the name; the text is its number and ``host:port``."""
+
+
+class MovingError(ResponseError):
+    """The slot of the name is on its way to another server."""
 
 
 class SlotLostError(ResponseError):
@@ -47,8 +51,8 @@ _ERRORS: dict[bytes, type[RedisError]] = {
     b"LOADING": BusyLoadingError,
     b"MASTERDOWN": BusyLoadingError,
     b"MOVED": MovedError,
-    b"ASK": MovedError,
-    b"TRYAGAIN": MovedError,
+    b"ASK": MovingError,
+    b"TRYAGAIN": MovingError,
     b"CLUSTERDOWN": ClusterDownError,
 }
 

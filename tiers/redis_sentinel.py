@@ -9,7 +9,8 @@ from typing import ClassVar
 import structlog
 from redis.exceptions import ConnectionError, RedisError
 
-from kvstore.tiers.redis_lines import LineOptions, Lines
+from kvstore.tiers.redis_lines import Lines
+from kvstore.tiers.redis_open import LineOptions
 from kvstore.tiers.redis_reply import Reply
 from kvstore.tiers.redis_topology import Topology, ask
 from kvstore.tiers.redis_url import HostPort, RedisUrl
@@ -47,7 +48,7 @@ class SentinelMaster(Topology):
         """Return the master."""
         return [self.lines_of(b"", deadline)]
 
-    def note_failure(self, lines: Lines, *, is_down: bool) -> None:
+    def note_failure(self, lines: Lines, error: Exception) -> None:
         """Ask the Sentinels before the next use."""
         with self._lock:
             if lines is self._master:

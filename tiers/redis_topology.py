@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from redis.exceptions import RedisError
 
-from kvstore.tiers.redis_lines import LineOptions, Lines
+from kvstore.tiers.redis_lines import Lines
+from kvstore.tiers.redis_open import LineOptions
 from kvstore.tiers.redis_reply import Reply
 from kvstore.tiers.redis_url import RedisUrl
 from kvstore.tiers.redis_wire import AskTalk, Command, converse
@@ -35,8 +36,8 @@ class Topology(ABC):
         """Return the connections to each server that holds keys."""
 
     @abstractmethod
-    def note_failure(self, lines: Lines, *, is_down: bool) -> None:
-        """Take note that a server failed, or, not *is_down*, sent us elsewhere."""
+    def note_failure(self, lines: Lines, error: Exception) -> None:
+        """Take note that a server failed, or sent us elsewhere."""
 
     @abstractmethod
     def close(self) -> None:
@@ -57,7 +58,7 @@ class SingleServer(Topology):
         """Return the server."""
         return [self._lines]
 
-    def note_failure(self, lines: Lines, *, is_down: bool) -> None:
+    def note_failure(self, lines: Lines, error: Exception) -> None:
         """Do nothing: there is no other server."""
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ def ask(
 ) -> list[Reply]:
     """Send *commands* to one server and return the replies; the first error is raised."""
     line = lines.borrow(deadline)
-    talk = AskTalk(line.sock, commands, MAX_ANSWER_BYTES)
+    talk = AskTalk(line, commands, MAX_ANSWER_BYTES)
     try:
         converse([talk], deadline, silence_s)
     finally:

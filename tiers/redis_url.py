@@ -45,7 +45,7 @@ class RedisUrl:
     """A checked address. ``shown`` names no user and no password.
 
     ``hosts`` are the server, the Sentinels or some nodes of the Cluster. ``tls`` is None for
-    plain text, else redis-py's options for it.
+    plain text, else the options for it.
     """
 
     mode: Mode

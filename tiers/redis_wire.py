@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from socket import socket
+from socket import SO_RCVLOWAT, SOL_SOCKET, socket
 from typing import TypeAlias
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
@@ -28,6 +28,9 @@ FILL_WINDOW = 2
 """Payloads asked for and not yet here, on one line. Redis answers all it was asked before it
 sends: more of them would only pile up in its memory and leave its caches (measured: all 4
 parts of 2 MiB at once come at 0.9 GB/s, 2 at a time at 1.5)."""
+
+LOW_WATER_BYTES = 512 << 10
+"""Payload that is worth a wake-up: at the slowest rate allowed it comes in 32 ms."""
 
 _SEND_BUFFERS = 64
 _RECEIVE_BUFFERS = 8
@@ -113,8 +116,15 @@ class AskTalk(Talk):
         self._count = len(commands)
         self._limit_bytes = limit_bytes
         self._buffer = bytearray()
+        small: list[bytes | memoryview] = []
         for command in commands:
-            self._outbox.extend(pack(command))
+            packed = pack(command)
+            small.append(packed[0])
+            if len(packed) > 1:  # a payload is sent from where it lies
+                self._outbox.append(b"".join(small))
+                self._outbox.extend(packed[1:-1])
+                small = packed[-1:]
+        self._outbox.append(b"".join(small))
 
     @property
     def is_done(self) -> bool:
@@ -169,6 +179,7 @@ class FillTalk(Talk):
         self._places: list[memoryview] = []
         self._expected: list[bytes] = []
         self._at = 0
+        self._low = 1
         self._lay_out(steps)
         self._ask_on()
 
@@ -215,6 +226,17 @@ class FillTalk(Talk):
             count -= self._advance(count)
         if self._outbox:
             self.send()
+        if not self._is_tls:
+            self._wake_at()
+
+    def _wake_at(self) -> None:
+        """Let the kernel wake us once there is much to copy, if much is certain to come."""
+        low = 1
+        if not self.is_done and not self._expected[self._at]:
+            low = min(LOW_WATER_BYTES, len(self._places[self._at]))
+        if low != self._low:
+            self._low = low
+            self.sock.setsockopt(SOL_SOCKET, SO_RCVLOWAT, low)
 
     def _advance(self, count: int) -> int:
         """Take note of *count* more bytes, as far as one place goes; return how many."""

@@ -78,15 +78,6 @@ def test_default_parts_are_of_two_mebibytes(
     assert_holds(tier, info, payload(1, 5 << 20))
 
 
-def test_frame_beyond_the_read_window_comes_back_whole(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker
-) -> None:
-    tier = open_redis_tier(redis.url, 128 << 20, part_bytes=4 << 20)
-    info = make_info(1, (65 << 20) + 3)
-    put(tier, info, payload(1, info.size_bytes))
-    assert_holds(tier, info, payload(1, info.size_bytes))
-
-
 def test_what_a_writer_left_out_is_zero_not_old_memory(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:

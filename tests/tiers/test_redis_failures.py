@@ -221,7 +221,7 @@ class _QuotesTheAuth(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         while data := self.request.recv(1 << 16):
             quoted = data.decode(errors="replace").replace("\r\n", " ")
-            self.request.sendall(f"-ERR unknown command {quoted}\r\n".encode() * 4)
+            self.request.sendall(f"-ERR unknown command {quoted}\r\n".encode())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,223 @@
+"""The Redis tier when what answers is slow, breaks off, lies or talks rubbish."""
+
+from __future__ import annotations
+
+import select
+import socket
+import socketserver
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contracts.chunks import make_info, payload
+from contracts.shelf import assert_holds, get, put
+from redis_process import RedisProcess, free_port
+
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.tiers.redis import RedisTier
+
+RedisTierMaker = Callable[..., RedisTier]
+Spoil = Callable[[socket.socket, bytes], None]
+
+INFO = make_info(1, 20_000)
+DATA = payload(1, 20_000)
+
+
+def drip(client: socket.socket, reply: bytes) -> None:
+    """Send byte after byte, never silent for long, for as long as somebody listens."""
+    while not select.select([client], [], [], 0.01)[0]:
+        client.sendall(b"$")
+
+
+def hang_up_inside(client: socket.socket, reply: bytes) -> None:
+    client.sendall(reply[: 2 * len(reply) // 3])
+
+
+def stay_silent_inside(client: socket.socket, reply: bytes) -> None:
+    client.sendall(reply[: 2 * len(reply) // 3])
+    select.select([client], [], [])
+
+
+def sending(answer: bytes) -> Spoil:
+    def spoil(client: socket.socket, reply: bytes) -> None:
+        client.sendall(answer)
+        select.select([client], [], [])
+
+    return spoil
+
+
+SPOILS: dict[str, Spoil] = {
+    "drips": drip,
+    "hangs up": lambda client, reply: None,
+    "hangs up inside": hang_up_inside,
+    "goes silent inside": stay_silent_inside,
+    "other size": sending(b"$5\r\nhello\r\n" * 40),
+    "size of nothing": sending(b"$0\r\n\r\n" * 40),
+    "nil": sending(b"$-1\r\n" * 40),
+    "giant value": sending(b"$9223372036854775807\r\n"),
+    "giant list": sending(b"*2147483647\r\n" * 40),
+    "deep list": sending(b"*1\r\n" * 4000),
+    "negative size": sending(b"$-7\r\n" * 40),
+    "no number": sending(b"$1_0\r\n0123456789\r\n" * 40),
+    "endless line": sending(b"$" + b"1" * 100_000),
+    "another protocol": sending(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"),
+    "an error": sending(b"-ERR out of sorts\r\n" * 40),
+    "wrong end": sending(b"$4\r\nrubbish\r\n" * 40),
+}
+
+
+class _Relay(socketserver.BaseRequestHandler):
+    """Hand everything on between a client and the Redis at ``port``, until told to spoil it."""
+
+    port: int
+    spoil: Spoil | None = None
+
+    def handle(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.port)) as upstream:
+            while True:
+                for ready in select.select([self.request, upstream], [], [])[0]:
+                    data = ready.recv(1 << 20)
+                    spoil = type(self).spoil
+                    if not data:
+                        return
+                    if ready is upstream and spoil is not None:
+                        spoil(self.request, data)
+                        return
+                    (upstream if ready is self.request else self.request).sendall(data)
+
+
+@contextmanager
+def relay(port: int) -> Iterator[tuple[str, type[_Relay]]]:
+    """Run a relay to *port*; yield its URL and the handler whose ``spoil`` can be set."""
+    handler = type("Handler", (_Relay,), {"port": port})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"redis://127.0.0.1:{server.server_address[1]}", handler
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        return str(call())
+    except TierUnavailableError:
+        return "unavailable"
+
+
+@pytest.mark.parametrize("spoilt", SPOILS)
+def test_reply_that_is_wrong_is_a_miss_or_an_error_and_harms_nobody_else(
+    redis: RedisProcess, no_leaks: None, spoilt: str
+) -> None:
+    beside = RedisTier(redis.url, 64 << 20, part_bytes=4096)
+    put(beside, INFO, DATA)
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=4096)
+        assert_holds(tier, INFO, DATA)
+        handler.spoil = staticmethod(SPOILS[spoilt])
+        for call in (lambda: tier.find([INFO.key]), lambda: get(tier, INFO)):
+            assert outcome(call) in ("[None]", "None", "unavailable")
+            assert_holds(beside, INFO, DATA)
+        handler.spoil = None
+        assert_holds(tier, INFO, DATA)
+        tier.close()
+    beside.close()
+
+
+@pytest.mark.parametrize("spoilt", ["drips", "hangs up inside", "another protocol", "an error"])
+def test_put_that_gets_a_wrong_reply_fails_and_shows_nothing(
+    redis: RedisProcess, no_leaks: None, spoilt: str
+) -> None:
+    beside = RedisTier(redis.url, 64 << 20, part_bytes=4096)
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=4096)
+        handler.spoil = staticmethod(SPOILS[spoilt])
+        with pytest.raises(TierUnavailableError):
+            put(tier, INFO, DATA)
+        assert get(beside, INFO) is None
+        handler.spoil = None
+        assert put(tier, INFO, DATA)
+        assert_holds(beside, INFO, DATA)
+        tier.close()
+    beside.close()
+
+
+@pytest.fixture(scope="module")
+def tls_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A Redis that also listens with TLS: its URL and the certificate to trust."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    port = free_port()
+    process = RedisProcess(
+        folder, "--tls-port", str(port), "--tls-cert-file", str(certificate),
+        "--tls-key-file", str(key), "--tls-auth-clients", "no",
+    )  # fmt: skip
+    process.start()
+    yield f"rediss://localhost:{port}", certificate
+    process.client.close()
+    process.stop()
+
+
+def test_tls_carries_chunks_of_any_size_over_several_connections(
+    tls_redis: tuple[str, Path], open_redis_tier: RedisTierMaker
+) -> None:
+    url, certificate = tls_redis
+    trusted = f"{url}?ssl_ca_certs={certificate}"
+    tier = open_redis_tier(trusted, 128 << 20, part_bytes=(2 << 20) - 64)
+    for info in (make_info(2, 10), make_info(3, 33_000_001)):
+        put(tier, info, payload(2, info.size_bytes))
+        assert_holds(tier, info, payload(2, info.size_bytes))
+    assert len(tier.find([make_info(seed, 1).key for seed in range(512)])) == 512
+
+
+def test_certificate_that_nobody_signed_is_refused(
+    tls_redis: tuple[str, Path], open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(tls_redis[0])
+    with pytest.raises(TierUnavailableError, match="certificate verify failed"):
+        tier.find([INFO.key])
+    other_name = tls_redis[0].replace("localhost", "127.0.0.1")
+    tier = open_redis_tier(f"{other_name}?ssl_ca_certs={tls_redis[1]}")
+    with pytest.raises(TierUnavailableError, match="certificate verify failed"):
+        tier.find([INFO.key])
+    assert ssl.HAS_TLSv1_3
+
+
+def test_large_frame_is_dealt_to_several_connections(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, 256 << 20, part_bytes=(2 << 20) - 64, connections=3)
+    info = make_info(4, 40 << 20)
+    put(tier, info, payload(4, info.size_bytes))
+    assert_holds(tier, info, payload(4, info.size_bytes))
+    assert len(redis.client.client_list()) == 1 + 3
+    out = np.zeros(17 << 20, np.uint8)
+    assert tier.read_into(info.key, out, 12_345_678)
+    assert np.array_equal(out, payload(4, info.size_bytes)[12_345_678:][: 17 << 20])
+
+
+def test_read_from_the_start_gives_a_chunk_its_whole_life_again(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, ttl_s=1000)
+    put(tier, INFO, DATA)
+    for name in redis.names():
+        redis.client.expire(name, 50)
+    assert tier.read_into(INFO.key, np.zeros(10, np.uint8), 5)
+    assert {redis.client.ttl(name) for name in redis.names()} <= {49, 50}
+    assert tier.read_into(INFO.key, np.zeros(10, np.uint8))
+    manifest, *parts = sorted(redis.client.ttl(name) for name in redis.names())
+    assert 50 < manifest <= 1000 < min(parts)
