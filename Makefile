@@ -44,8 +44,9 @@ test: $(STAMP) redis ## run the test suite; ARGS=... goes to pytest
 
 check: format-check lint types floors test ## everything that has to pass before a change lands
 
-bench: $(STAMP) ## measure this machine's data paths and print the tables
+bench: $(STAMP) redis ## measure this machine's data paths, alone and beside peers, and print the tables
 	$(BIN)/python -m bench.local
+	$(BIN)/python -m bench.peers
 
 proto: $(STAMP) ## generate the protobuf and gRPC stubs again
 	rm -rf build/gen && mkdir -p build/gen

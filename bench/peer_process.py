@@ -22,6 +22,7 @@ PINS = Path(__file__).parent / "peer_pins"
 INSTALL_TIMEOUT_S = 1200
 START_TIMEOUT_S = 60
 ANSWER_TIMEOUT_S = 120
+GRACE_S = 10.0
 
 
 class PeerSkippedError(Exception):
@@ -135,11 +136,11 @@ def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     raise PeerSkippedError(f"did not listen within {START_TIMEOUT_S} s")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
     """End *process*, by its pid; return once it is gone."""
     process.terminate()
     try:
-        process.wait(10)
+        process.wait(grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -189,7 +190,11 @@ class Asked:
 
 @contextmanager
 def asking(command: Sequence[str | Path], log: Path) -> Iterator[Asked]:
-    """Run a program that answers; its first answer says that it is ready."""
+    """Run a program that answers; its first answer says that it is ready.
+
+    The end of its input tells it to clean up and end: LMCache's would else leave its shared
+    memory behind.
+    """
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
@@ -199,8 +204,11 @@ def asking(command: Sequence[str | Path], log: Path) -> Iterator[Asked]:
         asked.answer()
         yield asked
     finally:
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            with suppress(OSError):
-                stream.close()
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
         end(process)
+        assert process.stdout is not None
+        process.stdout.close()

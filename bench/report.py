@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 
 @dataclass(slots=True)
@@ -77,3 +78,16 @@ def paired(
             work()
             best[which] = min(best[which], time.perf_counter() - started)
     return best[0], best[1]
+
+
+def in_turns(
+    ours: Callable[[], float], theirs: Callable[[], float], rounds: int
+) -> tuple[float, float, float]:
+    """Run both *rounds* times in turns; each returns the seconds it took.
+
+    Return the median of theirs / ours over the rounds, which a machine that is busy now and
+    then cannot move far, and the best seconds of each.
+    """
+    pairs = [(ours(), theirs()) for _ in range(rounds)]
+    ratio = median(their_s / our_s for our_s, their_s in pairs)
+    return ratio, min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +118,13 @@ class KeyTable:
 
     def prefix(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
         """Return the rows of *keys* up to the first that has none."""
+        return self._rows(keys, all_keys=False)
+
+    def find_all(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
+        """Return the row of each of *keys*, NO_ROW for those that have none."""
+        return self._rows(keys, all_keys=True)
+
+    def _rows(self, keys: Sequence[ChunkKey], *, all_keys: bool) -> NDArray[np.intp]:
         rows = np.empty(len(keys), np.intp)
         joined = b"".join(keys)
         mine = self._keys
@@ -125,17 +132,17 @@ class KeyTable:
         while at < len(keys):
             key = keys[at]
             start = (row + 1) * KEY_BYTES
-            if not row or mine[start : start + KEY_BYTES] != key:
-                row = self.find(key)
-                if not row:
-                    break
-                rows[at] = row
-                at += 1
+            if row and mine[start : start + KEY_BYTES] == key:
+                run = self._run(row, joined, at - 1)
+                rows[at : at + run] = np.arange(row + 1, row + 1 + run)
+                row += run
+                at += run
                 continue
-            run = self._run(row, joined, at - 1)
-            rows[at : at + run] = np.arange(row + 1, row + 1 + run)
-            row += run
-            at += run
+            row = self.find(key)
+            if not row and not all_keys:
+                break
+            rows[at] = row
+            at += 1
         return rows[:at]
 
     def _run(self, row: int, joined: bytes, at: int) -> int:
@@ -158,12 +165,10 @@ class KeyTable:
                 step = 1
         return run - 1
 
-    def __iter__(self) -> Iterator[int]:
-        """Yield the rows in use, in any order."""
-        for slots in self._segments:
-            for entry in slots:
-                if entry:
-                    yield entry & _ROW_MASK
+    def rows_of(self, start: bytes) -> NDArray[np.intp]:
+        """Return the rows whose keys begin with *start*, in order; free rows have keys of zeros."""
+        keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)
+        return np.flatnonzero((keys[:, : len(start)] == np.frombuffer(start, np.uint8)).all(axis=1))
 
     def __len__(self) -> int:
         return self._count

@@ -181,28 +181,28 @@ class LookupRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("server", "ready", "pending", "tiers", "load_us", "tier_names", "lease_id", "lease_ttl_ms", "server_us", "places")
+    __slots__ = ("server", "ready", "pending", "tiers", "tier_names", "lease_id", "lease_ttl_ms", "server_us", "places", "load_us")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
-    LOAD_US_FIELD_NUMBER: _ClassVar[int]
     TIER_NAMES_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     SERVER_US_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_US_FIELD_NUMBER: _ClassVar[int]
     server: Server
     ready: int
     pending: int
     tiers: bytes
-    load_us: _containers.RepeatedScalarFieldContainer[int]
     tier_names: _containers.RepeatedScalarFieldContainer[str]
     lease_id: int
     lease_ttl_ms: int
     server_us: int
     places: bytes
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., load_us: _Optional[_Iterable[int]] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ..., places: _Optional[bytes] = ...) -> None: ...
+    load_us: bytes
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ..., places: _Optional[bytes] = ..., load_us: _Optional[bytes] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major")

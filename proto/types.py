@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NewType
@@ -297,18 +298,31 @@ class ChunkInfo:
 class Match:
     """Answer to a lookup: the longest prefix that can be read; a miss is a Match of 0.
 
-    ``tiers[i]`` is the fastest holder of ready chunk i and ``load_us[i]`` the estimated time
-    to have it in reach. ``pending`` counts chunks being written right behind the ready ones.
-    ``lease_id`` is 0 when no lease was asked for or nothing is ready.
+    ``sources`` has a byte for each ready chunk: which of ``tier_names`` is its fastest holder;
+    ``loads`` four, little-endian: the estimated microseconds until it is in reach. A prompt has
+    hundreds of chunks, so they stay packed until somebody asks for ``tiers`` or ``load_us``.
+    ``pending`` counts chunks being written right behind the ready ones. ``lease_id`` is 0 when
+    no lease was asked for or nothing is ready.
     """
 
     ready: int
     pending: int
     missing: int
-    tiers: tuple[str, ...]
-    load_us: tuple[int, ...]
+    tier_names: tuple[str, ...]
+    sources: bytes
+    loads: bytes
     lease_id: int = 0
     lease_ttl_ms: int = 0
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The fastest holder of each ready chunk."""
+        return tuple(map(self.tier_names.__getitem__, self.sources))
+
+    @property
+    def load_us(self) -> tuple[int, ...]:
+        """The estimated time until each ready chunk is in reach, in microseconds."""
+        return struct.unpack(f"<{len(self.loads) // 4}I", self.loads)
 
 
 class PutOutcome(IntEnum):

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, RepresentationError
+from kvstore.proto.errors import (
+    InvalidFrameError,
+    InvalidRequestError,
+    KVStoreError,
+    RepresentationError,
+)
 from kvstore.proto.frame import pack_components, unpack_components
 from kvstore.proto.types import (
     DIGEST_BYTES,
+    KEY_BYTES,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
@@ -20,6 +28,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
+    Match,
+    Namespace,
     Representation,
     RopeParameters,
 )
@@ -76,6 +86,35 @@ def split_digests(packed: bytes, limit: int) -> list[ChainDigest]:
     return [
         ChainDigest(packed[at : at + DIGEST_BYTES]) for at in range(0, len(packed), DIGEST_BYTES)
     ]
+
+
+def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
+    """Return the packed digests of *keys*; None when any is not of the namespace *space*."""
+    joined = b"".join(keys)
+    count = len(keys)
+    if len(joined) != count * KEY_BYTES or any(len(key) != KEY_BYTES for key in keys):
+        return None
+    halves = np.frombuffer(joined, f"V{DIGEST_BYTES}").reshape(count, 2)
+    return halves[:, 1].tobytes() if halves[:, 0].tobytes() == space * count else None
+
+
+def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
+    """Return the answer to a lookup of *asked* chunks. Raises KVStoreError if it is none."""
+    names, sources = tuple(message.tier_names), message.tiers
+    ready = message.ready
+    fits = len(sources) == ready and len(message.load_us) == 4 * ready <= 4 * asked
+    if not fits or max(sources, default=-1) >= len(names):
+        raise KVStoreError(f"the server's answer to a lookup of {asked} chunks is damaged")
+    return Match(
+        ready=ready,
+        pending=message.pending,
+        missing=asked - ready - message.pending,
+        tier_names=names,
+        sources=sources,
+        loads=message.load_us,
+        lease_id=message.lease_id,
+        lease_ttl_ms=message.lease_ttl_ms,
+    )
 
 
 def representation_to_message(representation: Representation) -> pb.Representation:

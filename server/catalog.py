@@ -6,11 +6,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.proto.errors import QuotaExceededError
-from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.leases import Lease, LeaseTable
 from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.radix import Node, RadixIndex
+from kvstore.server.policy.radix import RadixIndex, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,27 @@ class Holding:
     hits: int
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The chunks of the longest prefix that can be read.
+
+    ``sources[i]`` is the place of chunk i's tier among those asked for and ``sizes[i]`` its
+    bytes there. ``known`` counts the chunks that any tier has, ``pending`` those behind them
+    that are being written.
+    """
+
+    known: int
+    pending: int
+    sources: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+
+
 class Catalog:
     """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
 
-    Invariants: a policy knows exactly the keys of the copies on its tier; a key with a lease,
-    a pin or a running move is never handed out as a victim.
+    Invariants: a policy knows exactly the rows of the copies on its tier; a key with a lease,
+    a pin or a running move is never handed out as a victim. Rows never leave this file: a row
+    may be another chunk's as soon as the lock is let go.
     """
 
     def __init__(
@@ -41,7 +60,7 @@ class Catalog:
         self._policies = policies
         self._leases = leases
         self._clock = clock
-        self._index = RadixIndex()
+        self._index = RadixIndex(list(policies))
         self._pending: dict[ChunkKey, int] = {}
         self._leaving: dict[ChunkKey, str] = {}
         """Chunks being evicted, and the tier they leave."""
@@ -59,8 +78,8 @@ class Catalog:
         """A copy became visible on *tier*."""
         with self._lock:
             self._strays[tier].discard(info.key)
-            self._index.add(tier, info)
-            self._policies[tier].insert(info)
+            row = self._index.add(tier, info)
+            self._policies[tier].insert(row, self._index.parent(row))
 
     def forget(self, tier: str, key: ChunkKey) -> bool:
         """A copy is gone from *tier*. False if it was not known."""
@@ -68,8 +87,11 @@ class Catalog:
             return self._forget(tier, key)
 
     def _forget(self, tier: str, key: ChunkKey) -> bool:
-        self._policies[tier].remove(key)
-        return self._index.discard(tier, key) is not None
+        row = self._index.row(key)
+        if not row:
+            return False
+        self._policies[tier].remove(row)
+        return self._index.discard(tier, row)
 
     def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
         """A copy is about to leave *tier*, and a stray until ``swept``.
@@ -97,30 +119,33 @@ class Catalog:
     def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Return the chunk's copies by tier name; empty when there is none."""
         with self._lock:
-            node = self._index.get(key)
-            return {} if node is None else dict(node.copies)
+            return self._index.copies(self._index.row(key))
+
+    def holders(self, key: ChunkKey) -> list[str]:
+        """Return the tiers with a copy of the chunk: less to ask for than ``copies``."""
+        with self._lock:
+            return self._index.holders(self._index.row(key))
 
     def holding(self, key: ChunkKey) -> Holding | None:
         """Return what is known of one chunk."""
         with self._lock:
-            node = self._index.get(key)
-            return None if node is None else self._holding(node)
+            row = self._index.row(key)
+            if not row:
+                return None
+            leases, is_pinned = self._leases.pins.get(key, 0), key in self._pinned
+            hits = self._index.hits(row)
+            return Holding(key, self._index.copies(row), leases, is_pinned, hits)
 
     def holdings(self, space: Namespace) -> list[Holding]:
-        """Return every chunk of a namespace."""
+        """Return every chunk of a namespace. Those that come or go meanwhile may be left out."""
         with self._lock:
-            return [self._holding(node) for node in self._index if node.key[:DIGEST_BYTES] == space]
-
-    def _holding(self, node: Node) -> Holding:
-        leases = self._leases.pins.get(node.key, 0)
-        pinned = node.key in self._pinned
-        return Holding(node.key, dict(node.copies), leases, pinned, node.hits)
+            keys = self._index.keys_of(space)
+        return [held for key in keys if (held := self.holding(key)) is not None]
 
     def only_on(self, *tiers: str) -> list[ChunkKey]:
         """Return the chunks that are on no tier but these."""
-        names = set(tiers)
         with self._lock:
-            return [node.key for node in self._index if node.copies.keys() <= names]
+            return self._index.only_on(tiers)
 
     def count_on(self, tier: str) -> int:
         """Copies known on *tier*."""
@@ -132,24 +157,47 @@ class Catalog:
     # --- lookups and leases
 
     def match(
-        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity
-    ) -> tuple[list[Mapping[str, ChunkInfo]], int]:
-        """Return the copies of the longest sealed prefix, and how many chunks after it are
-        being written. Touches what it found.
+        self,
+        keys: Sequence[ChunkKey],
+        min_fidelity: Fidelity,
+        tiers: Sequence[str | None],
+    ) -> Found:
+        """Find the longest prefix with copies of *min_fidelity* on *tiers*, the best named first.
+
+        None stands for a tier that is not to be read. Touches all chunks that any tier has.
         """
         with self._lock:
-            nodes = self._index.longest_prefix(keys, min_fidelity)
-            for node in nodes:
-                node.hits += 1
-            found = keys[: len(nodes)]
+            rows = self._index.longest_prefix(keys, min_fidelity)
+            self._index.count_hits(rows)
             for policy in self._policies.values():
-                policy.touch(found)
-            pending = 0
-            for key in keys[len(nodes) :]:
-                if key not in self._pending and key not in self._index:
-                    break
-                pending += 1
-            return [dict(node.copies) for node in nodes], pending
+                policy.touch(rows)
+            pending = self._count_pending(keys, len(rows))
+            sources, sizes = self._choose(rows, min_fidelity, tiers)
+            return Found(len(rows), pending, sources, sizes)
+
+    def _count_pending(self, keys: Sequence[ChunkKey], known: int) -> int:
+        """Return how many chunks after the known ones are there or being written."""
+        at = known
+        while at < len(keys) and (keys[at] in self._pending or keys[at] in self._index):
+            at += 1
+        return at - known
+
+    def _choose(
+        self, rows: Rows, min_fidelity: Fidelity, tiers: Sequence[str | None]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return the first of *tiers* that has each chunk, and its bytes, up to one without."""
+        nowhere = len(tiers)
+        sources = np.full(len(rows), nowhere, np.uint8)
+        sizes = np.zeros(len(rows), np.int64)
+        for number in reversed(range(nowhere)):
+            tier = tiers[number]
+            if tier is not None:
+                held, there = self._index.sizes(tier, rows, min_fidelity)
+                np.copyto(sources, np.uint8(number), where=held)
+                np.copyto(sizes, there, where=held)
+        lost = np.flatnonzero(sources == nowhere)
+        end = int(lost[0]) if len(lost) else len(rows)
+        return sources[:end], sizes[:end]
 
     def grant(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> tuple[Lease, int]:
         """Lease the longest prefix of *keys* that still exists; return it and its length.
@@ -202,10 +250,10 @@ class Catalog:
             until = self._clock() + ttl_s
             count = 0
             for key in keys:
-                node = self._index.get(key)
-                if node is None:
+                row = self._index.row(key)
+                if not row:
                     continue
-                size = node.info.size_bytes
+                size = self._index.size_bytes(self._index.holders(row)[0], row)
                 if key not in self._pinned:
                     used += size
                 if used > self._pin_limit_bytes:
@@ -224,9 +272,8 @@ class Catalog:
     def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Keep *key* from eviction while it is moved; return its copies. Pair with ``let_go``."""
         with self._lock:
-            node = self._index.get(key)
             self._leases.pin(key)
-            return {} if node is None else dict(node.copies)
+            return self._index.copies(self._index.row(key))
 
     def let_go(self, key: ChunkKey) -> None:
         """Undo one ``hold``."""
@@ -264,11 +311,24 @@ class Catalog:
         """
         with self._lock:
             if among is None:
-                victims = self._policies[tier].victims(need_bytes, self._stays, limit)
+                victims = self._victims(tier, need_bytes, limit)
             else:
                 victims = [key for key in among if not self._stays(key)]
             self._leaving.update(dict.fromkeys(victims, tier))
             return victims
+
+    def _victims(self, tier: str, need_bytes: int, limit: int) -> list[ChunkKey]:
+        """Return as many victims as free *need_bytes*, or *limit*, or all that may go."""
+        index, stays = self._index, self._stays
+        victims: list[ChunkKey] = []
+        candidates = self._policies[tier].victims(lambda row: stays(index.key(row)))
+        while need_bytes > 0 and len(victims) < limit:
+            row = next(candidates, 0)
+            if not row:
+                break
+            victims.append(index.key(row))
+            need_bytes -= index.size_bytes(tier, row)
+        return victims
 
     def unclaim(self, keys: Iterable[ChunkKey]) -> None:
         """The eviction is over, whatever became of it."""

@@ -16,7 +16,6 @@ from kvstore.proto.errors import (
     RepresentationError,
 )
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout
 from kvstore.server.catalog import Holding
 from kvstore.server.intake import PutResult
@@ -62,8 +61,9 @@ class Checks:
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
+        space = session.namespace
         split = wire.split_digests(digests, self.limits.max_batch_chunks)
-        return [chunk_key(session.namespace, digest) for digest in split]
+        return [ChunkKey(space + digest) for digest in split]
 
     def batch(self, field: str, count: int) -> None:
         """Refuse a batch over the limit."""

@@ -129,7 +129,11 @@ class ServerConfig(BaseModel):
     )
     disk: Annotated[DiskConfig, "SIZE:PATH"] = Field(
         default_factory=DiskConfig,
-        description="size and folder of the disk tier; either alone keeps the other's default",
+        description="size and folder of the disk tier; either alone keeps the other's default;"
+        " several with commas between them",
+    )
+    disk_direct: bool = Field(
+        default=False, description="read and write the disk past the page cache"
     )
     redis_url: Annotated[str | None, "URL"] = Field(
         default=None,

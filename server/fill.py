@@ -22,8 +22,8 @@ from kvstore.proto.frame import (
 )
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.mover import Ticket
-from kvstore.server.shelf import Shelf
-from kvstore.server.transfer import Room, Transfers
+from kvstore.server.shelf import Room, Shelf
+from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Reservation
 
 _numbers = count()

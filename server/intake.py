@@ -20,7 +20,8 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome
 from kvstore.server.sessions import Session
-from kvstore.server.transfer import Room, Transfers
+from kvstore.server.shelf import Room
+from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Reservation
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
@@ -15,7 +15,7 @@ class Lease:
 
     lease_id: int
     session_id: int
-    keys: list[ChunkKey]
+    keys: Sequence[ChunkKey]
     deadline: float
 
 
@@ -41,8 +41,9 @@ class LeaseTable:
         lease = Lease(self._new_id(), session_id, list(keys), deadline)
         self._leases[lease.lease_id] = lease
         owned.add(lease.lease_id)
+        pins, held = self.pins, self.pins.get
         for key in lease.keys:
-            self.pin(key)
+            pins[key] = held(key, 0) + 1
         return lease
 
     def get(self, lease_id: int, session_id: int, now: float) -> Lease:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import takewhile
 
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
 )
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match, Namespace, PutOutcome
+from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
 from kvstore.server.catalog import Holding
 from kvstore.server.delivery import Delivery
+from kvstore.server.finder import Finder
 from kvstore.server.intake import Intake, PutResult
 from kvstore.server.mover import Ticket
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import TierStats
-
-MAX_SHARED_CHUNKS = 1 << 18
-"""Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ class TierManager:
         self._new_id = new_id
         lower = transfers.lower_shelves()
         self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
-        self._shared = [s for s in lower if s.tier.shared]
+        self._finder = Finder(transfers, limits.lease_ttl_ms)
 
     @property
     def can_be_durable(self) -> bool:
@@ -160,81 +156,7 @@ class TierManager:
         min_fidelity: Fidelity = Fidelity.exact,
     ) -> Match:
         """Find the longest prefix of *keys* that can be read, and lease it if asked to."""
-        copies, pending = self.catalog.match(keys, min_fidelity)
-        if self._shared and len(copies) + pending < len(keys):
-            rest = keys[len(copies) :]
-            if self._ask_shared(rest, deadline):
-                copies, pending = self.catalog.match(keys, min_fidelity)
-        copies = self._readable(copies)
-        lease_id = 0
-        if lease and copies:
-            granted, known = self.catalog.grant(
-                session.session_id, keys[: len(copies)], self._lease_ttl_ms / 1000
-            )
-            copies, lease_id = copies[:known], granted.lease_id
-            if not known:
-                self.catalog.release(lease_id, session.session_id)
-                lease_id = 0
-        best = [self._fastest(held) for held in copies]
-        self.counters.add("lookups")
-        self.counters.add("lookup_chunks", len(keys))
-        self.counters.add("lookup_ready_chunks", len(copies))
-        return Match(
-            ready=len(copies),
-            pending=pending,
-            missing=len(keys) - len(copies) - pending,
-            tiers=tuple(name for name, _ in best),
-            load_us=tuple(load_us for _, load_us in best),
-            lease_id=lease_id,
-            lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
-        )
-
-    def _readable(self, chunks: list[Mapping[str, ChunkInfo]]) -> list[Mapping[str, ChunkInfo]]:
-        """Return the copies on tiers that are in use, up to the first chunk without one."""
-        barred = {name for name, shelf in self.transfers.shelves.items() if shelf.breaker.is_open}
-        if not barred:
-            return chunks
-        in_use = ({n: held[n] for n in held if n not in barred} for held in chunks)
-        return list(takewhile(bool, in_use))
-
-    def _fastest(self, held: Mapping[str, ChunkInfo]) -> tuple[str, int]:
-        for shelf in self.transfers.sources:
-            if shelf.name in held:
-                return shelf.name, shelf.rate.load_us(held[shelf.name].size_bytes)
-        raise AssertionError("a chunk of the index has a copy")
-
-    def _ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> bool:
-        """Learn from shared tiers which of *keys* others put there. True if any is new."""
-        news = False
-        for shelf in self._shared:
-            if shelf.breaker.is_open:
-                continue
-            ask = partial(self._find, shelf, keys)
-            ticket = self._mover.submit(f"ask-{shelf.name}", b"".join(keys), ask)
-            try:
-                news |= ticket is not None and bool(self._mover.wait(ticket, deadline))
-            except KVStoreError:
-                self.counters.add("unanswered_lookups")
-        return news
-
-    def _find(self, shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:
-        found: list[ChunkInfo | None] = []
-
-        def work() -> bool:
-            found.extend(shelf.tier.find(keys))
-            return True
-
-        shelf.guarded(work)
-        news = False
-        strays = self.catalog.strays(shelf.name)
-        for info in found:
-            if info is None or info.key in strays:
-                continue
-            # Known by now or not, the caller asked because it did not know it.
-            news = True
-            if shelf.name not in self.catalog.copies(info.key):
-                self._learn(shelf, info)
-        return news
+        return self._finder.lookup(session, keys, deadline, lease=lease, min_fidelity=min_fidelity)
 
     def release(self, session: Session, lease_id: int) -> bool:
         """End a lease. Return whether the session had it."""
@@ -271,7 +193,7 @@ class TierManager:
     def delete(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[int, int]:
         """Forget chunks on every tier; return how many went, and how many are being read."""
         deleted = leased = 0
-        self._ask_shared(keys, deadline)
+        self._finder.ask_shared(keys, deadline)
         for key in keys:
             self._settle(key, deadline)
             names = list(self.catalog.copies(key))
@@ -315,27 +237,8 @@ class TierManager:
             for info in shelf.tier.scan():
                 self.catalog.note_sealed(shelf.name, info)
                 count += 1
-        for shelf in self._shared:
-            # In the background: it may be far away, or down.
-            self._mover.submit(f"ask-{shelf.name}", b"scan", partial(self._learn_all, shelf))
+        self._finder.learn_in_background()
         return count
-
-    def _learn_all(self, shelf: Shelf) -> bool:
-        """Index what a shared tier held at the start: it counts against our share of it.
-
-        What the index does not know could never be evicted to make room.
-        """
-
-        def work() -> bool:
-            for info in shelf.tier.scan():
-                self._learn(shelf, info)
-            return True
-
-        return shelf.guarded(work)
-
-    def _learn(self, shelf: Shelf, info: ChunkInfo) -> None:
-        if self.catalog.count_on(shelf.name) < MAX_SHARED_CHUNKS:
-            self.catalog.note_sealed(shelf.name, info)
 
     def shelf_statuses(self) -> list[ShelfStatus]:
         """Return the state of each tier, fastest first."""

@@ -10,6 +10,7 @@ COUNTERS: Mapping[str, str] = {
     "lookup_chunks": "chunks asked for in lookups",
     "lookup_ready_chunks": "chunks that lookups found ready",
     "unanswered_lookups": "lookups that a shared tier did not answer in time",
+    "spared_questions": "lookups that did not ask a shared tier again what it just did not have",
     "get_chunks": "chunks delivered by gets",
     "get_bytes": "frame bytes delivered by gets",
     "get_missed_chunks": "chunks a get asked for and did not deliver",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
@@ -23,6 +24,7 @@ from kvstore.server.policy.base import EvictionPolicy
 from kvstore.tiers.base import Tier
 
 _EWMA_WEIGHT = 0.2
+_MAX_LOAD_US = (1 << 32) - 1
 _FIRST_GUESS_BYTES_PER_S = {"gpu": 10e9, "cpu": 10e9, "disk": 1e9, "redis": 0.5e9}
 _ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "redis": 500e-6}
 
@@ -40,9 +42,20 @@ class Rate:
             step = size_bytes / seconds - self.bytes_per_s
             self.bytes_per_s += _EWMA_WEIGHT * step
 
-    def load_us(self, size_bytes: int) -> int:
-        """Estimated microseconds to load *size_bytes*."""
-        return int(1e6 * (self.round_trip_s + size_bytes / self.bytes_per_s))
+    def load_us(self, sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Estimated microseconds to load each of *sizes* bytes."""
+        seconds = self.round_trip_s + sizes / self.bytes_per_s
+        return np.minimum(1e6 * seconds, _MAX_LOAD_US).astype(np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is asked of a shelf: room for a frame, by when, leaving how much free."""
+
+    info: ChunkInfo
+    tenant: str
+    deadline: float
+    headroom_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -31,7 +30,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.catalog import Catalog
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
-from kvstore.server.shelf import Shelf, verify
+from kvstore.server.shelf import Room, Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
 from kvstore.tiers.cpu import CpuTier
 
@@ -40,16 +39,6 @@ if TYPE_CHECKING:  # its file loads torch
 
 MAX_RECLAIM_ROUNDS = 1000
 VICTIMS_PER_ROUND = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What is asked of a shelf: room for a frame, by when, leaving how much free."""
-
-    info: ChunkInfo
-    tenant: str
-    deadline: float
-    headroom_bytes: int = 0
 
 
 class Transfers:
@@ -105,7 +94,7 @@ class Transfers:
         limit = tier.capacity_bytes - room.headroom_bytes
         for attempt in range(MAX_RECLAIM_ROUNDS):
             missing = tier.stats().used_bytes + need - limit
-            if missing <= 0:
+            if is_scattered := missing <= 0:
                 try:
                     return tier.reserve(room.info, room.tenant)
                 except TierFullError:
@@ -113,22 +102,34 @@ class Transfers:
                 except TierUnavailableError as error:
                     shelf.breaker.fail(str(error))
                     raise
-            # Scattered room does not help: after a few rounds empty one piece of the medium.
-            self._evict(shelf, missing, room.deadline, whole_piece=attempt % 4 == 3)
+            claimed = self._claim(shelf, missing, room if is_scattered else None, attempt)
+            self._evict(shelf, claimed, missing, room.deadline)
         raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
 
-    def _evict(self, shelf: Shelf, need_bytes: int, deadline: float, *, whole_piece: bool) -> None:
-        """Evict a round of victims, or wait for others' moves when there are none."""
-        claim = self.catalog.claim_victims
+    def _claim(
+        self, shelf: Shelf, need_bytes: int, room: Room | None, attempt: int
+    ) -> list[ChunkKey]:
+        """Claim a round of victims; for *room* that is free but scattered, ones side by side."""
+        claim, tier = self.catalog.claim_victims, shelf.tier
         victims = self._enough(shelf, claim(shelf.name, need_bytes, VICTIMS_PER_ROUND), need_bytes)
-        if victims and whole_piece:
-            victims += claim(shelf.name, 0, 0, shelf.tier.residents(victims[0]))
+        if victims and room is not None:
+            near = tier.in_the_way(victims[0], room.info.size_bytes, room.tenant)
+            if near:
+                self.catalog.unclaim(victims[1:])
+                return [victims[0], *claim(shelf.name, 0, 0, near)]
+        if victims and attempt % 4 == 3:
+            victims += claim(shelf.name, 0, 0, tier.residents(victims[0]))
+        return victims
+
+    def _evict(
+        self, shelf: Shelf, victims: list[ChunkKey], need_bytes: int, deadline: float
+    ) -> None:
+        """Evict claimed victims, or wait for others' moves when there are none."""
         if not victims:
             if self._await_progress(shelf, deadline):
                 return
             stats = shelf.tier.stats()
-            free_bytes = stats.capacity_bytes - stats.used_bytes
-            raise TierFullError(shelf.name, need_bytes, free_bytes)
+            raise TierFullError(shelf.name, need_bytes, stats.capacity_bytes - stats.used_bytes)
         try:
             tickets = [(key, self._demote(shelf, key)) for key in victims]
             for key, ticket in tickets:

@@ -22,8 +22,9 @@ from kvstore.server.config import ServerConfig, load_config
 from kvstore.server.flags import flag_of
 from kvstore.server.metrics import COUNTERS
 from kvstore.server.units import format_size, parse_size
+from kvstore.tiers.disk_folder import ExtentFolder
 from kvstore.tiers.disk_index import IndexRow, pack_row
-from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES, ExtentFolder
+from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.redis_manifest import KeyNames, Manifest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,8 @@ DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
     "--json": "kvstore status, kvstore demo and the benchmarks",
+    "--plot": "bench.peers",
+    "--venvs": "bench.peers",
 }
 """Flags in the documentation that are not kvstore-server's."""
 
@@ -44,6 +47,7 @@ OWN_DEFAULTS = {
     "cpu_slab_bytes": "from `--cpu`",
     "disk": "4GiB:~/.cache/kvstore/disk",
     "socket_path": "/tmp/kvstore-UID/{port}.sock",
+    "zmq_keys": "~/.local/state/kvstore/zmq",
 }
 """Defaults that depend on the machine or on other settings, as the page writes them."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from typing import TypeAlias
 
+from typing_extensions import override
+
 from kvstore.proto.errors import InvalidRequestError
 
 _SUBCLASS_BITS = 3
@@ -14,14 +16,15 @@ _Hole: TypeAlias = tuple[int, int]
 """(size_bytes, offset): sorts by size, then by place."""
 
 
-class OffsetAllocator:
-    """Hand out ranges of 0..capacity_bytes, in multiples of granule_bytes. Owns no memory.
+class Holes:
+    """What is free of 0..capacity_bytes, in multiples of granule_bytes. Owns no memory.
+
+    The owner remembers what it took, and how much: see OffsetAllocator for one that does not.
 
     Holes are kept in size classes (powers of two cut into eight), each sorted by size and
     then by offset, with a bitmap of the classes in use. An allocation takes the smallest hole
     that fits, so every hole that truly fits is found; a free joins both neighbours at once, so
-    two holes never touch. Each costs O(log n) comparisons and no work per byte. An
-    allocation costs one dictionary entry, about 150 bytes.
+    two holes never touch. Each costs O(log n) comparisons and no work per byte.
 
     Not thread-safe: the owner locks. Raises InvalidRequestError at construction unless both
     sizes are positive and the capacity is a multiple of the granule.
@@ -36,8 +39,6 @@ class OffsetAllocator:
             )
         self._capacity = capacity_bytes
         self._granule = granule_bytes
-        self._used: dict[int, int] = {}
-        """Size of each allocation by its offset."""
         self._used_bytes = 0
         self._holes: dict[int, int] = {}
         """Size of each hole by its offset."""
@@ -69,6 +70,10 @@ class OffsetAllocator:
             return 0
         return self._classes[self._nonempty.bit_length() - 1][-1][0]
 
+    def spans(self) -> dict[int, int]:
+        """Return the size of each hole by its offset, as they are now."""
+        return dict(self._holes)
+
     def rounded(self, size_bytes: int) -> int:
         """Return what an allocation of *size_bytes* takes. Raises InvalidRequestError below 1."""
         if size_bytes < 1:
@@ -87,7 +92,7 @@ class OffsetAllocator:
         hole_bytes, offset = hole
         self._hole_starts = None
         self._take_hole(offset, hole_bytes)
-        self._use(offset, size_bytes)
+        self._used_bytes += size_bytes
         if hole_bytes > size_bytes:
             self._add_hole(offset + size_bytes, hole_bytes - size_bytes)
         return offset
@@ -119,12 +124,12 @@ class OffsetAllocator:
         if right:
             self._add_hole(stop, end - stop)
         starts[at : at + 1] = left + right
-        self._use(offset, size_bytes)
+        self._used_bytes += size_bytes
         return True
 
-    def free(self, offset: int) -> None:
-        """Give back the allocation at *offset*. Raises KeyError when there is none."""
-        size_bytes = self._used.pop(offset)
+    def give_back(self, offset: int, size_bytes: int) -> None:
+        """Free what was allocated as *size_bytes* at *offset*; anything else ruins the books."""
+        size_bytes = self.rounded(size_bytes)
         self._used_bytes -= size_bytes
         self._hole_starts = None
         start, end = offset, offset + size_bytes
@@ -137,10 +142,6 @@ class OffsetAllocator:
             self._take_hole(left_start, start - left_start)
             start = left_start
         self._add_hole(start, end - start)
-
-    def _use(self, offset: int, size_bytes: int) -> None:
-        self._used[offset] = size_bytes
-        self._used_bytes += size_bytes
 
     def _sorted_starts(self) -> list[int]:
         if self._hole_starts is None:
@@ -175,6 +176,33 @@ class OffsetAllocator:
         del holes[bisect_left(holes, (size_bytes, offset))]
         if not holes:
             self._nonempty &= ~(1 << index)
+
+
+class OffsetAllocator(Holes):
+    """Holes that remember each allocation, in one dictionary entry of about 150 bytes."""
+
+    def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
+        super().__init__(capacity_bytes, granule_bytes)
+        self._used: dict[int, int] = {}
+        """Size of each allocation by its offset."""
+
+    @override
+    def allocate(self, size_bytes: int) -> int | None:
+        offset = super().allocate(size_bytes)
+        if offset is not None:
+            self._used[offset] = size_bytes
+        return offset
+
+    @override
+    def claim(self, offset: int, size_bytes: int) -> bool:
+        is_free = super().claim(offset, size_bytes)
+        if is_free:
+            self._used[offset] = size_bytes
+        return is_free
+
+    def free(self, offset: int) -> None:
+        """Give back the allocation at *offset*. Raises KeyError when there is none."""
+        self.give_back(offset, self._used.pop(offset))
 
 
 def _class_of(granules: int) -> int:

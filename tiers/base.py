@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkInfo, ChunkKey
 
 DEFAULT_TENANT = "default"
@@ -39,6 +40,17 @@ class TierStats:
     used_bytes: int
     chunks: int
     reservations: int
+
+
+class FilePlace(NamedTuple):
+    """Where a frame lies in a file that processes of its tenant may read.
+
+    ``extent`` names one file for as long as any process may remember it.
+    """
+
+    extent: int
+    offset: int
+    size_bytes: int
 
 
 class Tier(ABC):
@@ -101,6 +113,19 @@ class Tier(ABC):
         Raises InvalidRequestError when *offset* and ``len(out)`` exceed the frame.
         """
 
+    def read_ranges(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+        """Fill each buffer from its offset in the frame, as ``read_into`` does each.
+
+        Ranges that follow one another may be one read; after an error any may be filled.
+        """
+        return all(self.read_into(key, out, offset) for offset, out in ranges)
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - a medium may not care
+        """Take note that these chunks are read next, in this order. Never raises for absent ones.
+
+        A tier reads ahead as much of them as it has room for.
+        """
+
     @abstractmethod
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         """Return what is known of each key, None for absent ones, in one round trip."""
@@ -123,6 +148,31 @@ class Tier(ABC):
         Freeing all of them frees the piece; empty where a medium has no such pieces.
         """
         return []
+
+    def in_the_way(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
+        """Return the sealed chunks beside *key*, itself included, that are in the way of a frame
+        of *size_bytes* for *tenant*; empty where the tier cannot tell.
+        """
+        return []
+
+    def file_place(self, key: ChunkKey) -> FilePlace | None:
+        """Return where *key*'s frame lies in a file that can be shared; None where it does not.
+
+        The bytes there are the frame's while the caller keeps the chunk from being deleted.
+        """
+        return None
+
+    def extent_file(self, extent: int, tenant: str) -> int:
+        """Return a new, read-only descriptor of a file with *tenant*'s frames alone.
+
+        It is the caller's to close. Raises InvalidRequestError for a file that is gone or not
+        shared, PermissionDeniedError for another tenant's, TierUnavailableError.
+        """
+        raise InvalidRequestError("extent", extent, f"tier {self.name!r} shares no files")
+
+    def tenant_of(self, key: ChunkKey) -> str:
+        """Return whom a sealed chunk was reserved for, as far as the tier keeps that."""
+        return DEFAULT_TENANT
 
     @abstractmethod
     def flush(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 
@@ -23,8 +23,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.arena import OffsetAllocator
+from kvstore.tiers.arena import Holes
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.slab_table import SlabTable
 
 PAGE_BYTES = 4096
 BLOCK_HEADER_BYTES = 64
@@ -66,21 +67,25 @@ class _Slab:
     bytes: Bytes
     words: NDArray[np.uint64]
     tenant: str
-    allocator: OffsetAllocator
-    sealed: dict[ChunkKey, None] = field(default_factory=dict)
+    holes: Holes
+    is_told: bool = False
+    """Whether a device was told of it; ``forget`` ends that."""
+    forget: Callable[[], None] | None = None
 
     def release(self) -> None:
+        if self.forget is not None:
+            self.forget()
         # The map goes with its last view: mmap.close() would raise while a caller holds one.
         os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A chunk's header and frame in a slab."""
+    """A frame and its header in a slab. Made when asked for: what is kept is a row of numbers."""
 
-    info: ChunkInfo
     slab: _Slab
     start: int
+    size_bytes: int
 
     @property
     def word(self) -> int:
@@ -90,14 +95,14 @@ class _Block:
     def frame(self) -> Bytes:
         """Return the frame's bytes, writable."""
         first = self.start + BLOCK_HEADER_BYTES
-        return self.slab.bytes[first : first + self.info.size_bytes]
+        return self.slab.bytes[first : first + self.size_bytes]
 
     def place(self) -> SlabPlace:
         """Return where clients find the frame."""
         return SlabPlace(
             self.slab.slab_id,
             self.start + BLOCK_HEADER_BYTES,
-            self.info.size_bytes,
+            self.size_bytes,
             int(self.slab.words[self.word]),
         )
 
@@ -115,8 +120,8 @@ def _open_slab(slab_bytes: int, tenant: str) -> _Slab:
     with suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, dtype=np.uint8)
-    allocator = OffsetAllocator(slab_bytes, GRANULE_BYTES)
-    return _Slab(next(_slab_ids), fd, data, data.view("<u8"), tenant, allocator)
+    holes = Holes(slab_bytes, GRANULE_BYTES)
+    return _Slab(next(_slab_ids), fd, data, data.view("<u8"), tenant, holes)
 
 
 class CpuTier(Tier):
@@ -132,13 +137,21 @@ class CpuTier(Tier):
     few large slabs. A slab that changes hands keeps its pages, beyond the capacity, until the
     last client unmaps it.
 
+    *tell* is told of each slab's memory before its first frame is written, such as a device that
+    copies from it, and returns how to end that.
+
     Raises InvalidRequestError unless slab_bytes is a positive multiple of 4096 and the
     capacity holds one slab.
     """
 
     name = "cpu"
 
-    def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        slab_bytes: int,
+        tell: Callable[[Bytes], Callable[[], None] | None] | None = None,
+    ) -> None:
         if slab_bytes < PAGE_BYTES or slab_bytes % PAGE_BYTES:
             raise InvalidRequestError(
                 "slab_bytes", slab_bytes, f"give a positive multiple of {PAGE_BYTES}"
@@ -148,11 +161,12 @@ class CpuTier(Tier):
                 "capacity_bytes", capacity_bytes, f"give room for one slab, {slab_bytes} bytes"
             )
         self.slab_bytes = slab_bytes
+        self._tell = tell
         self._max_slabs = capacity_bytes // slab_bytes
         self.capacity_bytes = self._max_slabs * slab_bytes
         self._lock = Lock()
         self._slabs: dict[int, _Slab] = {}
-        self._sealed: dict[ChunkKey, _Block] = {}
+        self._sealed = SlabTable()
         self._reserved: dict[object, _Block] = {}
         """By place, whose generation no other reservation ever has."""
         self._used_bytes = 0
@@ -175,23 +189,27 @@ class CpuTier(Tier):
             if self._closed:
                 raise TierUnavailableError(self.name, "closed")
             slab, start = self._allocate(need_bytes, tenant, retired)
-            block = _Block(info, slab, start)
+            block = _Block(slab, start, info.size_bytes)
             slab.words[block.word] = next(self._generations)
             place = block.place()
             self._reserved[place] = block
             self._used_bytes += need_bytes
-        for slab in retired:  # giving back a large slab's pages takes a while
-            slab.release()
+            is_new, slab.is_told = not slab.is_told, True
+        # Outside the lock: both take as long as touching all pages of a large slab.
+        for old in retired:
+            old.release()
+        if is_new and self._tell is not None:
+            slab.forget = self._tell(slab.bytes)
         return Reservation(info, tenant, need_bytes, place)
 
     def _allocate(self, need_bytes: int, tenant: str, retired: list[_Slab]) -> tuple[_Slab, int]:
         for slab in self._slabs.values():
-            if slab.tenant == tenant and slab.allocator.free_bytes >= need_bytes:
-                start = slab.allocator.allocate(need_bytes)
+            if slab.tenant == tenant and slab.holes.free_bytes >= need_bytes:
+                start = slab.holes.allocate(need_bytes)
                 if start is not None:
                     return slab, start
         slab = self._add_slab(need_bytes, tenant, retired)
-        start = slab.allocator.allocate(need_bytes)
+        start = slab.holes.allocate(need_bytes)
         assert start is not None
         return slab, start
 
@@ -199,7 +217,7 @@ class CpuTier(Tier):
         """Create a slab, in the place of another tenant's empty one when there are enough."""
         old: _Slab | None = None
         if len(self._slabs) == self._max_slabs:
-            empty = (slab for slab in self._slabs.values() if not slab.allocator.used_bytes)
+            empty = (slab for slab in self._slabs.values() if not slab.holes.used_bytes)
             old = next(empty, None)
         full = len(self._slabs) == self._max_slabs and old is None
         if full or need_bytes > self.slab_bytes:
@@ -243,12 +261,11 @@ class CpuTier(Tier):
             block = self._reserved.pop(reservation.place, None)
             if block is None:
                 raise _spent(reservation)
-            key = block.info.key
-            if key in self._sealed:
+            info = reservation.info
+            if self._sealed.find(info.key):
                 self._free(block)
                 return False
-            self._sealed[key] = block
-            block.slab.sealed[key] = None
+            self._sealed.seal(info, block.slab.slab_id, block.start)
             return True
 
     @override
@@ -262,8 +279,9 @@ class CpuTier(Tier):
     def _free(self, block: _Block) -> None:
         # Odd before the room can be handed out: a reader that still copies will notice.
         block.slab.words[block.word] += np.uint64(1)
-        block.slab.allocator.free(block.start)
-        self._used_bytes -= self.allocated_bytes(block.info.size_bytes)
+        size_bytes = self.allocated_bytes(block.size_bytes)
+        block.slab.holes.give_back(block.start, size_bytes)
+        self._used_bytes -= size_bytes
 
     @override
     def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
@@ -289,9 +307,17 @@ class CpuTier(Tier):
 
     def locate(self, key: ChunkKey) -> SlabPlace | None:
         """Return where clients find the sealed frame; None when absent."""
+        return self.locate_all([key])[0]
+
+    def locate_all(self, keys: Sequence[ChunkKey]) -> list[SlabPlace | None]:
+        """Return where clients find each sealed frame; None for absent ones."""
         with self._lock:
-            block = self._sealed.get(key)
-            return None if block is None else block.place()
+            blocks = [self._at(self._sealed.find(key)) for key in keys]
+            return [None if block is None else block.place() for block in blocks]
+
+    def _at(self, row: int) -> _Block | None:
+        slab_id, start, size_bytes = self._sealed.spot(row)
+        return _Block(self._slabs[slab_id], start, size_bytes) if slab_id else None
 
     def slab_file(self, slab_id: int, tenant: str) -> int:
         """Return a descriptor of the slab, for a process of *tenant* to map read-only.
@@ -308,40 +334,42 @@ class CpuTier(Tier):
                 raise PermissionDeniedError(f"slab {slab_id} belongs to another tenant")
             return os.dup(slab.fd)
 
+    @override
+    def tenant_of(self, key: ChunkKey) -> str:
+        block = self._block(key)
+        return DEFAULT_TENANT if block is None else block.slab.tenant
+
     def residents(self, key: ChunkKey) -> list[ChunkKey]:
-        """Return the sealed chunks of the slab that holds *key*, itself included, in order
-        of sealing; none when absent.
-        """
+        """Return the sealed chunks of the slab that holds *key*, in order of sealing."""
         with self._lock:
-            block = self._sealed.get(key)
-            return [] if block is None else list(block.slab.sealed)
+            slab_id, _, _ = self._sealed.spot(self._sealed.find(key))
+            return self._sealed.keys_in(slab_id) if slab_id else []
 
     def _block(self, key: ChunkKey) -> _Block | None:
         with self._lock:
-            return self._sealed.get(key)
+            return self._at(self._sealed.find(key))
 
     @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         with self._lock:
-            blocks = [self._sealed.get(key) for key in keys]
-        return [None if block is None else block.info for block in blocks]
+            return [self._sealed.info_of(key) for key in keys]
 
     @override
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:
-            block = self._sealed.pop(key, None)
+            row = self._sealed.find(key)
+            block = self._at(row)
             if block is None:
                 return False
-            del block.slab.sealed[key]
+            self._sealed.remove(row)
             self._free(block)
             return True
 
     @override
     def scan(self) -> Iterator[ChunkInfo]:
         with self._lock:
-            blocks = list(self._sealed.values())
-        for block in blocks:
-            yield block.info
+            infos = self._sealed.infos()
+        yield from infos
 
     @override
     def stats(self) -> TierStats:
@@ -360,7 +388,7 @@ class CpuTier(Tier):
             slabs = list(self._slabs.values())
             self._closed = True
             self._slabs.clear()
-            self._sealed.clear()
+            self._sealed = SlabTable()
             self._reserved.clear()
             self._used_bytes = 0
         for slab in slabs:

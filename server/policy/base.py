@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.policy.radix import Rows
 
 
 class EvictionPolicy(ABC):
     """Whom to evict from one tier.
 
-    A policy sees keys, sizes and the order of events, never a tier or a clock. Its caller
-    holds a lock. ``victims`` only answers: nothing changes until ``remove`` is called.
+    A policy sees chunks as their rows in the RadixIndex and the order of events, never a tier
+    or a clock. Its caller holds a lock, and keeps the row of a chunk's parent for as long as
+    the chunk is known. ``victims`` only answers: nothing changes until ``remove`` is called.
     """
 
     @abstractmethod
-    def insert(self, info: ChunkInfo) -> None:
-        """Take note of a chunk that was sealed on the tier."""
+    def insert(self, row: int, parent: int) -> None:
+        """Take note of a chunk that was sealed on the tier; *parent* is NO_ROW or its parent's.
+
+        The parent may be unknown here, and stay so.
+        """
 
     @abstractmethod
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Take note that a chain was used, its first chunk first. Unknown keys are skipped."""
+    def touch(self, rows: Rows) -> None:
+        """Take note that a chain was used, its first chunk first. Unknown rows are skipped."""
 
     @abstractmethod
-    def remove(self, key: ChunkKey) -> None:
-        """Forget a chunk. Unknown keys are ignored."""
+    def remove(self, row: int) -> None:
+        """Forget a chunk. Unknown rows are ignored."""
 
     @abstractmethod
-    def victims(
-        self, need_bytes: int, keep: Callable[[ChunkKey], bool], limit: int
-    ) -> list[ChunkKey]:
-        """Return whom to evict, in order, to free *need_bytes*, at most *limit* chunks.
+    def victims(self, keep: Callable[[int], bool]) -> Iterator[int]:
+        """Yield whom to evict, in order, until nothing is left that may go.
 
-        *keep* says which chunks cannot go now (leased, pinned, on their way out). The answer
-        frees less than asked when nothing else is left.
+        *keep* says which chunks cannot go now (leased, pinned, on their way out). A chunk comes
+        after all that continue it. Nothing may change before the iterator is dropped.
         """
 
     @abstractmethod

@@ -11,14 +11,26 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import LARGE, SMALL, assert_reads, chunks_of, is_right, keys_of, outcomes, store
+from prompts import (
+    LARGE,
+    SMALL,
+    assert_reads,
+    chunks_of,
+    frame_of,
+    is_right,
+    keys_of,
+    outcomes,
+    store,
+)
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.client.local_link import MAX_CONNECTIONS, LocalLink
 from kvstore.client.session import Session
+from kvstore.client.transport import Assembly
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
 from kvstore.proto.calls import MAX_PACKET_BYTES, Packet, pack_answer, pack_failure
@@ -29,6 +41,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
+from kvstore.proto.frame import parse_header
 from kvstore.proto.shm import MESSAGE_BYTES, Op, Reply, Request
 from kvstore.proto.types import PutOutcome
 
@@ -573,8 +586,16 @@ def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
             break
         leases.append(client.lease([key]))
     assert len(leases) > 4
-    assert_reads(client, keys)
+    transport = client._connected()
+    digests = b"".join(key[16:] for key in keys)
+    request = pb.GetRequest(session_id=transport.session.terms.session_id, digests=digests)
+    assembly = Assembly(transport.session.terms.max_frame_bytes)
+    replies = transport.calls.stream("Get", request, DEADLINE_MS)
+    frames = [frame for reply in replies if (frame := assembly.add(reply.part)) is not None]
     assert server.counter("read_throughs") == 2
+    for key, frame in zip(keys, frames, strict=True):
+        start = parse_header(frame).header_bytes
+        assert np.array_equal(frame[start:], frame_of(key, LARGE, 128)[start:])
     for lease in leases:
         lease.release()
 

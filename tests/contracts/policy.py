@@ -6,18 +6,25 @@ import random
 import tracemalloc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from itertools import islice
 
+import numpy as np
 import pytest
 from contracts.chunks import make_info
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey
 from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.radix import Rows
 
 ALL = 1 << 60
 """More bytes, or chunks, than there are."""
+
+Tree = dict[int, int]
+"""The parent's row of each known row."""
 
 _LAYOUT = make_info(1, 1).layout
 _TREE = 14
@@ -42,47 +49,58 @@ def tree_info(number: int) -> ChunkInfo:
     return info(number, None if number < 2 else (number - 2) // 2, 10 + 7 * number)
 
 
-def keep_none(_: ChunkKey) -> bool:
+def row(number: int) -> int:
+    """Return the row that stands for a chunk by its number; row 0 stands for none."""
+    return number + 1
+
+
+def above(number: int) -> int:
+    """Return the row of the parent of a chunk of the tree."""
+    return NO_ROW if number < 2 else row((number - 2) // 2)
+
+
+def rows(numbers: Collection[int]) -> Rows:
+    return np.array([row(number) for number in numbers], np.intp)
+
+
+def keep_none(_: int) -> bool:
     return False
 
 
-def may_go(infos: dict[ChunkKey, ChunkInfo], kept: Collection[ChunkKey]) -> set[ChunkKey]:
+def everyone(policy: EvictionPolicy) -> list[int]:
+    return list(policy.victims(keep_none))
+
+
+def may_go(tree: Tree, kept: Collection[int]) -> set[int]:
     """Return what can be evicted at all: nothing that is kept or continued by what is."""
-    blocked = set(kept) & set(infos)
+    blocked = set(kept) & set(tree)
     for chunk in list(blocked):
-        above = infos[chunk].parent_key
-        while above is not None and above in infos:
-            blocked.add(above)
-            above = infos[above].parent_key
-    return set(infos) - blocked
+        parent = tree[chunk]
+        while parent in tree:
+            blocked.add(parent)
+            parent = tree[parent]
+    return set(tree) - blocked
 
 
 def check_victims(
-    policy: EvictionPolicy,
-    infos: dict[ChunkKey, ChunkInfo],
-    kept: Collection[ChunkKey],
-    need_bytes: int,
-    limit: int,
-) -> list[ChunkKey]:
+    policy: EvictionPolicy, tree: Tree, kept: Collection[int], limit: int
+) -> list[int]:
     """Ask for victims and hold the answer to every promise of the interface."""
-    asked: list[ChunkKey] = []
+    asked: list[int] = []
 
-    def keep(chunk: ChunkKey) -> bool:
+    def keep(chunk: int) -> bool:
         asked.append(chunk)
         return chunk in kept
 
-    victims = policy.victims(need_bytes, keep, limit)
-    assert policy.victims(need_bytes, keep, limit) == victims, "asking changed the answer"
-    assert len(policy) == len(infos)
-    assert set(asked) <= set(infos), "an unknown chunk was considered"
-    assert len(set(victims)) == len(victims) <= limit
-    assert set(victims) <= may_go(infos, kept)
-    freed_bytes = [infos[victim].size_bytes for victim in victims]
-    enough = sum(freed_bytes) >= need_bytes
-    assert enough or len(victims) == limit or set(victims) == may_go(infos, kept)
-    assert sum(freed_bytes[:-1]) < max(need_bytes, 1), "more was evicted than asked for"
+    victims = list(islice(policy.victims(keep), limit))
+    assert list(islice(policy.victims(keep), limit)) == victims, "asking changed the answer"
+    assert len(policy) == len(tree)
+    assert set(asked) <= set(tree), "an unknown chunk was considered"
+    assert len(set(victims)) == len(victims)
+    assert set(victims) <= may_go(tree, kept)
+    assert len(victims) == limit or set(victims) == may_go(tree, kept)
     for at, victim in enumerate(victims):
-        later = {infos[other].parent_key for other in victims[at:]}
+        later = {tree[other] for other in victims[at:]}
         assert victim not in later, "a chunk was to go before what continues it"
     return victims
 
@@ -93,40 +111,35 @@ class PolicyMachine(RuleBasedStateMachine):
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__()
         self.policy = policy
-        self.infos: dict[ChunkKey, ChunkInfo] = {}
+        self.tree: Tree = {}
 
     @rule(number=st.integers(0, _TREE - 1))
     def insert(self, number: int) -> None:
-        chunk = tree_info(number)
-        self.policy.insert(chunk)
-        self.infos[chunk.key] = chunk
+        self.policy.insert(row(number), above(number))
+        self.tree[row(number)] = above(number)
 
     @rule(numbers=st.lists(st.integers(0, _TREE - 1), max_size=4))
     def touch(self, numbers: list[int]) -> None:
-        self.policy.touch([key(number) for number in numbers])
+        self.policy.touch(rows(numbers))
 
     @rule(number=st.integers(0, _TREE - 1))
     def remove(self, number: int) -> None:
-        self.policy.remove(key(number))
-        self.infos.pop(key(number), None)
+        self.policy.remove(row(number))
+        self.tree.pop(row(number), None)
 
-    @rule(
-        need_bytes=st.integers(0, 900),
-        kept=st.sets(st.integers(0, _TREE - 1)),
-        limit=st.integers(0, _TREE),
-    )
-    def ask(self, need_bytes: int, kept: set[int], limit: int) -> None:
-        check_victims(self.policy, self.infos, [key(n) for n in kept], need_bytes, limit)
+    @rule(kept=st.sets(st.integers(0, _TREE - 1)), limit=st.integers(0, _TREE))
+    def ask(self, kept: set[int], limit: int) -> None:
+        check_victims(self.policy, self.tree, [row(n) for n in kept], limit)
 
-    @rule(need_bytes=st.integers(0, 900))
-    def evict(self, need_bytes: int) -> None:
-        for victim in check_victims(self.policy, self.infos, (), need_bytes, ALL):
+    @rule(limit=st.integers(0, _TREE))
+    def evict(self, limit: int) -> None:
+        for victim in check_victims(self.policy, self.tree, (), limit):
             self.policy.remove(victim)
-            del self.infos[victim]
+            del self.tree[victim]
 
     @invariant()
     def everything_can_go(self) -> None:
-        assert set(self.policy.victims(ALL, keep_none, ALL)) == set(self.infos)
+        assert set(everyone(self.policy)) == set(self.tree)
 
 
 class PolicyContract(ABC):
@@ -142,58 +155,51 @@ class PolicyContract(ABC):
 
     def test_new_policy_knows_nothing_and_names_nobody(self, policy: EvictionPolicy) -> None:
         assert len(policy) == 0
-        assert policy.victims(1, keep_none, 10) == []
-
-    def test_nothing_is_named_when_nothing_is_needed(self, policy: EvictionPolicy) -> None:
-        policy.insert(info(1))
-        assert policy.victims(0, keep_none, 10) == []
-        assert policy.victims(-5, keep_none, 10) == []
-        assert policy.victims(1, keep_none, 0) == []
+        assert everyone(policy) == []
 
     def test_unknown_chunks_are_touched_and_removed_without_a_trace(
         self, policy: EvictionPolicy
     ) -> None:
-        policy.touch([key(7)])
-        policy.remove(key(7))
+        policy.touch(rows([7]))
+        policy.remove(row(7))
         assert len(policy) == 0
-        policy.insert(info(1))
-        policy.touch([key(7), key(1), key(8)])
-        assert policy.victims(1, keep_none, 10) == [key(1)]
+        policy.insert(row(1), NO_ROW)
+        policy.touch(rows([7, 1, 8]))
+        assert everyone(policy) == [row(1)]
 
     def test_a_chunk_inserted_twice_is_known_once(self, policy: EvictionPolicy) -> None:
-        policy.insert(info(1))
-        policy.insert(info(1))
+        policy.insert(row(1), NO_ROW)
+        policy.insert(row(1), NO_ROW)
         assert len(policy) == 1
-        policy.remove(key(1))
-        assert policy.victims(ALL, keep_none, ALL) == []
+        policy.remove(row(1))
+        assert everyone(policy) == []
 
     def test_a_kept_chunk_keeps_all_it_continues_and_nothing_else(
         self, policy: EvictionPolicy
     ) -> None:
-        infos = {tree_info(n).key: tree_info(n) for n in range(_TREE)}
-        for chunk in infos.values():
-            policy.insert(chunk)
-        for number in range(_TREE):
-            victims = check_victims(policy, infos, [key(number)], ALL, ALL)
-            assert set(victims) == may_go(infos, [key(number)])
+        tree = {row(number): above(number) for number in range(_TREE)}
+        for chunk, parent in tree.items():
+            policy.insert(chunk, parent)
+        for chunk in tree:
+            victims = check_victims(policy, tree, [chunk], ALL)
+            assert set(victims) == may_go(tree, [chunk])
 
     def test_parents_that_come_late_still_go_after_what_continues_them(
         self, policy: EvictionPolicy
     ) -> None:
-        for number in (2, 1, 0):
-            policy.insert(info(number, number - 1 if number else None))
-        assert policy.victims(ALL, keep_none, ALL) == [key(2), key(1), key(0)]
+        for chunk in (3, 2, 1):
+            policy.insert(chunk, chunk - 1)
+        assert everyone(policy) == [3, 2, 1]
 
     def test_a_parent_that_left_first_leaves_children_that_can_go(
         self, policy: EvictionPolicy
     ) -> None:
-        for number in range(3):
-            policy.insert(info(number, number - 1 if number else None))
-        policy.remove(key(1))
-        assert set(policy.victims(ALL, keep_none, ALL)) == {key(0), key(2)}
-        policy.insert(info(1, 0))
-        victims = policy.victims(ALL, keep_none, ALL)
-        assert victims == [key(2), key(1), key(0)]
+        for chunk in (1, 2, 3):
+            policy.insert(chunk, chunk - 1)
+        policy.remove(2)
+        assert set(everyone(policy)) == {1, 3}
+        policy.insert(2, 1)
+        assert everyone(policy) == [3, 2, 1]
 
     @pytest.mark.parametrize("length", [1, 2, 3, 5])
     @pytest.mark.parametrize("seed", range(4))
@@ -203,23 +209,22 @@ class PolicyContract(ABC):
         """Whoever puts chunks says what their parents are, and may lie."""
         numbers = list(range(length))
         random.Random(seed).shuffle(numbers)
-        policy.insert(info(90, 0))
+        policy.insert(row(90), row(0))
         for number in numbers:
-            policy.insert(info(number, (number + 1) % length))
-        known = {key(number) for number in (*numbers, 90)}
-        assert set(policy.victims(ALL, keep_none, ALL)) == known
-        for chunk in policy.victims(ALL, keep_none, ALL):
+            policy.insert(row(number), row((number + 1) % length))
+        assert set(everyone(policy)) == {row(number) for number in (*numbers, 90)}
+        for chunk in everyone(policy):
             policy.remove(chunk)
         assert len(policy) == 0
-        assert policy.victims(ALL, keep_none, ALL) == []
+        assert everyone(policy) == []
 
     def test_a_circle_can_be_left_and_closed_again(self, policy: EvictionPolicy) -> None:
         for _ in range(3):
             for number in range(3):
-                policy.insert(info(number, (number + 1) % 3))
-            assert len(policy.victims(ALL, keep_none, ALL)) == 3
+                policy.insert(row(number), row((number + 1) % 3))
+            assert len(everyone(policy)) == 3
             for number in (1, 0, 2):
-                policy.remove(key(number))
+                policy.remove(row(number))
             assert len(policy) == 0
 
     def test_any_order_of_events_keeps_every_promise(self) -> None:
@@ -229,24 +234,24 @@ class PolicyContract(ABC):
         )
 
     def test_memory_does_not_grow_with_use(self, policy: EvictionPolicy) -> None:
-        for number in range(100):
-            policy.insert(info(number, number - 1 if number % 10 else None))
-        chains = [[key(n) for n in range(start, start + 10)] for start in range(0, 100, 10)]
+        for chunk in range(1, 101):
+            policy.insert(chunk, chunk - 1 if chunk % 10 != 1 else NO_ROW)
+        chains = [np.arange(start, start + 10) for start in range(1, 101, 10)]
         grown = _growth(lambda: [policy.touch(chain) for chain in chains for _ in range(1_000)])
         assert grown < 64 << 10
-        assert len(policy.victims(ALL, keep_none, ALL)) == 100
+        assert len(everyone(policy)) == 100
 
     def test_memory_is_given_back_with_the_chunks(self, policy: EvictionPolicy) -> None:
         def come_and_go() -> None:
-            for number in range(10_000):
-                policy.insert(info(number, number - 1 if number % 10 else None))
-                policy.touch([key(number)])
-                if number >= 50:
-                    policy.remove(key(number - 50))
+            for chunk in range(1, 10_001):
+                policy.insert(chunk, chunk - 1 if chunk % 10 != 1 else NO_ROW)
+                policy.touch(np.array([chunk]))
+                if chunk > 50:
+                    policy.remove(chunk - 50)
 
         come_and_go()
-        for number in range(10_000):
-            policy.remove(key(number))
+        for chunk in range(1, 10_001):
+            policy.remove(chunk)
         assert _growth(come_and_go) < 64 << 10
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from local_server import LocalServer, eventually
 from prompts import chunks_of, is_right, keys_of
+from redis_deployments import SentinelSetup
 from redis_process import RedisProcess
 
 from kvstore.client import Client
@@ -20,10 +21,20 @@ ServerMaker = Callable[..., LocalServer]
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc")
 
 
-def with_redis(make_server: ServerMaker, redis: RedisProcess, *flags: str) -> LocalServer:
+def with_redis(
+    make_server: ServerMaker, redis: RedisProcess | SentinelSetup, *flags: str
+) -> LocalServer:
     return make_server(
         *("--tiers", "cpu,disk,redis", "--redis", redis.url, "--redis-size", "64MiB"),
         *("--redis-timeout-ms", "1000", "--breaker-retry-ms", "100", *flags),
+    )
+
+
+def second_node(make_server: ServerMaker, url: str, folder: Path) -> LocalServer:
+    """A server beside the first, with no disk."""
+    return make_server(
+        *("--tiers", "cpu,redis", "--redis", url, "--redis-size", "64MiB"),
+        *("--socket", str(folder / "second.sock"), "--redis-timeout-ms", "1000"),
     )
 
 
@@ -116,10 +127,7 @@ def test_chunks_that_only_redis_had_are_misses_while_it_is_gone(
     writer = first.connect()
     keys = round_trip(writer, 1)
     assert eventually(lambda: is_on_redis(writer, keys))
-    second = make_server(
-        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-size", "64MiB"),
-        *("--socket", str(tmp_path / "second.sock"), "--redis-timeout-ms", "1000"),
-    )
+    second = second_node(make_server, own_redis.url, tmp_path)
     reader = second.connect()
     assert reader.namespace == writer.namespace
     assert reader.lookup(keys).tiers == ("redis",) * 3
@@ -136,12 +144,28 @@ def test_second_node_finds_what_the_first_put_into_the_shared_redis(
     writer = first.connect()
     keys = round_trip(writer, 1)
     assert eventually(lambda: is_on_redis(writer, keys))
-    second = make_server(
-        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-size", "64MiB"),
-        *("--socket", str(tmp_path / "second.sock"), "--redis-timeout-ms", "1000"),
-    )
+    second = second_node(make_server, own_redis.url, tmp_path)
     for transport in TRANSPORTS:
         reader = second.connect(transport)
         assert reader.lookup(keys).ready == 3
         found = reader.get(keys)
         assert [is_right(reader, *pair) for pair in zip(keys, found, strict=True)] == [True] * 3
+
+
+def test_server_goes_on_with_the_master_that_sentinels_promote(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    setup = SentinelSetup(tmp_path / "redis")
+    try:
+        server = with_redis(make_server, setup)
+        client = server.connect()
+        seeds = count(1)
+        assert_recovers(client, seeds)
+        setup.master.stop()
+        for _ in range(6):
+            round_trip(client, next(seeds))
+        assert_recovers(client, seeds)
+        assert setup.master_port() == setup.replica.port
+        assert server.counter("put_refused_chunks") == 0
+    finally:
+        setup.stop()

@@ -209,6 +209,7 @@ WORDS: dict[str, list[Packet]] = {
     "attach_request": [Request(Op.attach, 4 << 20, TOKEN).pack()],
     "join_request": [Request(Op.join, 0, TOKEN).pack()],
     "slab_request": [Request(Op.slab, 3).pack()],
+    "extent_request": [Request(Op.extent, 2).pack()],
     "lookup_call": [pack_call("Lookup", LOOKUP)],
     "ok_reply": [shm.pack_reply(Reply.ok)],
     "denied_reply": [shm.pack_reply(Reply.denied)],

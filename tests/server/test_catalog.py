@@ -50,7 +50,7 @@ TIERS = ("cpu", "disk")
 def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: Catalog) -> None:
     assert catalog.begin_put(key(3))
     found = catalog.match(CHAIN, Fidelity.exact, TIERS)
-    assert (found.known, found.pending, found.lease) == (3, 1, None)
+    assert (found.known, found.pending) == (3, 1)
     assert found.sources.tolist() == [0, 0, 0]
     assert found.sizes.tolist() == [100, 100, 100]
     catalog.end_put(key(3))
@@ -64,8 +64,8 @@ def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
     assert (slow_first.sources.tolist(), slow_first.sizes.tolist()) == ([0, 0, 1], [60, 60, 100])
     barred = catalog.match(CHAIN, Fidelity.exact, (None, "disk"))
     assert (barred.known, barred.sources.tolist(), barred.sizes.tolist()) == (3, [1, 1], [60, 60])
-    none = catalog.match(CHAIN, Fidelity.exact, (None, None), (SESSION, 5.0))
-    assert (none.known, none.sources.tolist(), none.lease) == (3, [], None)
+    none = catalog.match(CHAIN, Fidelity.exact, (None, None))
+    assert (none.known, none.sources.tolist()) == (3, [])
 
 
 def test_a_copy_of_too_low_fidelity_is_not_what_a_match_reads(catalog: Catalog) -> None:
@@ -74,17 +74,6 @@ def test_a_copy_of_too_low_fidelity_is_not_what_a_match_reads(catalog: Catalog) 
     by_disk = ("disk", "cpu")
     assert catalog.match(CHAIN, Fidelity.exact, by_disk).sources.tolist() == [0, 1, 1]
     assert catalog.match(CHAIN, Fidelity.bounded, by_disk).sources.tolist() == [0, 0, 1]
-
-
-def test_a_match_leases_what_it_found_and_nothing_more(catalog: Catalog, clock: FakeClock) -> None:
-    found = catalog.match(CHAIN, Fidelity.exact, (None, "disk"), (SESSION, 2.0))
-    assert found.lease is not None
-    assert list(found.lease.keys) == CHAIN[:2]
-    assert found.lease.deadline == clock.now + 2.0
-    assert catalog.held_count() == 2
-    assert catalog.release(found.lease.lease_id, SESSION)
-    assert catalog.match([key(4)], Fidelity.exact, TIERS, (SESSION, 2.0)).lease is None
-    assert catalog.held_count() == catalog.lease_count() == 0
 
 
 def test_pending_counts_go_on_through_chunks_that_exist_behind_one_that_does_not(

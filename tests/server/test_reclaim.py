@@ -17,7 +17,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import PutOutcome
 from kvstore.server.intake import PutResult
-from kvstore.server.transfer import Room
+from kvstore.server.shelf import Room
 from kvstore.tiers.base import DEFAULT_TENANT
 
 DISK_BYTES = 1 << 20

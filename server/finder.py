@@ -1,0 +1,160 @@
+"""The Finder: lookups over all tiers, those that other nodes use included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
+from kvstore.server.absent import AbsentKeys
+from kvstore.server.catalog import Found
+from kvstore.server.sessions import Session
+from kvstore.server.shelf import Shelf
+from kvstore.server.transfer import Transfers
+
+MAX_SHARED_CHUNKS = 1 << 18
+"""Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
+
+
+class Finder:
+    """Says what can be read and how long that takes. Thread-safe.
+
+    Every ``deadline`` is a point on the clock of *transfers*. Questions to a shared tier wait in
+    its ``ask-TIER`` lane.
+    """
+
+    def __init__(self, transfers: Transfers, lease_ttl_ms: int) -> None:
+        self._catalog = transfers.catalog
+        self._counters = transfers.counters
+        self._mover = transfers.mover
+        self._lease_ttl_ms = lease_ttl_ms
+        self._sources = transfers.sources
+        self._names = tuple(shelf.name for shelf in transfers.sources)
+        self.shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
+        self._absent = AbsentKeys(transfers.clock)
+
+    def lookup(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        deadline: float,
+        *,
+        lease: bool,
+        min_fidelity: Fidelity,
+    ) -> Match:
+        """Find the longest prefix of *keys* that can be read, and lease it if asked to."""
+        found = self._match(keys, min_fidelity)
+        missing = found.known + found.pending
+        if self.shared and missing < len(keys):
+            if keys[missing] in self._absent:
+                self._counters.add("spared_questions")
+            elif self._ask_for_rest(keys, found, deadline):
+                found = self._match(keys, min_fidelity)
+        ready = len(found.sources)
+        lease_id = 0
+        if lease and ready:
+            lease_id, ready = self._grant(session, keys[:ready])
+        self._counters.add("lookups")
+        self._counters.add("lookup_chunks", len(keys))
+        self._counters.add("lookup_ready_chunks", ready)
+        return Match(
+            ready=ready,
+            pending=found.pending,
+            missing=len(keys) - ready - found.pending,
+            tier_names=self._names,
+            sources=found.sources[:ready].tobytes(),
+            loads=self._loads(found)[:ready].tobytes(),
+            lease_id=lease_id,
+            lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
+        )
+
+    def _match(self, keys: Sequence[ChunkKey], min_fidelity: Fidelity) -> Found:
+        in_use = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
+        return self._catalog.match(keys, min_fidelity, in_use)
+
+    def _grant(self, session: Session, keys: Sequence[ChunkKey]) -> tuple[int, int]:
+        """Lease what is still there of *keys*; return the lease's id and how many those are."""
+        session_id = session.session_id
+        lease, known = self._catalog.grant(session_id, keys, self._lease_ttl_ms / 1000)
+        if not known:
+            self._catalog.release(lease.lease_id, session_id)
+        return lease.lease_id if known else 0, known
+
+    def _loads(self, found: Found) -> NDArray[np.uint32]:
+        loads = np.zeros(len(found.sizes), "<u4")
+        for number, shelf in enumerate(self._sources):
+            here = found.sources == number
+            if here.any():
+                loads[here] = shelf.rate.load_us(found.sizes[here])
+        return loads
+
+    def _ask_for_rest(self, keys: Sequence[ChunkKey], found: Found, deadline: float) -> bool:
+        """Ask shared tiers for the chunks after the known ones. True if there is any."""
+        news, all_answered = self.ask_shared(keys[found.known :], deadline)
+        missing = keys[found.known + found.pending]
+        if all_answered and not self._catalog.holders(missing):
+            self._absent.note(missing)
+        return news
+
+    def ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
+        """Learn from shared tiers which of *keys* others put there.
+
+        Return whether there is any, and whether every tier has answered.
+        """
+        news, all_answered = False, True
+        for shelf in self.shared:
+            answer = None
+            if not shelf.breaker.is_open:
+                ask = partial(self._find, shelf, keys)
+                ticket = self._mover.submit(f"ask-{shelf.name}", b"".join(keys), ask)
+                try:
+                    answer = ticket and self._mover.wait(ticket, deadline)
+                except KVStoreError:
+                    self._counters.add("unanswered_lookups")
+            news |= bool(answer)
+            all_answered &= answer is not None
+        return news, all_answered
+
+    def _find(self, shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:
+        found: list[ChunkInfo | None] = []
+
+        def work() -> bool:
+            found.extend(shelf.tier.find(keys))
+            return True
+
+        shelf.guarded(work)
+        news = False
+        strays = self._catalog.strays(shelf.name)
+        for info in found:
+            if info is None or info.key in strays:
+                continue
+            # Known by now or not, the caller asked because it did not know it.
+            news = True
+            if shelf.name not in self._catalog.holders(info.key):
+                self._learn(shelf, info)
+        return news
+
+    def learn_in_background(self) -> None:
+        """Index what shared tiers hold at the start: it counts against our share of them.
+
+        What the index does not know could never be evicted to make room. In the background, as
+        a tier may be far away, or down.
+        """
+        for shelf in self.shared:
+            self._mover.submit(f"ask-{shelf.name}", b"scan", partial(self._learn_all, shelf))
+
+    def _learn_all(self, shelf: Shelf) -> bool:
+        def work() -> bool:
+            for info in shelf.tier.scan():
+                self._learn(shelf, info)
+            return True
+
+        return shelf.guarded(work)
+
+    def _learn(self, shelf: Shelf, info: ChunkInfo) -> None:
+        if self._catalog.count_on(shelf.name) < MAX_SHARED_CHUNKS:
+            self._catalog.note_sealed(shelf.name, info)

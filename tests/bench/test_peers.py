@@ -1,0 +1,244 @@
+"""The peers' benchmark without the peers: what is read of their reports, and how one is skipped."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+from bench import peers
+from bench.peer_infinistore import InfiniStore, parse_speeds
+from bench.peer_lmcache import parse_l2, parse_server
+from bench.peer_ours import TierSide, make_frames
+from bench.peer_process import (
+    PINS,
+    PeerSkippedError,
+    asking,
+    end,
+    free_port,
+    make_venv,
+    run,
+    serving_peer,
+    shared_libraries,
+)
+from bench.peer_run import BARS, Best, Run
+from bench.plot import bar_chart
+from bench.report import Report
+
+from kvstore.tiers.cpu import CpuTier
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL_KEYS = (
+    *peers.DISK_KEYS,
+    *peers.REDIS_KEYS,
+    *peers.SHM_KEYS,
+    *peers.MOONCAKE_KEYS,
+    *peers.INFINISTORE_KEYS,
+    "redis_load_vs_plain_redis",
+    "readable_under_writes",
+    "burst_lost",
+)
+
+
+def l2_report(**changes: object) -> str:
+    """Return what lmcache bench l2 wrote of two operations, with *changes* in its load."""
+    store = {
+        "operation": "Store",
+        "total_keys": 192,
+        "total_success": 192,
+        "duration_min_ms": 312.7,
+    }
+    load = {**store, "operation": "Load", "duration_min_ms": 19.4, **changes}
+    return json.dumps({"metrics": {"config": {"num_keys": 64}, "op_0": store, "op_1": load}})
+
+
+def server_report(**results: int) -> str:
+    """Return what lmcache bench server wrote, with *results* of its own."""
+    parts = {"warm_lookup": 1.1, "cold_store": 9.9, "warm_retrieve": 8.2}
+    metrics: dict[str, object] = {name: {f"{name}_min": ms} for name, ms in parts.items()}
+    metrics["results"] = {"checksum_ok": 12, "checksum_fail": 0, **results}
+    return json.dumps({"metrics": metrics})
+
+
+# --- what is read of their reports
+
+
+def test_the_shortest_store_and_load_of_lmcaches_l2_report_are_read() -> None:
+    assert parse_l2(l2_report()) == pytest.approx((0.3127, 0.0194))
+
+
+def test_a_load_that_lost_keys_is_no_figure() -> None:
+    with pytest.raises(PeerSkippedError, match="load lost keys"):
+        parse_l2(l2_report(total_success=191))
+
+
+def test_each_step_of_lmcaches_server_report_is_read() -> None:
+    times = parse_server(server_report())
+    assert (times.lookup_s, times.store_s, times.retrieve_s) == pytest.approx(
+        (0.0011, 0.0099, 0.0082)
+    )
+
+
+@pytest.mark.parametrize("results", [{"checksum_fail": 1}, {"checksum_ok": 0}])
+def test_a_server_report_without_proof_of_its_bytes_is_no_figure(results: dict[str, int]) -> None:
+    with pytest.raises(PeerSkippedError, match="checksums"):
+        parse_server(server_report(**results))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"metrics": {}}', '{"metrics": 1}'])
+def test_a_report_of_another_form_skips_the_peer(text: str) -> None:
+    for parse in (parse_l2, parse_server):
+        with pytest.raises(PeerSkippedError, match="not understood"):
+            parse(text)
+
+
+def test_infinistores_speeds_are_read() -> None:
+    text = "size: 128 MB\nwrite cache: 812.50 MB/s, read cache: 1024.25 MB/s\n"
+    assert parse_speeds(text) == (812.5, 1024.25)
+    with pytest.raises(PeerSkippedError, match="no speeds"):
+        parse_speeds("write cache:")
+
+
+# --- how a peer is skipped
+
+
+def test_a_peer_that_does_not_start_is_skipped_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('first'); raise SystemExit('no such device')"]
+    with (
+        pytest.raises(PeerSkippedError, match=r"^did not start: no such device$"),
+        serving_peer(command, [free_port()], tmp_path / "log"),
+    ):
+        pytest.fail("it did start")
+
+
+def test_a_client_that_ends_before_it_answers_is_skipped_with_its_last_words(
+    tmp_path: Path,
+) -> None:
+    code = "print('{\"ready\": 1}', flush=True); input(); raise SystemExit('setup answered -1')"
+    with (
+        pytest.raises(PeerSkippedError, match="setup answered -1"),
+        asking([sys.executable, "-c", code], tmp_path / "log") as asked,
+    ):
+        asked.ask("round")
+
+
+def test_a_client_answers_line_by_line_past_what_else_it_prints(tmp_path: Path) -> None:
+    code = (
+        "import sys; print('banner'); print('{}', flush=True)\n"
+        "for n, _ in enumerate(sys.stdin): print('log'); print('{\"n\": %d}' % n, flush=True)"
+    )
+    with asking([sys.executable, "-c", code], tmp_path / "log") as asked:
+        assert [asked.ask("round"), asked.ask("round")] == [{"n": 0}, {"n": 1}]
+
+
+def test_a_peer_is_ended_even_when_it_does_not_want_to(tmp_path: Path) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('{}', flush=True); time.sleep(600)"
+    )
+    with asking([sys.executable, "-c", code], tmp_path / "log") as asked:
+        process = asked.process
+        end(process, grace_s=0.1)
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_a_peer_that_cannot_be_installed_is_skipped_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PeerSkippedError) as caught:
+        make_venv(tmp_path / "file", "mooncake")
+    assert str(caught.value).count("\n") == 0
+
+
+def test_a_virtual_environment_with_its_pins_is_not_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "mooncake"
+    folder.mkdir()
+    (folder / "installed.txt").write_text((PINS / "mooncake.txt").read_text())
+    assert make_venv(tmp_path, "mooncake") == folder / "bin" / "python"
+    assert sorted(folder.iterdir()) == [folder / "installed.txt"]
+
+
+def test_a_program_that_is_missing_or_fails_or_hangs_skips_its_peer(tmp_path: Path) -> None:
+    for command in ([tmp_path / "none"], [sys.executable, "-c", "raise SystemExit('broken')"]):
+        with pytest.raises(PeerSkippedError):
+            run(command, 60)
+    with pytest.raises(PeerSkippedError, match="timed out"):
+        run([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
+
+
+def test_a_library_that_is_installed_is_not_unpacked_again(tmp_path: Path) -> None:
+    assert shared_libraries(tmp_path, {"libc.so.6": "libc6"}) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_infinistore_is_skipped_where_no_rdma_device_is(tmp_path: Path) -> None:
+    for devices in (tmp_path, tmp_path / "none"):
+        with pytest.raises(PeerSkippedError, match="RDMA device"):
+            InfiniStore.install(tmp_path, tmp_path, devices)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_keys_of_a_skipped_peer_are_absent_and_the_reason_stands_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Run, __: int) -> None:
+        raise PeerSkippedError("its report is not understood")
+
+    def work(run: Run, _: int) -> None:
+        run.add_speeds(("c", "d"), 4_000_000_000, Best("x", 4.0, 1.0), Best("y", 2.0, 2.0))
+
+    run = Run(tmp_path, Report("peers"))
+    peers.compare(run, ("a",), work, "cannot be installed")
+    peers.compare(run, ("b",), fail, 1)
+    peers.compare(run, ("c", "d"), work, 1)
+    run.report.print(only_json=False)
+    *table, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == {
+        "bench": "peers",
+        "values": {"c": 2.0, "d": 0.5},
+        "skipped": {"a": "cannot be installed", "b": "its report is not understood"},
+    }
+    assert any(re.match(r"a +skipped +cannot be installed", line) for line in table)
+
+
+# --- our side, the pins, the page and the plot
+
+
+def test_our_side_stores_and_loads_what_it_was_given() -> None:
+    frames = make_frames(2, 1)
+    side = TierSide(CpuTier(16 << 20, 8 << 20), frames, 2)
+    best = Best("ours")
+    side.run(best, 2)
+    side.close()
+    assert 0 < best.store_s < float("inf")
+    assert 0 < best.load_s < float("inf")
+
+
+def test_what_a_peer_needs_is_pinned_exactly() -> None:
+    names = {path.name for path in PINS.glob("*.txt")}
+    assert names == {"lmcache.txt", "mooncake.txt", "infinistore.txt"}
+    for name in names:
+        lines = (PINS / name).read_text().splitlines()
+        pins = [line for line in lines if not line.startswith("#")]
+        assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[0-9][\w.]*", pin)] == []
+
+
+def test_the_page_of_benchmarks_has_a_row_for_each_key() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    _, _, section = page.partition("\n## Peers\n")
+    section = section.partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", section, re.M)) == sorted(ALL_KEYS)
+    assert set(BARS) < set(ALL_KEYS)
+
+
+def test_the_plot_is_a_drawing_with_one_bar_a_key(tmp_path: Path) -> None:
+    bar_chart(tmp_path / "plot.svg", "a < b", [("one", 2.0, 1.0), ("two", 0.5, 1.0)])
+    drawing = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert words[:5] == ["a < b", "one", "2.00", "two", "0.50"]
+    boxes = list(drawing.iter("{http://www.w3.org/2000/svg}rect"))
+    assert len(boxes) == 3  # one is the ground
+    assert float(boxes[1].attrib["width"]) == pytest.approx(4 * float(boxes[2].attrib["width"]))
