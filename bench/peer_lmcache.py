@@ -7,6 +7,7 @@ drives the server from a second process, which shares its KV memory with it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from bench.peer_process import (
     PeerSkippedError,
     asking,
     free_port,
+    last_line,
     make_venv,
     run,
     serving_peer,
@@ -31,42 +33,51 @@ Adapter = Mapping[str, str | int]
 QUIET = ("env", "LMCACHE_DISABLE_BANNER=1", "LMCACHE_LOG_LEVEL=WARNING")
 
 
+_L2_ROUND = re.compile(r"\[(Store|Load)\] Round (\d+): ([\d.]+) ms, \w+=(\d+)/(\d+)")
+_REQUEST_STEP = re.compile(
+    r"/(cold|warm)\] (LOOKUP: \d+/\d+|STORE: stored|RETRIEVE: retrieved) .*?([\d.]+) ms"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """The shortest of each step of a request, in seconds."""
+    """The seconds of each step of some requests."""
 
-    lookup_s: float
-    store_s: float
-    retrieve_s: float
+    lookup_s: list[float]
+    store_s: list[float]
+    retrieve_s: list[float]
 
 
-def parse_l2(text: str) -> tuple[float, float]:
-    """Return the shortest store and load of ``lmcache bench l2 --format json``, in seconds.
+def parse_l2(text: str) -> tuple[list[float], list[float]]:
+    """Return the seconds of the stores and loads that ``lmcache bench l2`` printed.
 
-    Raises PeerSkippedError.
+    Its first round of each warms up. Raises PeerSkippedError.
     """
-    try:
-        metrics = json.loads(text)["metrics"]
-        found = {part["operation"]: part for part in metrics.values() if "operation" in part}
-        for name in ("Store", "Load"):
-            if found[name]["total_success"] != found[name]["total_keys"]:
-                raise PeerSkippedError(f"its {name.lower()} lost keys")
-        store_ms, load_ms = (found[name]["duration_min_ms"] for name in ("Store", "Load"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PeerSkippedError(f"its report is not understood: {error!r}") from None
-    return store_ms / 1e3, load_ms / 1e3
+    seconds: dict[str, list[float]] = {"Store": [], "Load": []}
+    for name, number, ms, done, wanted in _L2_ROUND.findall(text):
+        if done != wanted:
+            raise PeerSkippedError(f"its {name.lower()} did {done} of {wanted} keys")
+        if number != "1":
+            seconds[name].append(float(ms) / 1e3)
+    if not seconds["Store"] or not seconds["Load"]:
+        raise PeerSkippedError(f"its report is not understood: {last_line(text)}")
+    return seconds["Store"], seconds["Load"]
 
 
 def parse_server(text: str) -> RequestTimes:
-    """Read what ``lmcache bench server --format json`` wrote. Raises PeerSkippedError."""
-    try:
-        metrics = json.loads(text)["metrics"]
-        if metrics["results"]["checksum_fail"] or not metrics["results"]["checksum_ok"]:
-            raise PeerSkippedError("its checksums do not match")
-        parts = ("warm_lookup", "cold_store", "warm_retrieve")
-        return RequestTimes(*(metrics[part][f"{part}_min"] / 1e3 for part in parts))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PeerSkippedError(f"its report is not understood: {error!r}") from None
+    """Return the seconds of each step that ``lmcache bench server`` printed.
+
+    Raises PeerSkippedError, also unless the bytes of every request came back right.
+    """
+    seconds: dict[str, list[float]] = {}
+    for kind, step, ms in _REQUEST_STEP.findall(text):
+        seconds.setdefault(f"{kind} {step.partition(':')[0]}", []).append(float(ms) / 1e3)
+    steps = [seconds.get(name, []) for name in ("warm LOOKUP", "cold STORE", "warm RETRIEVE")]
+    if not all(steps):
+        raise PeerSkippedError(f"its report is not understood: {last_line(text)}")
+    if any(len(step) != text.count("CHECKSUM MATCH OK") for step in steps):
+        raise PeerSkippedError("its checksums do not match")
+    return RequestTimes(*steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +92,22 @@ class LMCache:
         """Make its virtual environment unless it is there. Raises PeerSkippedError."""
         return cls(make_venv(venvs, "lmcache", ["torch==2.13.0"]), folder)
 
-    def bench_l2(self, adapter: Adapter, count: int, object_bytes: int) -> tuple[float, float]:
+    def bench_l2(
+        self, adapter: Adapter, count: int, object_bytes: int
+    ) -> tuple[list[float], list[float]]:
         """Run ``lmcache bench l2``: *count* objects in one submit, a warm-up and three rounds.
 
-        Returns the seconds of the shortest store and load. Raises PeerSkippedError.
+        Returns the seconds of its stores and loads. Raises PeerSkippedError.
         """
-        report = self.folder / "l2.json"
-        run(
+        text = run(
             [
                 *self._command("bench", "l2"), "--l2-adapter", json.dumps(dict(adapter)),
                 "--num-keys", str(count), "--data-size-kb", str(object_bytes >> 10),
-                "--rounds", "3", "--warmup-rounds", "1", "--format", "json",
-                "--output", str(report),
+                "--rounds", "3", "--warmup-rounds", "1",
             ],
             120,
         )  # fmt: skip
-        return parse_l2(report.read_text())
+        return parse_l2(text)
 
     @contextmanager
     def server(self, cpu_gib: float, adapter: Adapter | None) -> Iterator[Server]:
@@ -127,18 +138,16 @@ class Server:
 
     def bench(self, first: int, count: int) -> RequestTimes:
         """Run ``lmcache bench server``: *count* requests of 16.8 MB, numbered from *first*."""
-        report = self.peer.folder / "server.json"
-        run(
+        text = run(
             [
                 *self.peer._command("bench", "server"), "--rpc-url", self.url,
                 "--url", self.http_url, "--mode", "cpu", "--transfer-mode", "lmcache_driven",
                 "--kvcache-shape-spec", REQUEST_SHAPE, "--start", str(first),
-                "--end", str(first + count), "--interval", "0.01", "--format", "json",
-                "--output", str(report),
+                "--end", str(first + count), "--interval", "0.01",
             ],
             120,
         )  # fmt: skip
-        return parse_server(report.read_text())
+        return parse_server(text)
 
     @contextmanager
     def client(self, instance: int) -> Iterator[Asked]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.peer_run import Best
+from bench.peer_run import Side
 from bench.report import best_s
 from bench.workload import SMALL, check, chunk_bytes, make_chunks, serving
 from kvstore.client import Chunk, Client, ClientOptions
@@ -115,10 +115,10 @@ class TierSide:
         assert self._tier.read_into(info.key, out)
         check_frame(out, info.key)
 
-    def run(self, best: Best, repeats: int) -> None:
+    def run(self, side: Side, repeats: int) -> None:
         """Store and load *repeats* times."""
         for _ in range(repeats):
-            best.take(self.store_s(), self.load_s())
+            side.take(self.store_s(), self.load_s())
 
     def close(self) -> None:
         """Stop the threads and close the tier."""
@@ -169,10 +169,10 @@ class RequestSide:
         self.client.delete(keys)
         return between - started, ended - between
 
-    def run(self, best: Best, repeats: int) -> None:
+    def run(self, side: Side, repeats: int) -> None:
         """Put and get *repeats* requests."""
         for _ in range(repeats):
-            best.take(*self.round())
+            side.take(*self.round())
 
 
 @contextmanager
@@ -191,8 +191,8 @@ def request_side(
         yield RequestSide.of(client, count)
 
 
-def disk_load_s(folder: Path, count: int, rounds: int) -> float:
-    """Seconds of a get, all the way to a client, of *count* chunks of 2 MiB that only disk has."""
+def disk_loads_s(folder: Path, count: int, rounds: int) -> list[float]:
+    """Seconds of gets, all the way to a client, of *count* chunks of 2 MiB that only disk has."""
     flags = ("--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{folder / 'disk'}")
     with (
         serving(*flags, disk=folder / "disk") as (address, _),
@@ -201,16 +201,16 @@ def disk_load_s(folder: Path, count: int, rounds: int) -> float:
         keys, chunks = make_chunks(client, count, 1)
         client.put(chunks, durable=True)
         out = [empty_tensors(KVLayout.of(client.representation, 256)) for _ in chunks]
-        best = float("inf")
+        seconds = []
         for number in range(rounds):
             others, fresh = make_chunks(client, FLOOD_CHUNKS, 1000 + number)
             client.put(fresh)
             client.delete(others)
             tiers = client.lookup(keys).tiers
             assert tiers == ("disk",) * count, tiers
-            best = min(best, best_s(lambda: client.get(keys, out), 1))
+            seconds.append(best_s(lambda: client.get(keys, out), 1))
             check(chunks, out)
-    return best
+    return seconds
 
 
 # --- readable while another writes

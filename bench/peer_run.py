@@ -1,4 +1,4 @@
-"""One run of bench.peers: its scratch folders, its report, and ratios of the best of both sides."""
+"""One run of bench.peers: its scratch folders, its report, and the ratios of both sides."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from bench.peer_process import PeerSkippedError
 from bench.report import Report
@@ -26,17 +27,26 @@ BARS = {
 
 
 @dataclass(slots=True)
-class Best:
-    """The shortest seconds of one side by now, and what was measured."""
+class Side:
+    """The seconds of each store and load of one side, and what was measured.
+
+    The median counts: where a new file's pages come from makes one and the same store ten
+    times as fast as another, so that the best of few says little.
+    """
 
     words: str
-    store_s: float = float("inf")
-    load_s: float = float("inf")
+    store_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
 
     def take(self, store_s: float, load_s: float) -> None:
-        """Keep what is shorter."""
-        self.store_s = min(self.store_s, store_s)
-        self.load_s = min(self.load_s, load_s)
+        """Add a round."""
+        self.store_s.append(store_s)
+        self.load_s.append(load_s)
+
+    def extend(self, store_s: Sequence[float], load_s: Sequence[float]) -> None:
+        """Add the rounds of a peer's own run."""
+        self.store_s += store_s
+        self.load_s += load_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +70,16 @@ class Run:
         bar = f", bar {BARS[key]:g}" if key in BARS else ""
         self.report.add(key, value, f"ours {ours}", f"theirs {theirs}{bar}")
 
-    def add_speeds(self, keys: Sequence[str], size_bytes: int, ours: Best, theirs: Best) -> None:
+    def add_speeds(self, keys: Sequence[str], size_bytes: int, ours: Side, theirs: Side) -> None:
         """Report the load of *size_bytes* under the first key, the store under the second."""
-        for key, part in zip(keys, ("load_s", "store_s"), strict=False):
-            gbps = [size_bytes / getattr(side, part) / 1e9 for side in (ours, theirs)]
+        pairs = [(ours.load_s, theirs.load_s), (ours.store_s, theirs.store_s)]
+        for key, (mine, other) in zip(keys, pairs, strict=False):
             words = [
-                f"{speed:.2f} GB/s, {side.words}"
-                for speed, side in zip(gbps, (ours, theirs), strict=True)
+                f"{size_bytes / median(seconds) / 1e9:.2f} GB/s "
+                f"(best {size_bytes / min(seconds) / 1e9:.2f}), {side.words}"
+                for seconds, side in ((mine, ours), (other, theirs))
             ]
-            self.add(key, gbps[0] / gbps[1], *words)
+            self.add(key, median(other) / median(mine), *words)
 
     def attempt(self, keys: Sequence[str], work: Callable[[], None]) -> None:
         """Do *work*; leave *keys* out, saying why, when its peer cannot be had."""

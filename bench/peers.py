@@ -1,6 +1,6 @@
 """Our store beside LMCache, Mooncake Store, InfiniStore and plain Redis, on one machine.
 
-Both sides of a ratio run in turns in one run, and the best of each counts. Ours is verified as
+Both sides of a ratio run in turns in one run, and the median of each counts. Ours is verified as
 always. Each peer runs in a virtual environment of its own, which the first run makes.
 """
 
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 import redis
@@ -22,12 +23,12 @@ from bench.peer_mooncake import VERSION as MOONCAKE
 from bench.peer_mooncake import Mooncake
 from bench.peer_ours import (
     TierSide,
-    disk_load_s,
+    disk_loads_s,
     make_frames,
     request_side,
 )
 from bench.peer_process import PeerSkippedError
-from bench.peer_run import BARS, Best, Run
+from bench.peer_run import BARS, Run, Side
 from bench.peer_survival import lmcache_burst, lmcache_readable, measure_burst, measure_readable
 from bench.plot import bar_chart
 from bench.report import Report, best_s
@@ -44,6 +45,8 @@ ROUNDS = 3
 OBJECTS = 64
 OBJECT_BYTES = 2 * MIB
 REQUESTS = 8
+DISK_THREADS = 4
+"""As many as fs_native has."""
 DISK_KEYS = ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native")
 REDIS_KEYS = ("redis_load_vs_lmcache_resp", "redis_store_vs_lmcache_resp")
 SHM_KEYS = ("retrieve_vs_lmcache_shm", "store_vs_lmcache_shm")
@@ -53,32 +56,32 @@ INFINISTORE_KEYS = ("retrieve_vs_infinistore_tcp", "store_vs_infinistore_tcp")
 
 def compare_disk(run: Run, peer: LMCache) -> None:
     """64 objects of 2 MiB through our disk tier, and through LMCache's adapter of files."""
-    ours = Best("disk tier in process, verified")
-    theirs = Best("fs_native in process")
+    ours = Side("disk tier in process, verified")
+    theirs = Side("fs_native in process")
     with run.scratch("disk") as folder:
         tier = DiskTier(folder / "disk", OBJECTS * (OBJECT_BYTES + MIB))
-        side = TierSide(tier, make_frames(OBJECTS, 1), LOADS_AT_ONCE["disk"])
+        side = TierSide(tier, make_frames(OBJECTS, 1), DISK_THREADS)
         try:
             for _ in range(ROUNDS):
                 side.run(ours, ROUNDS)
                 with run.scratch("lmcache") as base:
                     adapter = {"type": "fs_native", "base_path": str(base)}
-                    theirs.take(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
+                    theirs.extend(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
         finally:
             side.close()
     run.add_speeds(DISK_KEYS, OBJECTS * OBJECT_BYTES, ours, theirs)
     with run.scratch("disk") as folder:
-        load_s = disk_load_s(folder, OBJECTS, ROUNDS)
+        load_s = median(disk_loads_s(folder, OBJECTS, ROUNDS))
     run.report.note(
-        "  to our client", f"{theirs.load_s / load_s:.3f}",
+        "  to our client", f"{median(theirs.load_s) / load_s:.3f}",
         f"ours {OBJECTS * OBJECT_BYTES / load_s / 1e9:.2f} GB/s, disk to server to client",
     )  # fmt: skip
 
 
 def compare_redis(run: Run, peer: LMCache) -> None:
     """The same through one Redis: our tier, LMCache's adapter, and redis-py's GET."""
-    ours, theirs = Best("Redis tier in process, verified"), Best("resp in process")
-    plain = Best("redis-py GET of the same parts")
+    ours, theirs = Side("Redis tier in process, verified"), Side("resp in process")
+    plain = Side("redis-py GET of the same parts")
     with run.scratch("redis") as folder, redis_server(folder) as port:
         tier = RedisTier(f"redis://127.0.0.1:{port}/1", 1 << 30, timeout_ms=5000)
         side = TierSide(tier, make_frames(OBJECTS, 2), LOADS_AT_ONCE["redis"])
@@ -87,8 +90,8 @@ def compare_redis(run: Run, peer: LMCache) -> None:
         try:
             for _ in range(ROUNDS):
                 side.run(ours, ROUNDS)
-                plain.take(0.0, _get_all_s(client))
-                theirs.take(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
+                plain.load_s.append(_get_all_s(client))
+                theirs.extend(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
                 with redis.Redis(port=port) as other:
                     other.flushdb()
         finally:
@@ -101,14 +104,14 @@ def compare_redis(run: Run, peer: LMCache) -> None:
 
 def _get_all_s(client: redis.Redis) -> float:
     names = [name for name in client.scan_iter(count=1000) if not bytes(name).endswith(b":m")]
-    return best_s(lambda: [client.get(name) for name in names], ROUNDS)
+    return best_s(lambda: [client.get(name) for name in names], 1)
 
 
 def compare_shm(run: Run, peer: LMCache) -> None:
     """Requests of 16.8 MB between a client and a server on one host."""
-    ours = Best("put and get through shm, verified")
-    theirs = Best("bench server --mode cpu, without its lookup")
-    lookup_s = float("inf")
+    ours = Side("put and get through shm, verified")
+    theirs = Side("bench server --mode cpu, without its lookup")
+    lookups_s: list[float] = []
     with (
         run.scratch("shm") as folder,
         request_side(folder, "shm", 8, 2) as side,
@@ -117,22 +120,22 @@ def compare_shm(run: Run, peer: LMCache) -> None:
         for number in range(ROUNDS):
             side.run(ours, REQUESTS)
             times = server.bench(number * REQUESTS, REQUESTS)
-            theirs.take(times.store_s, times.retrieve_s)
-            lookup_s = min(lookup_s, times.lookup_s)
-        side.run(ours, REQUESTS)
+            theirs.extend(times.store_s, times.retrieve_s)
+            lookups_s += times.lookup_s
         size_bytes = side.size_bytes
     run.add_speeds(SHM_KEYS, size_bytes, ours, theirs)
+    ours_ms, theirs_ms = ([1e3 * median(t) for t in (x.load_s, x.store_s)] for x in (ours, theirs))
     run.report.note(
         "  of one request", "",
-        f"ours get {ours.load_s * 1e3:.2f} put {ours.store_s * 1e3:.2f} ms; theirs lookup "
-        f"{lookup_s * 1e3:.2f} retrieve {theirs.load_s * 1e3:.2f} store {theirs.store_s * 1e3:.2f}",
+        f"ours get {ours_ms[0]:.2f} put {ours_ms[1]:.2f} ms; theirs lookup "
+        f"{1e3 * median(lookups_s):.2f} retrieve {theirs_ms[0]:.2f} store {theirs_ms[1]:.2f} ms",
     )  # fmt: skip
 
 
 def compare_mooncake(run: Run, peer: Mooncake) -> None:
     """Objects of 16 MiB, one at a time, over TCP on the loopback device."""
-    ours = Best("put and get through zmq, verified")
-    theirs = Best(f"{MOONCAKE}, put_from and get_into, TCP")
+    ours = Side("put and get through zmq, verified")
+    theirs = Side(f"{MOONCAKE}, put_from and get_into, TCP")
     with (
         run.scratch("tcp") as folder,
         request_side(folder, "zmq", 16, 1) as side,
@@ -148,8 +151,8 @@ def compare_mooncake(run: Run, peer: Mooncake) -> None:
 
 def compare_infinistore(run: Run, peer: InfiniStore) -> None:
     """Blocks of 2 MiB over TCP, through InfiniStore's own benchmark."""
-    ours = Best("put and get through zmq, verified")
-    theirs = Best(f"{INFINISTORE}, its benchmark, TCP")
+    ours = Side("put and get through zmq, verified")
+    theirs = Side(f"{INFINISTORE}, its benchmark, TCP")
     size_bytes = 128 * MIB
     with (
         run.scratch("tcp") as folder,

@@ -34,6 +34,12 @@ MODEL = Representation(
     (LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(8)), 8, 128),),
     RopeParameters(500000.0, 128), "none",
 )  # fmt: skip
+# Chunks of 8 KiB, where bytes are no part of the question.
+TINY = Representation(
+    "bench/tiny", "r1", "none", "none",
+    (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 1, 8),),
+    RopeParameters(500000.0, 8), "none",
+)  # fmt: skip
 # Chunks of 1 MiB: one layer of the same.
 SMALL = Representation(
     "bench/1mib", "r1", "none", "none",

@@ -20,12 +20,13 @@ from bench.peer_process import (
     asking,
     end,
     free_port,
+    last_line,
     make_venv,
     run,
     serving_peer,
     shared_libraries,
 )
-from bench.peer_run import BARS, Best, Run
+from bench.peer_run import BARS, Run, Side
 from bench.plot import bar_chart
 from bench.report import Report
 
@@ -44,55 +45,66 @@ ALL_KEYS = (
 )
 
 
-def l2_report(**changes: object) -> str:
-    """Return what lmcache bench l2 wrote of two operations, with *changes* in its load."""
-    store = {
-        "operation": "Store",
-        "total_keys": 192,
-        "total_success": 192,
-        "duration_min_ms": 312.7,
-    }
-    load = {**store, "operation": "Load", "duration_min_ms": 19.4, **changes}
-    return json.dumps({"metrics": {"config": {"num_keys": 64}, "op_0": store, "op_1": load}})
-
-
-def server_report(**results: int) -> str:
-    """Return what lmcache bench server wrote, with *results* of its own."""
-    parts = {"warm_lookup": 1.1, "cold_store": 9.9, "warm_retrieve": 8.2}
-    metrics: dict[str, object] = {name: {f"{name}_min": ms} for name, ms in parts.items()}
-    metrics["results"] = {"checksum_ok": 12, "checksum_fail": 0, **results}
-    return json.dumps({"metrics": metrics})
+L2_REPORT = """
+[Store] Running 1 warmup + 3 measurement rounds...
+  [Store] Round 1: 408.14 ms, success_keys=64/64
+  [Store] Round 2: 328.92 ms, success_keys=64/64
+  [Store] Round 3: 271.20 ms, success_keys=64/64
+  [Lookup] Round 1: 0.41 ms, found=0/64
+  [Load] Round 1: 26.84 ms, loaded=64/64
+  [Load] Round 2: 17.96 ms, loaded=64/64
+  [Load] Round 3: 23.67 ms, loaded=64/64
+"""
+SERVER_REPORT = """
+  [seq 4/cold] LOOKUP: 0/2 chunks hit (2.7 ms)
+  [seq 4/cold] CHECKSUM: 55fa87e74d89f8bc (2 chunks)
+  [seq 4/cold] STORE: stored (512 tokens, 27.3 ms, 1 writers)
+  [seq 4/warm] LOOKUP: 2/2 chunks hit (2.1 ms)
+  [seq 4/warm] RETRIEVE: retrieved (512 tokens, 13.1 ms, 1 workers)
+  [seq 4] CHECKSUM MATCH OK
+"""
 
 
 # --- what is read of their reports
 
 
-def test_the_shortest_store_and_load_of_lmcaches_l2_report_are_read() -> None:
-    assert parse_l2(l2_report()) == pytest.approx((0.3127, 0.0194))
+def test_the_rounds_of_lmcaches_l2_report_are_read_but_for_those_that_warm_up() -> None:
+    store_s, load_s = parse_l2(L2_REPORT)
+    assert store_s == pytest.approx([0.32892, 0.2712])
+    assert load_s == pytest.approx([0.01796, 0.02367])
 
 
 def test_a_load_that_lost_keys_is_no_figure() -> None:
-    with pytest.raises(PeerSkippedError, match="load lost keys"):
-        parse_l2(l2_report(total_success=191))
+    with pytest.raises(PeerSkippedError, match="load did 63 of 64 keys"):
+        parse_l2(L2_REPORT.replace("loaded=64", "loaded=63", 1))
 
 
 def test_each_step_of_lmcaches_server_report_is_read() -> None:
-    times = parse_server(server_report())
-    assert (times.lookup_s, times.store_s, times.retrieve_s) == pytest.approx(
-        (0.0011, 0.0099, 0.0082)
-    )
+    times = parse_server(2 * SERVER_REPORT)
+    assert times.lookup_s == pytest.approx([0.0021, 0.0021])
+    assert times.store_s == pytest.approx([0.0273, 0.0273])
+    assert times.retrieve_s == pytest.approx([0.0131, 0.0131])
 
 
-@pytest.mark.parametrize("results", [{"checksum_fail": 1}, {"checksum_ok": 0}])
-def test_a_server_report_without_proof_of_its_bytes_is_no_figure(results: dict[str, int]) -> None:
-    with pytest.raises(PeerSkippedError, match="checksums"):
-        parse_server(server_report(**results))
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("MATCH OK", "MISMATCH!"),
+        ("STORE: stored", "STORE: store_failed"),
+        ("RETRIEVE: retrieved", "RETRIEVE: timeout"),
+    ],
+)
+def test_a_server_report_in_which_a_request_failed_is_no_figure(right: str, wrong: str) -> None:
+    for text in (SERVER_REPORT, SERVER_REPORT + SERVER_REPORT.replace("seq 4", "seq 5")):
+        head, _, tail = text.rpartition(right)
+        with pytest.raises(PeerSkippedError):
+            parse_server(head + wrong + tail)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"metrics": {}}', '{"metrics": 1}'])
-def test_a_report_of_another_form_skips_the_peer(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "Traceback\nKeyError: 'x'", L2_REPORT[:200]])
+def test_a_report_of_another_form_skips_the_peer_with_its_last_words(text: str) -> None:
     for parse in (parse_l2, parse_server):
-        with pytest.raises(PeerSkippedError, match="not understood"):
+        with pytest.raises(PeerSkippedError, match=re.escape(f"understood: {last_line(text)}")):
             parse(text)
 
 
@@ -188,7 +200,8 @@ def test_the_keys_of_a_skipped_peer_are_absent_and_the_reason_stands_beside(
         raise PeerSkippedError("its report is not understood")
 
     def work(run: Run, _: int) -> None:
-        run.add_speeds(("c", "d"), 4_000_000_000, Best("x", 4.0, 1.0), Best("y", 2.0, 2.0))
+        ours, theirs = Side("x", [4.0], [1.0, 9.0, 0.5]), Side("y", [2.0], [2.0])
+        run.add_speeds(("c", "d"), 4_000_000_000, ours, theirs)
 
     run = Run(tmp_path, Report("peers"))
     peers.compare(run, ("a",), work, "cannot be installed")
@@ -210,11 +223,11 @@ def test_the_keys_of_a_skipped_peer_are_absent_and_the_reason_stands_beside(
 def test_our_side_stores_and_loads_what_it_was_given() -> None:
     frames = make_frames(2, 1)
     side = TierSide(CpuTier(16 << 20, 8 << 20), frames, 2)
-    best = Best("ours")
-    side.run(best, 2)
+    ours = Side("ours")
+    side.run(ours, 2)
     side.close()
-    assert 0 < best.store_s < float("inf")
-    assert 0 < best.load_s < float("inf")
+    assert len(ours.store_s) == len(ours.load_s) == 2
+    assert min(ours.store_s + ours.load_s) > 0
 
 
 def test_what_a_peer_needs_is_pinned_exactly() -> None:

@@ -1,0 +1,224 @@
+"""What one operation of the control path costs as chunks, clients and tiers grow: it stays flat.
+
+Chunks and tiers are counted in this process, as a million puts would take an hour; clients call
+a server process, whose own processor time is what counts, since all of them share this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from bench.control import FRAME_BYTES, Control, cuda_free_tiers, prompts
+from bench.plot import line_chart
+from bench.report import Report
+from bench.workload import TINY, make_chunks, serving
+from kvstore.client import Client, ClientOptions
+from kvstore.proto.types import ChunkKey
+from kvstore.tiers.base import Tier
+from kvstore.tiers.slab_table import SlabTable
+
+CHUNK_COUNTS = (1_000, 10_000, 100_000, 1_000_000)
+CLIENT_COUNTS = (1, 4, 16, 64)
+SAMPLES = 60
+EVICT_ROUND = 64
+"""What making room asks for at once."""
+CLIENT_LOOKUPS = 640
+DISK_CHUNKS = 8_192
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(slots=True)
+class Index:
+    """A control path and the keys of some of its prompts, from the first to the last."""
+
+    control: Control
+    table: SlabTable = field(default_factory=SlabTable)
+    sample: list[list[ChunkKey]] = field(default_factory=list)
+    chunks: int = 0
+
+    def grow(self, chunks: int) -> None:
+        """Add prompts until there are *chunks*; keep the keys of about 16 of them."""
+        step = max(1, chunks // 16)
+        mark = self.chunks
+        for infos in prompts():
+            if self.chunks >= chunks:
+                return
+            for info in infos:
+                self.control.add(info)
+                self.table.seal(info, 1, self.chunks * FRAME_BYTES)
+                self.chunks += 1
+            if self.chunks >= mark:
+                self.sample.append([info.key for info in infos])
+                mark += step
+
+    def look_up(self, number: int) -> float:
+        """Return the seconds of one lookup with a lease."""
+        keys = self.sample[number % len(self.sample)]
+        started = time.perf_counter()
+        match = self.control.look_up(keys)
+        seconds = time.perf_counter() - started
+        assert match.ready == len(keys)
+        self.control.release(match)
+        return seconds
+
+    def evict_us(self) -> float:
+        """Return the microseconds that each of the next victims takes."""
+        evicted, started = 0, time.perf_counter()
+        while evicted < min(self.chunks // 4, 50 * EVICT_ROUND):
+            evicted += self.control.evict("cpu", EVICT_ROUND)
+        return 1e6 * (time.perf_counter() - started) / evicted
+
+
+def in_turns(ours: Callable[[int], float], theirs: Callable[[int], float]) -> tuple[float, float]:
+    """Return the median seconds of both."""
+    pairs = [(ours(number), theirs(number)) for number in range(SAMPLES)]
+    first, second = np.median(np.array(pairs), axis=0)
+    return float(first), float(second)
+
+
+def scale_chunks(tiers: Sequence[Tier], report: Report) -> dict[str, Points]:
+    """Lookups, evictions and memory of an index that grows, beside one that does not."""
+    small, big = Index(Control(tiers)), Index(Control(tiers))
+    small.grow(CHUNK_COUNTS[0])
+    before = _own_bytes()
+    lookups: Points = []
+    evictions: Points = []
+    for chunks in CHUNK_COUNTS:
+        big.grow(chunks)
+        ours, theirs = in_turns(big.look_up, small.look_up)
+        lookups.append((chunks, ours / theirs))
+        evictions.append((chunks, big.evict_us()))
+        report.note(
+            f"{chunks} chunks", f"{1e6 * ours:.0f} us",
+            f"a lookup of 512; evicting one: {evictions[-1][1]:.1f} us",
+        )  # fmt: skip
+    grown = (_own_bytes() - before) / big.chunks
+    report.add("lookup_1e6_vs_1e3", lookups[-1][1], "a leased lookup of 512", "bar 1.5")
+    report.add("lookup_512_us_1e6", 1e6 * ours, "the same, without the call", "bar 1000")
+    report.add("evict_us", evictions[-1][1], "a victim at 1e6, chosen and forgotten", "bar 20")
+    report.add(
+        "evict_1e6_vs_1e3", evictions[-1][1] / evictions[0][1], "the same against 1e3", "reported"
+    )
+    report.add(
+        "metadata_mb_1e6", grown, "index with a CPU and a disk copy, CPU tier", "bar 400"
+    )
+    return {"chunks: lookup": lookups, "chunks: eviction": _relative(evictions)}
+
+
+def _own_bytes() -> int:
+    """Return this process's memory, what it shares with others left out."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
+
+
+def _relative(points: Points) -> Points:
+    return [(x, y / points[0][1]) for x, y in points]
+
+
+def weigh_disk_tier(folder: Path, report: Report) -> None:
+    """Memory of the disk tier's own records."""
+    from kvstore.tiers.disk import DiskTier
+
+    stream = prompts()
+    with closing(DiskTier(folder, 2 * DISK_CHUNKS * FRAME_BYTES)) as tier:
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(DISK_CHUNKS // 512):
+            for info in next(stream):
+                tier.seal(tier.reserve(info))
+        tier.flush()
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    report.add(
+        "metadata_disk_mb_1e6", (after - before) / DISK_CHUNKS,
+        f"the disk tier's part, of {DISK_CHUNKS} chunks", "reported",
+    )  # fmt: skip
+
+
+def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
+    """Lookups of chunks that each of one to four tiers has."""
+    base = Index(Control(tiers[:1]))
+    base.grow(CHUNK_COUNTS[1])
+    points: Points = []
+    for number in range(1, len(tiers) + 1):
+        # The gpu tier is the last to come and the fastest.
+        used = tiers[:number] if number < 4 else [tiers[3], *tiers[:3]]
+        index = Index(Control(used))
+        index.grow(CHUNK_COUNTS[1])
+        ours, theirs = in_turns(index.look_up, base.look_up)
+        points.append((number, ours / theirs))
+        report.note(f"{number} tiers", f"{1e6 * ours:.0f} us", ",".join(t.name for t in used))
+    report.add(
+        "lookup_all_vs_1_tiers", points[-1][1], f"{len(tiers)} tiers have every chunk", "reported"
+    )
+    return points
+
+
+def scale_clients(folder: Path, report: Report) -> Points:
+    """The server's own time for each leased lookup and its release."""
+    points: Points = []
+    options = ClientOptions(deadline_ms=20_000)
+    flags = ("--tiers", "cpu", "--cpu", "64MiB")
+    with serving(*flags, disk=folder / "none") as (address, pid), ExitStack() as stack:
+        clients = [
+            stack.enter_context(Client(address, TINY, options)) for _ in range(CLIENT_COUNTS[-1])
+        ]
+        keys, chunks = make_chunks(clients[0], 512, 1)
+        clients[0].put(chunks)
+        pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
+        for client in clients:
+            _look_up(client, keys, 1)
+        for count in CLIENT_COUNTS:
+            started, before = time.perf_counter(), sum(psutil.Process(pid).cpu_times()[:2])
+            each = CLIENT_LOOKUPS // count
+            for done in [pool.submit(_look_up, c, keys, each) for c in clients[:count]]:
+                done.result()
+            spent_us = 1e6 * (sum(psutil.Process(pid).cpu_times()[:2]) - before) / CLIENT_LOOKUPS
+            per_s = CLIENT_LOOKUPS / (time.perf_counter() - started)
+            points.append((count, spent_us))
+            report.note(f"{count} clients", f"{spent_us:.0f} us", f"{per_s:.0f} lookups/s")
+    report.add(
+        "lookup_64_vs_1_clients", points[-1][1] / points[0][1],
+        "the server's processor time for one", "reported",
+    )  # fmt: skip
+    return _relative(points)
+
+
+def _look_up(client: Client, keys: Sequence[ChunkKey], times: int) -> None:
+    for _ in range(times):
+        with client.lease(keys) as lease:
+            assert lease.match.ready == len(keys)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run every part, print the report and draw the plot."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the costs as an SVG")
+    flags = parser.parse_args(argv)
+    report = Report("scaling")
+    with tempfile.TemporaryDirectory() as name, cuda_free_tiers(Path(name)) as tiers:
+        series = scale_chunks(tiers[:2], report)
+        weigh_disk_tier(Path(name) / "weighed", report)
+        series["tiers: lookup"] = scale_tiers(tiers, report)
+        series["clients: server time"] = scale_clients(Path(name), report)
+    if flags.plot is not None:
+        title = "Cost of one operation against the least there is of each"
+        line_chart(flags.plot, title, ("chunks, tiers or clients", "times the cost"), series)
+    report.print(only_json=flags.json)
+
+
+if __name__ == "__main__":
+    main()
