@@ -103,6 +103,8 @@ class Caller:
         return work(self._connected())
 
     def _is_known(self, transport: Transport) -> bool:
+        if transport.is_spent:
+            return False
         try:
             transport.session.heartbeat()
         except LeaseExpiredError:

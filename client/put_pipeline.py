@@ -13,11 +13,18 @@ from kvstore.client.session import Session
 from kvstore.client.staging import PARTS, StagingMemory
 from kvstore.client.transport import Outgoing, Put, read_outcomes
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import (
+    DeadlineError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
 from kvstore.proto.types import DIGEST_BYTES, PutOutcome
 from kvstore.proto.wire import join_digests, layout_to_message
 
 _GROUPS_PER_RESERVE = 4
+_UNANSWERED = (DeadlineError, TierUnavailableError, LeaseExpiredError)
+"""How a commit ends that may be running yet. The last is one that was sent twice."""
 
 
 class PutPipeline:
@@ -44,6 +51,8 @@ class PutPipeline:
         self._open_ids: set[int] = set()
         self._asked: list[Callable[[], pb.ReserveResponse]] = []
         self._next_part = 0
+        self.may_be_read = False
+        """A commit ended without its answer: the server may read the staging memory still."""
 
     def run(self, groups: Sequence[Sequence[Outgoing]]) -> list[Put]:
         """Put the groups; return what became of each chunk, in order."""
@@ -51,6 +60,7 @@ class PutPipeline:
             groups[start : start + _GROUPS_PER_RESERVE]
             for start in range(0, len(groups), _GROUPS_PER_RESERVE)
         ]
+        is_done = False
         try:
             reserved = self._reserve(windows[0])
             for number, window in enumerate(windows):
@@ -59,12 +69,18 @@ class PutPipeline:
                     reserved = self._reserve(windows[number + 1])
                 self._put_window(window, outcomes, ids)
             self._finish_all()
-        except KVStoreError:
-            for left in self._pending:
-                left.settle()
-            self._abort()
-            raise
+            is_done = True
+        finally:
+            if not is_done:  # whatever it was, an interrupt too
+                self._settle()
+                self._abort()
         return self._results
+
+    def _settle(self) -> None:
+        """Wait until the server reads the staging memory no more, as far as that can be known."""
+        while self._pending:
+            with suppress(KVStoreError):
+                self._finish()
 
     def _put_window(
         self, groups: Sequence[Sequence[Outgoing]], outcomes: list[Put], ids: list[int]
@@ -87,7 +103,7 @@ class PutPipeline:
     def _stage(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
         if len(self._pending) == PARTS:
             # Its part of the staging memory is the one written to next.
-            self._results += self._pending.popleft().finish()
+            self._finish()
         offsets = self._staging.write(self._next_part, group, ids)
         self._next_part = (self._next_part + 1) % PARTS
         self._pending.append(_Group(outcomes, self._commit(ids, offsets)))
@@ -128,7 +144,15 @@ class PutPipeline:
 
     def _finish_all(self) -> None:
         while self._pending:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the commit that was sent first, and take its results."""
+        try:
             self._results += self._pending.popleft().finish()
+        except _UNANSWERED:
+            self.may_be_read = True
+            raise
 
     def _abort(self, reservation_ids: Sequence[int] | None = None) -> None:
         """Give back those of the given reservations, or of all, that are not committed."""
@@ -163,13 +187,6 @@ class _Group:
         return [
             next(committed) if put.outcome is PutOutcome.stored else put for put in self.outcomes
         ]
-
-    def settle(self) -> None:
-        """Wait until the server reads the staging memory no more, whatever the outcome."""
-        try:
-            self.finish()
-        except KVStoreError:
-            return
 
 
 def _reserve_request(

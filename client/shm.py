@@ -21,7 +21,12 @@ from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport
 from kvstore.client.view import ChunkView, View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.places import Place, Reach, unpack_places
 from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout
@@ -81,8 +86,15 @@ class ShmTransport(Transport):
     @override
     def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
         with self._put_lock:
+            if self.is_spent:
+                raise LeaseExpiredError("the session's staging memory is in doubt: open another")
             pipeline = PutPipeline(self._staging, self.session, self.calls, durable, deadline_ms)
-            return pipeline.run(list(self._staging.groups(chunks)))
+            try:
+                return pipeline.run(list(self._staging.groups(chunks)))
+            finally:
+                # Written to again, it would change what the server is copying, and sums as it
+                # copies: wrong bytes with right checksums.
+                self.is_spent = pipeline.may_be_read
 
     @override
     @contextmanager

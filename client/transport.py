@@ -61,6 +61,8 @@ class Transport(ABC):
         self.session = session
         self.calls: Connection | LocalLink = session.connection
         """Where control calls go."""
+        self.is_spent = False
+        """Its session has to be replaced, though the server still knows it."""
 
     @abstractmethod
     def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:

@@ -20,8 +20,9 @@ from kvstore.client.file_frame import FileFrame
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Transport
-from kvstore.proto import shm
-from kvstore.proto.errors import LeaseExpiredError, TierUnavailableError
+from kvstore.proto import frame, shm
+from kvstore.proto.buffers import Bytes, copy_checked
+from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
@@ -136,6 +137,34 @@ class TestShmTransport(TransportContract):
         assert_reads(client, keys)
         assert eventually(lambda: server.counter("promoted_chunks") == 3)
         assert client.lookup(keys).tiers == ("cpu",) * 3
+
+    def test_staging_memory_that_may_still_be_read_is_never_written_to_again(
+        self, make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server = make_server()
+        client = server.connect(options=replace(self.options(), deadline_ms=300, retry_after_ms=1))
+        (first,), (second,) = keys_of(client, 1, 1), keys_of(client, 2, 1)
+        inside, go_on = threading.Event(), threading.Event()
+
+        def stall_once(out: Bytes, data: Bytes) -> int:
+            if not inside.is_set():
+                inside.set()
+                assert go_on.wait(20)
+            return copy_checked(out, data)
+
+        monkeypatch.setattr(frame, "copy_checked", stall_once)
+        with pytest.raises(DeadlineError):
+            client.put(chunks_of(client, [first]))
+        assert inside.is_set()
+        boot = client.boot_id
+        assert eventually(lambda: outcomes(client, chunks_of(client, [second])) != [])
+        go_on.set()
+        assert client.boot_id == boot
+        assert eventually(lambda: server.settled() is not None)
+        for key in (first, second):
+            for found in client.get([key]):
+                assert is_right(client, key, found)
+        assert len(client.get([second])) == 1
 
     def test_layers_come_out_of_files_one_by_one(self, client: Client, server: LocalServer) -> None:
         keys = store(client, 1, 2)

@@ -198,6 +198,16 @@ def test_what_was_cast_out_is_a_stray_until_it_is_swept_or_sealed_anew(catalog: 
     assert catalog.strays("disk") == set()
 
 
+def test_holders_sizes_and_strays_are_asked_for_one_by_one(catalog: Catalog) -> None:
+    assert catalog.holders(key(0)) == ["cpu", "disk"]
+    assert (catalog.size_bytes("cpu", key(0)), catalog.size_bytes("disk", key(0))) == (100, 60)
+    assert catalog.size_bytes("disk", key(2)) == catalog.size_bytes("cpu", key(4)) == 0
+    catalog.cast_out("cpu", key(0))
+    assert catalog.holders(key(0)) == ["disk"]
+    assert (catalog.is_stray("cpu", key(0)), catalog.is_stray("disk", key(0))) == (True, False)
+    assert catalog.holders(key(4)) == []
+
+
 def test_what_is_lost_or_was_never_there_is_no_stray(catalog: Catalog) -> None:
     catalog.forget("disk", key(0))
     assert not catalog.cast_out("disk", key(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
+from kvstore.proto.types import ChunkKey
 from kvstore.server.delivery import READ_AHEAD_CHUNKS
 from kvstore.server.sessions import Session
 
@@ -253,3 +254,34 @@ def test_in_reach_means_without_a_load(core: Core, session: Session) -> None:
     put_low(core, session, [low])
     reach = [core.manager.gets.in_reach(version.info.key) for version in (here, low, nowhere)]
     assert reach == [True, False, False]
+
+
+class AheadDisk(SimDisk):
+    """Notes what it is told of the chain."""
+
+    reads_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__(TIER_BYTES, no_faults())
+        self.told: list[ChunkKey] = []
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        self.told += keys
+
+
+def test_the_disk_is_told_what_of_the_chain_comes_next() -> None:
+    disk = AheadDisk()
+    with closing(Core([disk], slabs=12, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(3 * READ_AHEAD_CHUNKS)
+        put_low(core, session, versions)
+        keys = keys_of(versions)
+        ticket = core.transfers.load(keys[2], core.shelf("disk"), session.tenant)
+        assert ticket is not None
+        assert core.mover.wait(ticket, core.later())
+        lease_id, _ = core.manager.open_get(session, keys, 0)
+        arrivals = list(core.manager.gets.get(session, keys, core.later()))
+        assert len(arrivals) == len(keys)
+        core.settle()
+        assert disk.told == [keys[1], *keys[3:]]
+        core.manager.release(session, lease_id)

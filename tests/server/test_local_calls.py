@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import select
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -557,29 +559,49 @@ def test_connection_that_is_served_outlives_its_session_until_the_answer(
     own.plane.close()
 
 
-def test_sessions_that_end_under_their_calls_kill_no_thread(
+class SlowPoll:
+    """The plane's poll; *before* runs whenever a connection is about to be waited for again."""
+
+    def __init__(self, poll: select.epoll, before: Callable[[socket.socket], None]) -> None:
+        self._poll = poll
+        self._before = before
+
+    def modify(self, connection: socket.socket, events: int) -> None:
+        """Wait for *connection* again."""
+        self._before(connection)
+        self._poll.modify(connection, events)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._poll, name)
+
+
+def test_session_that_ends_just_behind_its_call_kills_no_thread(
     tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataplane, "_POLL_S", 0.0)
+    monkeypatch.setattr(dataplane, "_POLL_S", 0.01)
     own = Plane(tmp_path / "s.sock")
     own.let_go.set()
     own.plane.answer_calls(own.answer)
-    packet = pack_call("Lookup", pb.LookupRequest())
-    ended = 0
-    for _ in range(200):
-        session = session_of(own.table)
-        # Reset, rather than hung up on, is who had sent more than was looked at.
-        with (
-            attached(str(own.plane.path), session.attach_token) as peer,
-            suppress(ConnectionResetError, BrokenPipeError),
-        ):
-            for _ in range(3):
-                peer.link.send(packet)
-            own.table.close(session.session_id)
-            while peer.link.recv(MAX_PACKET_BYTES):
-                pass
-        ended += 1
+    peer = own.join()
+    (served,) = (p.connection for p in own.plane._peers.values() if p.staging_map is None)
+    hung_up: list[bool] = []
+
+    def end_session(connection: socket.socket) -> None:
+        if connection is not served or not own.begun.acquire(blocking=False):
+            return
+        own.table.close(own.session.session_id)
+        hung_up.append(eventually(lambda: connection.fileno() < 0))
+
+    poll = own.plane._poll
+    own.plane._poll = SlowPoll(poll, end_session)  # type: ignore[assignment]
+    assert peer.call("Lookup", pb.LookupRequest()).reply is Reply.ok
+    assert peer.is_hung_up()
+    assert own.host.is_hung_up()
+    assert eventually(lambda: hung_up == [True])
+    own.plane._poll = poll
+    with Peer(str(own.plane.path)) as other:
+        assert other.ask(b"hello") is Reply.invalid
     assert own.plane.is_alive()
-    assert ended == 200
-    own.host.close()
+    for link in (own.host, peer):
+        link.close()
     own.plane.close()

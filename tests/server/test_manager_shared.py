@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 
+import pytest
 from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
 
+from kvstore.proto.errors import TierUnavailableError
 from kvstore.server.manager import ManagerLimits
 
 TIER_BYTES = 2 << 20
@@ -39,6 +42,21 @@ def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail() -> None:
             assert (match.ready, match.missing) == (1, 2)
         assert redis.faults.raised == 3, "then it is left alone"
         assert core.counters["unanswered_lookups"] == 3
+
+
+def test_a_part_of_a_shared_tier_that_is_lost_does_not_set_the_tier_aside() -> None:
+    redis = SimRedis(TIER_BYTES, no_faults())
+    with closing(Core([redis], clock=FakeClock())) as core:
+        shelf = core.shelf("redis")
+
+        def fail(*, is_partial: bool) -> bool:
+            raise TierUnavailableError("redis", "a master is down", is_partial=is_partial)
+
+        for is_partial in (True, False):
+            for _ in range(5):
+                with pytest.raises(TierUnavailableError):
+                    shelf.guarded(partial(fail, is_partial=is_partial))
+            assert shelf.breaker.is_open is not is_partial
 
 
 def test_what_is_being_deleted_is_not_found_again_in_a_shared_tier() -> None:

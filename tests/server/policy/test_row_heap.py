@@ -19,8 +19,7 @@ def test_rows_come_in_the_order_of_the_column_whatever_went_in_and_out(
 ) -> None:
     order = array("Q", [0, *ranks])
     heap, model = RowHeap(order), set[int]()
-    for _ in ranks:
-        heap.extend()
+    heap.extend(len(ranks))
     for puts, row in events:
         assert (row in heap) == (row in model)
         if puts and row not in model:
