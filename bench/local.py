@@ -11,20 +11,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 
 from bench.bulk import zmq_against_tcp
+from bench.redis_gets import redis_gets
 from bench.report import Report, best_s, in_turns, paired, parse_flags
 from bench.workload import (
     MIB,
     MODEL,
     SMALL,
+    TINY,
     check,
     chunk_bytes,
     connect,
@@ -37,18 +37,14 @@ from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.client import parents
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
+from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import (
     ChunkKey,
-    DType,
     KVLayout,
-    LayerGroup,
-    LayerKind,
     PutOutcome,
-    Representation,
-    RopeParameters,
 )
 from kvstore.proto.wire import join_digests
 from kvstore.server.main import keep_freed_memory
@@ -127,7 +123,7 @@ def _flood(client: Client, number: int) -> None:
 
 
 @lru_cache(maxsize=1)
-def _flood_tensors(client: Client) -> list[ChunkTensors]:
+def _flood_tensors(client: Client) -> list[LayerTensors]:
     """Noise takes longer to make than all that is measured: make it once."""
     return [chunk.tensors for chunk in make_chunks(client, FLOOD_CHUNKS, 1000)[1]]
 
@@ -199,7 +195,7 @@ def bench_redis(folder: Path, report: Report) -> None:
                 assert sum(len(raw.get(name) or b"") for name in names) >= size
 
             keep_freed_memory()  # as the tier's process does; both sides allocate replies of 2 MB
-            with _redis_gets(url, keys) as get:
+            with redis_gets(url, keys) as get:
                 tier = in_turns(partial(best_s, get, 1), partial(best_s, get_raw, 1), 2 * REPEATS)
             through = in_turns(
                 lambda: bench_tier(client, "redis", chunks, keys, 1),
@@ -217,37 +213,6 @@ def bench_redis(folder: Path, report: Report) -> None:
         "redis_client_get_vs_raw", ratio, f"client {size / our_s / 1e9:.2f} GB/s",
         f"GET {size / raw_s / 1e9:.2f} GB/s",
     )  # fmt: skip
-
-
-@contextmanager
-def _redis_gets(url: str, keys: Sequence[ChunkKey]) -> Iterator[Callable[[], None]]:
-    """Yield a get of all *keys* from the Redis tier into memory of ours, each verified.
-
-    As many at once as the server loads.
-    """
-    from kvstore.proto.frame import check_frame
-    from kvstore.server.node import LOADS_AT_ONCE
-    from kvstore.tiers.redis import RedisTier
-
-    def read(key: ChunkKey) -> bool:
-        found = tier.read_into(key, frames[key])
-        check_frame(frames[key], key)
-        return found
-
-    with (
-        closing(RedisTier(url, 1 << 40, timeout_ms=5000)) as tier,
-        ThreadPoolExecutor(LOADS_AT_ONCE["redis"]) as pool,
-    ):
-        frames = {
-            info.key: np.empty(info.size_bytes, np.uint8)
-            for info in tier.find(keys)
-            if info is not None
-        }
-
-        def get() -> None:
-            assert all(pool.map(read, keys))
-
-        yield get
 
 
 def bench_lookup(address: str, report: Report) -> None:

@@ -339,7 +339,7 @@ def check_frame(frame: Bytes, key: ChunkKey | None = None) -> FrameHeader:
     the header is right and the bytes behind it are not, or belong to another key.
     """
     header = parse_header(frame)
-    _check_identity(header, len(frame), key)
+    check_identity(header, len(frame), key)
     for index in range(len(header.segments)):
         check_segment(header, index, checksum(header.segment(frame, index)))
     return header
@@ -361,7 +361,7 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
     end = min(max(size, FIXED_BYTES), len(out))
     copy_bytes(out[FIXED_BYTES:end], data[FIXED_BYTES:end])
     header = parse_header(out, _KNOWN_FLAGS | FLAG_UNSUMMED)
-    _check_identity(header, len(out), key)
+    check_identity(header, len(out), key)
     segments = header.segments.copy()
     for row in segments:
         start = int(row["offset"])
@@ -378,7 +378,8 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
     return header
 
 
-def _check_identity(header: FrameHeader, size_bytes: int, key: ChunkKey | None) -> None:
+def check_identity(header: FrameHeader, size_bytes: int, key: ChunkKey | None) -> None:
+    """Raise ChunkCorruptError unless it is the frame of *key* and as large as it says."""
     if key is not None and header.key != key:
         raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
     if header.frame_bytes != size_bytes:

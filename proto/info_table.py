@@ -6,7 +6,7 @@ from array import array
 
 from typing_extensions import override
 
-from kvstore.proto.key_table import KeyTable
+from kvstore.proto.key_table import KeyTable, spare_rows
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
 
 _LAYOUTS_KEPT = 1024
@@ -28,20 +28,20 @@ class InfoTable(KeyTable):
         self._fidelities = array("B")
         self._sizes = array("Q")
         self._flops = array("d")
-        self._extend()
+        self._extend(1)
 
-    def _extend(self) -> None:
-        """Make every column one row longer; row 0 is nobody's."""
-        self._parents += bytes(DIGEST_BYTES)
-        self._layouts.append(None)
+    def _extend(self, count: int) -> None:
+        """Make every column *count* rows longer; row 0 is nobody's."""
+        self._parents += bytes(count * DIGEST_BYTES)
+        self._layouts += [None] * count
         for column in (self._codecs, self._fidelities, self._sizes, self._flops):
-            column.append(0)
+            column.frombytes(bytes(count * column.itemsize))
 
     def note(self, info: ChunkInfo) -> int:
         """Keep *info* under its key, instead of what was there; return the row."""
         row = self.add(info.key)
         if row == len(self._sizes):
-            self._extend()
+            self._extend(spare_rows(row))
         if len(self._known_layouts) >= _LAYOUTS_KEPT:
             self._known_layouts.clear()
         self._layouts[row] = self._known_layouts.setdefault(info.layout, info.layout)

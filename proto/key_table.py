@@ -16,6 +16,7 @@ NO_ROW = 0
 _SEGMENT_BITS = 10
 _SEGMENTS = 1 << _SEGMENT_BITS
 _FIRST_SLOTS = 4
+_FIRST_ROWS = 64
 _TAG_MASK = _ROW_MASK = (1 << 32) - 1
 _EMPTY = array("Q", [0])
 
@@ -40,11 +41,6 @@ class KeyTable:
         self._free = array("I")
         self._count = 0
 
-    @property
-    def end(self) -> int:
-        """One more than the highest row ever given: how long a column has to be."""
-        return len(self._keys) // KEY_BYTES
-
     def find(self, key: ChunkKey) -> int:
         """Return the row of *key*; NO_ROW when it has none."""
         code = hash(key)
@@ -52,10 +48,11 @@ class KeyTable:
         slots = self._segments[code & (_SEGMENTS - 1)]
         mask = len(slots) - 1
         at = tag & mask
+        asked: bytes = key
         while entry := slots[at]:
             if entry >> 32 == tag:
                 row = entry & _ROW_MASK
-                if self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] == key:
+                if self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] == asked:
                     return row
             at = (at + 1) & mask
         return NO_ROW
@@ -69,24 +66,26 @@ class KeyTable:
             row = self._free.pop()
             self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
         else:
-            row = self.end
+            row = len(self._keys) // KEY_BYTES
             self._keys += key
         self._count += 1
         code = hash(key)
         segment = code & (_SEGMENTS - 1)
-        self._counts[segment] += 1
-        if 3 * self._counts[segment] > 2 * len(self._segments[segment]):
-            self._grow(segment)
-        _place(self._segments[segment], (code >> _SEGMENT_BITS & _TAG_MASK) << 32 | row)
+        count = self._counts[segment] = self._counts[segment] + 1
+        slots = self._segments[segment]
+        if 3 * count > 2 * len(slots):
+            slots = self._grow(segment)
+        _place(slots, (code >> _SEGMENT_BITS & _TAG_MASK) << 32 | row)
         return row
 
-    def _grow(self, segment: int) -> None:
+    def _grow(self, segment: int) -> array[int]:
         old = self._segments[segment]
         new = array("Q", bytes(8 * max(_FIRST_SLOTS, 2 * len(old))))
         for entry in old:
             if entry:
                 _place(new, entry)
         self._segments[segment] = new
+        return new
 
     def remove(self, row: int) -> None:
         """Forget the key of *row*, which there must be."""
@@ -130,7 +129,7 @@ class KeyTable:
         mine = self._keys
         at, row = 0, NO_ROW
         while at < len(keys):
-            key = keys[at]
+            key: bytes = keys[at]
             start = (row + 1) * KEY_BYTES
             if row and mine[start : start + KEY_BYTES] == key:
                 run = self._run(row, joined, at - 1)
@@ -138,7 +137,7 @@ class KeyTable:
                 row += run
                 at += run
                 continue
-            row = self.find(key)
+            row = self.find(keys[at])
             if not row and not all_keys:
                 break
             rows[at] = row
@@ -172,6 +171,11 @@ class KeyTable:
 
     def __len__(self) -> int:
         return self._count
+
+
+def spare_rows(rows: int) -> int:
+    """Return by how many rows to lengthen columns of *rows*: seldom, and never by much."""
+    return max(_FIRST_ROWS, rows >> 4)
 
 
 def _place(slots: array[int], entry: int) -> None:

@@ -11,11 +11,22 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstore.proto.errors import InvalidRequestError
 
 _ROW = struct.Struct("<IBB2xQQQ")
 ROW_BYTES = _ROW.size
 assert ROW_BYTES == 32
+
+PLACE_ROW = np.dtype(
+    {
+        "names": ["number", "reach", "tier", "offset", "size_bytes", "generation"],
+        "formats": ["<u4", "u1", "u1", "<u8", "<u8", "<u8"],
+        "offsets": [0, 4, 5, 8, 16, 24],
+    }
+)
+"""The same rows for whoever has hundreds of them to write."""
 
 
 class Reach(IntEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -45,6 +46,8 @@ ERROR_NAME = "kvstore-error"
 
 _INFO = struct.Struct("<BBHQd32s16s")
 _INFO_VERSION = 1
+_HALF_KEY = f"V{DIGEST_BYTES}"
+"""Namespace or digest, as numpy moves them: a prompt has hundreds of keys."""
 
 
 def pack_info(info: ChunkInfo) -> bytes:
@@ -78,14 +81,33 @@ def join_digests(digests: Iterable[bytes]) -> bytes:
 
 def split_digests(packed: bytes, limit: int) -> list[ChainDigest]:
     """Unpack at most *limit* digests. Raises InvalidRequestError on a ragged or long field."""
+    _check_digests(packed, limit)
+    return [
+        ChainDigest(packed[at : at + DIGEST_BYTES]) for at in range(0, len(packed), DIGEST_BYTES)
+    ]
+
+
+def _check_digests(packed: bytes, limit: int) -> int:
     count, rest = divmod(len(packed), DIGEST_BYTES)
     if rest:
         raise InvalidRequestError("digests", len(packed), f"give {DIGEST_BYTES} bytes per chunk")
     if count > limit:
         raise InvalidRequestError("digests", count, f"at most {limit} chunks in one batch")
-    return [
-        ChainDigest(packed[at : at + DIGEST_BYTES]) for at in range(0, len(packed), DIGEST_BYTES)
-    ]
+    return count
+
+
+def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKey]:
+    """Unpack at most *limit* digests into the keys they are in *space*.
+
+    Raises InvalidRequestError as ``split_digests`` does.
+    """
+    count = _check_digests(packed, limit)
+    halves = np.empty((count, 2), _HALF_KEY)
+    halves[:, 0] = np.void(space)
+    halves[:, 1] = np.ndarray(count, _HALF_KEY, packed)
+    joined = halves.tobytes()
+    starts = range(0, len(joined), KEY_BYTES)
+    return cast("list[ChunkKey]", [joined[at : at + KEY_BYTES] for at in starts])
 
 
 def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
@@ -94,7 +116,7 @@ def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
     count = len(keys)
     if len(joined) != count * KEY_BYTES or any(len(key) != KEY_BYTES for key in keys):
         return None
-    halves = np.frombuffer(joined, f"V{DIGEST_BYTES}").reshape(count, 2)
+    halves = np.ndarray((count, 2), _HALF_KEY, joined)
     return halves[:, 1].tobytes() if halves[:, 0].tobytes() == space * count else None
 
 

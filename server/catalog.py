@@ -41,6 +41,11 @@ class Found:
     sources: NDArray[np.uint8]
     sizes: NDArray[np.int64]
 
+    @property
+    def first_missing(self) -> int:
+        """The place in the chain of the first chunk that is neither known nor being written."""
+        return self.known + self.pending
+
 
 class Catalog:
     """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
@@ -111,6 +116,11 @@ class Catalog:
         with self._lock:
             return set(self._strays[tier])
 
+    def is_stray(self, tier: str, key: ChunkKey) -> bool:
+        """Whether the chunk was cast out of *tier* and may still lie there."""
+        with self._lock:
+            return key in self._strays[tier]
+
     def swept(self, tier: str, key: ChunkKey) -> None:
         """The tier has freed a stray."""
         with self._lock:
@@ -125,6 +135,12 @@ class Catalog:
         """Return the tiers with a copy of the chunk: less to ask for than ``copies``."""
         with self._lock:
             return self._index.holders(self._index.row(key))
+
+    def size_bytes(self, tier: str, key: ChunkKey) -> int:
+        """Return the size of the chunk's frame on *tier*; 0 when it is not there."""
+        with self._lock:
+            row = self._index.row(key)
+            return self._index.size_bytes(tier, row) if tier in self._index.holders(row) else 0
 
     def holding(self, key: ChunkKey) -> Holding | None:
         """Return what is known of one chunk."""

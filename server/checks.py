@@ -61,9 +61,7 @@ class Checks:
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
-        space = session.namespace
-        split = wire.split_digests(digests, self.limits.max_batch_chunks)
-        return [ChunkKey(space + digest) for digest in split]
+        return wire.keys_of_digests(digests, session.namespace, self.limits.max_batch_chunks)
 
     def batch(self, field: str, count: int) -> None:
         """Refuse a batch over the limit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import FilePlace
-from kvstore.tiers.cpu import SlabPlace
+from kvstore.tiers.slab import SlabPlace
 
 READ_AHEAD_CHUNKS = 8
 """Loads of one get that run before the reader asks for them."""
@@ -89,6 +90,9 @@ class Delivery:
         origins: list[str] = []
         try:
             for index, key in enumerate(keys):
+                if index % READ_AHEAD_CHUNKS == 0:
+                    told = index + READ_AHEAD_CHUNKS if index else 1
+                    self._read_ahead(keys[told : index + 2 * READ_AHEAD_CHUNKS])
                 ahead = keys[len(origins) : index + 1 + READ_AHEAD_CHUNKS]
                 origins += [self._load(session, key_ahead, near)[0] for key_ahead in ahead]
                 arrival = self._arrive(session, index, key, deadline, near)
@@ -106,10 +110,22 @@ class Delivery:
             self._counters.add("get_chunks", delivered)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
+    def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
+        """Tell a medium that can use it what of the chain is read next, and wait for nothing."""
+        for shelf in self._transfers.shelves.values():
+            if not shelf.tier.reads_ahead or shelf.breaker.is_open:
+                continue
+            holders = ((key, self._catalog.holders(key)) for key in keys)
+            cpu = self._transfers.cpu.name
+            ahead = [key for key, names in holders if shelf.name in names and cpu not in names]
+            if ahead:
+                work = partial(_prefetched, shelf, ahead)
+                self._mover.submit(f"load-{shelf.name}", b"ahead" + ahead[0], work)
+
     def in_reach(self, key: ChunkKey, reach: Collection[Reach] = IN_MEMORY) -> bool:
         """Whether *key* can be delivered without a load."""
-        copies = self._catalog.copies(key)
-        return any(_is_in_place(shelf, key, copies) for shelf in self._near(reach))
+        holders = self._catalog.holders(key)
+        return any(_is_in_place(shelf, key, holders) for shelf in self._near(reach))
 
     def _near(self, reach: Collection[Reach]) -> list[Shelf]:
         """Return the shelves that the reader reads in place, nearest first."""
@@ -122,7 +138,7 @@ class Delivery:
         """Copy a chunk up, in the background, when it is read a second time."""
         gpu, filed = self._transfers.gpu, self._transfers.filed
         from_file = filed is not None and name == filed.name
-        wants_gpu = gpu is not None and gpu.name not in self._catalog.copies(key)
+        wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
         if not (from_file or wants_gpu):
             return
         with self._lock:
@@ -138,12 +154,12 @@ class Delivery:
         self, session: Session, key: ChunkKey, near: Sequence[Shelf]
     ) -> tuple[str, Ticket | None]:
         """Start loading *key* unless it is on a shelf of *near*; return the best holder's name."""
-        copies = self._catalog.copies(key)
+        holders = self._catalog.holders(key)
         for shelf in near:
-            if _is_in_place(shelf, key, copies):
+            if _is_in_place(shelf, key, holders):
                 return shelf.name, None
         for shelf in self._transfers.sources:
-            if shelf.name in copies and not shelf.breaker.is_open:
+            if shelf.name in holders and not shelf.breaker.is_open:
                 return shelf.name, self._transfers.load(key, shelf, session.tenant)
         return "", None
 
@@ -218,8 +234,13 @@ class Delivery:
             self._loose_bytes -= size_bytes
 
 
-def _is_in_place(shelf: Shelf, key: ChunkKey, copies: Container[str]) -> bool:
-    if shelf.name not in copies:
+def _prefetched(shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:
+    shelf.tier.prefetch(keys)
+    return True
+
+
+def _is_in_place(shelf: Shelf, key: ChunkKey, holders: Container[str]) -> bool:
+    if shelf.name not in holders:
         return False
     is_local_disk = shelf.tier.survives_restart
     return not is_local_disk or not (shelf.breaker.is_open or shelf.tier.file_place(key) is None)

@@ -19,6 +19,9 @@ from kvstore.server.transfer import Transfers
 MAX_SHARED_CHUNKS = 1 << 18
 """Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
 
+PROBE_CHUNKS = 16
+"""Asked for first; when a shared tier has them it is asked for the rest."""
+
 
 class Finder:
     """Says what can be read and how long that takes. Thread-safe.
@@ -48,12 +51,8 @@ class Finder:
     ) -> Match:
         """Find the longest prefix of *keys* that can be read, and lease it if asked to."""
         found = self._match(keys, min_fidelity)
-        missing = found.known + found.pending
-        if self.shared and missing < len(keys):
-            if keys[missing] in self._absent:
-                self._counters.add("spared_questions")
-            elif self._ask_for_rest(keys, found, deadline):
-                found = self._match(keys, min_fidelity)
+        if self.shared:
+            found = self._with_shared(keys, min_fidelity, found, deadline)
         ready = len(found.sources)
         lease_id = 0
         if lease and ready:
@@ -92,13 +91,29 @@ class Finder:
                 loads[here] = shelf.rate.load_us(found.sizes[here])
         return loads
 
-    def _ask_for_rest(self, keys: Sequence[ChunkKey], found: Found, deadline: float) -> bool:
-        """Ask shared tiers for the chunks after the known ones. True if there is any."""
-        news, all_answered = self.ask_shared(keys[found.known :], deadline)
-        missing = keys[found.known + found.pending]
-        if all_answered and not self._catalog.holders(missing):
-            self._absent.note(missing)
-        return news
+    def _with_shared(
+        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: Found, deadline: float
+    ) -> Found:
+        """Ask shared tiers how the chain goes on: for a few chunks, then for all if they are there.
+
+        Most chains that we do not know nobody knows, and a few chunks are a quick question.
+        """
+        for count in (PROBE_CHUNKS, len(keys)):
+            missing = found.first_missing
+            if missing >= len(keys):
+                break
+            if keys[missing] in self._absent:
+                self._counters.add("spared_questions")
+                break
+            end = min(missing + count, len(keys))
+            news, all_answered = self.ask_shared(keys[found.known : end], deadline)
+            if news:
+                found = self._match(keys, min_fidelity)
+            if found.first_missing < end:
+                if all_answered:
+                    self._absent.note(keys[found.first_missing])
+                break
+        return found
 
     def ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
         """Learn from shared tiers which of *keys* others put there.

@@ -211,7 +211,7 @@ class TierManager:
     def _sweep(self, key: ChunkKey, deadline: float) -> None:
         """Free what was cast out of *key*, now or before, on every tier that answers."""
         for shelf in self.transfers.shelves.values():
-            if key in self.catalog.strays(shelf.name):
+            if self.catalog.is_stray(shelf.name, key):
                 ticket = self.transfers.delete_from(shelf, key, urgent=True)
                 if ticket is not None:
                     self._outcome(ticket, deadline)

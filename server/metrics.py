@@ -28,6 +28,7 @@ COUNTERS: Mapping[str, str] = {
     "dropped_victims": "evicted chunks of which no tier kept a copy",
     "corrupt_chunks": "copies that failed verification and were quarantined",
     "lost_chunks": "copies that a tier no longer had",
+    "dropped_rows": "rows of the disk's index that were unusable at the start",
     "expired_leases": "leases released because their time was up",
     "expired_sessions": "sessions closed because they fell silent",
     "read_throughs": "gets served past a full CPU tier",

@@ -256,6 +256,7 @@ def build_manager(
 ) -> TierManager:
     """Open the configured tiers and put a manager over them; *closers* learns how to close."""
     shelves = [_shelf(config, tier, clock) for tier in _open_tiers(config, closers)]
+    counters.add("dropped_rows", sum(shelf.tier.dropped_rows for shelf in shelves))
     lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}
     for shelf in shelves:
         if shelf.name == "cpu":

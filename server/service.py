@@ -13,7 +13,7 @@ from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.proto.places import NOWHERE, Place, Reach, pack_places
+from kvstore.proto.places import Place, Reach, pack_places
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
@@ -26,7 +26,7 @@ from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
 from kvstore.server.sessions import SessionTable
 from kvstore.tiers.base import FilePlace
-from kvstore.tiers.cpu import SlabPlace
+from kvstore.tiers.slab import SlabPlace
 
 LIST_PAGE_CHUNKS = 256
 MAX_CLIENT_CHARS = 128
@@ -187,8 +187,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
                 self._manager.release(session, lease_id)
 
     def _leased_places(self, keys: Sequence[ChunkKey]) -> bytes:
-        found = self._manager.transfers.cpu_tier.locate_all(keys)
-        return pack_places(NOWHERE if p is None else _row(p, 0) for p in found)
+        return self._manager.transfers.cpu_tier.place_rows(keys)
 
     def _places(self, arrivals: Sequence[Arrival], lease_id: int) -> pb.GetResponse:
         names = list(dict.fromkeys(arrival.tier for arrival in arrivals))

@@ -17,7 +17,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FrameHeader, check_frame, parse_header
+from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_header
+from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.breaker import Breaker
 from kvstore.server.policy.base import EvictionPolicy
@@ -88,9 +89,13 @@ class Shelf:
         Raises ChunkCorruptError for bytes that are not the frame, whatever is wrong with them.
         """
         started = self.clock()
-        if not self.guarded(lambda: self.tier.read_into(info.key, out)):
+        check = FrameCheck(out, info.key, header_bytes(info.layout))
+        if not self.guarded(lambda: check.follow(self.tier.read_steps(info.key, out))):
             return None
-        header = verify(out, info.key)
+        try:
+            header = check.finish()
+        except InvalidFrameError as error:
+            raise ChunkCorruptError(info.key, str(error)) from None
         self.rate.observe(len(out), self.clock() - started)
         return header
 

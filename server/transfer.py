@@ -144,8 +144,8 @@ class Transfers:
         """Spare the last victims when the slack of the first frees enough: policies see frames."""
         freed_bytes = 0
         for at, key in enumerate(victims, start=1):
-            info = self.catalog.copies(key).get(shelf.name)
-            freed_bytes += shelf.tier.allocated_bytes(info.size_bytes) if info is not None else 0
+            size_bytes = self.catalog.size_bytes(shelf.name, key)
+            freed_bytes += shelf.tier.allocated_bytes(size_bytes) if size_bytes else 0
             if freed_bytes >= need_bytes:
                 self.catalog.unclaim(victims[at:])
                 return victims[:at]
@@ -165,7 +165,7 @@ class Transfers:
     def _demote(self, shelf: Shelf, key: ChunkKey) -> Ticket | None:
         """Queue a copy to the next lower shelf that is in use, unless one has the chunk."""
         lower = self._below(shelf)
-        held = self.catalog.copies(key)
+        held = self.catalog.holders(key)
         if any(target.name in held for target in lower):
             return None
         for target in lower:
@@ -183,13 +183,13 @@ class Transfers:
                 if isinstance(error, DeadlineError):
                     raise
                 # Counted where it failed; the victim has to go all the same.
-        copies = self.catalog.copies(key)
-        if shelf.name not in copies:
+        holders = self.catalog.holders(key)
+        if shelf.name not in holders:
             return
         if self.catalog.cast_out(shelf.name, key, even_if_held=False):
             self._discard(shelf, key)
             self.counters.add("evicted_chunks")
-            if len(copies) == 1:
+            if len(holders) == 1:
                 self.counters.add("dropped_victims")
 
     # --- moves
@@ -382,7 +382,7 @@ class Transfers:
         Only the store lane deletes from a lower shelf and writes to it, so no stray can be
         replaced by a copy worth keeping in the meantime.
         """
-        if key in self.catalog.strays(shelf.name):
+        if self.catalog.is_stray(shelf.name, key):
             shelf.guarded(lambda: shelf.tier.delete(key))
             self.catalog.swept(shelf.name, key)
 

@@ -23,7 +23,8 @@ from kvstore.server.flags import flag_of
 from kvstore.server.metrics import COUNTERS
 from kvstore.server.units import format_size, parse_size
 from kvstore.tiers.disk_folder import ExtentFolder
-from kvstore.tiers.disk_index import IndexRow, pack_row
+from kvstore.tiers.disk_index import IndexRow, pack_owner, pack_row
+from kvstore.tiers.disk_set import Identity
 from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.redis_manifest import KeyNames, Manifest
 
@@ -242,6 +243,11 @@ def test_the_page_of_benchmarks_has_the_keys_that_are_printed() -> None:
     )
 
 
+def test_the_page_of_benchmarks_has_the_keys_of_scaling() -> None:
+    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", text("bench/scaling.py"))
+    assert [in_backticks(row[0])[0] for row in rows("docs/benchmarks.md", "## Scaling")] == printed
+
+
 # --- bytes
 
 
@@ -250,6 +256,10 @@ def test_the_vectors_of_the_places_of_frames_are_what_the_code_writes(tmp_path: 
     info = unpack_info(bytes.fromhex(v["raw_index_row"]))
     row = pack_row(IndexRow(info, 1, 8192, 7)).hex()
     assert row == v["disk_row_start"] + v["raw_index_row"] + v["disk_row_end"]
+    key, owner = pack_owner(1, "default")
+    assert (key.hex(), owner.hex()) == (v["owner_key"], v["owner_row"])
+    identity = Identity("00112233445566778899aabbccddeeff", 1, 2)
+    assert identity.line().decode() == v["disk_set_line"] + "\n"
     write_id = bytes.fromhex("0011223344556677")
     manifest = Manifest.of(info, 1 << 21, write_id, 1_700_000_000_000_000)
     assert manifest.raw.hex() == v["manifest_start"] + v["raw_index_row"] + v["manifest_end"]

@@ -69,7 +69,12 @@ class Tier(ABC):
     shared: ClassVar[bool] = False
     """Whether others put into the same medium, so that ``find`` may know more than the index."""
 
+    reads_ahead: ClassVar[bool] = False
+    """Whether ``prefetch`` does anything."""
+
     capacity_bytes: int
+    dropped_rows: int = 0
+    """What the tier had noted of its chunks and could not use when it started."""
 
     @abstractmethod
     def allocated_bytes(self, size_bytes: int) -> int:
@@ -119,6 +124,15 @@ class Tier(ABC):
         Ranges that follow one another may be one read; after an error any may be filled.
         """
         return all(self.read_into(key, out, offset) for offset, out in ranges)
+
+    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
+        """Fill *out* with the frame from its start, as ``read_into`` does, in steps.
+
+        Yield how many bytes have come, so that they can be checked while they are in cache;
+        nothing when *key* is absent.
+        """
+        if self.read_into(key, out):
+            yield len(out)
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - a medium may not care
         """Take note that these chunks are read next, in this order. Never raises for absent ones.

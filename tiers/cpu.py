@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, copy_bytes
@@ -22,106 +17,24 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
+from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.arena import Holes
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
-from kvstore.tiers.slab_table import SlabTable
+from kvstore.tiers.slab import (
+    BLOCK_HEADER_BYTES,
+    PAGE_BYTES,
+    WORD_BYTES,
+    Block,
+    Slab,
+    SlabPlace,
+    open_slab,
+)
+from kvstore.tiers.spot_table import SpotTable
 
-PAGE_BYTES = 4096
-BLOCK_HEADER_BYTES = 64
-"""Before each frame; keeps frames 64-byte aligned and ends in the generation."""
 GRANULE_BYTES = 64
-_WORD_BYTES = 8
-
-_F_ADD_SEALS = 1033
-_SEALS = 0x10 | 0x4 | 0x2 | 0x1
-"""F_SEAL_FUTURE_WRITE (fcntl lacks its name), GROW, SHRINK and SEAL."""
 
 _FIRST_GENERATION = 0x5EED_B10C_0000_0000
 """High, so that tensor bytes over a former generation word hardly ever look like one."""
-
-_slab_ids = count(1)
-"""One for the process: a slab_id means one memfd for as long as any client may remember it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlabPlace:
-    """Where a frame lies. ``offset`` is that of its first byte within the slab.
-
-    The eight bytes before ``offset`` hold ``generation`` (uint64, little-endian) for as long
-    as the frame is there: a reader of shared memory compares them before and after it copies.
-    """
-
-    slab_id: int
-    offset: int
-    size_bytes: int
-    generation: int
-
-
-@dataclass(slots=True)
-class _Slab:
-    """One memfd. ``tenant`` is its owner; of an empty slab, which nobody owns, its last."""
-
-    slab_id: int
-    fd: int
-    bytes: Bytes
-    words: NDArray[np.uint64]
-    tenant: str
-    holes: Holes
-    is_told: bool = False
-    """Whether a device was told of it; ``forget`` ends that."""
-    forget: Callable[[], None] | None = None
-
-    def release(self) -> None:
-        if self.forget is not None:
-            self.forget()
-        # The map goes with its last view: mmap.close() would raise while a caller holds one.
-        os.close(self.fd)
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A frame and its header in a slab. Made when asked for: what is kept is a row of numbers."""
-
-    slab: _Slab
-    start: int
-    size_bytes: int
-
-    @property
-    def word(self) -> int:
-        """Index of the generation among the slab's words."""
-        return (self.start + BLOCK_HEADER_BYTES) // _WORD_BYTES - 1
-
-    def frame(self) -> Bytes:
-        """Return the frame's bytes, writable."""
-        first = self.start + BLOCK_HEADER_BYTES
-        return self.slab.bytes[first : first + self.size_bytes]
-
-    def place(self) -> SlabPlace:
-        """Return where clients find the frame."""
-        return SlabPlace(
-            self.slab.slab_id,
-            self.start + BLOCK_HEADER_BYTES,
-            self.size_bytes,
-            int(self.slab.words[self.word]),
-        )
-
-
-def _open_slab(slab_bytes: int, tenant: str) -> _Slab:
-    """Create a memfd that nobody but this mapping will ever write to."""
-    fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, slab_bytes)
-        memory = mmap.mmap(fd, slab_bytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    with suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    data = np.frombuffer(memory, dtype=np.uint8)
-    holes = Holes(slab_bytes, GRANULE_BYTES)
-    return _Slab(next(_slab_ids), fd, data, data.view("<u8"), tenant, holes)
 
 
 class CpuTier(Tier):
@@ -165,9 +78,9 @@ class CpuTier(Tier):
         self._max_slabs = capacity_bytes // slab_bytes
         self.capacity_bytes = self._max_slabs * slab_bytes
         self._lock = Lock()
-        self._slabs: dict[int, _Slab] = {}
-        self._sealed = SlabTable()
-        self._reserved: dict[object, _Block] = {}
+        self._slabs: dict[int, Slab] = {}
+        self._sealed = SpotTable()
+        self._reserved: dict[object, Block] = {}
         """By place, whose generation no other reservation ever has."""
         self._used_bytes = 0
         self._generations = count(_FIRST_GENERATION, 2)
@@ -184,12 +97,12 @@ class CpuTier(Tier):
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
         need_bytes = self.allocated_bytes(info.size_bytes)
-        retired: list[_Slab] = []
+        retired: list[Slab] = []
         with self._lock:
             if self._closed:
                 raise TierUnavailableError(self.name, "closed")
             slab, start = self._allocate(need_bytes, tenant, retired)
-            block = _Block(slab, start, info.size_bytes)
+            block = Block(slab, start, info.size_bytes)
             slab.words[block.word] = next(self._generations)
             place = block.place()
             self._reserved[place] = block
@@ -202,7 +115,7 @@ class CpuTier(Tier):
             slab.forget = self._tell(slab.bytes)
         return Reservation(info, tenant, need_bytes, place)
 
-    def _allocate(self, need_bytes: int, tenant: str, retired: list[_Slab]) -> tuple[_Slab, int]:
+    def _allocate(self, need_bytes: int, tenant: str, retired: list[Slab]) -> tuple[Slab, int]:
         for slab in self._slabs.values():
             if slab.tenant == tenant and slab.holes.free_bytes >= need_bytes:
                 start = slab.holes.allocate(need_bytes)
@@ -213,9 +126,9 @@ class CpuTier(Tier):
         assert start is not None
         return slab, start
 
-    def _add_slab(self, need_bytes: int, tenant: str, retired: list[_Slab]) -> _Slab:
+    def _add_slab(self, need_bytes: int, tenant: str, retired: list[Slab]) -> Slab:
         """Create a slab, in the place of another tenant's empty one when there are enough."""
-        old: _Slab | None = None
+        old: Slab | None = None
         if len(self._slabs) == self._max_slabs:
             empty = (slab for slab in self._slabs.values() if not slab.holes.used_bytes)
             old = next(empty, None)
@@ -223,7 +136,7 @@ class CpuTier(Tier):
         if full or need_bytes > self.slab_bytes:
             raise TierFullError(self.name, need_bytes, self.capacity_bytes - self._used_bytes)
         try:
-            slab = _open_slab(self.slab_bytes, tenant)
+            slab = open_slab(self.slab_bytes, GRANULE_BYTES, tenant)
         except OSError as error:
             raise TierUnavailableError(self.name, f"cannot create a slab: {error}") from error
         if old is not None:
@@ -276,7 +189,7 @@ class CpuTier(Tier):
             if block is not None:
                 self._free(block)
 
-    def _free(self, block: _Block) -> None:
+    def _free(self, block: Block) -> None:
         # Odd before the room can be handed out: a reader that still copies will notice.
         block.slab.words[block.word] += np.uint64(1)
         size_bytes = self.allocated_bytes(block.size_bytes)
@@ -307,17 +220,30 @@ class CpuTier(Tier):
 
     def locate(self, key: ChunkKey) -> SlabPlace | None:
         """Return where clients find the sealed frame; None when absent."""
-        return self.locate_all([key])[0]
-
-    def locate_all(self, keys: Sequence[ChunkKey]) -> list[SlabPlace | None]:
-        """Return where clients find each sealed frame; None for absent ones."""
         with self._lock:
-            blocks = [self._at(self._sealed.find(key)) for key in keys]
-            return [None if block is None else block.place() for block in blocks]
+            block = self._at(self._sealed.find(key))
+            return None if block is None else block.place()
 
-    def _at(self, row: int) -> _Block | None:
+    def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
+        """Return where clients find the frames, as rows of proto/places; zeros for absent ones."""
+        rows = np.zeros(len(keys), PLACE_ROW)
+        with self._lock:
+            spots = self._sealed.spots(keys)
+            for slab_id in set(spots.areas.tolist()) - {0}:
+                here = spots.areas == slab_id
+                first = spots.starts[here] + np.uint64(BLOCK_HEADER_BYTES)
+                words = self._slabs[slab_id].words[first // np.uint64(WORD_BYTES) - np.uint64(1)]
+                rows["generation"][here] = words
+                rows["offset"][here] = first
+        here = spots.areas > 0
+        rows["number"] = spots.areas
+        rows["reach"][here] = Reach.memory
+        rows["size_bytes"][here] = spots.sizes[here]
+        return rows.tobytes()
+
+    def _at(self, row: int) -> Block | None:
         slab_id, start, size_bytes = self._sealed.spot(row)
-        return _Block(self._slabs[slab_id], start, size_bytes) if slab_id else None
+        return Block(self._slabs[slab_id], start, size_bytes) if slab_id else None
 
     def slab_file(self, slab_id: int, tenant: str) -> int:
         """Return a descriptor of the slab, for a process of *tenant* to map read-only.
@@ -345,7 +271,7 @@ class CpuTier(Tier):
             slab_id, _, _ = self._sealed.spot(self._sealed.find(key))
             return self._sealed.keys_in(slab_id) if slab_id else []
 
-    def _block(self, key: ChunkKey) -> _Block | None:
+    def _block(self, key: ChunkKey) -> Block | None:
         with self._lock:
             return self._at(self._sealed.find(key))
 
@@ -388,7 +314,7 @@ class CpuTier(Tier):
             slabs = list(self._slabs.values())
             self._closed = True
             self._slabs.clear()
-            self._sealed = SlabTable()
+            self._sealed = SpotTable()
             self._reserved.clear()
             self._used_bytes = 0
         for slab in slabs:

@@ -17,6 +17,7 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, FilePlace, Reservation, Tier, TierStats
 from kvstore.tiers.disk_commit import GroupCommit, Seal
+from kvstore.tiers.disk_exchange import exchange
 from kvstore.tiers.disk_folder import GRANULE_BYTES, TIER
 from kvstore.tiers.disk_index import DEFAULT_INDEX_BYTES, DiskIndex, IndexRow, pack_row
 from kvstore.tiers.disk_io import CachedIO, DirectIO, check_range, join_runs
@@ -27,6 +28,8 @@ from kvstore.tiers.extents import Extent, Extents, extent_bytes_for
 
 READ_AHEAD_BYTES = 64 << 20
 """What the kernel is asked to read ahead at a time."""
+STEP_BYTES = 1 << 19
+"""A step of a read that is checked as it comes: half of what a core caches."""
 
 
 class _Place:
@@ -58,6 +61,7 @@ class DiskTier(Tier):
 
     name: ClassVar[str] = TIER
     survives_restart: ClassVar[bool] = True
+    reads_ahead: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -134,7 +138,12 @@ class DiskTier(Tier):
                 raise TierUnavailableError(TIER, self._commit.index_failure)
             if self._commit.index_full:
                 raise TierFullError(TIER, size, 0)
-            place = self._allocate(tenant, size) or self._allocate_anew(tenant, size)
+            place = self._allocate(tenant, size)
+            if place is None:
+                exchange(self._extents, self._space, tenant, size, self._commit.note_owner)
+                place = self._allocate(tenant, size)
+            if place is None:
+                raise TierFullError(TIER, size, self.capacity_bytes - self._space.used_bytes)
         return Reservation(info, tenant, size, place)
 
     def _allocate(self, tenant: str, size_bytes: int) -> _Place | None:
@@ -148,42 +157,6 @@ class DiskTier(Tier):
             place = _Place(extent, offset)
             self._reserved.add(place)
             return place
-
-    def _allocate_anew(self, tenant: str, size_bytes: int) -> _Place:
-        """Put a new extent in the place of another tenant's empty one. Raises TierFullError.
-
-        A new file and not the old one wiped: processes of the former tenant may still have
-        that open, and would see whatever the new tenant puts there.
-        """
-        with self._lock:
-            idle = self._space.take_idle(tenant, size_bytes)
-            if idle is not None:
-                self._commit.note_owner(idle.number, None)
-                self._space.missing.append((idle.folder, idle.size_bytes))
-        if idle is not None:
-            try:
-                self._extents.drop(idle)
-            except OSError as error:
-                raise TierUnavailableError(TIER, f"{idle.folder.path}: {error.strerror}") from error
-        self._make_missing()
-        place = self._allocate(tenant, size_bytes)
-        if place is None:
-            raise TierFullError(TIER, size_bytes, self.capacity_bytes - self._space.used_bytes)
-        return place
-
-    def _make_missing(self) -> None:
-        """Make the extents again that there was no room for when they were deleted."""
-        with self._lock:
-            missing, self._space.missing = self._space.missing, []
-        for number, (folder, size_bytes) in enumerate(missing):
-            try:
-                extent = self._extents.make(folder, size_bytes)
-            except TierUnavailableError:
-                with self._lock:
-                    self._space.missing += missing[number:]
-                return
-            with self._lock:
-                self._space.add_blank(extent)
 
     @override
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
@@ -246,6 +219,17 @@ class DiskTier(Tier):
             for offset, outs in join_runs(ranges):
                 self._extents.read(found.extent, found.offset + offset, outs)
         return True
+
+    @override
+    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
+        with self._reading(key) as found:
+            if found is None:
+                return
+            check_range(found.info.size_bytes, 0, len(out))
+            for start in range(0, len(out), STEP_BYTES):
+                step = out[start : start + STEP_BYTES]
+                self._extents.read(found.extent, found.offset + start, [step])
+                yield start + len(step)
 
     @contextmanager
     def _reading(self, key: ChunkKey) -> Iterator[Located | None]:

@@ -84,7 +84,7 @@ class Extents:
         self.by_number: dict[int, Extent] = {}
         self.next_number = 0
         self._io = io
-        self._lock = lock
+        self.lock = lock
         self._clock = clock
         for folder in self.folders:
             # A number that is taken: the folder is new, and its files a broken-off start's.
@@ -127,7 +127,7 @@ class Extents:
 
         Whoever still has the file open keeps its bytes, and the disk their room.
         """
-        with self._lock:
+        with self.lock:
             del self.by_number[extent.number]
             extent.is_gone = True
             is_last = not extent.users
@@ -137,7 +137,7 @@ class Extents:
 
     def make(self, folder: ExtentFolder, size_bytes: int) -> Extent:
         """Make an extent of *size_bytes* with a number of its own. Raises TierUnavailableError."""
-        with self._lock:
+        with self.lock:
             number = self.next_number
             self.next_number += 1
         try:
@@ -147,7 +147,7 @@ class Extents:
             raise TierUnavailableError(TIER, reason) from error
         extent = Extent(folder, number, size_bytes)
         extent.fd = self._open(folder, number)
-        with self._lock:
+        with self.lock:
             self.by_number[number] = extent
         return extent
 
@@ -165,7 +165,7 @@ class Extents:
         Raises InvalidRequestError for an unknown extent or one whose history is unknown,
         PermissionDeniedError for another tenant's.
         """
-        with self._lock:
+        with self.lock:
             extent = self.by_number.get(number)
             owner = None if extent is None or not extent.is_known else extent.owner
         if extent is None or owner is None:
@@ -192,7 +192,7 @@ class Extents:
     @contextmanager
     def _using(self, number: int) -> Iterator[Extent | None]:
         """Keep an extent's file open meanwhile; None when it was deleted."""
-        with self._lock:
+        with self.lock:
             extent = self.by_number.get(number)
             if extent is not None:
                 extent.users += 1
@@ -200,7 +200,7 @@ class Extents:
             yield extent
         finally:
             if extent is not None:
-                with self._lock:
+                with self.lock:
                     is_last = self.release(extent)
                 if is_last:
                     self.close_gone(extent)

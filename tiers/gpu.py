@@ -17,8 +17,8 @@ from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.arena import OffsetAllocator
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
-from kvstore.tiers.cpu import SlabPlace
 from kvstore.tiers.device import Device, Event, Stream, tensor_over
+from kvstore.tiers.slab import SlabPlace
 from kvstore.tiers.staging import Staging
 
 GRANULE_BYTES = 256

@@ -82,7 +82,7 @@ class Talk(ABC):
                 count = self._send_some()
             except (BlockingIOError, ssl.SSLWantWriteError):
                 return
-            while count:
+            while self._outbox and (count or not len(self._outbox[0])):
                 first = self._outbox.popleft()
                 size = len(first)
                 if count < size:
@@ -124,7 +124,8 @@ class AskTalk(Talk):
                 self._outbox.append(b"".join(small))
                 self._outbox.extend(packed[1:-1])
                 small = packed[-1:]
-        self._outbox.append(b"".join(small))
+        if small:
+            self._outbox.append(b"".join(small))
 
     @property
     def is_done(self) -> bool:

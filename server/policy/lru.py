@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from typing_extensions import override
 
-from kvstore.proto.key_table import NO_ROW
+from kvstore.proto.key_table import NO_ROW, spare_rows
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.row_heap import RowHeap
@@ -42,10 +42,12 @@ class LruEviction(EvictionPolicy):
         self._count = 0
 
     def _reach(self, row: int) -> None:
-        for _ in range(len(self._used), row + 1):
-            for column in (self._used, self._parents, self._children, self._newer, self._older):
-                column.append(0)
-            self._late.extend()
+        if row < len(self._used):
+            return
+        count = row + 1 - len(self._used) + spare_rows(row)
+        for column in (self._used, self._parents, self._children, self._newer, self._older):
+            column.frombytes(bytes(count * column.itemsize))
+        self._late.extend(count)
 
     @override
     def insert(self, row: int, parent: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.key_table import NO_ROW, KeyTable
+from kvstore.proto.key_table import NO_ROW, KeyTable, spare_rows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -42,9 +42,9 @@ class _Copies:
         self.fidelities = array("B")
         """One more than the copy's; 0 where this tier has none."""
 
-    def extend(self) -> None:
+    def extend(self, count: int) -> None:
         for column in (self.sizes, self.codecs, self.fidelities):
-            column.append(0)
+            column.frombytes(bytes(count * column.itemsize))
 
 
 class RadixIndex:
@@ -95,12 +95,13 @@ class RadixIndex:
         return row
 
     def _extend(self) -> None:
-        """Make every column one row longer; row 0 is nobody's."""
+        """Make every column longer; row 0 is nobody's."""
+        count = spare_rows(len(self._holders))
         for column in (self._holders, self._parents, self._uses, self._flops, self._hits):
-            column.append(0)
-        self._layouts.append(None)
+            column.frombytes(bytes(count * column.itemsize))
+        self._layouts += [None] * count
         for copies in self._copies:
-            copies.extend()
+            copies.extend(count)
 
     def _describe(self, row: int, info: ChunkInfo) -> None:
         """Keep what is the same in all copies."""

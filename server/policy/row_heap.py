@@ -20,9 +20,9 @@ class RowHeap:
         self._places = array("I", [0])
         """One more than where each row lies; 0 for rows that are not in the heap."""
 
-    def extend(self) -> None:
-        """Let there be one row more."""
-        self._places.append(0)
+    def extend(self, count: int) -> None:
+        """Let there be *count* rows more."""
+        self._places.frombytes(bytes(count * self._places.itemsize))
 
     def __contains__(self, row: int) -> bool:
         return self._places[row] != 0

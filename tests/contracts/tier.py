@@ -33,6 +33,7 @@ from contracts.shelf import (
     put,
     shuffled_by_key,
 )
+from contracts.tier_reads import TierReads
 
 from kvstore.proto.errors import InvalidRequestError, TierFullError
 from kvstore.proto.frame import check_frame
@@ -44,7 +45,7 @@ _SOME_BYTES = 5_003
 """Of no round size, so that slack is never zero by chance."""
 
 
-class TierContract(ABC):
+class TierContract(TierReads, ABC):
     """What tiers/base.py promises, sentence by sentence."""
 
     capacity_bytes: ClassVar[int] = 4 << 20

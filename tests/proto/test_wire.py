@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import random
 import struct
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +16,28 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
+    KVStoreError,
     LayoutMismatchError,
     RepresentationError,
 )
 from kvstore.proto.frame import MAX_COMPONENTS, check_frame
-from kvstore.proto.types import ChainDigest, ChunkInfo, DType, KVLayout, Representation
+from kvstore.proto.types import (
+    ChainDigest,
+    ChunkInfo,
+    ChunkKey,
+    DType,
+    KVLayout,
+    Namespace,
+    Representation,
+)
 from kvstore.proto.wire import (
+    cut_keys,
     join_digests,
+    keys_of_digests,
     layout_fits,
     layout_from_message,
     layout_to_message,
+    match_from_message,
     pack_info,
     representation_from_message,
     representation_to_message,
@@ -124,6 +138,69 @@ def test_more_digests_than_the_limit_are_refused() -> None:
     assert len(split_digests(bytes(48), 3)) == 3
     with pytest.raises(InvalidRequestError, match="digests=4: at most 3 chunks in one batch"):
         split_digests(bytes(64), 3)
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 20), st.randoms())
+def test_keys_are_cut_into_digests_and_joined_again(
+    space: bytes, count: int, draw: random.Random
+) -> None:
+    digests = [draw.randbytes(16) for _ in range(count)]
+    keys = [ChunkKey(space + digest) for digest in digests]
+    packed = cut_keys(keys, Namespace(space))
+    assert packed == b"".join(digests)
+    assert keys_of_digests(packed, Namespace(space), 20) == keys
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [bytes(32), b"x" * 32],
+        [bytes(31)],
+        [bytes(31), bytes(33)],
+        [b""],
+        [bytes(16) + b"x" * 16, bytes(15) + b"x" * 17],
+    ],
+)
+def test_keys_that_are_none_of_the_namespace_are_not_cut(keys: list[bytes]) -> None:
+    assert cut_keys([ChunkKey(key) for key in keys], Namespace(bytes(16))) is None
+
+
+@pytest.mark.parametrize("size", [1, 15, 17, 31])
+def test_ragged_digests_make_no_keys(size: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"digests={size}: give 16 bytes per chunk"):
+        keys_of_digests(bytes(size), Namespace(bytes(16)), 100)
+    with pytest.raises(InvalidRequestError, match="digests=4: at most 3 chunks in one batch"):
+        keys_of_digests(bytes(64), Namespace(bytes(16)), 3)
+
+
+ANSWER = pb.LookupResponse(
+    ready=2, pending=1, tiers=b"\x01\x00", tier_names=["cpu", "disk"], lease_id=7, lease_ttl_ms=30,
+    load_us=struct.pack("<2I", 5, 70_000),
+)  # fmt: skip
+
+
+def test_the_answer_to_a_lookup_names_holders_and_times() -> None:
+    match = match_from_message(ANSWER, 4)
+    assert (match.ready, match.pending, match.missing) == (2, 1, 1)
+    assert (match.tiers, match.load_us) == (("disk", "cpu"), (5, 70_000))
+    assert (match.lease_id, match.lease_ttl_ms) == (7, 30)
+    nothing = match_from_message(pb.LookupResponse(), 3)
+    assert (nothing.missing, nothing.tiers, nothing.load_us) == (3, (), ())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"ready": 1}, {"tiers": b"\x02\x00"}, {"tiers": b""}, {"load_us": bytes(7)}, {"load_us": b""}],
+)
+def test_an_answer_to_a_lookup_that_contradicts_itself_is_an_error(wrong: dict[str, Any]) -> None:
+    answer = pb.LookupResponse()
+    answer.CopyFrom(ANSWER)
+    for name, value in wrong.items():
+        setattr(answer, name, value)
+    with pytest.raises(KVStoreError, match="lookup of 4 chunks is damaged"):
+        match_from_message(answer, 4)
+    with pytest.raises(KVStoreError, match="lookup of 1 chunks is damaged"):
+        match_from_message(ANSWER, 1)
 
 
 def test_a_representation_without_rope_is_refused() -> None:

@@ -450,3 +450,40 @@ def test_importing_the_configuration_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# --- several disks
+
+
+def test_several_disks_are_given_with_commas_and_repeat_the_size_before(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in "abc")
+    disk = load_config(["--disk", f"5GiB:{a}, 6GiB:{b},{c}"]).disk
+    assert [(folder.capacity_bytes, folder.path) for folder in disk.folders] == [
+        (5 * GIB, a),
+        (6 * GIB, b),
+        (6 * GIB, c),
+    ]
+    assert load_config(["--disk", str(disk)]).disk == disk
+    by_name = f"disk: {{path: {a}, capacity_bytes: 5GiB, others: [{{path: {b}}}]}}\n"
+    named = load_config(["--config", write(tmp_path / "c.yaml", by_name)]).disk
+    assert str(named) == f"5GiB:{a},4GiB:{b}"
+
+
+def test_a_disk_alone_in_a_list_has_the_default_size(tmp_path: Path) -> None:
+    disk = load_config(["--disk", f"{tmp_path}/a,{tmp_path}/b"]).disk
+    assert [folder.capacity_bytes for folder in disk.folders] == [4 * GIB] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("5GiB:/a,5GiB:/a", "name each folder once"),
+        ("5GiB:/a,5GiB:/a/../a", "name each folder once"),
+        ("5GiB:/a,6GiB", "give each further disk as SIZE:PATH"),
+        ("5GiB:/a,", "give SIZE:PATH, SIZE or PATH"),
+        (",".join(f"5GiB:/d{n}" for n in range(65)), "at most 64 folders"),
+        ("5GiB:/a,1KiB:/b", "a tier has at least 4MiB"),
+    ],
+)
+def test_disks_that_cannot_be_are_refused(value: str, why: str) -> None:
+    assert why in refused("--disk", value)

@@ -93,14 +93,26 @@ def test_what_this_node_puts_is_ready_at_once(
     assert redis.asked == [KEYS, KEYS[2:]], "the chain is now missing at another chunk"
 
 
-def test_a_chain_that_goes_on_in_a_shared_tier_is_asked_for_where_it_ends(
+def test_a_chain_that_goes_on_in_a_shared_tier_is_asked_for_once(
     core: Core, session: Session, redis: AskedRedis
 ) -> None:
     for version in VERSIONS[:2]:
         redis.others_put(version.info, version.frame)
     assert [look_up(core, session).ready for _ in range(3)] == [2, 2, 2]
-    # The first question named only what was missing first, which is known since.
-    assert redis.asked == [KEYS, KEYS[2:]]
+    assert redis.asked == [KEYS], "the answer to the first question was the end of the chain too"
+
+
+@pytest.mark.parametrize(("there", "asked"), [(0, [16]), (15, [16]), (16, [16, 4]), (20, [16, 4])])
+def test_a_long_chain_is_asked_for_in_two_steps(
+    core: Core, session: Session, redis: AskedRedis, there: int, asked: list[int]
+) -> None:
+    versions = prompt(20)
+    for version in versions[:there]:
+        redis.others_put(version.info, version.frame)
+    for _ in range(2):
+        assert look_up(core, session, keys_of(versions)).ready == there
+        assert list(map(len, redis.asked)) == asked
+    assert core.counters["spared_questions"] == (there < 20)
 
 
 def test_a_tier_that_did_not_answer_is_asked_again(

@@ -14,14 +14,14 @@ from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 from slow_device import SlowDevice
 
-from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.places import Reach
+from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import PutOutcome
 from kvstore.server.delivery import Arrival
 from kvstore.server.sessions import Session
 from kvstore.tiers.device import HostDevice
-from kvstore.tiers.cpu import SlabPlace
 from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.slab import SlabPlace
 
 DISK_BYTES = 1 << 20
 FRAMES = 4

@@ -15,7 +15,6 @@ from kvstore.server.intake import PutTicket
 from kvstore.server.sessions import Session
 
 
-
 @dataclass(slots=True)
 class LiveLease:
     """A lease that was granted and neither released nor expired."""

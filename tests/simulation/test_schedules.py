@@ -19,6 +19,10 @@ def run(seed: int) -> Report:
         raise
 
 
+ELSEWHERE = {"bulk_ignored_messages", "bulk_invalid_messages", "dropped_rows"}
+"""What the bulk channel and a tier's start count: neither is in a schedule."""
+
+
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_ten_thousand_schedules_never_break_a_promise(block: int) -> None:
     for seed in range(block * SEEDS_PER_BLOCK, (block + 1) * SEEDS_PER_BLOCK):
@@ -39,4 +43,4 @@ def test_the_schedules_go_everywhere() -> None:
     seen: Counter[str] = Counter()
     for seed in range(300):
         seen.update(run(seed).counters)
-    assert [name for name, count in seen.items() if not count] == []
+    assert [name for name, count in seen.items() if not count and name not in ELSEWHERE] == []

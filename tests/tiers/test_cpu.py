@@ -17,9 +17,11 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkInfo
+from kvstore.proto.places import NOWHERE, Reach, unpack_places
+from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import Reservation
-from kvstore.tiers.cpu import CpuTier, SlabPlace
+from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.slab import SlabPlace
 
 SLAB_BYTES = 64 << 10
 
@@ -51,6 +53,23 @@ def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> SlabPlace:
     place = tier.locate(info.key)
     assert place is not None
     return place
+
+
+def test_rows_of_places_say_what_locate_says(tier: CpuTier) -> None:
+    infos = [make_info(seed, 30_000 + seed) for seed in range(6)]
+    places = [_put(tier, info) for info in infos]
+    assert len({place.slab_id for place in places}) > 1
+    keys = [infos[4].key, ChunkKey(bytes(32)), infos[0].key, infos[5].key]
+    rows = unpack_places(tier.place_rows(keys))
+    assert rows[1] == NOWHERE
+    for row, place in zip(
+        (rows[0], rows[2], rows[3]), (places[4], places[0], places[5]), strict=True
+    ):
+        assert (row.number, row.offset, row.size_bytes, row.generation) == (
+            place.slab_id, place.offset, place.size_bytes, place.generation,
+        )  # fmt: skip
+        assert (row.reach, row.tier) == (Reach.memory, 0)
+    assert tier.place_rows([]) == b""
 
 
 @pytest.mark.parametrize(

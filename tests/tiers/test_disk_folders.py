@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -213,11 +213,11 @@ class DeadFolder:
         for name in ("preadv", "pwritev", "fdatasync"):
             patch.setattr(os, name, self._failing(getattr(os, name)))
 
-    def _failing(self, real):  # type: ignore[no-untyped-def]
+    def _failing(self, real: Callable[..., int]) -> Callable[..., int]:
         def call(fd: int, *rest: object) -> int:
             if self.is_dead and self._path.match(os.readlink(f"/proc/self/fd/{fd}")):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return real(fd, *rest)  # type: ignore[no-any-return]
+            return real(fd, *rest)
 
         return call
 

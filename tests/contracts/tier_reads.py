@@ -1,0 +1,111 @@
+"""The part of the Tier suite about the other ways to read: ranges, steps, files, ahead."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from contracts.chunks import make_info, payload
+from contracts.shelf import assert_holds, bytes_of, put
+
+from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
+from kvstore.tiers.base import Tier
+
+_BYTES = 20_011
+
+
+class TierReads:
+    """Holds for every tier, whether it does better than ``read_into`` or not."""
+
+    def test_ranges_are_filled_as_single_reads_would(self, tier: Tier) -> None:
+        info, data = make_info(1, _BYTES), payload(1, _BYTES)
+        put(tier, info, data)
+        wanted = [(0, 100), (100, 5_000), (5_100, 1), (9_000, 0), (9_000, 11_011), (3, 7)]
+        room = np.full(sum(size for _, size in wanted) + 1, 7, np.uint8)
+        stops = np.cumsum([size for _, size in wanted])
+        outs = [room[stop - size : stop] for stop, (_, size) in zip(stops, wanted, strict=True)]
+        offsets = [offset for offset, _ in wanted]
+        assert tier.read_ranges(info.key, list(zip(offsets, outs, strict=True)))
+        for (offset, size), out in zip(wanted, outs, strict=True):
+            assert np.array_equal(out, data[offset : offset + size])
+        assert room[-1] == 7
+
+    def test_ranges_of_an_absent_key_are_left_alone(self, tier: Tier) -> None:
+        out = np.full(64, 7, np.uint8)
+        assert tier.read_ranges(make_info(1, 64).key, [(0, out[:9]), (20, out[20:])]) is False
+        assert (out == 7).all()
+
+    @pytest.mark.parametrize(("offset", "size"), [(-1, 1), (_BYTES, 1), (0, _BYTES + 1)])
+    def test_ranges_that_leave_the_frame_are_refused(
+        self, tier: Tier, offset: int, size: int
+    ) -> None:
+        info = make_info(1, _BYTES)
+        put(tier, info, bytes_of(info))
+        with pytest.raises(InvalidRequestError):
+            tier.read_ranges(info.key, [(0, np.empty(9, np.uint8)), (offset, np.empty(size, "u1"))])
+
+    @pytest.mark.parametrize("size", [1, _BYTES, 1_200_003])
+    def test_steps_tell_how_much_has_come_and_end_with_all_of_it(
+        self, tier: Tier, size: int
+    ) -> None:
+        if size > tier.max_frame_bytes():
+            pytest.skip("larger than its frames")
+        info, data = make_info(1, size), payload(1, size)
+        put(tier, info, data)
+        out = np.zeros(size, np.uint8)
+        before = 0
+        for arrived in tier.read_steps(info.key, out):
+            assert before < arrived <= size
+            assert np.array_equal(out[:arrived], data[:arrived])
+            before = arrived
+        assert before == size
+
+    def test_steps_of_an_absent_key_are_none(self, tier: Tier) -> None:
+        out = np.full(64, 7, np.uint8)
+        assert list(tier.read_steps(make_info(1, 64).key, out)) == []
+        assert (out == 7).all()
+
+    def test_reading_ahead_changes_nothing_that_can_be_seen(self, tier: Tier) -> None:
+        infos = [make_info(seed, _BYTES) for seed in range(3)]
+        for info in infos:
+            put(tier, info, bytes_of(info))
+        before = tier.stats()
+        tier.prefetch([make_info(9, 1).key, *(info.key for info in infos)])
+        tier.prefetch([])
+        for info in infos:
+            assert_holds(tier, info, bytes_of(info))
+        assert tier.stats() == before
+
+    def test_a_place_in_a_file_holds_the_frame_for_its_tenant_alone(self, tier: Tier) -> None:
+        info = make_info(1, _BYTES)
+        assert tier.file_place(info.key) is None
+        reservation = tier.reserve(info, "a tenant")
+        tier.write(reservation, 0, bytes_of(info))
+        tier.seal(reservation)
+        place = tier.file_place(info.key)
+        if place is None:
+            with pytest.raises(InvalidRequestError):
+                tier.extent_file(0, "a tenant")
+            return
+        with pytest.raises(PermissionDeniedError):
+            tier.extent_file(place.extent, "another")
+        descriptor = tier.extent_file(place.extent, "a tenant")
+        assert os.pread(descriptor, place.size_bytes, place.offset) == bytes_of(info).tobytes()
+        os.close(descriptor)
+
+    def test_what_is_in_the_way_makes_room_when_it_goes(self, tier: Tier) -> None:
+        size = min(tier.max_frame_bytes(), tier.capacity_bytes // 24)
+        infos = [make_info(seed, size) for seed in range(8)]
+        for info in infos:
+            put(tier, info, bytes_of(info))
+        keys = tier.in_the_way(infos[3].key, 2 * size, "default")
+        assert not keys or infos[3].key in keys
+        assert set(keys) <= {info.key for info in infos}
+        assert tier.in_the_way(make_info(99, 1).key, size, "default") == []
+        for key in keys:
+            assert tier.delete(key)
+        if keys:
+            wide = make_info(99, 2 * size)
+            put(tier, wide, bytes_of(wide))
+            assert_holds(tier, wide, bytes_of(wide))

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from contracts.chunks import make_frame, make_representation
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
+from kvstore.proto.frame import check_frame, header_bytes
+from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.types import ChunkKey
+
+INFO, FRAME = make_frame(1, 20, representation=make_representation(5, 2, 8))
+OTHER, OTHER_FRAME = make_frame(2, 20, representation=make_representation(3, 2, 8))
+HEADER_BYTES = header_bytes(INFO.layout)
+_STEPS = st.lists(st.integers(0, len(FRAME)), max_size=9).map(sorted)
+
+
+def verdict(frame: Bytes, key: ChunkKey, steps: list[int]) -> str:
+    check = FrameCheck(frame, key, HEADER_BYTES)
+    assert check.follow([*steps, len(frame)])
+    try:
+        header = check.finish()
+    except (InvalidFrameError, ChunkCorruptError) as error:
+        return str(error)
+    return f"right {header.key.hex()}"
+
+
+def whole_verdict(frame: Bytes, key: ChunkKey) -> str:
+    try:
+        return f"right {check_frame(frame, key).key.hex()}"
+    except (InvalidFrameError, ChunkCorruptError) as error:
+        return str(error)
+
+
+@given(_STEPS)
+def test_a_right_frame_is_right_in_whatever_steps_it_comes(steps: list[int]) -> None:
+    assert verdict(FRAME, INFO.key, steps) == f"right {INFO.key.hex()}"
+
+
+@given(_STEPS, st.integers(0, len(FRAME) - 1), st.integers(1, 255))
+def test_any_changed_byte_gets_the_verdict_of_the_whole_frame(
+    steps: list[int], at: int, flip: int
+) -> None:
+    frame = FRAME.copy()
+    frame[at] ^= flip
+    ours, theirs = verdict(frame, INFO.key, steps), whole_verdict(frame, INFO.key)
+    assert ours.startswith("right") == theirs.startswith("right")
+    if at >= HEADER_BYTES:
+        assert ours == theirs
+
+
+def test_bytes_are_checked_as_they_were_when_they_came() -> None:
+    frame = np.zeros_like(FRAME)
+
+    def arriving() -> Iterator[int]:
+        for stop in range(1_000, len(frame) + 1_000, 1_000):
+            frame[stop - 1_000 : stop] = FRAME[stop - 1_000 : stop]
+            yield min(stop, len(frame))
+
+    check = FrameCheck(frame, INFO.key, HEADER_BYTES)
+    assert check.follow(arriving())
+    assert check.finish().key == INFO.key
+
+
+def test_nothing_that_came_is_nothing_found() -> None:
+    assert FrameCheck(FRAME, INFO.key, HEADER_BYTES).follow([]) is False
+
+
+@pytest.mark.parametrize("arrived", [0, 100, HEADER_BYTES, len(FRAME) - 100])
+def test_a_frame_that_did_not_come_to_its_end_is_not_right(arrived: int) -> None:
+    check = FrameCheck(FRAME, INFO.key, HEADER_BYTES)
+    assert check.follow([arrived])
+    with pytest.raises(ChunkCorruptError, match=f"of {len(FRAME)}"):
+        check.finish()
+
+
+@pytest.mark.parametrize("size", [len(OTHER_FRAME), len(FRAME), 50])
+def test_another_frame_and_a_cut_one_are_not_right(size: int) -> None:
+    frame = np.zeros(size, np.uint8)
+    frame[: min(size, len(OTHER_FRAME))] = OTHER_FRAME[:size]
+    assert not verdict(frame, INFO.key, [size // 2]).startswith("right")
+    assert not verdict(FRAME, OTHER.key, []).startswith("right")
