@@ -18,6 +18,8 @@ from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import FrameHeader, check_segment
 
 _RAW = RawCodec()
+STEP_BYTES = 1 << 18
+"""What is read before it is summed: larger steps have left the cache by then."""
 
 
 class OpenFile:
@@ -79,8 +81,18 @@ class FileFrame:
             if flat is None:
                 _RAW.decode_checked(header, index, self[start : start + size], parts)
             else:
-                self._read(start, flat)
-                check_segment(header, index, _sum(flat))
+                check_segment(header, index, self._read_summed(start, flat))
+
+    def _read_summed(self, start: int, out: Sequence[Bytes]) -> int:
+        """Fill *out* from *start*, each step summed while it is in cache; return the checksum."""
+        digest = xxh3_64()
+        for part in out:
+            for at in range(0, len(part), STEP_BYTES):
+                step = part[at : at + STEP_BYTES]
+                self._read(start + at, [step])
+                digest.update(step)  # type: ignore[arg-type]
+            start += len(part)
+        return digest.intdigest()
 
     def _read(self, start: int, out: Sequence[Bytes]) -> None:
         """Fill *out*, one after another, with the bytes from *start*."""
@@ -103,13 +115,6 @@ def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
     if len(arrays) < len(parts):
         return None
     return [array.reshape(-1).view(np.uint8) for array in arrays]
-
-
-def _sum(parts: Sequence[Bytes]) -> int:
-    digest = xxh3_64()
-    for part in parts:
-        digest.update(part)  # type: ignore[arg-type]
-    return digest.intdigest()
 
 
 def _rest(out: Sequence[Bytes], done: int) -> list[memoryview]:

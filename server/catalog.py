@@ -202,17 +202,17 @@ class Catalog:
         self, rows: Rows, min_fidelity: Fidelity, tiers: Sequence[str | None]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the first of *tiers* that has each chunk, and its bytes, up to one without."""
-        nowhere = len(tiers)
-        sources = np.full(len(rows), nowhere, np.uint8)
+        sources = np.zeros(len(rows), np.uint8)
         sizes = np.zeros(len(rows), np.int64)
-        for number in reversed(range(nowhere)):
-            tier = tiers[number]
-            if tier is not None:
+        open_rows = np.ones(len(rows), np.bool_)
+        for number, tier in enumerate(tiers):
+            if tier is not None and open_rows.any():
                 held, there = self._index.sizes(tier, rows, min_fidelity)
-                np.copyto(sources, np.uint8(number), where=held)
+                held &= open_rows
+                sources[held] = number
                 np.copyto(sizes, there, where=held)
-        lost = np.flatnonzero(sources == nowhere)
-        end = int(lost[0]) if len(lost) else len(rows)
+                open_rows ^= held
+        end = int(open_rows.argmax()) if open_rows.any() else len(rows)
         return sources[:end], sizes[:end]
 
     def grant(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> tuple[Lease, int]:

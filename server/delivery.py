@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,8 @@ READ_AHEAD_CHUNKS = 8
 """Loads of one get that run before the reader asks for them."""
 REMEMBERED_READS = 1 << 16
 """Chunks read once that a promotion may follow from; about 10 MB."""
+MAX_DUE = 1024
+"""Promotions from files that wait for the next tick; the oldest are forgotten beyond them."""
 IN_MEMORY = frozenset({Reach.memory})
 _NOT_HERE: Bytes = np.empty(0, np.uint8)
 
@@ -71,6 +74,7 @@ class Delivery:
         self._loose_limit_bytes = loose_bytes
         self._loose_bytes = 0
         self._reads = SecondRead(REMEMBERED_READS)
+        self._due: deque[tuple[ChunkKey, str]] = deque(maxlen=MAX_DUE)
         self._lock = threading.Lock()  # guards _loose_bytes and _reads
 
     def get(
@@ -145,10 +149,19 @@ class Delivery:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
-        if from_file and filed is not None:
-            self._transfers.load(key, filed, session.tenant)
+        if from_file:
+            # Not now: the copy would take a core from the reader, who is reading the file.
+            self._due.append((key, session.tenant))
         if wants_gpu:
             self._transfers.copy_up(key, session.tenant)
+
+    def promote_due(self) -> None:
+        """Begin to copy to CPU memory what was read from files twice. Called at every tick."""
+        filed = self._transfers.filed
+        for _ in range(len(self._due)):
+            key, tenant = self._due.popleft()
+            if filed is not None and filed.name in self._catalog.holders(key):
+                self._transfers.load(key, filed, tenant)
 
     def _load(
         self, session: Session, key: ChunkKey, near: Sequence[Shelf]

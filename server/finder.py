@@ -85,10 +85,9 @@ class Finder:
 
     def _loads(self, found: Found) -> NDArray[np.uint32]:
         loads = np.zeros(len(found.sizes), "<u4")
-        for number, shelf in enumerate(self._sources):
+        for number in set(found.sources.tobytes()):
             here = found.sources == number
-            if here.any():
-                loads[here] = shelf.rate.load_us(found.sizes[here])
+            loads[here] = self._sources[number].rate.load_us(found.sizes[here])
         return loads
 
     def _with_shared(

@@ -253,8 +253,9 @@ class TierManager:
         self.puts.abort_session(session)
 
     def tick(self) -> None:
-        """Release what is past its time. Called a few times a second."""
+        """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
+        self.gets.promote_due()
 
     def drain(self, deadline: float) -> bool:
         """Refuse new puts and copy what only memory holds to a tier that survives.

@@ -32,6 +32,12 @@ _LIVES_ON = "GarbageCollectorThread"
 """pyzmq's thread that learns which memory ZeroMQ has let go of: one a process, never ended."""
 
 
+def pytest_collection_finish() -> None:
+    """Leave what importing the tests made out of every later collection: it stays anyway."""
+    gc.collect()
+    gc.freeze()
+
+
 def _open_files() -> Counter[str]:
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):

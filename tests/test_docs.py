@@ -39,7 +39,7 @@ DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
     "--json": "kvstore status, kvstore demo and the benchmarks",
-    "--plot": "bench.peers",
+    "--plot": "bench.peers and bench.scaling",
     "--venvs": "bench.peers",
 }
 """Flags in the documentation that are not kvstore-server's."""

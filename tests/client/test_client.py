@@ -234,7 +234,7 @@ def test_client_finds_a_restarted_server_and_what_its_disk_kept(
     assert client.boot_id != boot_id
     assert client.transport_name == transport
     assert all(is_right(client, *pair) for pair in zip(keys, client.get(keys), strict=True))
-    assert second.counter("promoted_chunks") == 4
+    assert eventually(lambda: second.counter("promoted_chunks") == 4)
     client.close()
 
 

@@ -88,7 +88,8 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "secret_file": write(tmp_path / "secret", text), "disk_write": "evict",
         "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zstd",
         "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
-        "disk_direct": "true", "redis_connections": "3",
+        "disk_direct": "true", "zmq": "127.0.0.1:7421", "zmq_keys": f"{tmp_path}/keys",
+        "redis_connections": "3",
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")

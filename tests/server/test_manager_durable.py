@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -68,6 +69,32 @@ def test_a_durable_put_survives_the_process(tmp_path: Path) -> None:
     with closing(open_disk(tmp_path / "disk")) as disk, closing(Core([disk])) as core:
         assert core.manager.recover() == 6
         assert core.get(core.open_session(), keys_of(versions)) == frames_of(versions)
+
+
+def test_chunks_on_disk_lie_in_extents_of_the_tenant_who_put_them(
+    core: Core, disk: DiskTier
+) -> None:
+    red, blue = prompt(2, seed=1), prompt(2, seed=2)
+    core.put(core.open_session("red"), red, durable=True)
+    core.put(core.open_session("blue"), blue, durable=True)
+    for versions, tenant in ((red, "red"), (blue, "blue")):
+        for version in versions:
+            assert disk.tenant_of(version.info.key) == tenant
+            place = disk.file_place(version.info.key)
+            assert place is not None
+            os.close(disk.extent_file(place.extent, tenant))
+
+
+def test_a_tenant_gets_room_on_a_disk_full_of_anothers_chunks(core: Core, disk: DiskTier) -> None:
+    per_extent = (1 << 20) // 4096
+    for tenant, chunks in (("red", 2 * per_extent + 8), ("blue", 8)):
+        session = core.open_session(tenant)
+        for seed in range(0, chunks, 8):
+            versions = prompt(8, seed=1_000 * len(tenant) + seed)
+            assert outcomes(core.put(session, versions, durable=True)) == {PutOutcome.stored}
+    owners = [disk.tenant_of(info.key) for info in disk.scan()]
+    assert owners.count("blue") == 8
+    assert owners.count("red") == per_extent
 
 
 def test_a_durable_put_of_what_exists_hardens_it(core: Core, session: Session) -> None:

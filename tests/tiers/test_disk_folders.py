@@ -323,3 +323,23 @@ def test_full_disks_beside_a_dead_one_are_full(
     assert len(sealed) == 16
     monkeypatch.undo()
     tier.close()
+
+
+def test_lost_extent_is_replaced_under_a_new_number_and_its_chunks_are_misses(
+    tmp_path: Path,
+) -> None:
+    tier = open_over([tmp_path], [4])
+    infos = [make_info(seed, 300_000) for seed in range(8)]
+    for info in infos:
+        put(tier, info, bytes_of(info))
+    tier.close()
+    (tmp_path / "extents" / "0001.kv").unlink()
+    tier = open_over([tmp_path], [4])
+    assert tier.dropped_rows == 3
+    assert_counts(tier, infos[:3] + infos[6:], [])
+    names = sorted(file.name for file in (tmp_path / "extents").iterdir())
+    assert names == ["0000.kv", "0002.kv", "0003.kv", "0004.kv"]
+    sealed, _ = fill_up(tier, [make_info(seed, 300_000) for seed in range(8, 99)])
+    for info in [*infos[:3], *infos[6:], *sealed]:
+        assert_holds(tier, info, bytes_of(info))
+    tier.close()

@@ -1,0 +1,41 @@
+"""bench.scaling, with little of everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from bench import scaling
+from bench.control import Control, cuda_free_tiers
+
+
+def test_it_prints_its_keys_and_draws_its_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scaling, "CHUNK_COUNTS", (512, 1024))
+    monkeypatch.setattr(scaling, "CLIENT_COUNTS", (1, 2))
+    monkeypatch.setattr(scaling, "CLIENT_LOOKUPS", 40)
+    monkeypatch.setattr(scaling, "SAMPLES", 3)
+    monkeypatch.setattr(scaling, "DISK_CHUNKS", 512)
+    scaling.main(["--plot", str(tmp_path / "plot.svg")])
+    *table, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    assert result["bench"] == "scaling"
+    assert {"lookup_1e6_vs_1e3", "metadata_mb_1e6", "evict_us"} < set(result["values"])
+    assert all(value > 0 for value in result["values"].values())
+    assert any("gpu,cpu,disk,redis" in row for row in table)
+    drawing = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    lines = list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(lines) == 4
+
+
+def test_what_it_evicts_is_gone_from_that_tier_alone(tmp_path: Path) -> None:
+    with cuda_free_tiers(tmp_path) as tiers:
+        index = scaling.Index(Control(tiers[:2]))
+        index.grow(512)
+        keys = index.sample[0]
+        assert index.control.evict("cpu", 12) == 12
+        match = index.control.look_up(keys)
+        assert match.tiers == ("cpu",) * 500 + ("disk",) * 12
