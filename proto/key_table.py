@@ -15,7 +15,9 @@ NO_ROW = 0
 
 _SEGMENT_BITS = 10
 _SEGMENTS = 1 << _SEGMENT_BITS
+_KEY_WORDS = KEY_BYTES // 8
 _FIRST_SLOTS = 4
+_FIRST_STEP = 32
 _FIRST_ROWS = 64
 _TAG_MASK = _ROW_MASK = (1 << 32) - 1
 _EMPTY = array("Q", [0])
@@ -24,20 +26,22 @@ _EMPTY = array("Q", [0])
 class KeyTable:
     """Rows by key. A row is kept while its key is here, and given to another key after that.
 
-    A dictionary, its keys and its numbers take 140 bytes a chunk, this 50: the keys lie in one
+    A dictionary, its keys and its numbers take 140 bytes a chunk, this 55: the keys lie in one
     array, and the hash table is an array of (tag, row) with linear probing, where the tag is 32
     bits of Python's own hash of the key, which strangers cannot foresee. It is cut into segments
     that grow by themselves, so that no insertion ever moves more than a 1024th of the table.
 
-    The keys of a prompt are put one after the other and so tend to lie in consecutive rows:
-    ``prefix`` compares whole runs of them at once. Memory is that of the most keys there ever
-    were. Not thread-safe: the owner locks.
+    The keys of a prompt are asked for again in the same order: each row has a link to the one
+    that followed last, and ``prefix`` compares all keys along the links at once. Memory is that
+    of the most keys there ever were. Not thread-safe: the owner locks.
     """
 
     def __init__(self) -> None:
         self._segments = [_EMPTY] * _SEGMENTS
         self._counts = array("I", bytes(4 * _SEGMENTS))
         self._keys = bytearray(KEY_BYTES)
+        self._next = array("I", [0])
+        """By row, the row that was found for the key asked for behind its own: a guess."""
         self._free = array("I")
         self._count = 0
 
@@ -68,6 +72,7 @@ class KeyTable:
         else:
             row = len(self._keys) // KEY_BYTES
             self._keys += key
+            self._next.append(NO_ROW)
         self._count += 1
         code = hash(key)
         segment = code & (_SEGMENTS - 1)
@@ -109,6 +114,7 @@ class KeyTable:
         self._counts[segment] -= 1
         self._count -= 1
         self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = bytes(KEY_BYTES)
+        self._next[row] = NO_ROW
         self._free.append(row)
 
     def key(self, row: int) -> ChunkKey:
@@ -125,44 +131,37 @@ class KeyTable:
 
     def _rows(self, keys: Sequence[ChunkKey], *, all_keys: bool) -> NDArray[np.intp]:
         rows = np.empty(len(keys), np.intp)
-        joined = b"".join(keys)
-        mine = self._keys
-        at, row = 0, NO_ROW
+        asked = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
+        mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)
+        at, row, step = 0, NO_ROW, _FIRST_STEP
         while at < len(keys):
-            key: bytes = keys[at]
-            start = (row + 1) * KEY_BYTES
-            if row and mine[start : start + KEY_BYTES] == key:
-                run = self._run(row, joined, at - 1)
-                rows[at : at + run] = np.arange(row + 1, row + 1 + run)
-                row += run
+            guess = self._followers(row, min(step, len(keys) - at))
+            same = (mine[guess] == asked[at : at + len(guess)]).all(axis=1)
+            run = len(guess) if same.all() else int(same.argmin())
+            if run:
+                rows[at : at + run] = guess[:run]
+                row = guess[run - 1]
                 at += run
+                step *= 2
                 continue
-            row = self.find(keys[at])
-            if not row and not all_keys:
+            found = self.find(keys[at])
+            if not found and not all_keys:
                 break
-            rows[at] = row
+            self._next[row] = found
+            rows[at] = row = found
             at += 1
+            step = _FIRST_STEP
         return rows[:at]
 
-    def _run(self, row: int, joined: bytes, at: int) -> int:
-        """Return how many keys after the one *at*, which *row* has, lie in rows one by one.
-
-        At least the first does.
-        """
-        left = len(joined) // KEY_BYTES - at
-        run = step = 2
-        while run < left:
-            step = min(step, left - run)
-            mine, theirs = (row + run) * KEY_BYTES, (at + run) * KEY_BYTES
-            length = step * KEY_BYTES
-            if self._keys[mine : mine + length] == joined[theirs : theirs + length]:
-                run += step
-                step *= 2
-            elif step == 1:
-                break
-            else:
-                step = 1
-        return run - 1
+    def _followers(self, row: int, limit: int) -> list[int]:
+        """Return up to *limit* rows whose keys were asked for behind that of *row*, in order."""
+        follow = self._next
+        rows: list[int] = []
+        row = follow[row] if row else NO_ROW
+        while row and len(rows) < limit:
+            rows.append(row)
+            row = follow[row]
+        return rows
 
     def rows_of(self, start: bytes) -> NDArray[np.intp]:
         """Return the rows whose keys begin with *start*, in order; free rows have keys of zeros."""
