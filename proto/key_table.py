@@ -135,12 +135,12 @@ class KeyTable:
         mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)
         at, row, step = 0, NO_ROW, _FIRST_STEP
         while at < len(keys):
-            guess = self._followers(row, min(step, len(keys) - at))
+            guess = self._guess(row, min(step, len(keys) - at))
             same = (mine[guess] == asked[at : at + len(guess)]).all(axis=1)
             run = len(guess) if same.all() else int(same.argmin())
             if run:
                 rows[at : at + run] = guess[:run]
-                row = guess[run - 1]
+                row = int(guess[run - 1])
                 at += run
                 step *= 2
                 continue
@@ -153,15 +153,23 @@ class KeyTable:
             step = _FIRST_STEP
         return rows[:at]
 
-    def _followers(self, row: int, limit: int) -> list[int]:
-        """Return up to *limit* rows whose keys were asked for behind that of *row*, in order."""
+    def _guess(self, row: int, limit: int) -> NDArray[np.intp]:
+        """Return up to *limit* rows whose keys may be asked for behind that of *row*, in order.
+
+        Most often they follow one another in the table too, and need not be gone through.
+        """
         follow = self._next
-        rows: list[int] = []
         row = follow[row] if row else NO_ROW
+        if row and follow[row] == row + 1:
+            run = np.arange(row, min(row + limit, len(follow)))
+            links = np.frombuffer(follow, np.uint32)[row : row + len(run) - 1]
+            if (links == run[1:]).all():
+                return run
+        rows: list[int] = []
         while row and len(rows) < limit:
             rows.append(row)
             row = follow[row]
-        return rows
+        return np.array(rows, np.intp)
 
     def rows_of(self, start: bytes) -> NDArray[np.intp]:
         """Return the rows whose keys begin with *start*, in order; free rows have keys of zeros."""
