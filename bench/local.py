@@ -165,7 +165,7 @@ def bench_disk(folder: Path, report: Report) -> None:
             ratio, get_s, read_s = in_turns(
                 lambda: bench_tier(client, "disk", chunks, keys, 1),
                 partial(best_s, lambda: os.preadv(descriptor, [out.data], 0), 1),
-                3 * REPEATS,
+                REPEATS,
             )
         finally:
             os.close(descriptor)
