@@ -201,7 +201,6 @@ class Caller:
         request = pb.DeleteRequest(
             session_id=transport.session.terms.session_id, digests=self._digest(key)
         )
-        self._connection.settle()  # what we still lease is not deleted
         try:
             self._call("Delete", request, pb.DeleteResponse)
         except KVStoreError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc
@@ -53,7 +53,6 @@ class Connection:
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
         self.gate = Gate(retry_after_ms, clock)
         self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
-        self._sent: set[Future[Any]] = set()
         self._mending: Any = None
         self._lock = threading.Lock()  # guards _mending
 
@@ -75,13 +74,7 @@ class Connection:
             sent = self._callers.submit(self.call, method, request, deadline_ms, object)
         except RuntimeError as error:  # the executor's answer after ``close``
             raise KVStoreError(f"the client is closed: {error}") from None
-        self._sent.add(sent)
-        sent.add_done_callback(self._sent.discard)
         return sent.result
-
-    def settle(self) -> None:
-        """Wait until every call that was sent by now is over, however it ended."""
-        wait(self._sent.copy())
 
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""

@@ -62,7 +62,7 @@ class FileFrame:
     def __getitem__(self, piece: slice) -> Bytes:
         start, stop, _ = piece.indices(self._size_bytes)
         out = np.empty(max(0, stop - start), np.uint8)
-        self._read(start, [out])
+        self._read(start, out)
         return out
 
     def decode_into(self, header: FrameHeader, out: AnyTensors) -> None:
@@ -89,19 +89,17 @@ class FileFrame:
         for part in out:
             for at in range(0, len(part), STEP_BYTES):
                 step = part[at : at + STEP_BYTES]
-                self._read(start + at, [step])
+                self._read(start + at, step)
                 digest.update(step)  # type: ignore[arg-type]
             start += len(part)
         return digest.intdigest()
 
-    def _read(self, start: int, out: Sequence[Bytes]) -> None:
-        """Fill *out*, one after another, with the bytes from *start*."""
-        wanted = sum(map(len, out))
-        at = self._offset + start
+    def _read(self, start: int, out: Bytes) -> None:
+        """Fill *out* with the bytes from *start*."""
+        at, done = self._offset + start, 0
         try:
-            done = os.preadv(self._file.descriptor, [part.data for part in out], at)
-            while done < wanted:
-                more = os.preadv(self._file.descriptor, _rest(out, done), at + done)
+            while done < len(out):
+                more = os.preadv(self._file.descriptor, [out[done:].data], at + done)
                 if not more:
                     raise TierUnavailableError("disk", f"its file ends at byte {at + done}")
                 done += more
@@ -115,12 +113,3 @@ def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
     if len(arrays) < len(parts):
         return None
     return [array.reshape(-1).view(np.uint8) for array in arrays]
-
-
-def _rest(out: Sequence[Bytes], done: int) -> list[memoryview]:
-    """Return what is left of *out* behind its first *done* bytes."""
-    left = []
-    for part in out:
-        left.append(part.data[min(done, len(part)) :])
-        done -= min(done, len(part))
-    return [part for part in left if len(part)]

@@ -27,12 +27,10 @@ class Keeping(Caller):
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks on every tier; return how many. Chunks that are being read stay."""
-        self._connection.settle()  # our own gets are over, and their releases on the way
         return self._ask("Delete", pb.DeleteRequest(), keys, pb.DeleteResponse).deleted
 
     def clear(self) -> int:
         """Forget every chunk of this client's namespace that nobody reads; return how many."""
-        self._connection.settle()
         return self._ask("Clear", pb.ClearRequest(), None, pb.ClearResponse).deleted
 
     # --- looking

@@ -19,10 +19,6 @@ from kvstore.proto.errors import (
 if TYPE_CHECKING:
     import zmq
 
-HEARTBEAT_MS = 2000
-SILENCE_MS = 6000
-QUEUE_MESSAGES = 2048
-"""More than the window lets be under way, so that credit is what bounds it."""
 _SLICE_MS = 100
 """How soon a wait notices that its client was closed."""
 
@@ -78,10 +74,10 @@ class ZmqLink:
 
         link = self._socket
         link.linger = 0
-        link.sndhwm = link.rcvhwm = QUEUE_MESSAGES
+        link.sndhwm = link.rcvhwm = bulk.QUEUE_MESSAGES
         link.maxmsgsize = bulk.MAX_WIRE_BYTES
-        link.heartbeat_ivl = HEARTBEAT_MS
-        link.heartbeat_timeout = SILENCE_MS
+        link.heartbeat_ivl = bulk.HEARTBEAT_MS
+        link.heartbeat_timeout = bulk.SILENCE_MS
         link.reconnect_ivl = -1
         link.rcvtimeo = link.sndtimeo = _SLICE_MS
         link.ipv6 = True

@@ -25,6 +25,13 @@ MAX_PAYLOAD_BYTES = MESSAGE_BYTES
 MAX_WIRE_BYTES = MAX_PAYLOAD_BYTES + 1024
 """With what encryption adds; a peer that sends more is hung up on by ZeroMQ itself."""
 
+HEARTBEAT_MS = 2000
+SILENCE_MS = 6000
+"""A peer that does not even answer ZeroMQ's heartbeats this long is hung up on, by either side."""
+
+QUEUE_MESSAGES = 2048
+"""At a reader: more than the window lets be under way, so that credit is what bounds it."""
+
 PART_COST_BYTES = 1 << 14
 """What a part costs beyond its payload, so that credit bounds the number of parts too."""
 

@@ -80,8 +80,8 @@ class Checks:
                 f"not in this session's namespace {session.namespace.hex()}; open a session "
                 "with the Representation of these tensors",
             )  # fmt: skip
-        expected = KVLayout.of(session.representation, info.layout.tokens)
-        if info.layout != expected:
+        if not wire.layout_fits(info.layout, session.representation):
+            expected = KVLayout.of(session.representation, info.layout.tokens)
             raise LayoutMismatchError("layout", info.layout, f"this session's is {expected}")
         if info.size_bytes > self.limits.max_frame_bytes:
             raise InvalidRequestError(

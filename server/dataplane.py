@@ -22,6 +22,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     QuotaExceededError,
+    TierUnavailableError,
     UnauthenticatedError,
 )
 from kvstore.server.sessions import Session, SessionTable
@@ -320,7 +321,10 @@ class DataPlane:
         file = self._files.get(request.op)
         if file is None:
             raise InvalidRequestError("op", request.op.name, "this server shares no files")
-        descriptor, size_bytes = file(request.arg, peer.session.tenant)
+        try:
+            descriptor, size_bytes = file(request.arg, peer.session.tenant)
+        except OSError as error:  # out of descriptors, say: no reason to end the session
+            raise TierUnavailableError(request.op.name, f"cannot be opened: {error}") from None
         try:
             reply = shm.pack_reply(shm.Reply.ok, size_bytes)
             socket.send_fds(peer.connection, [reply], [descriptor])

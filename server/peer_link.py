@@ -21,11 +21,6 @@ from kvstore.proto.wire import join_digests
 if TYPE_CHECKING:
     import zmq
 
-HEARTBEAT_MS = 2000
-SILENCE_MS = 6000
-QUEUE_MESSAGES = 2048
-"""More than the window lets be under way, so that credit is what bounds it."""
-
 
 @dataclass(frozen=True, slots=True)
 class PeerTerms:
@@ -115,9 +110,9 @@ class PeerLink:
         terms = self._terms
         link = self._link = self._context.socket(zmq.DEALER)
         link.linger = 0
-        link.sndhwm = link.rcvhwm = QUEUE_MESSAGES
+        link.sndhwm = link.rcvhwm = bulk.QUEUE_MESSAGES
         link.maxmsgsize = bulk.MAX_WIRE_BYTES
-        link.heartbeat_ivl, link.heartbeat_timeout = HEARTBEAT_MS, SILENCE_MS
+        link.heartbeat_ivl, link.heartbeat_timeout = bulk.HEARTBEAT_MS, bulk.SILENCE_MS
         link.reconnect_ivl = -1
         link.ipv6 = True
         if terms.public_key:

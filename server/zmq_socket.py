@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 SEND_QUEUE_MESSAGES = 4096
 """Waiting for one peer: what its requests' credit can come to, and some. Past it, it is dropped."""
 RECEIVE_QUEUE_MESSAGES = 64
-HEARTBEAT_MS = 2000
-SILENCE_MS = 6000
-"""A peer that does not even answer ZeroMQ's heartbeats this long is hung up on."""
 SOCKET_BUFFER_BYTES = 4 << 20
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 
@@ -38,9 +35,9 @@ def bind_router(endpoint: str, keys: CurveKeys | None) -> tuple[zmq.Socket[bytes
     router.sndhwm = SEND_QUEUE_MESSAGES
     router.rcvhwm = RECEIVE_QUEUE_MESSAGES
     router.maxmsgsize = bulk.MAX_WIRE_BYTES
-    router.heartbeat_ivl = HEARTBEAT_MS
-    router.heartbeat_timeout = SILENCE_MS
-    router.handshake_ivl = SILENCE_MS
+    router.heartbeat_ivl = bulk.HEARTBEAT_MS
+    router.heartbeat_timeout = bulk.SILENCE_MS
+    router.handshake_ivl = bulk.SILENCE_MS
     if keys is not None:
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = keys.public, keys.secret

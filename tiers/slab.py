@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
 from kvstore.tiers.arena import Holes
 
@@ -20,10 +20,6 @@ PAGE_BYTES = 4096
 BLOCK_HEADER_BYTES = 64
 """Before each frame; keeps frames 64-byte aligned and ends in the generation."""
 WORD_BYTES = 8
-
-_F_ADD_SEALS = 1033
-_SEALS = 0x10 | 0x4 | 0x2 | 0x1
-"""F_SEAL_FUTURE_WRITE (fcntl lacks its name), GROW, SHRINK and SEAL."""
 
 _slab_ids = count(1)
 """One for the process: a slab_id means one memfd for as long as any client may remember it."""
@@ -95,11 +91,10 @@ class Block:
 
 def open_slab(slab_bytes: int, granule_bytes: int, tenant: str) -> Slab:
     """Create a memfd that nobody but this mapping will ever write to. Raises OSError."""
-    fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = shm.create_memfd("kvstore-slab", slab_bytes)
     try:
-        os.ftruncate(fd, slab_bytes)
         memory = mmap.mmap(fd, slab_bytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        shm.add_seals(fd, shm.SIZE_SEALS | shm.SEAL_FUTURE_WRITE)
     except OSError:
         os.close(fd)
         raise

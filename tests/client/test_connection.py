@@ -64,8 +64,7 @@ def test_call_that_nobody_waits_for_arrives_all_the_same(server: LocalServer) ->
             pb.ReleaseRequest(session_id=wire.terms.session_id, lease_ids=[lease_id]),
             DEADLINE_MS,
         )
-    wire.connection.settle()
-    assert server.usage().leases == 0
+    assert eventually(lambda: server.usage().leases == 0)
 
 
 def test_stream_that_is_closed_early_is_cancelled(server: LocalServer) -> None:

@@ -177,10 +177,14 @@ def test_a_put_to_a_server_that_stores_nothing_in_time_is_an_error(
 def test_a_server_that_was_restarted_is_used_again(make_server: ServerMaker) -> None:
     server = make_server(*ZMQ)
     client = server.connect("zmq")
-    store(client, 1, 2)
+    first = store(client, 1, 2)
     for session in list(server.node.sessions._sessions):
         server.node.sessions.close(session)  # what its client sees of a restart
-    store(client, 2, 2)
+    second = store(client, 2, 2)
+    assert client.transport_name == "zmq"
+    assert_reads(client, first)
+    assert_reads(client, second)
+    assert len(server.node.sessions) == 1
 
 
 def test_a_session_of_its_own_is_all_that_a_transport_needs(make_server: ServerMaker) -> None:
