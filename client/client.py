@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from typing_extensions import override
 
@@ -19,7 +20,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.keys import chain_digests, chunk_key
-from kvstore.proto.places import unpack_places
+from kvstore.proto.places import PlaceRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -28,7 +29,7 @@ from kvstore.proto.types import (
     Fidelity,
     Match,
 )
-from kvstore.proto.wire import match_from_message
+from kvstore.proto.wire import fidelity_number, match_from_message
 
 
 class Client(Keeping, EngineCalls):
@@ -86,7 +87,8 @@ class Client(Keeping, EngineCalls):
         min_fidelity: Fidelity = Fidelity.exact,
     ) -> Match:
         """Find the longest prefix of *keys* that can be read now; one round trip."""
-        return self._look(keys, pb.LookupRequest(lease=lease, min_fidelity=min_fidelity))[0]
+        least = fidelity_number(min_fidelity)
+        return self._look(keys, pb.LookupRequest(lease=lease, min_fidelity=least))[0]
 
     def _look(
         self, keys: Sequence[ChunkKey], request: pb.LookupRequest
@@ -106,29 +108,44 @@ class Client(Keeping, EngineCalls):
         return self._with_session(work)
 
     def get(
-        self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        out: Sequence[LayerTensors] | None = None,
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified.
 
         Tensors come as arrays of unsigned integers of the dtype's size, to be viewed as it, or
         are written into *out*, one entry a key, numpy or torch. What lies in *out* past the
-        returned length is not to be used.
+        returned length is not to be used. Below an exact *min_fidelity* any of them may be
+        restored from a lossy copy: neither they nor what is computed from them is to be put.
         """
         check_out(keys, out)
-        return self._read_prefix(keys, given(out))
+        return self._read_prefix(keys, given(out), min_fidelity)
 
-    def lease(self, keys: Sequence[ChunkKey]) -> ChunkLease:
-        """Look up *keys* and keep what is ready from eviction: ``with client.lease(keys) as l``."""
-        request = pb.LookupRequest(lease=True, places=True)
+    def lease(
+        self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact
+    ) -> ChunkLease:
+        """Look up *keys* and keep what is ready from eviction: ``with client.lease(keys) as l``.
+
+        Views and gets of the lease are of *min_fidelity* or better, too.
+        """
+        least = fidelity_number(min_fidelity)
+        request = pb.LookupRequest(lease=True, places=True, min_fidelity=least)
         match, rows, transport = self._look(keys, request)
-        view = transport.viewer(unpack_places(rows))
-        return ChunkLease(keys, match, self._get, self._release, view)
+        view = transport.viewer(PlaceRows(rows))
+        return ChunkLease(keys, match, partial(self._get, min_fidelity), self._release, view)
 
     def _get(
-        self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None, lease_id: int
+        self,
+        least: Fidelity,
+        keys: Sequence[ChunkKey],
+        out: Sequence[LayerTensors] | None,
+        lease_id: int,
     ) -> list[ChunkTensors]:
         check_out(keys, out)
-        return self._read(keys, given(out), lease_id)
+        return self._read(keys, given(out), lease_id, least)
 
     def _release(self, lease_id: int) -> None:
         try:

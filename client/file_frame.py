@@ -18,7 +18,9 @@ from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import FrameHeader, check_segment
 
 _RAW = RawCodec()
-STEP_BYTES = 1 << 18
+HEAD_BYTES = 1 << 12
+"""Read once and kept: the header of most frames lies within, and is looked at in pieces."""
+STEP_BYTES = 1 << 19
 """What is read before it is summed: larger steps have left the cache by then."""
 
 
@@ -39,12 +41,12 @@ class OpenFile:
 class FileFrame:
     """``size_bytes`` from *offset* of an open file.
 
-    Sliced like the array of a frame's bytes; every slice is read anew. Raises
+    Sliced like the array of a frame's bytes; every slice past the head is read anew. Raises
     TierUnavailableError when the file cannot be read. Nothing is verified here but by
     ``decode_into``.
     """
 
-    __slots__ = ("_file", "_offset", "_size_bytes")
+    __slots__ = ("_file", "_head", "_offset", "_size_bytes")
 
     def __init__(self, file: OpenFile, offset: int, size_bytes: int) -> None:
         """Raise InvalidRequestError when the file is shorter."""
@@ -55,12 +57,20 @@ class FileFrame:
         self._file = file
         self._offset = offset
         self._size_bytes = size_bytes
+        self._head: Bytes | None = None
 
     def __len__(self) -> int:
         return self._size_bytes
 
     def __getitem__(self, piece: slice) -> Bytes:
         start, stop, _ = piece.indices(self._size_bytes)
+        if stop <= HEAD_BYTES:
+            if self._head is None:
+                self._head = self._bytes(0, min(HEAD_BYTES, self._size_bytes))
+            return self._head[start:stop]
+        return self._bytes(start, stop)
+
+    def _bytes(self, start: int, stop: int) -> Bytes:
         out = np.empty(max(0, stop - start), np.uint8)
         self._read(start, out)
         return out

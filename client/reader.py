@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from kvstore.client.file_frame import FileFrame
@@ -48,15 +50,70 @@ def given(out: Sequence[LayerTensors] | None) -> Room:
 T = TypeVar("T")
 
 
-class Reader:
-    """Decodes with *threads* threads of its own: one core copies slower than memory answers.
+class _Reading:
+    """The frames of one read, decoded by whoever is free: its caller and some helpers.
 
-    Thread-safe.
+    The caller feeds and, rather than wait, decodes too. Frames are taken in their order, so that
+    all before one that failed are tried.
+    """
+
+    def __init__(self, decode: Callable[[Arrived], ChunkTensors], ahead: int) -> None:
+        self._decode = decode
+        self._ahead = ahead
+        self._waiting: SimpleQueue[Arrived | None] = SimpleQueue()
+        self._found: dict[int, ChunkTensors] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._failed = math.inf
+        """The place of a frame that failed: nobody looks at those behind it."""
+
+    def help(self) -> None:
+        """Decode what waits until there will be no more."""
+        while (arrived := self._waiting.get()) is not None:
+            self._try(arrived)
+
+    def feed(self, arriving: Iterator[Arrived]) -> None:
+        """Have all that arrives decoded, until one fails."""
+        for arrived in arriving:
+            if arrived.index > self._failed:
+                return
+            if self._waiting.qsize() < self._ahead:
+                self._waiting.put(arrived)
+            else:
+                self._try(arrived)
+
+    def finish(self, helpers: Sequence[Future[None]]) -> None:
+        """Decode what is left and wait for *helpers*: they write to the caller's memory."""
+        with suppress(Empty):
+            while (arrived := self._waiting.get_nowait()) is not None:
+                self._try(arrived)
+        for _ in helpers:
+            self._waiting.put(None)
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+
+    def result(self) -> tuple[list[ChunkTensors], BaseException | None]:
+        """Return the tensors of the longest prefix, and what the next one failed with."""
+        first = min(self._errors, default=len(self._found))
+        return [self._found[index] for index in range(first)], self._errors.get(first)
+
+    def _try(self, arrived: Arrived) -> None:
+        if arrived.index > self._failed:
+            return
+        try:
+            self._found[arrived.index] = self._decode(arrived)
+        except BaseException as error:  # noqa: BLE001 - the caller of the read raises it
+            self._errors[arrived.index] = error
+            self._failed = min(self._failed, arrived.index)
+
+
+class Reader:
+    """Decodes with *threads* threads, the caller's among them: memory answers faster than one
+    core copies. Thread-safe.
     """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._ahead = 2 * threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-copy")
 
     def read(
@@ -71,32 +128,22 @@ class Reader:
         They are what *room* gave. Raises LeaseExpiredError when memory was reused under the
         reader, LayoutMismatchError when the room does not have the chunk's layout.
         """
-        found: list[ChunkTensors] = []
-        pending: deque[Future[ChunkTensors]] = deque()
+
+        def one(arrived: Arrived) -> ChunkTensors:
+            return decode(session, keys[arrived.index], arrived, room)
+
+        reading = _Reading(one, 2 * self.threads)
+        helpers = [self.submit(reading.help) for _ in range(min(self.threads, len(keys)) - 1)]
+        stopped: KVStoreError | None = None
         try:
-            for arrived in in_time(arriving):
-                key = keys[arrived.index]
-                if len(keys) == 1:
-                    found.append(decode(session, key, arrived, room))
-                    break
-                if len(pending) >= self._ahead:
-                    found.append(pending.popleft().result())
-                pending.append(self.submit(decode, session, key, arrived, room))
-            while pending:
-                found.append(pending.popleft().result())
-        except (ChunkCorruptError, InvalidFrameError):
-            # What is returned was verified; this was not, so the prefix ends before it.
-            return found, keys[len(found)]
-        except UnknownCodecError:
-            return found, None  # right for all we know, to a newer client
-        except TierUnavailableError:  # the server when nothing came, else a file of its
-            if not found:
-                raise
-            return found, None
+            reading.feed(in_time(arriving))
+        except KVStoreError as error:
+            stopped = error
         finally:
-            for left in pending:  # still reading shared memory and writing the caller's
-                left.exception()
-        return found, None
+            reading.finish(helpers)
+        found, failed = reading.result()
+        wrong = failed or stopped
+        return found, None if wrong is None else _broken(keys, found, wrong)
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         """Have one of the threads do *work*. Raises KVStoreError after ``close``."""
@@ -108,6 +155,20 @@ class Reader:
     def close(self) -> None:
         """Stop the threads. Idempotent."""
         self._pool.shutdown()
+
+
+def _broken(
+    keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], error: BaseException
+) -> ChunkKey | None:
+    """Return the key that *error* proves wrong, if it does. Raises what the caller has to know."""
+    if isinstance(error, ChunkCorruptError | InvalidFrameError):
+        # What is returned was verified; this was not, so the prefix ends before it.
+        return keys[len(found)]
+    if isinstance(error, UnknownCodecError):
+        return None  # right for all we know, to a newer client
+    if isinstance(error, TierUnavailableError) and found:
+        return None  # a file of the server's that cannot be read
+    raise error
 
 
 def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> ChunkTensors:

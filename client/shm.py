@@ -28,10 +28,12 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.places import Place, Reach, unpack_places
-from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout
+from kvstore.proto.places import NOWHERE, Place, PlaceRows, Reach, unpack_places
+from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
 
 _SOCKET_TIMEOUT_S = 2.0
+_MEMORY = int(Reach.memory)
+"""Compared once for each view: an enum's attribute costs as much as all the rest."""
 
 
 def can_share_memory(session: Session) -> bool:
@@ -99,9 +101,13 @@ class ShmTransport(Transport):
     @override
     @contextmanager
     def get(
-        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[Arrived]]:
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY)
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
         with self._leased_replies(request) as (replies, leases):
             yield self._arriving(replies, leases)
 
@@ -143,15 +149,17 @@ class ShmTransport(Transport):
         return Arrived(index, tier, frame, partial(slab.confirm, place))
 
     @override
-    def viewer(self, places: Sequence[Place]) -> View:
+    def viewer(self, places: PlaceRows) -> View:
         reach = self.slabs.reach
         options = self.session.options
         whole = geometry_of(KVLayout.of(self.session.representation, options.chunk_tokens))
+        count = len(places)
 
         def view(index: int, key: ChunkKey) -> ChunkView | None:
-            if index >= len(places) or places[index].reach != Reach.memory:
+            place = places[index] if index < count else NOWHERE
+            if place.reach != _MEMORY:
                 return None
-            return ChunkView(key, places[index], reach(places[index]), whole)
+            return ChunkView(key, place, reach(place), whole)
 
         return view
 

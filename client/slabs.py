@@ -21,6 +21,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.places import Place, Reach
 
 _GENERATION_BYTES = 8
+_MEMORY = int(Reach.memory)
 _MAX_SLABS = 4096
 _MAX_FILES = 256
 
@@ -28,20 +29,23 @@ _MAX_FILES = 256
 class SlabMap:
     """One slab: its bytes, and the generations among them as words of eight bytes."""
 
-    __slots__ = ("data", "words")
+    __slots__ = ("_size_bytes", "bytes", "data", "words")
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.data: Bytes = np.frombuffer(memory, np.uint8)
-        self.words = memoryview(memory)[: len(memory) // 8 * 8].cast("Q")
+        self.bytes = memoryview(memory)
+        """The same as ``data``, for who compares a few of them."""
+        self.words = self.bytes[: len(memory) // 8 * 8].cast("Q")
+        self._size_bytes = len(memory)
 
     def check(self, place: Place) -> None:
         """Raise InvalidRequestError unless *place* lies within, LeaseExpiredError once reused."""
-        stop = place.offset + place.size_bytes
-        if place.offset < _GENERATION_BYTES or place.offset % 8 or stop > len(self.data):
-            raise InvalidRequestError(
-                "place", (place.offset, stop), f"slab has {len(self.data)} bytes"
-            )
-        self.confirm(place)
+        offset = place.offset
+        stop = offset + place.size_bytes
+        if offset < _GENERATION_BYTES or offset & 7 or stop > self._size_bytes:
+            raise InvalidRequestError("place", (offset, stop), f"slab has {self._size_bytes} bytes")
+        if self.words[(offset >> 3) - 1] != place.generation:
+            self.confirm(place)
 
     def confirm(self, place: Place) -> None:
         """Raise LeaseExpiredError if the memory of *place* was reused."""
@@ -69,9 +73,11 @@ class Slabs:
         Raises LeaseExpiredError when its memory was reused, InvalidRequestError for a place
         outside its slab, TierUnavailableError when the server does not give the slab.
         """
-        if place.reach != Reach.memory:
+        if place.reach != _MEMORY:
             raise InvalidRequestError("reach", place.reach, "this client reads memory only")
-        slab = self._slabs.get(place.number) or self.slab(place.number)
+        slab = self._slabs.get(place.number)
+        if slab is None:
+            slab = self.slab(place.number)
         slab.check(place)
         return slab
 

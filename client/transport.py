@@ -21,10 +21,10 @@ from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.places import Place
-from kvstore.proto.types import ChainDigest, PutOutcome
-from kvstore.proto.wire import join_digests
+from kvstore.proto.frame import FIDELITY_OFFSET, FrameTemplate
+from kvstore.proto.places import PlaceRows
+from kvstore.proto.types import ChainDigest, Fidelity, PutOutcome
+from kvstore.proto.wire import fidelity_number, join_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +70,33 @@ class Transport(ABC):
 
     @abstractmethod
     def get(
-        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
     ) -> AbstractContextManager[Iterator[Arrived]]:
         """Enter to iterate frames in the order of *digests*, up to the first missing or late one.
 
+        A chunk of which there are only copies of lower fidelity than *least* is missing.
         With a ``lease_id`` of 0 a lease is taken until the context is left: read before that,
         not only before the iteration ends.
         """
 
     @contextmanager
     def get_layers(
-        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
     ) -> Iterator[LayerFeed]:
         """Enter for a feed of the same frames layer by layer.
 
         Whole frames, unless a transport does better: where frames are in reach at once, that is
         as good. One that streams asks with ``layer_major`` and returns a ``PartFeed``.
         """
-        with self.get(digests, lease_id, deadline_ms) as arriving:
+        with self.get(digests, lease_id, deadline_ms, least) as arriving:
             yield WholeFrames(arriving)
 
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
@@ -99,7 +108,12 @@ class Transport(ABC):
         return BufferedSink(self, templates, terms)
 
     def get_request(
-        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int, via: pb.Via
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        via: pb.Via,
+        least: Fidelity = Fidelity.exact,
     ) -> pb.GetRequest:
         """Return the request that both ways of getting begin with."""
         return pb.GetRequest(
@@ -108,15 +122,27 @@ class Transport(ABC):
             lease_id=lease_id,
             deadline_ms=deadline_ms,
             via=via,
+            min_fidelity=fidelity_number(least),
         )
 
-    def viewer(self, places: Sequence[Place]) -> View:
+    def viewer(self, places: PlaceRows) -> View:
         """Return what shows leased chunks where they lie; none, where memory is not shared."""
         return lambda index, key: None
 
     @abstractmethod
     def close(self) -> None:
         """Release what the transport holds. Idempotent."""
+
+
+def as_true(arriving: Iterator[Arrived], least: Fidelity) -> Iterator[Arrived]:
+    """Yield frames up to the first whose header states less than *least*.
+
+    The server passes such copies over; one that comes all the same is missing.
+    """
+    for arrived in arriving:
+        if int(arrived.frame[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0]) < least:
+            return
+        yield arrived
 
 
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:

@@ -89,7 +89,7 @@ class ChunkView:
         self._place = place
         self._slab = slab
         start = place.offset + KEY_OFFSET
-        if slab.data[start : start + KEY_BYTES].tobytes() != key:
+        if bytes(slab.bytes[start : start + KEY_BYTES]) != key:
             raise ChunkCorruptError(key, "its place holds another chunk")
         # The server takes a frame only of the session's layout, its layers of their full size:
         # one of this length is a whole chunk, another the last of a prompt.

@@ -11,17 +11,28 @@ from numpy.typing import NDArray
 from typing_extensions import override
 from xxhash import xxh3_64
 
-from kvstore.codecs.base import AnyPart, AnyTensors, ChunkTensors, Codec, Part, check_tensors
+from kvstore.codecs.base import (
+    AnyPart,
+    AnyTensors,
+    ChunkTensors,
+    Codec,
+    EncodeTerms,
+    Part,
+    check_tensors,
+)
 from kvstore.codecs.block_part import BlockPart
-from kvstore.proto.buffers import BLOCK_BYTES, Bytes, copy_summed
+from kvstore.proto.buffers import BLOCK_BYTES, Bytes, as_bytes, copy_bytes, copy_summed
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import (
     ALIGN_BYTES,
+    FLAG_UNSUMMED,
     SEGMENT_DTYPE,
     FrameHeader,
     FrameTemplate,
+    check_limits,
     check_segment,
     header_bytes,
+    pack_header,
     raw_frame_bytes,
 )
 from kvstore.proto.types import Component, Fidelity, KVLayout
@@ -56,11 +67,43 @@ class RawCodec(Codec):
         """Size of the frame of *layout*, exact for this codec."""
         return raw_frame_bytes(layout)
 
+    @override
+    def encode(
+        self,
+        template: FrameTemplate,
+        tensors: AnyTensors,
+        out: Bytes,
+        terms: EncodeTerms | None = None,
+    ) -> FrameHeader:
+        """Copy each layer to where the layout has it; *terms* change nothing.
+
+        Raises as ``Codec.encode`` does. One loop for all layers, as in ``decode_into``.
+        """
+        layout = template.layout
+        check_tensors(layout, tensors)
+        check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
+        if len(out) < raw_frame_bytes(layout):
+            raise InvalidFrameError("out", len(out), f"give {raw_frame_bytes(layout)} bytes")
+        is_summed = not template.flags & FLAG_UNSUMMED
+        starts = iter(_raw_rows(layout)["offset"].tolist())
+        checksums = []
+        end = header_bytes(layout)
+        for component, layers in zip(layout.components, tensors, strict=True):
+            for parts in layers:
+                start = next(starts)
+                if end < start:
+                    out[end:start] = 0
+                end = start + component.layer_bytes
+                digest = xxh3_64() if is_summed else None
+                _encode_layer(parts, component, out[start:end], digest)
+                checksums.append(0 if digest is None else digest.intdigest())
+        header = raw_header(template, checksums)
+        copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
+        return header
+
     def encode_segment(self, parts: Sequence[AnyPart], component: Component, out: Bytes) -> int:
         """Copy one layer into *out* and return its ``layer_bytes``."""
-        room = out[: component.layer_bytes]
-        for view, part in zip(part_views(room, component), parts, strict=True):
-            _gather(part.view(view.dtype), view)
+        _encode_layer(parts, component, out[: component.layer_bytes], None)
         return component.layer_bytes
 
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[AnyPart]) -> None:
@@ -72,12 +115,8 @@ class RawCodec(Codec):
         self, parts: Sequence[AnyPart], component: Component, out: Bytes
     ) -> tuple[int, int]:
         """Copy one layer into *out*, summing what arrived while it is in cache."""
-        room = out[: component.layer_bytes]
         digest = xxh3_64()
-        for view, part in zip(part_views(room, component), parts, strict=True):
-            for ours, theirs in _blocks(view, part):
-                _gather(theirs, ours)
-                digest.update(ours)  # type: ignore[arg-type]
+        _encode_layer(parts, component, out[: component.layer_bytes], digest)
         return component.layer_bytes, digest.intdigest()
 
     def decode_checked(
@@ -87,7 +126,7 @@ class RawCodec(Codec):
         component = header.layout.components[int(header.segments[index]["component"])]
         if len(data) != component.layer_bytes:
             raise _wrong_size(data, component)
-        check_segment(header, index, _copy_layer(data, component.part_bytes, out))
+        check_segment(header, index, _copy_layer(data, 0, component.part_bytes, out))
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Copy each segment into *out*, summing what was copied while it is in cache.
@@ -97,14 +136,15 @@ class RawCodec(Codec):
         """
         self.check_header(header)
         check_tensors(header.layout, out)
-        rows = header.segments
-        starts = rows["offset"].tolist()
+        starts = header.segments["offset"].tolist()
+        checksums = header.segments["checksum"].tolist()
         index = 0
         for component, layers in zip(header.layout.components, out, strict=True):
-            layer_bytes, part_bytes = component.layer_bytes, component.part_bytes
+            part_bytes = component.part_bytes
             for parts in layers:
-                data = frame[starts[index] : starts[index] + layer_bytes]
-                check_segment(header, index, _copy_layer(data, part_bytes, parts))
+                found = _copy_layer(frame, starts[index], part_bytes, parts)
+                if found != checksums[index]:
+                    check_segment(header, index, found)
                 index += 1
 
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
@@ -125,11 +165,42 @@ class RawCodec(Codec):
         ]
 
 
-def _copy_layer(data: Bytes, part_bytes: int, out: Sequence[AnyPart]) -> int:
-    """Copy a raw layer into *out* and return its checksum."""
+def _encode_layer(
+    parts: Sequence[AnyPart], component: Component, room: Bytes, digest: xxh3_64 | None
+) -> None:
+    """Copy one layer into *room*, and add what arrived to *digest*."""
+    start, size = 0, component.part_bytes
+    for part in parts:
+        ours = room[start : start + size]
+        start += size
+        if not (isinstance(part, np.ndarray) and part.flags.c_contiguous):
+            _encode_part(part, component, ours, digest)
+        elif digest is None:
+            np.copyto(ours, part.reshape(-1).view(np.uint8))
+        else:
+            copy_summed(ours, part.reshape(-1).view(np.uint8), digest)
+
+
+def _encode_part(part: AnyPart, component: Component, room: Bytes, digest: xxh3_64 | None) -> None:
+    view = room.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
+    if digest is None:
+        _gather(part.view(view.dtype), view)
+        return
+    for ours, theirs in _blocks(view, part):
+        _gather(theirs, ours)
+        digest.update(ours)  # type: ignore[arg-type]
+
+
+def _copy_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:
+    """Copy the raw layer at *start* of *frame* into *out* and return its checksum."""
     digest = xxh3_64()
-    for start, part in zip(range(0, len(data), part_bytes), out, strict=True):
-        _copy_part(data[start : start + part_bytes], part, digest)
+    for part in out:
+        stop = start + part_bytes
+        if isinstance(part, np.ndarray) and part.flags.c_contiguous:
+            copy_summed(part.reshape(-1).view(np.uint8), frame[start:stop], digest)
+        else:
+            _scatter_part(frame[start:stop], part, digest)
+        start = stop
     return digest.intdigest()
 
 
@@ -139,10 +210,7 @@ def _layer_sizes(layout: KVLayout) -> NDArray[np.uint64]:
     return np.array(sizes, np.uint64)
 
 
-def _copy_part(data: Bytes, part: AnyPart, digest: xxh3_64) -> None:
-    if isinstance(part, np.ndarray) and part.flags.c_contiguous:
-        copy_summed(part.reshape(-1).view(np.uint8), data, digest)
-        return
+def _scatter_part(data: Bytes, part: AnyPart, digest: xxh3_64) -> None:
     typed = data.view(f"<u{part.dtype.itemsize}").reshape(part.shape)
     for block, theirs in _blocks(typed, part):
         _scatter(block, theirs)

@@ -62,6 +62,10 @@ def _copy_blocks(out: Bytes, data: Bytes) -> int:
 
 def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
     """Copy *data* to *out* and add what arrived to *state*, block by block."""
+    if len(data) <= BLOCK_BYTES:
+        np.copyto(out, data)
+        state.update(out)  # type: ignore[arg-type,unused-ignore]
+        return
     for start in range(0, len(data), BLOCK_BYTES):
         block = out[start : start + BLOCK_BYTES]
         np.copyto(block, data[start : start + BLOCK_BYTES])

@@ -17,7 +17,7 @@ _SEGMENT_BITS = 10
 _SEGMENTS = 1 << _SEGMENT_BITS
 _KEY_WORDS = KEY_BYTES // 8
 _FIRST_SLOTS = 4
-_FIRST_STEP = 32
+_FIRST_STEP = 256
 _FIRST_ROWS = 64
 _TAG_MASK = _ROW_MASK = (1 << 32) - 1
 _EMPTY = array("Q", [0])
@@ -135,9 +135,11 @@ class KeyTable:
         mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)
         at, row, step = 0, NO_ROW, _FIRST_STEP
         while at < len(keys):
-            guess = self._guess(row, min(step, len(keys) - at))
-            same = (mine[guess] == asked[at : at + len(guess)]).all(axis=1)
-            run = len(guess) if same.all() else int(same.argmin())
+            run = 0
+            if row:
+                guess = self._guess(row, min(step, len(keys) - at))
+                same = (mine[guess] == asked[at : at + len(guess)]).all(axis=1)
+                run = len(guess) if same.all() else int(same.argmin())
             if run:
                 rows[at : at + run] = guess[:run]
                 row = int(guess[run - 1])
@@ -159,7 +161,7 @@ class KeyTable:
         Most often they follow one another in the table too, and need not be gone through.
         """
         follow = self._next
-        row = follow[row] if row else NO_ROW
+        row = follow[row]
         if row and follow[row] == row + 1:
             run = np.arange(row, min(row + limit, len(follow)))
             links = np.frombuffer(follow, np.uint32)[row : row + len(run) - 1]

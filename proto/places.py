@@ -65,8 +65,31 @@ def pack_places(places: Iterable[Place]) -> bytes:
     return b"".join([pack(*place) for place in places])
 
 
+class PlaceRows:
+    """Places that are unpacked when they are looked at: most of a prompt's may never be.
+
+    Raises InvalidRequestError at birth when the rows are cut.
+    """
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: bytes) -> None:
+        _check_rows(rows)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows) // ROW_BYTES
+
+    def __getitem__(self, index: int) -> Place:
+        return Place._make(_ROW.unpack_from(self._rows, index * ROW_BYTES))
+
+
 def unpack_places(rows: bytes) -> list[Place]:
     """Return the places of *rows*. Raises InvalidRequestError when they are cut."""
+    _check_rows(rows)
+    return list(map(Place._make, _ROW.iter_unpack(rows)))
+
+
+def _check_rows(rows: bytes) -> None:
     if len(rows) % ROW_BYTES:
         raise InvalidRequestError("places", len(rows), f"send rows of {ROW_BYTES} bytes")
-    return list(map(Place._make, _ROW.iter_unpack(rows)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,18 +34,26 @@ class Found:
 
     ``sources[i]`` is the place of chunk i's tier among those asked for and ``sizes[i]`` its
     bytes there. ``known`` counts the chunks that any tier has, ``pending`` those behind them
-    that are being written.
+    that are being written. ``lease_id`` is 0 when nothing was leased.
     """
 
     known: int
     pending: int
     sources: NDArray[np.uint8]
     sizes: NDArray[np.int64]
+    lease_id: int = 0
 
     @property
     def first_missing(self) -> int:
         """The place in the chain of the first chunk that is neither known nor being written."""
         return self.known + self.pending
+
+
+class LeaseTerms(NamedTuple):
+    """For whom, and for how long from now."""
+
+    session_id: int
+    ttl_s: float
 
 
 class Catalog:
@@ -131,10 +140,10 @@ class Catalog:
         with self._lock:
             return self._index.copies(self._index.row(key))
 
-    def holders(self, key: ChunkKey) -> list[str]:
-        """Return the tiers with a copy of the chunk: less to ask for than ``copies``."""
+    def holders(self, key: ChunkKey, least: Fidelity = Fidelity.none) -> list[str]:
+        """Return the tiers with such a copy of the chunk: less to ask for than ``copies``."""
         with self._lock:
-            return self._index.holders(self._index.row(key))
+            return self._index.holders(self._index.row(key), least)
 
     def size_bytes(self, tier: str, key: ChunkKey) -> int:
         """Return the size of the chunk's frame on *tier*; 0 when it is not there."""
@@ -177,10 +186,12 @@ class Catalog:
         keys: Sequence[ChunkKey],
         min_fidelity: Fidelity,
         tiers: Sequence[str | None],
+        lease: LeaseTerms | None = None,
     ) -> Found:
         """Find the longest prefix with copies of *min_fidelity* on *tiers*, the best named first.
 
-        None stands for a tier that is not to be read. Touches all chunks that any tier has.
+        None stands for a tier that is not to be read. Touches all chunks that any tier has. With
+        *lease* what was found is leased. Raises QuotaExceededError.
         """
         with self._lock:
             rows = self._index.longest_prefix(keys, min_fidelity)
@@ -189,7 +200,25 @@ class Catalog:
                 policy.touch(rows)
             pending = self._count_pending(keys, len(rows))
             sources, sizes = self._choose(rows, min_fidelity, tiers)
-            return Found(len(rows), pending, sources, sizes)
+            lease_id = 0
+            if lease is not None and len(sources):
+                lease_id = self._lease(keys[: len(sources)], lease).lease_id
+            return Found(len(rows), pending, sources, sizes, lease_id)
+
+    def _lease(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> Lease:
+        return self._leases.grant(terms.session_id, keys, self._clock() + terms.ttl_s)
+
+    def held(
+        self, tiers: Sequence[str], keys: Sequence[ChunkKey], least: Fidelity
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which of the known prefix of *keys* have a copy of *least* on the first of one or
+        two *tiers*, and which on the second.
+        """
+        with self._lock:
+            rows = self._index.longest_prefix(keys, least)
+            first, second = tiers[0], tiers[-1]
+            sizes = self._index.sizes
+            return sizes(first, rows, least)[0], sizes(second, rows, least)[0]
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int) -> int:
         """Return how many chunks after the known ones are there or being written."""
@@ -215,15 +244,14 @@ class Catalog:
         end = int(open_rows.argmax()) if open_rows.any() else len(rows)
         return sources[:end], sizes[:end]
 
-    def grant(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> tuple[Lease, int]:
+    def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
         """Lease the longest prefix of *keys* that still exists; return it and its length.
 
         Raises QuotaExceededError.
         """
         with self._lock:
             known = len(self._index.longest_prefix(keys, Fidelity.none))
-            lease = self._leases.grant(session_id, keys[:known], self._clock() + ttl_s)
-            return lease, known
+            return self._lease(keys[:known], terms), known
 
     def lease(self, lease_id: int, session_id: int) -> Lease:
         """Return a live lease. Raises LeaseExpiredError."""
@@ -297,9 +325,9 @@ class Catalog:
             self._leases.unpin(key)
 
     def begin_put(self, key: ChunkKey) -> bool:
-        """Count a writer of *key*; False, counting nothing, when the chunk exists."""
+        """Count a writer of *key*; False, counting nothing, when an exact copy exists."""
         with self._lock:
-            if key in self._index:
+            if self._index.holders(self._index.row(key), Fidelity.exact):
                 return False
             self._pending[key] = self._pending.get(key, 0) + 1
             return True

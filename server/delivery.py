@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
@@ -19,8 +21,8 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.places import Reach
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.places import PLACE_ROW, Reach
+from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.mover import Ticket
 from kvstore.server.policy.promotion import SecondRead
 from kvstore.server.sessions import Session
@@ -58,6 +60,14 @@ class Arrival:
         return len(self.frame) if self.place is None else self.place.size_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """The shelves that a reader reads in place, nearest first, and what fidelity it asks for."""
+
+    shelves: Sequence[Shelf]
+    least: Fidelity
+
+
 class Delivery:
     """Gets at work. Thread-safe.
 
@@ -74,7 +84,7 @@ class Delivery:
         self._loose_limit_bytes = loose_bytes
         self._loose_bytes = 0
         self._reads = SecondRead(REMEMBERED_READS)
-        self._due: deque[tuple[ChunkKey, str]] = deque(maxlen=MAX_DUE)
+        self._due: deque[tuple[ChunkKey, str, str]] = deque(maxlen=MAX_DUE)
         self._lock = threading.Lock()  # guards _loose_bytes and _reads
 
     def get(
@@ -83,13 +93,14 @@ class Delivery:
         keys: Sequence[ChunkKey],
         deadline: float,
         reach: Collection[Reach] = IN_MEMORY,
+        least: Fidelity = Fidelity.exact,
     ) -> Iterator[Arrival]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
         The caller holds the lease until it is done with what it got. *reach*: where it can read
-        in place.
+        in place. *least*: copies of lower fidelity are passed over, as if they were not there.
         """
-        near = self._near(reach)
+        near = _Near(self._near(reach), least)
         delivered = 0
         origins: list[str] = []
         try:
@@ -114,6 +125,56 @@ class Delivery:
             self._counters.add("get_chunks", delivered)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
+    def in_place(
+        self, keys: Sequence[ChunkKey], reach: Collection[Reach], least: Fidelity
+    ) -> NDArray[Any]:
+        """Return where the longest prefix of leased *keys* is that the reader can read in place.
+
+        As PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered:
+        hundreds at the price of a few through ``get``. Call ``were_told`` when the reader knows
+        them. None where there is GPU memory to which a second read would promote them.
+        """
+        transfers = self._transfers
+        if transfers.gpu is not None:
+            return np.empty(0, PLACE_ROW)
+        held, filed = self._catalog.held(self.place_names(reach), keys, least)
+        rows = np.frombuffer(transfers.cpu_tier.place_rows(keys[: len(held)]), PLACE_ROW).copy()
+        rows["reach"][~held] = Reach.none
+        rows = rows[: self._add_files(keys, rows, filed)]
+        self._counters.add("get_chunks", len(rows))
+        self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
+        return rows
+
+    def place_names(self, reach: Collection[Reach]) -> list[str]:
+        """Return the tiers that a reader of *reach* reads in place, but for a device's."""
+        filed = self._transfers.filed if Reach.file in reach else None
+        return [shelf.name for shelf in (self._transfers.cpu, filed) if shelf is not None]
+
+    def _add_files(
+        self, keys: Sequence[ChunkKey], rows: NDArray[Any], held: NDArray[np.bool_]
+    ) -> int:
+        """Fill the *rows* of those in files, up to the first that is nowhere; return its place."""
+        filed = self._transfers.filed
+        for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
+            place = None
+            if filed is not None and held[index] and not filed.breaker.is_open:
+                place = filed.tier.file_place(keys[index])
+            if place is None:
+                return int(index)
+            rows[index] = (place.extent, Reach.file, 1, place.offset, place.size_bytes, 0)
+        return len(rows)
+
+    def were_told(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
+        """The reader of *keys* begins to read *rows*: what follows from reading files."""
+        filed = self._transfers.filed
+        told = [keys[index] for index in np.flatnonzero(rows["reach"] == Reach.file).tolist()]
+        if filed is None or not told:
+            return
+        for start in range(0, len(told), READ_AHEAD_CHUNKS):
+            self._read_ahead(told[max(1, start) : start + READ_AHEAD_CHUNKS])
+        for key in told:
+            self._promote_if_due(session, key, filed.name)
+
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
         """Tell a medium that can use it what of the chain is read next, and wait for nothing."""
         for shelf in self._transfers.shelves.values():
@@ -126,9 +187,14 @@ class Delivery:
                 work = partial(_prefetched, shelf, ahead)
                 self._mover.submit(f"load-{shelf.name}", b"ahead" + ahead[0], work)
 
-    def in_reach(self, key: ChunkKey, reach: Collection[Reach] = IN_MEMORY) -> bool:
+    def in_reach(
+        self,
+        key: ChunkKey,
+        reach: Collection[Reach] = IN_MEMORY,
+        least: Fidelity = Fidelity.exact,
+    ) -> bool:
         """Whether *key* can be delivered without a load."""
-        holders = self._catalog.holders(key)
+        holders = self._catalog.holders(key, least)
         return any(_is_in_place(shelf, key, holders) for shelf in self._near(reach))
 
     def _near(self, reach: Collection[Reach]) -> list[Shelf]:
@@ -151,24 +217,24 @@ class Delivery:
             return
         if from_file:
             # Not now: the copy would take a core from the reader, who is reading the file.
-            self._due.append((key, session.tenant))
+            self._due.append((key, session.tenant, name))
         if wants_gpu:
             self._transfers.copy_up(key, session.tenant)
 
     def promote_due(self) -> None:
-        """Begin to copy to CPU memory what was read from files twice. Called at every tick."""
-        filed = self._transfers.filed
-        for _ in range(len(self._due)):
-            key, tenant = self._due.popleft()
-            if filed is not None and filed.name in self._catalog.holders(key):
-                self._transfers.load(key, filed, tenant)
+        """Begin to copy to CPU memory what was read from files twice, or past a lesser copy.
 
-    def _load(
-        self, session: Session, key: ChunkKey, near: Sequence[Shelf]
-    ) -> tuple[str, Ticket | None]:
+        Called at every tick.
+        """
+        for _ in range(len(self._due)):
+            key, tenant, name = self._due.popleft()
+            if name in self._catalog.holders(key):
+                self._transfers.load(key, self._transfers.shelves[name], tenant)
+
+    def _load(self, session: Session, key: ChunkKey, near: _Near) -> tuple[str, Ticket | None]:
         """Start loading *key* unless it is on a shelf of *near*; return the best holder's name."""
-        holders = self._catalog.holders(key)
-        for shelf in near:
+        holders = self._catalog.holders(key, near.least)
+        for shelf in near.shelves:
             if _is_in_place(shelf, key, holders):
                 return shelf.name, None
         for shelf in self._transfers.sources:
@@ -182,7 +248,7 @@ class Delivery:
         index: int,
         key: ChunkKey,
         deadline: float,
-        near: Sequence[Shelf],
+        near: _Near,
     ) -> Arrival | None:
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._transfers.shelves)):
@@ -191,6 +257,9 @@ class Delivery:
                 return self._in_place(index, key, name) if name else None
             try:
                 self._mover.wait(ticket, deadline)
+                if self._is_barred(key, near.least):
+                    self._due.append((key, session.tenant, name))
+                    return self._loose(index, key, name, deadline)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
                 return self._loose(index, key, name, deadline)
             except DeadlineError:
@@ -199,6 +268,12 @@ class Delivery:
             except (ChunkCorruptError, TierUnavailableError):
                 continue
         return None
+
+    def _is_barred(self, key: ChunkKey, least: Fidelity) -> bool:
+        """Whether a copy of too low fidelity has the chunk's place in CPU memory."""
+        cpu = self._transfers.cpu.name
+        holders = self._catalog.holders
+        return cpu in holders(key) and cpu not in holders(key, least)
 
     def _in_place(self, index: int, key: ChunkKey, name: str) -> Arrival | None:
         if name == self._transfers.cpu.name:
@@ -216,7 +291,7 @@ class Delivery:
         return Arrival(index, self._transfers.cpu.name, frame, place)
 
     def _loose(self, index: int, key: ChunkKey, name: str, deadline: float) -> Arrival | None:
-        """Read past a CPU tier that is full of leases, within a bound of its own."""
+        """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
         shelf = self._transfers.shelves[name]
         info = self._catalog.copies(key).get(name)
         if info is None or not self._take_loose(info.size_bytes):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
 from kvstore.server.absent import AbsentKeys
-from kvstore.server.catalog import Found
+from kvstore.server.catalog import Found, LeaseTerms
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
@@ -50,13 +50,14 @@ class Finder:
         min_fidelity: Fidelity,
     ) -> Match:
         """Find the longest prefix of *keys* that can be read, and lease it if asked to."""
-        found = self._match(keys, min_fidelity)
+        terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
         if self.shared:
+            found = self._match(keys, min_fidelity)
             found = self._with_shared(keys, min_fidelity, found, deadline)
-        ready = len(found.sources)
-        lease_id = 0
-        if lease and ready:
-            lease_id, ready = self._grant(session, keys[:ready])
+            lease_id, ready = self._grant(keys[: len(found.sources)], terms)
+        else:
+            found = self._match(keys, min_fidelity, terms)
+            lease_id, ready = found.lease_id, len(found.sources)
         self._counters.add("lookups")
         self._counters.add("lookup_chunks", len(keys))
         self._counters.add("lookup_ready_chunks", ready)
@@ -71,16 +72,19 @@ class Finder:
             lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
         )
 
-    def _match(self, keys: Sequence[ChunkKey], min_fidelity: Fidelity) -> Found:
+    def _match(
+        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, lease: LeaseTerms | None = None
+    ) -> Found:
         in_use = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
-        return self._catalog.match(keys, min_fidelity, in_use)
+        return self._catalog.match(keys, min_fidelity, in_use, lease)
 
-    def _grant(self, session: Session, keys: Sequence[ChunkKey]) -> tuple[int, int]:
+    def _grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms | None) -> tuple[int, int]:
         """Lease what is still there of *keys*; return the lease's id and how many those are."""
-        session_id = session.session_id
-        lease, known = self._catalog.grant(session_id, keys, self._lease_ttl_ms / 1000)
+        if terms is None or not keys:
+            return 0, len(keys)
+        lease, known = self._catalog.grant(keys, terms)
         if not known:
-            self._catalog.release(lease.lease_id, session_id)
+            self._catalog.release(lease.lease_id, terms.session_id)
         return lease.lease_id if known else 0, known
 
     def _loads(self, found: Found) -> NDArray[np.uint32]:

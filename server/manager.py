@@ -10,7 +10,7 @@ from kvstore.proto.errors import (
     KVStoreError,
 )
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
-from kvstore.server.catalog import Holding
+from kvstore.server.catalog import Holding, LeaseTerms
 from kvstore.server.delivery import Delivery
 from kvstore.server.finder import Finder
 from kvstore.server.intake import Intake, PutResult
@@ -34,11 +34,13 @@ class ManagerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ShelfStatus:
-    """One tier's state; ``reason`` is empty while it serves."""
+    """One tier's state; ``reason`` is empty while it serves, ``codec_id`` is of most frames."""
 
     name: str
     stats: TierStats
     codec: str
+    codec_id: int
+    load_bytes_per_s: float
     reason: str
 
 
@@ -68,12 +70,13 @@ class TierManager:
         self._new_id = new_id
         lower = transfers.lower_shelves()
         self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
+        self._durable = [shelf for shelf in self._keepers if shelf.encoder.is_exact]
         self._finder = Finder(transfers, limits.lease_ttl_ms)
 
     @property
     def can_be_durable(self) -> bool:
-        """Whether a tier of this node survives a restart."""
-        return bool(self._keepers)
+        """Whether a tier of this node survives a restart, and keeps chunks as they are."""
+        return bool(self._durable)
 
     def harden(
         self, keys: Sequence[ChunkKey], results: Sequence[PutResult], deadline: float
@@ -97,9 +100,10 @@ class TierManager:
         ]
 
     def _make_durable(self, keys: Sequence[ChunkKey], deadline: float) -> list[str]:
-        if not self._keepers:
-            raise InvalidRequestError("durable", True, "start the server with a disk tier")
-        shelf = self._keepers[0]
+        if not self._durable:
+            fix = "start the server with a disk tier whose codec loses nothing"
+            raise InvalidRequestError("durable", True, fix)
+        shelf = self._durable[0]
         copied = self._copied(keys, shelf, deadline)
         failure, lost = self._flushed(keys, shelf, deadline)
         return [
@@ -170,7 +174,8 @@ class TierManager:
         Raises LeaseExpiredError, InvalidRequestError for chunks outside the lease.
         """
         if not lease_id:
-            lease, known = self.catalog.grant(session.session_id, keys, self._lease_ttl_ms / 1000)
+            terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000)
+            lease, known = self.catalog.grant(keys, terms)
             return lease.lease_id, known
         leased = set(self.catalog.lease(lease_id, session.session_id).keys)
         for key in keys:
@@ -243,7 +248,14 @@ class TierManager:
     def shelf_statuses(self) -> list[ShelfStatus]:
         """Return the state of each tier, fastest first."""
         return [
-            ShelfStatus(shelf.name, shelf.tier.stats(), shelf.codec.name, shelf.breaker.reason)
+            ShelfStatus(
+                shelf.name,
+                shelf.tier.stats(),
+                shelf.encoder.name,
+                shelf.encoder.codec_id,
+                shelf.rate.bytes_per_s,
+                shelf.breaker.reason,
+            )
             for shelf in self.transfers.shelves.values()
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import grpc
@@ -15,7 +15,7 @@ from kvstore.proto import kvstore_pb2_grpc, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.places import Place, Reach, pack_places
 from kvstore.proto.shm import ARENA_SLAB
-from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
 from kvstore.server.dataplane import DataPlane
 from kvstore.server.delivery import IN_MEMORY, Arrival
@@ -24,7 +24,7 @@ from kvstore.server.layered import LayeredGet, LayerPart
 from kvstore.server.layered_put import LayeredPutStream
 from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
-from kvstore.server.sessions import SessionTable
+from kvstore.server.sessions import Session, SessionTable
 from kvstore.tiers.base import FilePlace
 from kvstore.tiers.slab import SlabPlace
 
@@ -46,6 +46,7 @@ class Identity:
     zmq_public_key: bytes = b""
 
 
+_NO_KEY = ChunkKey(bytes(KEY_BYTES))
 _REACH = {
     pb.VIA_SHARED_MEMORY: IN_MEMORY | {Reach.file},
     pb.VIA_DEVICE: IN_MEMORY | {Reach.device},
@@ -141,7 +142,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             tier_names=match.tier_names,
             lease_id=match.lease_id,
             lease_ttl_ms=match.lease_ttl_ms,
-            places=self._leased_places(keys[: match.ready]) if wants_places else b"",
+            places=self._leased_places(keys, match.sources) if wants_places else b"",
             server_us=int(1e6 * (self._clock() - started)),
         )
 
@@ -151,34 +152,13 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     ) -> Iterator[pb.GetResponse]:
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        deadline = self._checks.deadline(request.deadline_ms)
-        shared = request.via != pb.VIA_STREAM and self._data_plane is not None
-        reach = _REACH[request.via] if shared else IN_MEMORY
-        gets = self._manager.gets
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
         release = not request.lease_id
         told = False
-        places: list[Arrival] = []
         try:
-            if request.layer_major:
-                transfers = self._manager.transfers
-                layered = LayeredGet(transfers, session, keys[:known], deadline)
-                for part in layered.parts():
-                    yield from self._pieces(part, lease_id)
-                return
-            for arrival in gets.get(session, keys[:known], deadline, reach):
-                if not (shared and arrival.place):
-                    yield from self._parts(arrival, lease_id)
-                    continue
-                places.append(arrival)
-                following = keys[arrival.index + 1 : known][:1]
-                if not (following and gets.in_reach(following[0], reach)):
-                    told = True
-                    yield self._places(places, lease_id)
-                    places = []
-            if places:
-                told = True
-                yield self._places(places, lease_id)
+            for message in self._delivered(request, session, keys[:known], lease_id):
+                told = told or message.HasField("places")
+                yield message
             # Through shared memory the client reads after this call and releases by itself; one
             # that cancelled it, or was told nothing, does not.
             release = release and not told
@@ -186,8 +166,58 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             if release:
                 self._manager.release(session, lease_id)
 
-    def _leased_places(self, keys: Sequence[ChunkKey]) -> bytes:
-        return self._manager.transfers.cpu_tier.place_rows(keys)
+    def _delivered(
+        self, request: pb.GetRequest, session: Session, keys: Sequence[ChunkKey], lease_id: int
+    ) -> Iterator[pb.GetResponse]:
+        """Yield the messages of a get, in the order of the leased *keys*."""
+        least = fidelity(request.min_fidelity)
+        deadline = self._checks.deadline(request.deadline_ms)
+        gets = self._manager.gets
+        if request.layer_major:
+            layered = LayeredGet(self._manager.transfers, session, keys, deadline, least)
+            for part in layered.parts():
+                yield from self._pieces(part, lease_id)
+            return
+        if request.via == pb.VIA_STREAM or self._data_plane is None:
+            for arrival in gets.get(session, keys, deadline, IN_MEMORY, least):
+                yield from self._parts(arrival, lease_id)
+        else:
+            yield from self._reached(request, session, keys, lease_id)
+
+    def _reached(
+        self, request: pb.GetRequest, session: Session, keys: Sequence[ChunkKey], lease_id: int
+    ) -> Iterator[pb.GetResponse]:
+        """Yield where a reader on this host finds the chunks, and the bytes of those it cannot."""
+        least = fidelity(request.min_fidelity)
+        deadline = self._checks.deadline(request.deadline_ms)
+        gets = self._manager.gets
+        reach = _REACH[request.via]
+        rows = gets.in_place(keys, reach, least)
+        count = len(rows)
+        if count:
+            yield self._place_message(0, rows.tobytes(), gets.place_names(reach), lease_id)
+            gets.were_told(session, keys, rows)
+        if count == len(keys):
+            return
+        places: list[Arrival] = []
+        for one in gets.get(session, keys[count:], deadline, reach, least):
+            arrival = replace(one, index=one.index + count)
+            if arrival.place is None:
+                yield from self._parts(arrival, lease_id)
+                continue
+            places.append(arrival)
+            following = keys[arrival.index + 1 :][:1]
+            if not (following and gets.in_reach(following[0], reach, least)):
+                yield self._places(places, lease_id)
+                places = []
+        if places:
+            yield self._places(places, lease_id)
+
+    def _leased_places(self, keys: Sequence[ChunkKey], sources: bytes) -> bytes:
+        """Return the places of those chunks whose copy in CPU memory, source 0, was matched."""
+        if any(sources):  # what is there of the others may be of too low fidelity
+            keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
+        return self._manager.transfers.cpu_tier.place_rows(keys[: len(sources)])
 
     def _places(self, arrivals: Sequence[Arrival], lease_id: int) -> pb.GetResponse:
         names = list(dict.fromkeys(arrival.tier for arrival in arrivals))
@@ -196,10 +226,15 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             for arrival in arrivals
             if arrival.place is not None
         )
+        return self._place_message(arrivals[0].index, rows, names, lease_id)
+
+    def _place_message(
+        self, index: int, rows: bytes, names: Sequence[str], lease_id: int
+    ) -> pb.GetResponse:
         return pb.GetResponse(
             server=self._stamp,
             lease_id=lease_id,
-            index=arrivals[0].index,
+            index=index,
             places=pb.Places(rows=rows, tier_names=names),
         )
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import Fidelity, Namespace
-from kvstore.server.catalog import Catalog
+from kvstore.server.catalog import Catalog, LeaseTerms
 from kvstore.server.leases import LeaseTable
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.lru import LruEviction
@@ -55,6 +55,13 @@ def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: 
     assert found.sizes.tolist() == [100, 100, 100]
     catalog.end_put(key(3))
     assert catalog.match(CHAIN, Fidelity.exact, TIERS).pending == 0
+
+
+def test_a_match_leases_what_it_found_and_nothing_when_it_found_nothing(catalog: Catalog) -> None:
+    found = catalog.match(CHAIN, Fidelity.exact, TIERS, LeaseTerms(SESSION, 2.0))
+    assert catalog.lease(found.lease_id, SESSION).keys == CHAIN[:3]
+    unknown = catalog.match([key(99)], Fidelity.exact, TIERS, LeaseTerms(SESSION, 2.0))
+    assert (unknown.lease_id, catalog.lease_count()) == (0, 1)
 
 
 def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
@@ -105,7 +112,7 @@ def test_a_chunk_that_exists_needs_no_put_and_writers_are_counted(catalog: Catal
 def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
     catalog: Catalog, clock: FakeClock
 ) -> None:
-    lease, known = catalog.grant(SESSION, CHAIN, ttl_s=2.0)
+    lease, known = catalog.grant(CHAIN, LeaseTerms(SESSION, 2.0))
     assert (known, lease.keys) == (3, CHAIN[:3])
     assert (catalog.held_count(), catalog.lease_count()) == (3, 1)
     clock.advance(2.0)
@@ -116,7 +123,7 @@ def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
 
 
 def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
-    catalog.grant(SESSION, [key(0)], 10.0)
+    catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     assert catalog.claim_victims("cpu", ALL, ALL) == [key(2), key(1)]
     assert not catalog.cast_out("cpu", key(0), even_if_held=False)
     assert catalog.copies(key(0)).keys() == {"cpu", "disk"}
@@ -141,7 +148,7 @@ def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
 
 
 def test_among_names_all_of_a_piece_that_may_go(catalog: Catalog) -> None:
-    catalog.grant(SESSION, [key(0)], 10.0)
+    catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     assert catalog.claim_victims("cpu", 0, 0, among=CHAIN[:3]) == [key(1), key(2)]
 
 
@@ -243,7 +250,7 @@ def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) 
 
 
 def test_holdings_are_those_of_one_namespace(catalog: Catalog) -> None:
-    lease, _ = catalog.grant(SESSION, [key(0)], 10.0)
+    lease, _ = catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     catalog.match([key(0)], Fidelity.exact, TIERS)
     holdings = catalog.holdings(Namespace(bytes(16)))
     assert [holding.key for holding in holdings] == CHAIN[:3]
@@ -261,7 +268,7 @@ def test_only_on_names_what_would_be_lost_with_a_tier(catalog: Catalog) -> None:
 
 def test_a_session_that_ends_releases_its_leases(catalog: Catalog) -> None:
     for _ in range(2):
-        catalog.grant(SESSION, CHAIN, 10.0)
-    catalog.grant(SESSION + 1, CHAIN, 10.0)
+        catalog.grant(CHAIN, LeaseTerms(SESSION, 10.0))
+    catalog.grant(CHAIN, LeaseTerms(SESSION + 1, 10.0))
     assert catalog.release_session(SESSION) == 2
     assert catalog.held_count() == 3
