@@ -335,8 +335,8 @@ def bench_metadata(folder: Path, report: Report) -> None:
     from kvstore.tiers.cpu import CpuTier
     from kvstore.tiers.disk import DiskTier
 
-    count = 5000
-    layout = KVLayout.of(SMALL, 16)
+    count = 20_000
+    layout = KVLayout.of(TINY, 16)
     size = raw_frame_bytes(layout)
     tiers = [
         CpuTier(count * (size + 4096), 64 * MIB),
@@ -354,6 +354,8 @@ def bench_metadata(folder: Path, report: Report) -> None:
             tier.seal(tier.reserve(info))
             catalog.note_sealed(tier.name, info)
         parent = digest
+    for tier in tiers:
+        tier.flush()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     for tier in tiers:

@@ -24,7 +24,8 @@ from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.frame import FrameTemplate, check_frame, raw_frame_bytes
+from kvstore.proto.frame import FrameTemplate, check_frame, header_bytes, raw_frame_bytes
+from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -77,8 +78,8 @@ def make_frames(count: int, seed: int) -> list[tuple[ChunkInfo, Bytes]]:
 class TierSide:
     """One of our tiers in this process, as a peer's benchmark has its adapter.
 
-    Frames go in verified, as the mover copies them, and come out verified into memory that is
-    there. All of them are asked for at once, and *threads* work them off.
+    Frames go in verified, as the mover copies them, and come out as it loads them: verified
+    step by step, into memory that is there. All of them are asked for at once, and *threads* work them off.
     """
 
     def __init__(self, tier: Tier, frames: Sequence[tuple[ChunkInfo, Bytes]], threads: int) -> None:
@@ -112,8 +113,9 @@ class TierSide:
 
     def _load(self, job: tuple[tuple[ChunkInfo, Bytes], Bytes]) -> None:
         (info, _), out = job
-        assert self._tier.read_into(info.key, out)
-        check_frame(out, info.key)
+        check = FrameCheck(out, info.key, header_bytes(info.layout))
+        assert check.follow(self._tier.read_steps(info.key, out))
+        check.finish()
 
     def run(self, side: Side, repeats: int) -> None:
         """Store and load *repeats* times."""

@@ -182,7 +182,7 @@ class DiskTier(Tier):
             packed = pack_row(row)
             with self._lock:
                 self._reserved.remove(place)
-                is_first = info.key not in self._space.places
+                is_first = info.key not in self._space
                 pending: Seal | None
                 if is_first:
                     self._space.put(info, extent, place.offset)
@@ -215,7 +215,7 @@ class DiskTier(Tier):
             if found is None:
                 return False
             for offset, out in ranges:
-                check_range(found.info.size_bytes, offset, len(out))
+                check_range(found.size_bytes, offset, len(out))
             for offset, outs in join_runs(ranges):
                 self._extents.read(found.extent, found.offset + offset, outs)
         return True
@@ -225,7 +225,7 @@ class DiskTier(Tier):
         with self._reading(key) as found:
             if found is None:
                 return
-            check_range(found.info.size_bytes, 0, len(out))
+            check_range(found.size_bytes, 0, len(out))
             for start in range(0, len(out), STEP_BYTES):
                 step = out[start : start + STEP_BYTES]
                 self._extents.read(found.extent, found.offset + start, [step])
@@ -257,16 +257,15 @@ class DiskTier(Tier):
             with self._reading(key) as found:
                 if found is None:
                     continue
-                left -= found.info.size_bytes
+                left -= found.size_bytes
                 if left < 0:
                     return
-                self._extents.read_ahead(found.extent, found.offset, found.info.size_bytes)
+                self._extents.read_ahead(found.extent, found.offset, found.size_bytes)
 
     @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         with self._lock:
-            found = [self._space.locate(key) for key in keys]
-        return [None if one is None else one.info for one in found]
+            return [self._space.info(key) for key in keys]
 
     @override
     def delete(self, key: ChunkKey) -> bool:
@@ -287,7 +286,7 @@ class DiskTier(Tier):
     @override
     def stats(self) -> TierStats:
         with self._lock:
-            used, chunks = self._space.used_bytes, len(self._space.places)
+            used, chunks = self._space.used_bytes, len(self._space)
             return TierStats(self.capacity_bytes, used, chunks, len(self._reserved))
 
     @override
@@ -295,7 +294,7 @@ class DiskTier(Tier):
         """Return the sealed chunks of the extent that holds *key*; none when absent."""
         with self._lock:
             found = self._space.locate(key)
-            return [] if found is None else [info.key for info in found.extent.chunks.values()]
+            return [] if found is None else self._space.keys_in(found.extent)
 
     @override
     def in_the_way(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
@@ -303,7 +302,7 @@ class DiskTier(Tier):
             found = self._space.locate(key)
             if found is None or found.extent.owner != tenant:
                 return []
-            chunks, holes = dict(found.extent.chunks), found.extent.holes.spans()
+            chunks, holes = self._space.neighbours(found.extent), found.extent.holes.spans()
         return side_by_side(chunks, holes, key, size_bytes)
 
     @override
@@ -319,7 +318,7 @@ class DiskTier(Tier):
             found = self._space.locate(key)
         if found is None or not found.extent.is_known:
             return None
-        return FilePlace(found.extent.number, found.offset, found.info.size_bytes)
+        return FilePlace(found.extent.number, found.offset, found.size_bytes)
 
     @override
     def extent_file(self, extent: int, tenant: str) -> int:

@@ -8,26 +8,23 @@ from typing import NamedTuple
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.disk_folder import GRANULE_BYTES, ExtentFolder
 from kvstore.tiers.extents import Extent
-
-_OFFSET_BITS = 32
-
-
-def pack_place(extent: int, offset: int) -> int:
-    """Return extent and offset as one number: a chunk's place costs one small integer."""
-    return extent << _OFFSET_BITS | offset // GRANULE_BYTES
-
-
-def offset_of(place: int) -> int:
-    """Return the offset in its extent of a place."""
-    return (place & (1 << _OFFSET_BITS) - 1) * GRANULE_BYTES
+from kvstore.tiers.spot_table import NO_AREA, SpotTable
 
 
 class Located(NamedTuple):
     """Where a sealed chunk lies."""
 
     extent: Extent
-    info: ChunkInfo
     offset: int
+    size_bytes: int
+
+
+class Neighbour(NamedTuple):
+    """A sealed chunk among those of its extent."""
+
+    offset: int
+    size_bytes: int
+    key: ChunkKey
 
 
 class DiskSpace:
@@ -47,8 +44,8 @@ class DiskSpace:
         self.used_bytes = 0
         self.missing: list[tuple[ExtentFolder, int]] = []
         """Extents that were deleted and could not be made anew yet."""
-        self.places: dict[ChunkKey, int] = {}
-        """Where each sealed chunk lies, in order of sealing."""
+        self._sealed = SpotTable()
+        """Areas are the numbers of extents and one: none has the number of no area."""
         self._by_number = by_number
         self._folders = list(folders)
         self._is_usable = is_usable
@@ -150,46 +147,60 @@ class DiskSpace:
     # --- chunks
 
     def put(self, info: ChunkInfo, extent: Extent, offset: int) -> None:
-        """A chunk is sealed there."""
-        place = pack_place(extent.number, offset)
-        self.places[info.key] = place
-        extent.chunks[place] = info
+        """A chunk is sealed there that was nowhere."""
+        self._sealed.seal(info, extent.number + 1, offset)
 
     def locate(self, key: ChunkKey) -> Located | None:
         """Return where a sealed chunk lies; None when absent."""
-        place = self.places.get(key)
-        if place is None:
+        area, offset, size_bytes = self._sealed.spot(self._sealed.find(key))
+        if area == NO_AREA:
             return None
-        extent = self._by_number[place >> _OFFSET_BITS]
-        return Located(extent, extent.chunks[place], offset_of(place))
+        return Located(self._by_number[area - 1], offset, size_bytes)
+
+    def info(self, key: ChunkKey) -> ChunkInfo | None:
+        """Return the description of a sealed chunk; None when absent."""
+        return self._sealed.info_of(key)
+
+    def keys_in(self, extent: Extent) -> list[ChunkKey]:
+        """Return the chunks of an extent, in order of sealing."""
+        return self._sealed.keys_in(extent.number + 1)
+
+    def neighbours(self, extent: Extent) -> list[Neighbour]:
+        """Return the chunks of an extent with where they lie, in order of sealing."""
+        spot = self._sealed.spot
+        return [Neighbour(*spot(self._sealed.find(key))[1:], key) for key in self.keys_in(extent)]
 
     def remove(self, key: ChunkKey) -> bool:
         """Forget a chunk and free its room. Return whether it was there."""
-        place = self.places.pop(key, None)
-        if place is None:
+        row = self._sealed.find(key)
+        area, offset, size_bytes = self._sealed.spot(row)
+        if area == NO_AREA:
             return False
-        extent = self._by_number[place >> _OFFSET_BITS]
-        info = extent.chunks.pop(place)
-        self.free(extent, offset_of(place), info.size_bytes)
+        self._sealed.remove(row)
+        self.free(self._by_number[area - 1], offset, size_bytes)
         return True
 
     def infos(self) -> list[ChunkInfo]:
         """Return every sealed chunk, in order of sealing."""
-        table = self._by_number
-        return [table[place >> _OFFSET_BITS].chunks[place] for place in self.places.values()]
+        return self._sealed.infos()
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return bool(self._sealed.find(key))
+
+    def __len__(self) -> int:
+        return len(self._sealed)
 
 
 def side_by_side(
-    chunks: Mapping[int, ChunkInfo], holes: Mapping[int, int], key: ChunkKey, size_bytes: int
+    chunks: Sequence[Neighbour], holes: Mapping[int, int], key: ChunkKey, size_bytes: int
 ) -> list[ChunkKey]:
     """Return *key* and the neighbours that, with the holes between them, are *size_bytes* long.
 
-    *chunks* are an extent's, by place, and *holes* its holes by offset. The run grows towards
+    *chunks* are an extent's, and *holes* its holes by offset. The run grows towards
     the smaller neighbour; it may stay too short, between reservations or the extent's ends.
     """
     found = sorted(
-        (offset_of(place), -(-info.size_bytes // GRANULE_BYTES) * GRANULE_BYTES, info.key)
-        for place, info in chunks.items()
+        (one.offset, -(-one.size_bytes // GRANULE_BYTES) * GRANULE_BYTES, one.key) for one in chunks
     )
     low = high = [chunk[2] for chunk in found].index(key)
     start, end = found[low][0], found[low][0] + found[low][1]

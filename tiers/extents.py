@@ -14,7 +14,6 @@ from kvstore.proto.errors import (
     PermissionDeniedError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.arena import Holes
 from kvstore.tiers.disk_folder import GRANULE_BYTES, TIER, ExtentFolder
 from kvstore.tiers.disk_io import FileIO, no_direct
@@ -42,12 +41,12 @@ def extent_bytes_for(capacity_bytes: int, largest_frame_bytes: int) -> int:
 class Extent:
     """One file of frames. It has one owner from its first frame until it is deleted.
 
-    The tier's lock guards ``chunks``, ``holes``, ``owner`` and ``users``. ``is_known`` is False
+    The tier's lock guards ``holes``, ``owner`` and ``users``. ``is_known`` is False
     for a file of which nobody knows whose bytes it ever held: it is never shared.
     """
 
     __slots__ = (
-        "chunks", "fd", "folder", "holes", "is_gone", "is_known", "number", "owner",
+        "fd", "folder", "holes", "is_gone", "is_known", "number", "owner",
         "size_bytes", "sync_failures", "users",
     )  # fmt: skip
 
@@ -57,8 +56,6 @@ class Extent:
         self.size_bytes = size_bytes
         self.fd = -1
         self.holes = Holes(size_bytes, GRANULE_BYTES)
-        self.chunks: dict[int, ChunkInfo] = {}
-        """What is sealed here, by place."""
         self.owner: str | None = None
         self.is_known = True
         self.is_gone = False

@@ -17,7 +17,7 @@ from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.arena import Holes
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_folder import GRANULE_BYTES
-from kvstore.tiers.disk_space import side_by_side
+from kvstore.tiers.disk_space import Neighbour, side_by_side
 from kvstore.tiers.extents import extent_bytes_for
 
 GIB = 1 << 30
@@ -89,13 +89,13 @@ class Churn:
     def _in_the_way(self, size_bytes: int) -> list[int]:
         number, _, oldest = next(iter(self.chunks.values()))
         here = {
-            offset // GRANULE_BYTES: (seed, info)
+            seed: Neighbour(offset, info.size_bytes, info.key)
             for seed, (extent, offset, info) in self.chunks.items()
             if extent == number
         }
-        infos = {place: info for place, (_, info) in here.items()}
-        keys = side_by_side(infos, self.extents[number].spans(), oldest.key, size_bytes)
-        seeds = {info.key: seed for seed, info in here.values()}
+        spans = self.extents[number].spans()
+        keys = side_by_side([*here.values()], spans, oldest.key, size_bytes)
+        seeds = {one.key: seed for seed, one in here.items()}
         return [seeds[key] for key in keys]
 
 

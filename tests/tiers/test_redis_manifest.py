@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.buffers import checksum
+from kvstore.proto.component_table import MAX_COMPONENTS
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.frame import MAX_COMPONENTS, MAX_FRAME_BYTES
+from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.types import ChunkInfo, KVLayout
 from kvstore.tiers.redis_manifest import (
     MAX_MANIFEST_BYTES,
