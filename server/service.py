@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import grpc
@@ -13,20 +13,15 @@ from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.proto.places import Place, Reach, pack_places
-from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
 from kvstore.server.dataplane import DataPlane
-from kvstore.server.delivery import IN_MEMORY, Arrival
+from kvstore.server.get_stream import REACH, GetStream
 from kvstore.server.intake import PutResult, PutTicket
-from kvstore.server.layered import LayeredGet, LayerPart
 from kvstore.server.layered_put import LayeredPutStream
 from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
-from kvstore.server.sessions import Session, SessionTable
-from kvstore.tiers.base import FilePlace
-from kvstore.tiers.slab import SlabPlace
+from kvstore.server.sessions import SessionTable
 
 LIST_PAGE_CHUNKS = 256
 MAX_CLIENT_CHARS = 128
@@ -47,11 +42,6 @@ class Identity:
 
 
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
-_REACH = {
-    pb.VIA_SHARED_MEMORY: IN_MEMORY | {Reach.file},
-    pb.VIA_DEVICE: IN_MEMORY | {Reach.device},
-}
-"""Where a reader of each kind can read in place."""
 
 
 class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
@@ -152,11 +142,20 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     ) -> Iterator[pb.GetResponse]:
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
+        deadline = self._checks.deadline(request.deadline_ms)
+        least = fidelity(request.min_fidelity)
+        reach = REACH[request.via] if self._data_plane is not None else None
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
+        stream = GetStream(self._manager, session, self._stamp, lease_id, deadline, least)
+        messages = (
+            stream.layers(keys[:known])
+            if request.layer_major
+            else stream.frames(keys[:known], reach)
+        )
         release = not request.lease_id
         told = False
         try:
-            for message in self._delivered(request, session, keys[:known], lease_id):
+            for message in messages:
                 told = told or message.HasField("places")
                 yield message
             # Through shared memory the client reads after this call and releases by itself; one
@@ -166,98 +165,11 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             if release:
                 self._manager.release(session, lease_id)
 
-    def _delivered(
-        self, request: pb.GetRequest, session: Session, keys: Sequence[ChunkKey], lease_id: int
-    ) -> Iterator[pb.GetResponse]:
-        """Yield the messages of a get, in the order of the leased *keys*."""
-        least = fidelity(request.min_fidelity)
-        deadline = self._checks.deadline(request.deadline_ms)
-        gets = self._manager.gets
-        if request.layer_major:
-            layered = LayeredGet(self._manager.transfers, session, keys, deadline, least)
-            for part in layered.parts():
-                yield from self._pieces(part, lease_id)
-            return
-        if request.via == pb.VIA_STREAM or self._data_plane is None:
-            for arrival in gets.get(session, keys, deadline, IN_MEMORY, least):
-                yield from self._parts(arrival, lease_id)
-        else:
-            yield from self._reached(request, session, keys, lease_id)
-
-    def _reached(
-        self, request: pb.GetRequest, session: Session, keys: Sequence[ChunkKey], lease_id: int
-    ) -> Iterator[pb.GetResponse]:
-        """Yield where a reader on this host finds the chunks, and the bytes of those it cannot."""
-        least = fidelity(request.min_fidelity)
-        deadline = self._checks.deadline(request.deadline_ms)
-        gets = self._manager.gets
-        reach = _REACH[request.via]
-        rows = gets.in_place(keys, reach, least)
-        count = len(rows)
-        if count:
-            yield self._place_message(0, rows.tobytes(), gets.place_names(reach), lease_id)
-            gets.were_told(session, keys, rows)
-        if count == len(keys):
-            return
-        places: list[Arrival] = []
-        for one in gets.get(session, keys[count:], deadline, reach, least):
-            arrival = replace(one, index=one.index + count)
-            if arrival.place is None:
-                yield from self._parts(arrival, lease_id)
-                continue
-            places.append(arrival)
-            following = keys[arrival.index + 1 :][:1]
-            if not (following and gets.in_reach(following[0], reach, least)):
-                yield self._places(places, lease_id)
-                places = []
-        if places:
-            yield self._places(places, lease_id)
-
     def _leased_places(self, keys: Sequence[ChunkKey], sources: bytes) -> bytes:
         """Return the places of those chunks whose copy in CPU memory, source 0, was matched."""
         if any(sources):  # what is there of the others may be of too low fidelity
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
         return self._manager.transfers.cpu_tier.place_rows(keys[: len(sources)])
-
-    def _places(self, arrivals: Sequence[Arrival], lease_id: int) -> pb.GetResponse:
-        names = list(dict.fromkeys(arrival.tier for arrival in arrivals))
-        rows = pack_places(
-            _row(arrival.place, names.index(arrival.tier))
-            for arrival in arrivals
-            if arrival.place is not None
-        )
-        return self._place_message(arrivals[0].index, rows, names, lease_id)
-
-    def _place_message(
-        self, index: int, rows: bytes, names: Sequence[str], lease_id: int
-    ) -> pb.GetResponse:
-        return pb.GetResponse(
-            server=self._stamp,
-            lease_id=lease_id,
-            index=index,
-            places=pb.Places(rows=rows, tier_names=names),
-        )
-
-    def _parts(self, arrival: Arrival, lease_id: int) -> Iterator[pb.GetResponse]:
-        frame = arrival.frame
-        whole = LayerPart(arrival.index, arrival.tier, len(frame), 0, frame)
-        return self._pieces(whole, lease_id)
-
-    def _pieces(self, part: LayerPart, lease_id: int) -> Iterator[pb.GetResponse]:
-        """Cut a part of a frame into messages."""
-        for start in range(0, len(part.data), wire.MESSAGE_BYTES):
-            offset = part.offset + start
-            yield pb.GetResponse(
-                server=None if offset else self._stamp,
-                lease_id=lease_id,
-                index=part.chunk,
-                tier=part.tier,
-                part=pb.FramePart(
-                    frame_bytes=part.frame_bytes,
-                    offset=offset,
-                    data=part.data[start : start + wire.MESSAGE_BYTES].tobytes(),
-                ),
-            )
 
     @override
     def Release(
@@ -408,10 +320,3 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         self._sessions.drain()
         clean = self._manager.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
-
-
-def _row(place: SlabPlace | FilePlace, tier: int) -> Place:
-    if isinstance(place, FilePlace):
-        return Place(place.extent, Reach.file, tier, place.offset, place.size_bytes, 0)
-    reach = Reach.device if place.slab_id == ARENA_SLAB else Reach.memory
-    return Place(place.slab_id, reach, tier, place.offset, place.size_bytes, place.generation)
