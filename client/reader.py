@@ -133,9 +133,11 @@ class Reader:
             return decode(session, keys[arrived.index], arrived, room)
 
         reading = _Reading(one, 2 * self.threads)
-        helpers = [self.submit(reading.help) for _ in range(min(self.threads, len(keys)) - 1)]
+        helpers: list[Future[None]] = []
         stopped: KVStoreError | None = None
         try:
+            while len(helpers) < min(self.threads, len(keys)) - 1:
+                helpers.append(self.submit(reading.help))
             reading.feed(in_time(arriving))
         except KVStoreError as error:
             stopped = error

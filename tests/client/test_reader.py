@@ -141,3 +141,23 @@ def test_room_of_another_layout_is_the_caller_s_error(reader: Reader, session: S
     room = [empty_tensors(KVLayout.of(SMALL, 16 + (i == 3))) for i in range(6)]
     with pytest.raises(LayoutMismatchError):
         reader.read(session, KEYS, map(arrived, range(6)), given(room))
+
+
+def test_a_read_of_a_closed_reader_ends_and_leaves_no_thread_waiting(session: Session) -> None:
+    reader = Reader(3)
+    reader.close()
+    with pytest.raises(KVStoreError, match="the client is closed"):
+        reader.read(session, KEYS, map(arrived, range(6)))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads_reads_the_same(session: Session, threads: int) -> None:
+    reader = Reader(threads)
+    found, broken = reader.read(session, KEYS, map(arrived, range(6)))
+    assert_right(found, 6)  # type: ignore[arg-type]
+    assert broken is None
+    wrong = (arrived(i, flipped(4) if i == 4 else None) for i in range(6))
+    found, broken = reader.read(session, KEYS, wrong)
+    assert_right(found, 4)  # type: ignore[arg-type]
+    assert broken == KEYS[4]
+    reader.close()
