@@ -10,7 +10,10 @@ from pathlib import Path
 WIDTH = 720
 _ROW = 26
 _LEFT = 260
-_COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#6d597a", "#f2a541", "#3d405b")
+_COLOURS = (
+    "#2a6f97", "#e07a5f", "#81b29a", "#6d597a", "#f2a541", "#3d405b",
+    "#c1121f", "#8ecae6", "#606c38", "#d4a5a5", "#9a031e", "#5f0f40",
+)  # fmt: skip
 _INK, _FAINT = "#333333", "#cccccc"
 
 
@@ -38,8 +41,12 @@ def line_chart(
     title: str,
     axes: tuple[str, str],
     series: Mapping[str, Sequence[tuple[float, float]]],
+    ticks: Sequence[float] = (),
 ) -> None:
-    """Draw points (x, y), joined, one line a name; x is logarithmic, y starts at 0."""
+    """Draw points (x, y), joined, one line a name; x is logarithmic, y starts at 0.
+
+    *ticks* are the x that are written below; every one that has a point when there are none.
+    """
     height, left, right, top, bottom = 360, 70, 170, 44, 48
     points = [point for line in series.values() for point in line]
     low, high = (math.log10(end(x for x, _ in points)) for end in (min, max))
@@ -59,7 +66,7 @@ def line_chart(
             _line(start, end, _FAINT),
             _text(left - 8, start[1] + 4, f"{y:.3g}", anchor="end"),
         ]
-    for x in sorted({x for x, _ in points}):
+    for x in ticks or sorted({x for x, _ in points}):
         parts.append(_text(place(x, 0)[0], height - bottom + 18, f"{x:g}", anchor="middle"))
     parts.append(_text(left, height - 10, f"{axes[0]} across, {axes[1]} up", size=11))
     for number, (name, line) in enumerate(series.items()):

@@ -146,3 +146,52 @@ def demo(
         _fail(error, error.exit_status)
     if not held:
         raise typer.Exit(EXIT_NOT_HELD)
+
+
+@app.command()
+def codecs(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Codecs, such as kvq:2; default: all.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what each codec does on this machine, and up to which link it pays."""
+    from kvstore.cli.codecs import every_name, measure_all, print_speeds, speeds_as_json
+    from kvstore.proto.errors import UnknownCodecError
+
+    try:
+        speeds, missing = measure_all(names or every_name())
+    except UnknownCodecError as error:
+        _fail(error, EXIT_USAGE)
+    if as_json:
+        print(speeds_as_json(speeds, missing))
+    else:
+        print_speeds(speeds, missing)
+
+
+@app.command()
+def calibrate(
+    kind: Annotated[str, typer.Argument(help="What for: cachegen or kvt.")],
+    sources: Annotated[
+        list[Path],
+        typer.Argument(help="Folder of a transformers model, or .npy and .safetensors KV dumps."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of assets to write into.")],
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text for the model to read.")
+    ] = None,
+    representation: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Representation digest, for dumps.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the text to use.")] = 8192,
+) -> None:
+    """Make a model's asset for a codec that needs one; exits with 2 when it cannot."""
+    from kvstore.cli.calibrate import Calibration
+    from kvstore.cli.calibrate import calibrate as make
+    from kvstore.proto.errors import RepresentationError
+
+    try:
+        path, asset = make(Calibration(kind, sources, out, text, representation, tokens))
+    except (InvalidRequestError, RepresentationError) as error:
+        _fail(error, EXIT_USAGE)
+    print(f"{path}: {path.stat().st_size} bytes, digest {asset.digest.hex()}")

@@ -78,10 +78,14 @@ class AsyncClient:
         return await asyncio.to_thread(self.sync.lookup, keys, min_fidelity=min_fidelity)
 
     async def get(
-        self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        out: Sequence[LayerTensors] | None = None,
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified."""
-        return await asyncio.to_thread(self.sync.get, keys, out)
+        return await asyncio.to_thread(self.sync.get, keys, out, min_fidelity=min_fidelity)
 
     async def get_pages(
         self, keys: Sequence[ChunkKey], paged: PagedKV, block_ids: Sequence[int]

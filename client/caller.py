@@ -13,7 +13,7 @@ from kvstore.client.reader import Reader, Room
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Transport
+from kvstore.client.transport import Transport, as_true
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -28,6 +28,7 @@ from kvstore.proto.types import (
     KEY_BYTES,
     ChainDigest,
     ChunkKey,
+    Fidelity,
     Namespace,
     Representation,
 )
@@ -176,11 +177,13 @@ class Caller:
 
     # --- reading
 
-    def _read_prefix(self, keys: Sequence[ChunkKey], room: Room) -> list[ChunkTensors]:
+    def _read_prefix(
+        self, keys: Sequence[ChunkKey], room: Room, least: Fidelity = Fidelity.exact
+    ) -> list[ChunkTensors]:
         """Read under a lease of the call's own."""
 
         def work(_: Transport) -> list[ChunkTensors]:
-            return self._read(keys, room, 0)
+            return self._read(keys, room, 0, least)
 
         try:
             return self._with_session(work)
@@ -188,11 +191,18 @@ class Caller:
             # One was found damaged, and dropped, between its place and our look: ask what is left.
             return self._with_session(work)
 
-    def _read(self, keys: Sequence[ChunkKey], room: Room, lease_id: int) -> list[ChunkTensors]:
+    def _read(
+        self,
+        keys: Sequence[ChunkKey],
+        room: Room,
+        lease_id: int,
+        least: Fidelity = Fidelity.exact,
+    ) -> list[ChunkTensors]:
         transport = self._connected()
         digests = [self._digest(key) for key in keys]
-        with transport.get(digests, lease_id, self.options.deadline_ms) as arriving:
-            found, broken = self._reader.read(transport.session, keys, arriving, room)
+        with transport.get(digests, lease_id, self.options.deadline_ms, least) as arriving:
+            frames = as_true(arriving, least)
+            found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:
             self._quarantine(transport, broken)
         return found

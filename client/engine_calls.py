@@ -19,7 +19,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Put, Transport
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
-from kvstore.proto.types import ChunkKey, KVLayout
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 LAYERED_PUT_MS = 60_000
 """What a forward pass over a long prompt may take."""
@@ -32,7 +32,14 @@ class EngineCalls(Caller, ABC):
     def put(self, chunks: Sequence[Chunk], *, durable: bool = False) -> list[Put]:
         """Store chunks."""
 
-    def get_pages(self, keys: Sequence[ChunkKey], paged: PagedKV, block_ids: Sequence[int]) -> int:
+    def get_pages(
+        self,
+        keys: Sequence[ChunkKey],
+        paged: PagedKV,
+        block_ids: Sequence[int],
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
+    ) -> int:
         """Read the longest prefix of *keys* that is there in time straight into an engine's pages.
 
         *keys* are those of a request from its first token on, *block_ids* its blocks. Return
@@ -40,7 +47,7 @@ class EngineCalls(Caller, ABC):
         written to and are not to be used; no other slot is touched.
         """
         room = paged.room_of(block_ids, len(keys), self.options.chunk_tokens)
-        return len(self._read_prefix(keys, room))
+        return len(self._read_prefix(keys, room, min_fidelity))
 
     def put_pages(
         self,
@@ -59,7 +66,11 @@ class EngineCalls(Caller, ABC):
         return self.put(chunks, durable=durable)
 
     def get_layers(
-        self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        out: Sequence[LayerTensors] | None = None,
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
     ) -> Generator[Layer, None, None]:
         """Read like ``get``, and yield each layer of the model as soon as it is there, verified.
 
@@ -70,14 +81,14 @@ class EngineCalls(Caller, ABC):
         """
         check_out(keys, out)
         transport = self._connected()
-        layers = self._layers(transport, keys, given(out))
+        layers = self._layers(transport, keys, given(out), min_fidelity)
         try:
             first = next(layers, None)
         except LeaseExpiredError:
             if not self._is_known(transport):
                 self._disconnect(transport, tell_server=False)
             # Or a chunk was dropped between its place and our look: ask what is left.
-            layers = self._layers(self._connected(), keys, given(out))
+            layers = self._layers(self._connected(), keys, given(out), min_fidelity)
             first = next(layers, None)
         with closing(layers):
             if first is not None:
@@ -85,10 +96,10 @@ class EngineCalls(Caller, ABC):
                 yield from layers
 
     def _layers(
-        self, transport: Transport, keys: Sequence[ChunkKey], room: Room
+        self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Fidelity
     ) -> Generator[Layer, None, None]:
         digests = [self._digest(key) for key in keys]
-        with transport.get_layers(digests, 0, self.options.deadline_ms) as feed:
+        with transport.get_layers(digests, 0, self.options.deadline_ms, least) as feed:
             reading = LayerReader(self._reader, transport.session, keys, feed, room)
             with closing(reading.layers()) as layers:
                 yield from layers

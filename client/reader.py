@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
@@ -62,7 +62,7 @@ class _Reading:
         self._ahead = ahead
         self._waiting: SimpleQueue[Arrived | None] = SimpleQueue()
         self._found: dict[int, ChunkTensors] = {}
-        self._errors: dict[int, BaseException] = {}
+        self._errors: dict[int, KVStoreError] = {}
         self._failed = math.inf
         """The place of a frame that failed: nobody looks at those behind it."""
 
@@ -88,11 +88,12 @@ class _Reading:
                 self._try(arrived)
         for _ in helpers:
             self._waiting.put(None)
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+        running = [helper for helper in helpers if not helper.cancel()]
+        wait(running)
+        for helper in running:
+            helper.result()
 
-    def result(self) -> tuple[list[ChunkTensors], BaseException | None]:
+    def result(self) -> tuple[list[ChunkTensors], KVStoreError | None]:
         """Return the tensors of the longest prefix, and what the next one failed with."""
         first = min(self._errors, default=len(self._found))
         return [self._found[index] for index in range(first)], self._errors.get(first)
@@ -102,7 +103,7 @@ class _Reading:
             return
         try:
             self._found[arrived.index] = self._decode(arrived)
-        except BaseException as error:  # noqa: BLE001 - the caller of the read raises it
+        except KVStoreError as error:
             self._errors[arrived.index] = error
             self._failed = min(self._failed, arrived.index)
 
@@ -160,7 +161,7 @@ class Reader:
 
 
 def _broken(
-    keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], error: BaseException
+    keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], error: KVStoreError
 ) -> ChunkKey | None:
     """Return the key that *error* proves wrong, if it does. Raises what the caller has to know."""
     if isinstance(error, ChunkCorruptError | InvalidFrameError):

@@ -15,7 +15,7 @@ from kvstore.client.stream_sink import StreamSink
 from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.types import ChainDigest
+from kvstore.proto.types import ChainDigest, Fidelity
 from kvstore.proto.wire import MESSAGE_BYTES
 
 
@@ -54,18 +54,26 @@ class StreamTransport(Transport):
     @override
     @contextmanager
     def get(
-        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[Arrived]]:
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM)
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
         with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
             yield self._assembled(replies)
 
     @override
     @contextmanager
     def get_layers(
-        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
     ) -> Iterator[LayerFeed]:
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM)
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
         request.layer_major = True
         with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
             yield PartFeed(replies, self.session.terms.max_frame_bytes)

@@ -28,8 +28,8 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChainDigest
-from kvstore.proto.wire import join_digests
+from kvstore.proto.types import ChainDigest, Fidelity
+from kvstore.proto.wire import fidelity_number, join_digests
 
 if TYPE_CHECKING:
     import zmq
@@ -82,12 +82,16 @@ class ZmqTransport(Transport):
     @override
     @contextmanager
     def get(
-        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[Arrived]]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
         link = self._take(deadline)
         if link is None:
-            with self._fallback.get(digests, lease_id, deadline_ms) as arriving:
+            with self._fallback.get(digests, lease_id, deadline_ms, least) as arriving:
                 yield arriving
             return
         frames: list[Bytes] = []
@@ -95,7 +99,7 @@ class ZmqTransport(Transport):
         reading = BulkReading(
             link.next_request(), limit_bytes, lambda _, size: self._memory.take(size, frames)
         )
-        word = self._word(reading, lease_id, deadline_ms, 0)
+        word = self._word(reading, lease_id, deadline_ms, _least_flags(least))
         try:
             link.send(word, deadline, join_digests(digests))
             yield self._arriving(link, reading, deadline)
@@ -106,17 +110,21 @@ class ZmqTransport(Transport):
     @override
     @contextmanager
     def get_layers(
-        self, digests: Sequence[ChainDigest], lease_id: int, deadline_ms: int
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
     ) -> Iterator[LayerFeed]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
         link = self._take(deadline)
         if link is None:
-            with self._fallback.get_layers(digests, lease_id, deadline_ms) as feed:
+            with self._fallback.get_layers(digests, lease_id, deadline_ms, least) as feed:
                 yield feed
             return
         limit_bytes = self.session.terms.max_frame_bytes
         reading = BulkPieces(link.next_request())
-        word = self._word(reading, lease_id, deadline_ms, bulk.LAYER_MAJOR)
+        word = self._word(reading, lease_id, deadline_ms, bulk.LAYER_MAJOR | _least_flags(least))
         try:
             link.send(word, deadline, join_digests(digests))
             # A piece has what the feed looks at in a reply.
@@ -269,6 +277,10 @@ class ZmqTransport(Transport):
             self._drop(link)
         if is_last:
             self._context.term()
+
+
+def _least_flags(least: Fidelity) -> int:
+    return fidelity_number(least) << bulk.FIDELITY_SHIFT
 
 
 class _PieceData(NamedTuple):

@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.block_part import BlockPart, to_dense
+from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.errors import LayoutMismatchError, UnknownCodecError
+from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError, UnknownCodecError
 from kvstore.proto.frame import (
     ALIGN_BYTES,
     FLAG_UNSUMMED,
+    NO_ASSET,
     FrameHeader,
     FrameTemplate,
     FrameWriter,
@@ -58,6 +60,20 @@ class Codec(ABC):
     fidelity: ClassVar[Fidelity]
     takes_blocks: ClassVar[bool] = False
     """Whether its own methods take BlockParts; others are given arrays, and one layer's copy."""
+    levels: int = 0
+    """Refinements behind the base of the frames it writes."""
+    max_levels: ClassVar[int] = 0
+    """Refinements that it reads."""
+    asset: bytes = NO_ASSET
+    """Digest of the tables that its frames are read with."""
+
+    @classmethod
+    def of(cls, terms: str) -> Codec:
+        """Return the codec under *terms*, what follows the colon of its name.
+
+        Raises UnknownCodecError for terms it does not know; most know none.
+        """
+        raise UnknownCodecError(f"{cls.name}:{terms}", cls.name)
 
     @abstractmethod
     def max_segment_bytes(self, component: Component) -> int:
@@ -101,11 +117,24 @@ class Codec(ABC):
                 part.scatter(array)
 
     def check_header(self, header: FrameHeader) -> None:
-        """Raise UnknownCodecError unless *header* names this codec and this revision."""
+        """Raise UnknownCodecError unless *header* names this codec, revision and tables.
+
+        InvalidFrameError for levels that it does not have.
+        """
         if (header.codec_id, header.codec_revision) != (self.codec_id, self.revision):
             raise UnknownCodecError(
                 f"{header.codec_id} revision {header.codec_revision}",
                 f"{self.name} is {self.codec_id} revision {self.revision}",
+            )
+        self.check_asset(header)
+        if header.levels > self.max_levels:
+            raise InvalidFrameError("levels", header.levels, f"{self.name} has {self.max_levels}")
+
+    def check_asset(self, header: FrameHeader) -> None:
+        """Raise UnknownCodecError unless this codec has the tables that *header* names."""
+        if header.asset != self.asset:
+            raise UnknownCodecError(
+                f"{self.name} with asset {header.asset.hex()}", f"asset {self.asset.hex()}"
             )
 
     def max_frame_bytes(self, layout: KVLayout) -> int:
@@ -116,10 +145,17 @@ class Codec(ABC):
             size += component.layers * bound
         return size
 
-    def encode(self, template: FrameTemplate, tensors: AnyTensors, out: Bytes) -> FrameHeader:
+    def encode(
+        self,
+        template: FrameTemplate,
+        tensors: AnyTensors,
+        out: Bytes,
+        terms: EncodeTerms | None = None,
+    ) -> FrameHeader:
         """Write the frame of *tensors* to the start of *out* and return its header.
 
-        Checksums stay zero where the template says FLAG_UNSUMMED.
+        Checksums stay zero where the template says FLAG_UNSUMMED. Only lossy codecs look at
+        *terms*.
 
         Raises LayoutMismatchError when *tensors* do not have the template's layout.
         """
@@ -187,17 +223,47 @@ def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
 
 
 CODECS: Registry[Codec] = Registry("codec")
+
+_NAMES_BY_ID = {
+    0: "raw",
+    1: "zstd",
+    2: "zplane",
+    3: "xans",
+    4: "xpack",
+    5: "fp8",
+    6: "gq8",
+    7: "gq4",
+    8: "gq2",
+    9: "kvq",
+    10: "cachegen",
+    11: "mixed",
+    12: "kvt",
+}
+
 CODECS.register("raw", "kvstore.codecs.raw:RawCodec")
 CODECS.register("zstd", "kvstore.codecs.zstd:ZstdCodec")
-
-_NAMES_BY_ID = {0: "raw", 1: "zstd"}
+CODECS.register("kvq", "kvstore.codecs.kvq:KvqCodec")
+CODECS.register("mixed", "kvstore.codecs.mixed:MixedCodec")
+CODECS.register("zplane", "kvstore.codecs.zplane:ZplaneCodec")
+CODECS.register("fp8", "kvstore.codecs.fp8:Fp8Codec")
+CODECS.register("gq8", "kvstore.codecs.grouped:Gq8Codec")
+CODECS.register("gq4", "kvstore.codecs.grouped:Gq4Codec")
+CODECS.register("gq2", "kvstore.codecs.grouped:Gq2Codec")
+CODECS.register("cachegen", "kvstore.codecs.cachegen:CachegenCodec")
+CODECS.register("kvt", "kvstore.codecs.kvt:KvtCodec")
+CODECS.register("xans", "kvstore.codecs.xans:XansCodec")
+CODECS.register("xpack", "kvstore.codecs.xpack:XpackCodec")
 
 
 def codec_by_name(name: str) -> Codec:
-    """Return the codec called *name*. Raises UnknownCodecError naming the known ones."""
+    """Return the codec called *name*, or *name:terms* for those that take some.
+
+    Raises UnknownCodecError naming the known ones.
+    """
+    name, colon, terms = name.partition(":")
     if name not in CODECS:
         raise UnknownCodecError(name, ", ".join(CODECS))
-    return CODECS.load(name)()
+    return CODECS.load(name).of(terms) if colon else CODECS.load(name)()
 
 
 def codec_by_id(codec_id: int) -> Codec:

@@ -52,19 +52,19 @@ class LaunchedKernels(FrameKernels):
         blocks = np.where(sizes > _SHORT_BYTES, (sizes - 1) // _BLOCK_BYTES, 0).astype(np.int64)
         first = np.cumsum(blocks) - blocks
         count = len(sizes)
-        at, size, before = self._table(offsets, sizes, first)
+        at, size, before = device_table(self._device, offsets, sizes, first)
         sums, accumulators, hashes = (
             torch.empty(length, dtype=torch.int64, device=self._device)
             for length in (_LANES * int(blocks.sum()), _LANES * count, count)
         )
-        for cut in _grid_cuts(count if blocks.any() else 0):
-            grid = (_grid(4 * int(blocks.max())), cut.stop - cut.start)
+        for cut in grid_cuts(count if blocks.any() else 0):
+            grid = (grid_of(4 * int(blocks.max())), cut.stop - cut.start)
             self._launch("sum_blocks", grid, [memory, at[cut], size[cut], before[cut], sums])
         number = np.uint32(count)
         given: list[Argument] = [size, before, sums, accumulators, number]
-        self._launch("chain_blocks", (_grid(_LANES * count), 1), given)
+        self._launch("chain_blocks", (grid_of(_LANES * count), 1), given)
         given = [memory, at, size, accumulators, hashes, number]
-        self._launch("finish_segments", (_grid(count), 1), given)
+        self._launch("finish_segments", (grid_of(count), 1), given)
 
         def wait() -> list[list[int]]:
             found = iter(hashes.cpu().numpy().view(np.uint64).tolist())
@@ -96,35 +96,43 @@ class LaunchedKernels(FrameKernels):
         starts = np.concatenate([starts for _, starts in frames])
         tokens = np.repeat([frame.first_token for frame, _ in frames], len(pointers))
         word = _word_bytes(component, pages, [memory.data_ptr(), *starts.tolist(), *pointers])
-        at, first, places, ids = self._table(
-            starts, tokens, np.tile(pointers, len(frames)), list(paged.block_ids)
+        at, first, places, ids = device_table(
+            self._device, starts, tokens, np.tile(pointers, len(frames)), list(paged.block_ids)
         )
         row_words = component.head_dim * component.dtype.item_bytes // word
         shape = (component.tokens, component.kv_heads, row_words)
-        rest: list[Argument] = [*map(np.uint32, (*shape, pages.first.shape[2])), *_strides(pages)]
-        for cut in _grid_cuts(len(starts)):
-            grid = (_grid(math.prod(shape)), cut.stop - cut.start)
+        rest: list[Argument] = [
+            *map(np.uint32, (*shape, pages.first.shape[2])),
+            *byte_strides(pages),
+        ]
+        for cut in grid_cuts(len(starts)):
+            grid = (grid_of(math.prod(shape)), cut.stop - cut.start)
             given: list[Argument] = [memory, at[cut], first[cut], places[cut], ids, *rest]
             self._launch(f"{way}_{word}", grid, given)
 
-    def _table(self, *columns: Sequence[int] | NDArray[Any]) -> list[torch.Tensor]:
-        """Return *columns* as int64 on the device, sent in one copy."""
-        arrays = [np.asarray(column).astype(np.int64) for column in columns]
-        table = torch.from_numpy(np.concatenate(arrays)).to(self._device)
-        stops = np.cumsum([len(array) for array in arrays]).tolist()
-        return [table[stop - len(a) : stop] for stop, a in zip(stops, arrays, strict=True)]
+
+def device_table(
+    device: torch.device, *columns: Sequence[int] | NDArray[Any]
+) -> list[torch.Tensor]:
+    """Return *columns* as int64 on *device*, sent in one copy."""
+    arrays = [np.asarray(column).astype(np.int64) for column in columns]
+    table = torch.from_numpy(np.concatenate(arrays)).to(device)
+    stops = np.cumsum([len(array) for array in arrays]).tolist()
+    return [table[stop - len(a) : stop] for stop, a in zip(stops, arrays, strict=True)]
 
 
-def _grid_cuts(rows: int) -> list[slice]:
-    """Cut the rows of a grid into as many as one launch takes."""
-    return [slice(at, min(at + MAX_GRID_Y, rows)) for at in range(0, rows, MAX_GRID_Y)]
+def grid_cuts(rows: int, most: int | None = None) -> list[slice]:
+    """Cut the rows of a grid into as many as one launch takes, *most* or CUDA's limit."""
+    step = min(most or MAX_GRID_Y, MAX_GRID_Y)
+    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
 
 
-def _grid(threads: int) -> int:
-    return min(MAX_GRID_X, -(-threads // THREADS))
+def grid_of(threads: int, block_threads: int = THREADS) -> int:
+    """Return how many blocks make *threads*, or as many as a grid should have."""
+    return min(MAX_GRID_X, -(-threads // block_threads))
 
 
-def _strides(pages: Pages) -> list[np.uint64]:
+def byte_strides(pages: Pages) -> list[np.uint64]:
     """Return the strides of a block, a token and a head, in bytes."""
     item_bytes = pages.first.element_size()
     block, head, token, _ = pages.first.stride()
@@ -134,7 +142,7 @@ def _strides(pages: Pages) -> list[np.uint64]:
 def _word_bytes(component: Component, pages: Pages, addresses: Sequence[int]) -> int:
     """Return the largest word that every row of both sides is made of."""
     row_bytes = component.head_dim * component.dtype.item_bytes
-    strides = [int(stride) for stride in _strides(pages)]
+    strides = [int(stride) for stride in byte_strides(pages)]
     return int(np.gcd.reduce([16, row_bytes, *strides, *addresses]))
 
 
@@ -155,9 +163,13 @@ class _TorchStream:
         return 0, self._pointer
 
 
-@lru_cache(maxsize=16)
-def cuda_launcher(index: int) -> Launch:
-    """Compile the kernels for the CUDA device number *index* and return how to run them.
+@lru_cache(maxsize=64)
+def cuda_launcher(
+    index: int, sources: tuple[Path, ...] = (SOURCE,), threads: int = THREADS
+) -> Launch:
+    """Compile *sources*, one behind the other, for the CUDA device number *index*.
+
+    Returns how to run their kernels, in blocks of *threads*.
 
     cupy keeps what it compiled in a folder of the user's, so only the first start waits.
     """
@@ -165,12 +177,13 @@ def cuda_launcher(index: int) -> Launch:
         import cupy
     except ImportError as error:
         raise TierUnavailableError("gpu", f"needs cupy ({error}); install kvstore[gpu]") from None
-    module = cupy.RawModule(code=SOURCE.read_text(), options=COMPILER_FLAGS)
+    text = "".join(source.read_text() for source in sources)
+    module = cupy.RawModule(code=text, options=COMPILER_FLAGS)
     try:
         with cupy.cuda.Device(index):
             module.compile()
     except RuntimeError as error:  # cupy's own derive from it
-        raise TierUnavailableError("gpu", f"cannot compile {SOURCE.name}: {error}") from error
+        raise TierUnavailableError("gpu", f"cannot compile {sources[-1].name}: {error}") from error
 
     def launch(name: str, grid: tuple[int, int], arguments: Sequence[Argument]) -> None:
         given = tuple(
@@ -179,6 +192,6 @@ def cuda_launcher(index: int) -> Launch:
         )
         stream = _TorchStream(torch.cuda.current_stream(index).cuda_stream)
         with cupy.cuda.Device(index), cupy.cuda.Stream.from_external(stream):
-            module.get_function(name)((*grid, 1), (THREADS, 1, 1), given)
+            module.get_function(name)((*grid, 1), (threads, 1, 1), given)
 
     return launch

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvstore.codecs.base import Codec
 from kvstore.codecs.block_part import check_block_ids
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import as_bytes, checksum
@@ -155,7 +156,7 @@ class FrameKernels(ABC):
         Raises LayoutMismatchError, InvalidRequestError, InvalidFrameError, UnknownCodecError
         before any copy.
         """
-        _check(memory, frames, paged)
+        check_frames(RAW, memory, frames, paged)
         self.move(memory, frames, paged, to_pages=True)
         return self.sums(memory, frames)
 
@@ -168,7 +169,7 @@ class FrameKernels(ABC):
         """
         header = _raw_header(template, _raw_segments(template.layout))
         frames = [FrameAt(0, header, first_token)]
-        _check(out, frames, paged)
+        check_frames(RAW, out, frames, paged)
         self.move(out, frames, paged, to_pages=False)
         segments = header.segments.copy()
         segments["checksum"] = self.sums(out, frames)()[0]
@@ -184,9 +185,15 @@ def check_sums(header: FrameHeader, found: Sequence[int]) -> None:
         check_segment(header, index, value)
 
 
-def _check(memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> None:
+def check_frames(
+    codec: Codec, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged
+) -> None:
+    """Raise unless *frames* of *codec* lie in *memory* and their rows have slots in the pages.
+
+    LayoutMismatchError, InvalidRequestError, InvalidFrameError, UnknownCodecError.
+    """
     for frame in frames:
-        RAW.check_header(frame.header)
+        codec.check_header(frame.header)
         stop = frame.offset + frame.header.frame_bytes
         if frame.offset < 0 or stop > len(memory) or (memory.data_ptr() + frame.offset) % 16:
             raise InvalidFrameError(

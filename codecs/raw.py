@@ -16,11 +16,11 @@ from kvstore.codecs.base import (
     AnyTensors,
     ChunkTensors,
     Codec,
-    EncodeTerms,
     Part,
     check_tensors,
 )
 from kvstore.codecs.block_part import BlockPart
+from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import BLOCK_BYTES, Bytes, as_bytes, copy_bytes, copy_summed
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import (

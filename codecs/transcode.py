@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kvstore.codecs.base import Codec, Part, codec_by_id
+from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec, part_views
-from kvstore.proto.buffers import Bytes, checksum, copy_checked
+from kvstore.codecs.terms import EncodeTerms
+from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_checked
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (
+    FLAG_RESTORED,
     FrameHeader,
     FrameTemplate,
     FrameWriter,
     check_segment,
+    pack_header,
     parse_header,
 )
-from kvstore.proto.types import Component, KVLayout
+from kvstore.proto.types import Component, Fidelity, KVLayout
 
 
 def max_transcoded_bytes(layout: KVLayout, codec: Codec) -> int:
@@ -25,12 +30,16 @@ def max_transcoded_bytes(layout: KVLayout, codec: Codec) -> int:
     return codec.max_frame_bytes(layout)
 
 
-def transcode(frame: Bytes, codec: Codec, out: Bytes) -> FrameHeader:
+def transcode(
+    frame: Bytes, codec: Codec, out: Bytes, terms: EncodeTerms | None = None
+) -> FrameHeader:
     """Write *frame* under *codec* to the start of *out* and return the new header.
 
     Every segment is verified on the way; key, identity, position, cost and flags stay as they
-    are, fidelity becomes the lower of the two. The same codec makes a checked copy. At most
-    one decoded layer is held beside *frame* and *out*, which must not overlap.
+    are, fidelity becomes the lower of the two and error bounds add up; what is decoded from a
+    lossy frame is marked as restored. The same codec makes a checked copy. At most one decoded
+    layer, and the refinements that *codec* writes, are held beside *frame* and *out*, which
+    must not overlap.
     Raises InvalidFrameError, ChunkCorruptError or UnknownCodecError; *out* then holds rubbish.
     """
     header = parse_header(frame)
@@ -38,15 +47,37 @@ def transcode(frame: Bytes, codec: Codec, out: Bytes) -> FrameHeader:
         raise ChunkCorruptError(header.key, f"{len(frame)} bytes of {header.frame_bytes}")
     source = codec_by_id(header.codec_id)
     source.check_header(header)
-    writer = FrameWriter(FrameTemplate.of(header), out)
+    template = FrameTemplate.of(header)
     if source.codec_id == codec.codec_id:
+        writer = FrameWriter(template, out, header.levels)
         _copy(header, frame, codec, writer)
-    elif isinstance(codec, RawCodec):
+        return writer.finish(
+            codec.codec_id, codec.revision, header.fidelity, header.error_bound, header.asset
+        )
+    if header.fidelity is not Fidelity.exact:
+        template = replace(template, flags=template.flags | FLAG_RESTORED)
+    if isinstance(codec, LossyCodec):
+        encoded = codec.encode_layers(template, _decoded(header, frame, source), out, terms)
+        return _lowered(encoded, header, out)
+    writer = FrameWriter(template, out)
+    if isinstance(codec, RawCodec):
         _decode(header, frame, source, writer)
     else:
         _recode(header, frame, source, codec, writer)
     fidelity = min(header.fidelity, codec.fidelity)
     return writer.finish(codec.codec_id, codec.revision, fidelity, header.error_bound)
+
+
+def _lowered(encoded: FrameHeader, source: FrameHeader, out: Bytes) -> FrameHeader:
+    """Return the header of *encoded* as what it is: no better than its *source*."""
+    if source.fidelity is Fidelity.exact:
+        return encoded
+    fidelity = min(encoded.fidelity, source.fidelity)
+    is_bounded = fidelity is Fidelity.bounded
+    error_bound = source.error_bound + encoded.error_bound if is_bounded else 0.0
+    header = replace(encoded, fidelity=fidelity, error_bound=error_bound)
+    out[: header.header_bytes] = as_bytes(pack_header(header))
+    return header
 
 
 def _layers(header: FrameHeader) -> Iterator[tuple[int, Component]]:
@@ -64,10 +95,41 @@ def _verified(header: FrameHeader, frame: Bytes, index: int) -> Bytes:
     return data
 
 
-def _copy(header: FrameHeader, frame: Bytes, codec: Codec, writer: FrameWriter) -> None:
+def _fill(
+    header: FrameHeader, frame: Bytes, index: int, source: Codec, parts: Sequence[Part]
+) -> None:
+    """Decode layer *index* of *frame* into *parts*, all levels of it."""
+    count = header.layout.segment_count
+    data = [_verified(header, frame, at) for at in range(index, len(header.segments), count)]
+    component = header.layout.components[int(header.segments[index]["component"])]
+    if isinstance(source, LossyCodec):
+        source.decode_layer(data, component, parts, None)
+    else:
+        source.decode_segment(data[0], component, parts)
+
+
+def _decoded(header: FrameHeader, frame: Bytes, source: Codec) -> Iterator[list[Part]]:
+    """Yield each decoded layer of *frame*; one memory for all, but where a raw frame has them."""
+    is_raw = isinstance(source, RawCodec)
+    size = 0 if is_raw else max(c.layer_bytes for c in header.layout.components)
+    room = np.empty(size, np.uint8)
     for index, component in _layers(header):
+        if is_raw:
+            yield list(part_views(_verified(header, frame, index), component))
+            continue
+        parts = list(part_views(room[: component.layer_bytes], component))
+        _fill(header, frame, index, source, parts)
+        yield parts
+
+
+def _copy(header: FrameHeader, frame: Bytes, codec: Codec, writer: FrameWriter) -> None:
+    room_bytes = [codec.max_segment_bytes(component) for _, component in _layers(header)]
+    if isinstance(codec, LossyCodec):
+        more = [codec.max_refinement_bytes(component) for _, component in _layers(header)]
+        room_bytes += more * header.levels
+    for index, most_bytes in enumerate(room_bytes):
         data = header.segment(frame, index)
-        if len(data) > codec.max_segment_bytes(component):
+        if len(data) > most_bytes:
             raise InvalidFrameError("stored_bytes", len(data), f"too long for {codec.name}")
         found = copy_checked(writer.reserve(len(data)), data)
         check_segment(header, index, found)
@@ -77,25 +139,14 @@ def _copy(header: FrameHeader, frame: Bytes, codec: Codec, writer: FrameWriter) 
 def _decode(header: FrameHeader, frame: Bytes, source: Codec, writer: FrameWriter) -> None:
     for index, component in _layers(header):
         room = writer.reserve(component.layer_bytes)
-        views = list(part_views(room, component))
-        source.decode_segment(_verified(header, frame, index), component, views)
+        _fill(header, frame, index, source, list(part_views(room, component)))
         writer.commit(component.layer_bytes)
 
 
 def _recode(
     header: FrameHeader, frame: Bytes, source: Codec, codec: Codec, writer: FrameWriter
 ) -> None:
-    layer = np.empty(
-        0 if isinstance(source, RawCodec) else max(c.layer_bytes for c in header.layout.components),
-        dtype=np.uint8,
-    )
-    for index, component in _layers(header):
-        data = _verified(header, frame, index)
-        parts: Sequence[Part]
-        if isinstance(source, RawCodec):
-            parts = list(part_views(data, component))
-        else:
-            parts = list(part_views(layer[: component.layer_bytes], component))
-            source.decode_segment(data, component, parts)
+    every = zip(_layers(header), _decoded(header, frame, source), strict=True)
+    for (_, component), parts in every:
         room = writer.reserve(codec.max_segment_bytes(component))
         writer.commit(codec.encode_segment(parts, component, room))

@@ -82,7 +82,7 @@ class ZstdCodec(Codec):
         """Decode one verified layer into *out*. Raises InvalidFrameError on bad contents."""
         plane_bytes = component.layer_bytes // component.dtype.item_bytes
         planes = [
-            stored if method == _STORED else _decompress(stored, plane_bytes)
+            stored if method == _STORED else inflate(stored, plane_bytes)
             for method, stored in _read_table(data, component.dtype.item_bytes, plane_bytes)
         ]
         _join(planes, component, out)
@@ -167,12 +167,13 @@ def _compress(plane: Bytes) -> Bytes | None:
     if len(plane) > 4 * _SAMPLES * _SAMPLE_BYTES:
         rows = plane[: len(plane) // _SAMPLES * _SAMPLES].reshape(_SAMPLES, -1)
         sample = rows[:, :_SAMPLE_BYTES].reshape(-1)
-        if _deflate(sample) is None:
+        if deflate(sample) is None:
             return None
-    return _deflate(plane)
+    return deflate(plane)
 
 
-def _deflate(data: Bytes) -> Bytes | None:
+def deflate(data: Bytes) -> Bytes | None:
+    """Return *data* as one zstd frame, or None when that gains too little."""
     packed = _CONTEXTS.compressor.compress(data.data)
     if len(packed) >= len(data) - len(data) // _MIN_GAIN:
         return None
@@ -197,7 +198,7 @@ def _read_table(data: Bytes, width: int, plane_bytes: int) -> list[tuple[int, By
     return planes
 
 
-def _decompress(data: Bytes, size: int) -> Bytes:
+def inflate(data: Bytes, size: int) -> Bytes:
     """Return the *size* bytes in the zstd frame *data*; its own claims are checked first."""
     try:
         claim = zstandard.get_frame_parameters(data.data)

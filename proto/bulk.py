@@ -50,6 +50,9 @@ DURABLE = 1
 LAYER_MAJOR = 1
 """Flag of a get: first the headers of all its frames, then their layers, in the model's order."""
 
+FIDELITY_SHIFT = 1
+"""Two bits of a get's flags from here on: the minimum fidelity, as gRPC's requests state it."""
+
 _HEAD = struct.Struct("<4sHHQ")
 _REASON = struct.Struct("<H")
 _MAX_REASON_BYTES = 600

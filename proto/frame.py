@@ -2,7 +2,9 @@
 
 Layout, limits and test vectors stand in docs/format.md. A frame is a header (fixed part,
 component table, segment table), then one segment per layer of each component, 64-byte
-aligned. The header and each segment carry an xxh3_64; nothing is believed before its check.
+aligned. Behind these may come levels that refine them, each again a segment per layer: a byte
+prefix that ends with a level is readable at it. The header and each segment carry an xxh3_64;
+nothing is believed before its check.
 """
 
 from __future__ import annotations
@@ -17,25 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.buffers import Bytes, Sliced, as_bytes, checksum, copy_bytes, copy_checked
-from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, LayoutMismatchError
-from kvstore.proto.types import (
-    ChainDigest,
-    ChunkInfo,
-    ChunkKey,
-    Component,
-    DType,
-    Fidelity,
-    KVLayout,
-    LayerKind,
+from kvstore.proto.component_table import (
+    COMPONENT,
+    MAX_COMPONENTS,
+    pack_components,
+    unpack_components,
 )
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
+from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
 
 MAGIC = b"KVFR"
 VERSION = 1
 ALIGN_BYTES = 64
 FIXED_BYTES = 192
-MAX_COMPONENTS = 64
 MAX_SEGMENTS = 4096
 MAX_FRAME_BYTES = 1 << 30
+NO_ASSET = bytes(16)
+"""What the header of a frame says that is read without tables from elsewhere."""
 
 FLAG_RESTORED = 1
 """Decoded from a lossy copy or blended: never an original again."""
@@ -43,10 +43,9 @@ FLAG_UNSUMMED = 2
 """Segment checksums are still zero; ``copy_frame`` fills them in. Only on the way in."""
 _KNOWN_FLAGS = FLAG_RESTORED
 
-_FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd40xQ")
-_COMPONENT = struct.Struct("<BBBx3I5I12x")
+_FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd16s24xQ")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
-_HEADER_BYTES_OFFSET, KEY_OFFSET = 8, 48
+_HEADER_BYTES_OFFSET, FIDELITY_OFFSET, KEY_OFFSET = 8, 18, 48
 SEGMENT_DTYPE = np.dtype(
     [
         ("component", "<u2"),
@@ -57,10 +56,9 @@ SEGMENT_DTYPE = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-"""One row of the segment table. ``section`` 0 is the payload; other numbers are reserved."""
+"""One row of the segment table. ``section`` is the level: 0 is the payload, 1 refines it."""
 
 assert _FIXED.size == FIXED_BYTES
-assert _COMPONENT.size == 48
 assert SEGMENT_DTYPE.itemsize == 32
 
 
@@ -68,9 +66,9 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def header_bytes(layout: KVLayout) -> int:
-    """Size of the header of a frame of *layout*; it does not depend on the codec."""
-    table = _COMPONENT.size * len(layout.components) + 32 * layout.segment_count
+def header_bytes(layout: KVLayout, levels: int = 0) -> int:
+    """Size of the header of a frame of *layout* with *levels* refinements behind its base."""
+    table = COMPONENT.size * len(layout.components) + 32 * layout.segment_count * (1 + levels)
     return _aligned(FIXED_BYTES + table)
 
 
@@ -89,7 +87,8 @@ class FrameHeader:
     """Everything before the payload. ``segments`` is a read-only array of SEGMENT_DTYPE.
 
     ``position`` is the token index of the chunk's first token in its chain;
-    ``error_bound`` is meaningful when ``fidelity`` is ``bounded``.
+    ``error_bound`` is meaningful when ``fidelity`` is ``bounded``. ``levels`` counts the
+    refinements behind the base; ``asset`` names the tables that the codec needs.
     """
 
     key: ChunkKey
@@ -106,11 +105,18 @@ class FrameHeader:
     flags: int
     frame_bytes: int
     segments: NDArray[Any]
+    levels: int = 0
+    asset: bytes = NO_ASSET
 
     @property
     def header_bytes(self) -> int:
         """Bytes before the first segment."""
-        return header_bytes(self.layout)
+        return header_bytes(self.layout, self.levels)
+
+    def level_end(self, level: int) -> int:
+        """Return how many of the frame's first bytes make it readable at *level*."""
+        last = self.segments[(level + 1) * self.layout.segment_count - 1]
+        return int(last["offset"]) + int(last["stored_bytes"])
 
     def info(self) -> ChunkInfo:
         """Return what the store keeps of the frame in its index."""
@@ -149,12 +155,13 @@ class FrameTemplate:
 
 
 @lru_cache(maxsize=64)
-def _empty_rows(layout: KVLayout) -> NDArray[Any]:
+def _empty_rows(layout: KVLayout, levels: int) -> NDArray[Any]:
     """Return the segment table of *layout* with everything but the names still zero."""
-    rows = np.zeros(layout.segment_count, dtype=SEGMENT_DTYPE)
+    rows = np.zeros(layout.segment_count * (1 + levels), dtype=SEGMENT_DTYPE)
     layers = [component.layers for component in layout.components]
-    rows["component"] = np.repeat(np.arange(len(layers)), layers)
-    rows["layer"] = np.concatenate([np.arange(count) for count in layers])
+    rows["section"] = np.repeat(np.arange(1 + levels), layout.segment_count)
+    rows["component"] = np.tile(np.repeat(np.arange(len(layers)), layers), 1 + levels)
+    rows["layer"] = np.tile(np.concatenate([np.arange(n) for n in layers]), 1 + levels)
     rows.flags.writeable = False
     return rows
 
@@ -162,17 +169,20 @@ def _empty_rows(layout: KVLayout) -> NDArray[Any]:
 class FrameWriter:
     """Fill a caller's buffer with one frame, segment by segment, in layer order.
 
+    With *levels*, the base of all layers first, then the first refinement of all, and so on.
     Not thread-safe. ``out`` must hold ``header_bytes`` and every segment's upper bound.
     """
 
-    def __init__(self, template: FrameTemplate, out: Bytes) -> None:
+    def __init__(self, template: FrameTemplate, out: Bytes, levels: int = 0) -> None:
         self._template = template
         self._out = out
+        self._levels = levels
         layout = template.layout
-        _check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
-        self._segments = _empty_rows(layout).copy()
+        segment_count = layout.segment_count * (1 + levels)
+        check_limits(len(layout.components), segment_count, layout.raw_bytes)
+        self._segments = _empty_rows(layout, levels).copy()
         self._next = 0
-        self._end = header_bytes(layout)
+        self._end = header_bytes(layout, levels)
 
     def reserve(self, size_bytes: int) -> Bytes:
         """Return room for the next segment, at most *size_bytes* long."""
@@ -195,7 +205,12 @@ class FrameWriter:
         self._end = stop
 
     def finish(
-        self, codec_id: int, revision: int, fidelity: Fidelity, error_bound: float = 0.0
+        self,
+        codec_id: int,
+        revision: int,
+        fidelity: Fidelity,
+        error_bound: float = 0.0,
+        asset: bytes = NO_ASSET,
     ) -> FrameHeader:
         """Write the header over all segments and return it. The frame is then complete."""
         if self._next != len(self._segments):
@@ -207,7 +222,7 @@ class FrameWriter:
         header = FrameHeader(
             t.key, t.parent, t.representation, t.content, t.layout, codec_id, revision,
             fidelity, t.position, t.prefill_flops, error_bound, t.flags, self._end,
-            self._segments,
+            self._segments, self._levels, asset,
         )  # fmt: skip
         packed = pack_header(header)
         self._out[: len(packed)] = as_bytes(packed)
@@ -217,51 +232,21 @@ class FrameWriter:
 def pack_header(header: FrameHeader) -> bytes:
     """Return the header's bytes, checksum included."""
     layout = header.layout
-    size = header_bytes(layout)
+    size = header.header_bytes
     fixed = (
         MAGIC, VERSION, header.flags, size, len(layout.components), header.codec_id,
-        header.codec_revision, header.fidelity, 0, len(header.segments), header.frame_bytes,
-        layout.raw_bytes, layout.tokens, header.position, header.key, header.parent,
-        header.representation, header.content, header.prefill_flops, header.error_bound,
+        header.codec_revision, header.fidelity, header.levels, len(header.segments),
+        header.frame_bytes, layout.raw_bytes, layout.tokens, header.position, header.key,
+        header.parent, header.representation, header.content, header.prefill_flops,
+        header.error_bound, header.asset,
     )  # fmt: skip
     body = bytearray(size)
     _FIXED.pack_into(body, 0, *fixed, 0)
-    end = FIXED_BYTES + _COMPONENT.size * len(layout.components)
+    end = FIXED_BYTES + COMPONENT.size * len(layout.components)
     body[FIXED_BYTES:end] = pack_components(layout)
     body[end : end + header.segments.nbytes] = header.segments.tobytes()
     body[_CHECKSUM_OFFSET:FIXED_BYTES] = struct.pack("<Q", checksum(bytes(body)))
     return bytes(body)
-
-
-def pack_components(layout: KVLayout) -> bytes:
-    """Return the component table; this version's rectangles always cover the whole chunk."""
-    return b"".join(
-        _COMPONENT.pack(
-            c.kind, c.dtype, c.parts, c.layers, c.kv_heads, c.head_dim, c.tokens,
-            0, c.layers, 0, c.kv_heads,
-        )
-        for c in layout.components
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def unpack_components(table: bytes) -> KVLayout:
-    """Parse a component table; equal tables share one layout. Raises InvalidFrameError."""
-    if not table or len(table) % _COMPONENT.size or len(table) > MAX_COMPONENTS * _COMPONENT.size:
-        raise InvalidFrameError("components", len(table), f"a row has {_COMPONENT.size} bytes")
-    components = []
-    for row in _COMPONENT.iter_unpack(table):
-        kind, dtype, parts, layers, kv_heads, head_dim, tokens, *rectangle = row
-        if rectangle != [0, layers, 0, kv_heads]:
-            raise InvalidFrameError("rectangle", rectangle, "this version takes whole chunks")
-        try:
-            component = Component(LayerKind(kind), DType(dtype), layers, kv_heads, head_dim, tokens)
-        except (ValueError, LayoutMismatchError) as error:
-            raise InvalidFrameError("component", row, str(error)) from None
-        if parts != component.parts:
-            raise InvalidFrameError("parts", parts, f"{component.kind.name} has {component.parts}")
-        components.append(component)
-    return KVLayout(tuple(components))
 
 
 def parse_header(frame: Sliced, known_flags: int = _KNOWN_FLAGS) -> FrameHeader:
@@ -274,14 +259,14 @@ def parse_header(frame: Sliced, known_flags: int = _KNOWN_FLAGS) -> FrameHeader:
     if len(frame) < FIXED_BYTES:
         raise InvalidFrameError("frame", len(frame), f"a frame has at least {FIXED_BYTES} bytes")
     fixed = _FIXED.unpack(frame[:FIXED_BYTES].tobytes())
-    magic, version, flags, size, component_count, codec_id, revision, fidelity, _ = fixed[:9]
+    magic, version, flags, size, component_count, codec_id, revision, fidelity, levels = fixed[:9]
     segment_count, frame_bytes, raw_bytes, tokens, position = fixed[9:14]
     if magic != MAGIC:
         raise InvalidFrameError("magic", magic, f"expected {MAGIC!r}")
     if version != VERSION:
         raise InvalidFrameError("version", version, f"this reader knows version {VERSION}")
-    _check_limits(component_count, segment_count, raw_bytes)
-    table_end = FIXED_BYTES + _COMPONENT.size * component_count
+    check_limits(component_count, segment_count, raw_bytes)
+    table_end = FIXED_BYTES + COMPONENT.size * component_count
     if size != _aligned(table_end + 32 * segment_count) or size > len(frame):
         raise InvalidFrameError("header_bytes", size, "does not fit its tables or the frame")
     head = bytearray(frame[:size].tobytes())
@@ -294,34 +279,41 @@ def parse_header(frame: Sliced, known_flags: int = _KNOWN_FLAGS) -> FrameHeader:
         raise InvalidFrameError("cost or bound", fixed[18:20], "must be finite, not negative")
     layout = unpack_components(bytes(head[FIXED_BYTES:table_end]))
     segments = np.frombuffer(bytes(head), SEGMENT_DTYPE, segment_count, table_end)
-    if (layout.segment_count, layout.raw_bytes, layout.tokens) != (
+    if (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens) != (
         segment_count, raw_bytes, tokens,
     ):  # fmt: skip
         raise InvalidFrameError("layout", (segment_count, raw_bytes, tokens), "contradicts itself")
-    _check_segments(layout, segments, size, frame_bytes)
+    _check_segments(_empty_rows(layout, levels), segments, size, frame_bytes)
     return FrameHeader(
         ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, codec_id,
         revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,
+        levels, fixed[20],
     )  # fmt: skip
 
 
-def _check_limits(component_count: int, segment_count: int, raw_bytes: int) -> None:
+def stated_header_bytes(start: Bytes) -> int:
+    """Return how long the header says it is that begins with the FIXED_BYTES of *start*.
+
+    Nothing is checked: wait for that many bytes, no more than the frame has, and parse them.
+    """
+    return int.from_bytes(start[_HEADER_BYTES_OFFSET:][:4].tobytes(), "little")
+
+
+def check_limits(component_count: int, segment_count: int, raw_bytes: int) -> None:
+    """Raise InvalidFrameError unless a frame may have so many parts and bytes."""
     if not 1 <= component_count <= MAX_COMPONENTS or not 1 <= segment_count <= MAX_SEGMENTS:
         raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
     if raw_bytes > MAX_FRAME_BYTES:
         raise InvalidFrameError("raw_bytes", raw_bytes, f"at most {MAX_FRAME_BYTES}")
 
 
-def _check_segments(layout: KVLayout, segments: NDArray[Any], size: int, frame_bytes: int) -> None:
+def _check_segments(
+    names: NDArray[Any], segments: NDArray[Any], size: int, frame_bytes: int
+) -> None:
     if frame_bytes > MAX_FRAME_BYTES:
         raise InvalidFrameError("frame_bytes", frame_bytes, f"at most {MAX_FRAME_BYTES}")
-    names = _empty_rows(layout)
-    in_order = (
-        np.array_equal(segments["component"], names["component"])
-        and np.array_equal(segments["layer"], names["layer"])
-        and not segments["section"].any()
-    )
-    if not in_order:
+    # The first eight bytes of a row: component, section, layer.
+    if not np.array_equal(segments.view("<u8")[::4], names.view("<u8")[::4]):
         raise InvalidFrameError("segments", len(segments), "must be one a layer, in order")
     offset, stored = segments["offset"], segments["stored_bytes"]
     if (offset > MAX_FRAME_BYTES).any() or (stored > MAX_FRAME_BYTES).any():
@@ -357,24 +349,25 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
             "frame", len(data), f"give at least {FIXED_BYTES}, and as much room"
         )
     copy_bytes(out[:FIXED_BYTES], data[:FIXED_BYTES])
-    (size,) = struct.unpack("<I", out[_HEADER_BYTES_OFFSET:][:4].tobytes())
-    end = min(max(size, FIXED_BYTES), len(out))
+    end = min(max(stated_header_bytes(out), FIXED_BYTES), len(out))
     copy_bytes(out[FIXED_BYTES:end], data[FIXED_BYTES:end])
     header = parse_header(out, _KNOWN_FLAGS | FLAG_UNSUMMED)
     check_identity(header, len(out), key)
-    segments = header.segments.copy()
-    for row in segments:
-        start = int(row["offset"])
-        stop = start + int(row["stored_bytes"])
-        out[end:start] = 0
-        row["checksum"] = copy_checked(out[start:stop], data[start:stop])
-        end = stop
+    checksums = []
+    rows = header.segments
+    for start, size in zip(rows["offset"].tolist(), rows["stored_bytes"].tolist(), strict=True):
+        if end < start:
+            out[end:start] = 0
+        end = start + size
+        checksums.append(copy_checked(out[start:end], data[start:end]))
     if header.flags & FLAG_UNSUMMED:
+        segments = rows.copy()
+        segments["checksum"] = checksums
         header = replace(header, flags=header.flags & ~FLAG_UNSUMMED, segments=segments)
         copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
-    else:
-        for index, row in enumerate(segments):
-            check_segment(header, index, int(row["checksum"]))
+    elif checksums != rows["checksum"].tolist():
+        for index, found in enumerate(checksums):
+            check_segment(header, index, found)
     return header
 
 

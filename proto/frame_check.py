@@ -6,16 +6,22 @@ from collections.abc import Iterable
 
 from xxhash import xxh3_64
 
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
-from kvstore.proto.frame import FrameHeader, check_identity, check_segment, parse_header
+from kvstore.proto.frame import (
+    FrameHeader,
+    check_identity,
+    check_segment,
+    parse_header,
+    stated_header_bytes,
+)
 from kvstore.proto.types import ChunkKey
 
 
 class FrameCheck:
     """Does what ``check_frame`` does to *frame*, in steps. Used once, by one thread.
 
-    *header_bytes* is what the header of *key*'s frame has; another's is a mismatch.
+    *header_bytes* is what the header of *key*'s frame has at least: it has more with levels.
     """
 
     def __init__(self, frame: Bytes, key: ChunkKey, header_bytes: int) -> None:
@@ -56,6 +62,10 @@ class FrameCheck:
         if self._header is None:
             if arrived < self._header_bytes:
                 return
+            stated = stated_header_bytes(self._frame)
+            self._header_bytes = max(self._header_bytes, min(stated, len(self._frame)))
+            if arrived < self._header_bytes:
+                return
             self._open()
         while self._header is not None and self._segment < len(self._bounds):
             start, stop = self._bounds[self._segment]
@@ -77,3 +87,21 @@ class FrameCheck:
         self._bounds = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self._done = header.header_bytes
         self._header = header
+
+
+def check_prefix(prefix: Bytes, level: int, key: ChunkKey | None = None) -> FrameHeader:
+    """Check the first bytes of a frame, which make it readable at *level*.
+
+    Raises InvalidFrameError, also for a level that the frame does not have, and
+    ChunkCorruptError, as ``check_frame`` does.
+    """
+    header = parse_header(prefix)
+    if key is not None and header.key != key:
+        raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
+    if not 0 <= level <= header.levels:
+        raise InvalidFrameError("level", level, f"the frame has 0 to {header.levels}")
+    if len(prefix) != header.level_end(level):
+        raise ChunkCorruptError(header.key, f"{len(prefix)} bytes of {header.level_end(level)}")
+    for index in range((level + 1) * header.layout.segment_count):
+        check_segment(header, index, checksum(header.segment(prefix, index)))
+    return header

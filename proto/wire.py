@@ -10,13 +10,13 @@ from typing import cast
 import numpy as np
 
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.component_table import pack_components, unpack_components
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
     RepresentationError,
 )
-from kvstore.proto.frame import pack_components, unpack_components
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -46,6 +46,7 @@ ERROR_NAME = "kvstore-error"
 
 _INFO = struct.Struct("<BBHQd32s16s")
 _INFO_VERSION = 1
+_FIDELITIES = (Fidelity.exact, Fidelity.bounded, Fidelity.exact, Fidelity.none)
 _HALF_KEY = f"V{DIGEST_BYTES}"
 """Namespace or digest, as numpy moves them: a prompt has hundreds of keys."""
 
@@ -72,6 +73,16 @@ def unpack_info(row: bytes) -> ChunkInfo:
     return ChunkInfo(
         ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, Fidelity(fidelity), flops
     )
+
+
+def fidelity_number(least: Fidelity) -> int:
+    """Return how requests state a minimum fidelity; what states none asks for exact."""
+    return _FIDELITIES.index(least)
+
+
+def fidelity_of(number: int) -> Fidelity | None:
+    """Return the minimum fidelity that a request states by *number*; None for no such number."""
+    return _FIDELITIES[number] if 0 <= number < len(_FIDELITIES) else None
 
 
 def join_digests(digests: Iterable[bytes]) -> bytes:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.bulk_work import GetWork, Piece, PutWork
-from kvstore.server.checks import Checks
+from kvstore.server.checks import Checks, fidelity
 from kvstore.server.intake import PutResult
 from kvstore.server.layered import LayeredGet
 from kvstore.server.manager import TierManager
@@ -30,7 +30,7 @@ class BulkService:
 
     def new_get(self, session: Session, word: bulk.Get, wake: Callable[[], None]) -> GetWork:
         """Return a get about to run. Raises InvalidRequestError."""
-        _check_flags(word.flags, bulk.LAYER_MAJOR)
+        _check_flags(word.flags, bulk.LAYER_MAJOR | 3 << bulk.FIDELITY_SHIFT)
         deadline = self._checks.deadline(word.deadline_ms)
         return GetWork(session, word, deadline, self._checks.clock, wake)
 
@@ -50,7 +50,8 @@ class BulkService:
         lease_id, known = self._manager.open_get(session, keys, work.word.lease_id)
         try:
             pieces = self._layers if work.word.flags & bulk.LAYER_MAJOR else self._frames
-            for piece in pieces(session, keys[:known], work.deadline):
+            least = fidelity(work.word.flags >> bulk.FIDELITY_SHIFT & 3)
+            for piece in pieces(session, keys[:known], work.deadline, least):
                 if not work.offer(piece):
                     break
             work.settle()
@@ -59,15 +60,15 @@ class BulkService:
                 self._manager.release(session, lease_id)
 
     def _frames(
-        self, session: Session, keys: Sequence[ChunkKey], deadline: float
+        self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
     ) -> Iterator[Piece]:
-        for one in self._manager.gets.get(session, keys, deadline):
+        for one in self._manager.gets.get(session, keys, deadline, least=least):
             yield Piece(one.index, one.tier, len(one.frame), 0, one.frame, one.place is None)
 
     def _layers(
-        self, session: Session, keys: Sequence[ChunkKey], deadline: float
+        self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
     ) -> Iterator[Piece]:
-        for part in LayeredGet(self._manager.transfers, session, keys, deadline).parts():
+        for part in LayeredGet(self._manager.transfers, session, keys, deadline, least).parts():
             yield Piece(*part)
 
     def put(self, work: PutWork, grant: Callable[[int], None]) -> list[PutResult]:

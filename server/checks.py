@@ -57,7 +57,8 @@ class Checks:
     def durable(self, wanted: bool, *, is_possible: bool) -> None:
         """Refuse a durable put where nothing survives a restart."""
         if wanted and not is_possible:
-            raise InvalidRequestError("durable", True, "start the server with a disk tier")
+            fix = "start the server with a disk tier whose codec loses nothing"
+            raise InvalidRequestError("durable", True, fix)
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
@@ -119,10 +120,11 @@ class Checks:
 
 
 def fidelity(value: int) -> Fidelity:
-    """Return the minimum fidelity a request states; 0 asks for exact."""
-    if value not in Fidelity.__members__.values():
-        raise InvalidRequestError("min_fidelity", value, f"use 0 to {max(Fidelity)}")
-    return Fidelity(value) if value else Fidelity.exact
+    """Return the minimum fidelity a request states: 0 or 2 exact, 1 bounded, 3 any."""
+    found = wire.fidelity_of(value)
+    if found is None:
+        raise InvalidRequestError("min_fidelity", value, "use 0 to 3")
+    return found
 
 
 def outcomes(results: Sequence[PutResult]) -> Outcomes:

@@ -26,6 +26,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
+from kvstore.server.codec_config import CodecName, TenantCodecs
 from kvstore.server.disk_config import DiskFolders, absolute
 from kvstore.server.flags import flag_of, parse_flags
 from kvstore.server.gpu_config import GpuConfig
@@ -38,7 +39,6 @@ from kvstore.server.units import (
     MIN_TIER_BYTES,
     SOCKET_PATH_BYTES,
     BulkEndpoint,
-    CodecName,
     Count,
     Endpoint,
     Millis,
@@ -147,8 +147,20 @@ class ServerConfig(BaseModel):
     cpu_codec: Annotated[CodecName, AfterValidator(_raw_only)] = Field(
         default="raw", description="codec of frames in the cpu tier; only raw"
     )
-    disk_codec: CodecName = Field(default="raw", description="codec of frames on disk")
-    redis_codec: CodecName = Field(default="zstd", description="codec of frames in Redis")
+    disk_codec: CodecName = Field(
+        default="raw", description="codec of frames on disk, as NAME or NAME:TERMS; or auto"
+    )
+    redis_codec: CodecName = Field(
+        default="zstd", description="codec of frames in Redis, as NAME or NAME:TERMS; or auto"
+    )
+    tenant_codecs: Annotated[TenantCodecs | None, "TENANT/TIER=CODEC"] = Field(
+        default=None,
+        description="other codecs for chunks of some tenants, with commas between them",
+    )
+    assets: Annotated[Path | None, "PATH"] = Field(
+        default=None,
+        description="folder of model assets, for codecs that need one; see kvstore calibrate",
+    )
     disk_write: Literal["through", "evict"] = Field(
         default="through",
         description="copy to lower tiers when a chunk is stored, or when it is evicted",
@@ -291,6 +303,13 @@ class ServerConfig(BaseModel):
             raise ValueError(f"a socket's path has at most {SOCKET_PATH_BYTES} bytes; shorten it")
         return path
 
+    @field_validator("assets")
+    @classmethod
+    def _check_assets(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.is_dir():
+            raise ValueError("name a folder that exists")
+        return None if path is None else absolute(path)
+
     @field_validator("secret_file")
     @classmethod
     def _check_secret_file(cls, path: Path | None) -> Path | None:
@@ -311,6 +330,16 @@ class ServerConfig(BaseModel):
     def http_address(self) -> tuple[str, int] | None:
         """Host and port of the metrics page; None when it is off."""
         return None if self.http == "off" else parse_endpoint(self.http)
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """The codec of each tier, by name; GPU memory has raw frames."""
+        return {
+            "gpu": "raw",
+            "cpu": self.cpu_codec,
+            "disk": self.disk_codec,
+            "redis": self.redis_codec,
+        }
 
     def socket_path_for(self, port: int) -> Path | None:
         """Path of the Unix socket of a server bound to *port*; None when it is off."""

@@ -105,9 +105,9 @@ class Fill:
             header = parse_header(self.frame[:size])
         except InvalidFrameError as error:
             raise ChunkCorruptError(stored.key, str(error)) from None
-        if (header.key, header.layout, header.codec_id, header.frame_bytes) != (
-            stored.key, stored.layout, stored.codec_id, stored.size_bytes,
-        ):  # fmt: skip
+        if (header.key, header.layout, header.codec_id, header.frame_bytes, header.fidelity) != (
+            stored.key, stored.layout, stored.codec_id, stored.size_bytes, stored.fidelity,
+        ) or header.levels:  # fmt: skip
             raise ChunkCorruptError(stored.key, f"its place holds chunk {header.key.hex()}")
         self.header = header
 

@@ -84,7 +84,7 @@ class Intake:
             return PutResult(PutOutcome.exists)
         try:
             room = Room(info, session.tenant, deadline, self._headroom_bytes)
-            reservation = self._transfers.reserve(self._transfers.cpu, room)
+            reservation = self._transfers.reserve_for_put(room)
         except TierFullError as error:
             self._catalog.end_put(info.key)
             self._counters.add("put_refused_chunks")

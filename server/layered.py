@@ -10,7 +10,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import DeadlineError, KVStoreError
 from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.layers import layer_order
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.fill import Fill
 from kvstore.server.mover import Ticket
 from kvstore.server.sessions import Session
@@ -59,9 +59,15 @@ class LayeredGet:
     """
 
     def __init__(
-        self, transfers: Transfers, session: Session, keys: Sequence[ChunkKey], deadline: float
+        self,
+        transfers: Transfers,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        deadline: float,
+        least: Fidelity = Fidelity.exact,
     ) -> None:
         self._transfers = transfers
+        self._least = least
         self._session = session
         self._keys = keys
         self._deadline = deadline
@@ -108,14 +114,15 @@ class LayeredGet:
         transfers = self._transfers
         copies = transfers.catalog.copies(key)
         for shelf in transfers.sources:
-            if shelf.name not in copies or shelf.breaker.is_open:
+            copy = copies.get(shelf.name)
+            if copy is None or copy.fidelity < self._least or shelf.breaker.is_open:
                 continue
             if shelf is transfers.cpu:
                 return _Opening(shelf.name, None, None)
-            if not Fill.is_possible(copies[shelf.name]):
+            if not Fill.is_possible(copy):
                 ticket = transfers.load(key, shelf, self._session.tenant)
                 return None if ticket is None else _Opening(shelf.name, ticket, None)
-            fill = Fill(transfers, shelf, copies[shelf.name], self._session.tenant)
+            fill = Fill(transfers, shelf, copy, self._session.tenant)
             self._fills.append(fill)
             ticket = fill.submit(None, self._deadline)
             return None if ticket is None else _Opening(shelf.name, ticket, fill)
@@ -128,9 +135,10 @@ class LayeredGet:
             fill = opening.fill
             return _Source(index, opening.tier, fill.header, fill.frame, fill)
         frame = self._transfers.cpu_tier.peek(key)
-        if frame is None:
+        header = None if frame is None else parse_header(frame)
+        if frame is None or header is None or header.fidelity < self._least:
             return None
-        return _Source(index, opening.tier, parse_header(frame), frame, None)
+        return _Source(index, opening.tier, header, frame, None)
 
     def _is_done(self, ticket: Ticket | None) -> bool:
         """Wait for a read; False when it failed or is late."""

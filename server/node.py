@@ -16,17 +16,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import kvstore
-from kvstore.codecs.base import codec_by_name
+from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.shm import ARENA_SLAB, host_id
+from kvstore.server.auto_codec import LANE, begin_choices
 from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
 from kvstore.server.checks import Checks, ServiceLimits
+from kvstore.server.codec_config import is_auto
 from kvstore.server.config import ServerConfig
 from kvstore.server.dataplane import DataPlane, PlaneLimits
 from kvstore.server.gpu_config import GpuConfig
 from kvstore.server.interceptors import ErrorInterceptor
+from kvstore.server.known_models import KnownModels
 from kvstore.server.leases import LeaseTable
 from kvstore.server.local_calls import LocalCalls
 from kvstore.server.manager import ManagerLimits, TierManager
@@ -37,6 +40,7 @@ from kvstore.server.policy.lru import LruEviction
 from kvstore.server.service import Identity, KVStoreService
 from kvstore.server.sessions import SessionTable
 from kvstore.server.shelf import Shelf
+from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
@@ -79,11 +83,15 @@ class Node:
     def _build(self) -> None:
         config, clock = self._config, self._clock
         self.counters = Counters()
-        self.manager = build_manager(config, clock, self.counters, self._closers)
+        if config.assets is not None:
+            ASSETS.load_folder(config.assets)
+        models = KnownModels()
+        self.manager = build_manager(config, clock, self.counters, self._closers, models)
         self.recovered_chunks = self.manager.recover()
         self.sessions = SessionTable(
             config.max_sessions, config.session_ttl_ms, tenant_salts(config), clock, os.urandom
         )
+        self.sessions.on_open.append(models.note)
         self.sessions.on_close.append(self.manager.end_session)
         workers = futures.ThreadPoolExecutor(config.workers, thread_name_prefix="rpc")
         # Not waited for: a call may still sleep out its deadline.
@@ -183,6 +191,13 @@ class Node:
                 ("tier_used_bytes", "bytes taken, slack included", name, stats.used_bytes),
                 ("tier_chunks", "chunks on the tier", name, stats.chunks),
                 ("tier_up", "0 while the tier is left alone", name, float(not status.reason)),
+                (
+                    "tier_load_bytes_per_second",
+                    "mean speed of loads",
+                    name,
+                    status.load_bytes_per_s,
+                ),
+                ("tier_codec", "number of the codec in frames", name, status.codec_id),
             ]
         return rows
 
@@ -191,6 +206,7 @@ class Node:
         self._is_started = True
         self._grpc.start()
         self._ticker.start()
+        begin_choices(self.manager.transfers, self._config.codecs, os.urandom)
         self._set_health(serving=True)
 
     def _set_health(self, *, serving: bool) -> None:
@@ -253,11 +269,13 @@ def build_manager(
     clock: Clock,
     counters: Counters,
     closers: list[Callable[[], object]],
+    models: KnownModels,
 ) -> TierManager:
     """Open the configured tiers and put a manager over them; *closers* learns how to close."""
-    shelves = [_shelf(config, tier, clock) for tier in _open_tiers(config, closers)]
+    shelves = [_shelf(config, tier, clock, models) for tier in _open_tiers(config, closers)]
     counters.add("dropped_rows", sum(shelf.tier.dropped_rows for shelf in shelves))
     lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}
+    lanes[LANE] = 1
     for shelf in shelves:
         if shelf.name == "cpu":
             continue
@@ -334,15 +352,15 @@ def open_gpu_tier(config: GpuConfig) -> GpuTier:
     return GpuTier(config.capacity_bytes, open_device(torch.device("cuda", config.device)))
 
 
-def _shelf(config: ServerConfig, tier: Tier, clock: Clock) -> Shelf:
-    codecs = {
-        "gpu": "raw",
-        "cpu": config.cpu_codec,
-        "disk": config.disk_codec,
-        "redis": config.redis_codec,
-    }
+def _shelf(config: ServerConfig, tier: Tier, clock: Clock, models: KnownModels) -> Shelf:
     breaker = Breaker(config.breaker_failures, config.breaker_retry_ms, clock)
-    return Shelf(tier, codec_by_name(codecs[tier.name]), LruEviction(), breaker, clock)
+    name = config.codecs[tier.name]
+    is_open = is_auto(name)  # until it is measured
+    codec = NamedCodec(f"{name}, measuring", lossless_codec()) if is_open else NamedCodec.of(name)
+    others = config.tenant_codecs.of_tier(tier.name) if config.tenant_codecs else {}
+    by_tenant = {tenant: NamedCodec.of(other) for tenant, other in others.items()}
+    encoder = TierCodec(codec, by_tenant, models.terms_of)
+    return Shelf(tier, codec.codec, LruEviction(), breaker, clock, encoder)
 
 
 def _bind(config: ServerConfig, workers: futures.ThreadPoolExecutor) -> tuple[grpc.Server, int]:

@@ -41,8 +41,9 @@ class Session:
 class SessionTable:
     """Live sessions by id.
 
-    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_close`` callbacks
-    run for each session that ends, however it ends, outside the lock.
+    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_open`` callbacks run
+    for each session that was opened, ``on_close`` for each that ends, however it ends, outside
+    the lock.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class SessionTable:
         self._random_bytes = random_bytes
         self._sessions: dict[int, Session] = {}
         self._draining = False
+        self.on_open: list[Callable[[Session], None]] = []
         self.on_close: list[Callable[[Session], None]] = []
         # Guards the table; held for dictionary operations only.
         self._lock = threading.Lock()
@@ -84,6 +86,8 @@ class SessionTable:
             if len(self._sessions) >= self._limit:
                 raise QuotaExceededError("max_sessions", self._limit, "this server")
             self._sessions[session.session_id] = session
+        for callback in self.on_open:
+            callback(session)
         return session
 
     def get(self, session_id: int) -> Session:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -17,12 +16,13 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_header
+from kvstore.proto.frame import FrameHeader, check_frame, header_bytes
 from kvstore.proto.frame_check import FrameCheck
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.breaker import Breaker
 from kvstore.server.policy.base import EvictionPolicy
-from kvstore.tiers.base import Tier
+from kvstore.server.tier_codec import NamedCodec, TierCodec
+from kvstore.tiers.base import DEFAULT_TENANT, Tier
 
 _EWMA_WEIGHT = 0.2
 _MAX_LOAD_US = (1 << 32) - 1
@@ -72,9 +72,12 @@ class Shelf:
     policy: EvictionPolicy
     breaker: Breaker
     clock: Callable[[], float]
+    encoder: TierCodec = None  # type: ignore[assignment] # filled in at birth
+    """What encodes frames for it; without one, *codec* does."""
     rate: Rate = field(init=False)
 
     def __post_init__(self) -> None:
+        self.encoder = self.encoder or TierCodec(NamedCodec(self.codec.name, self.codec))
         name = self.tier.name
         self.rate = Rate(_FIRST_GUESS_BYTES_PER_S.get(name, 1e9), _ROUND_TRIP_S.get(name, 1e-3))
 
@@ -96,6 +99,10 @@ class Shelf:
             header = check.finish()
         except InvalidFrameError as error:
             raise ChunkCorruptError(info.key, str(error)) from None
+        if header.fidelity < info.fidelity:
+            raise ChunkCorruptError(
+                info.key, f"is {header.fidelity.name}, not {info.fidelity.name}"
+            )
         self.rate.observe(len(out), self.clock() - started)
         return header
 
@@ -112,13 +119,13 @@ class Shelf:
         self.breaker.succeed()
         return done
 
-    def encode_for(self, frame: Bytes) -> Bytes:
+    def encode_for(self, frame: Bytes, tenant: str = DEFAULT_TENANT) -> Bytes:
         """Return *frame* under this shelf's codec: the same bytes when it already is."""
-        header = parse_header(frame)
-        if header.codec_id == self.codec.codec_id:
-            return frame
-        scratch = np.empty(max_transcoded_bytes(header.layout, self.codec), np.uint8)
-        return scratch[: transcode(frame, self.codec, scratch).frame_bytes]
+        return self.encoder.encode(frame, tenant)
+
+    def fidelity_for(self, tenant: str) -> Fidelity:
+        """Return what becomes at least of an exact chunk of *tenant* here."""
+        return self.encoder.of_tenant(tenant).fidelity
 
 
 def verify(frame: Bytes, key: ChunkKey) -> FrameHeader:

@@ -1,15 +1,14 @@
-"""Transfers: copies of chunks between shelves, and the room they need.
+"""Transfers: copies of chunks between shelves, each under the codec of where it goes.
 
-Reclaim happens inside allocate: whoever needs room evicts exactly that much, and an evicted
-chunk of which no lower tier has a copy is demoted first.
+A lossy copy never takes the place of an exact one: it is made beside it, says what it is, and
+gives way to a better one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
-    DeadlineError,
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
@@ -30,24 +28,16 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.catalog import Catalog
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
+from kvstore.server.reclaim import Reclaim
 from kvstore.server.shelf import Room, Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
-from kvstore.tiers.cpu import CpuTier
-
-if TYPE_CHECKING:  # its file loads torch
-    from kvstore.tiers.gpu import GpuTier
-
-MAX_RECLAIM_ROUNDS = 1000
-VICTIMS_PER_ROUND = 64
 
 
-class Transfers:
-    """Moves chunks between shelves. *shelves* are ordered from the fastest to the slowest.
+class Transfers(Reclaim):
+    """Moves chunks between shelves.
 
-    One of them is CPU memory, which frames are served from; only GPU memory is faster.
-    Thread-safe; *clock* returns monotonic seconds. Moves run in the Mover's lanes ``load-TIER``
-    and ``store-TIER``; a lane only ever waits for the store lane of a slower tier, so lanes
-    cannot wait in a circle.
+    Moves run in the Mover's lanes ``load-TIER`` and ``store-TIER``; a lane only ever waits for
+    the store lane of a slower tier, so lanes cannot wait in a circle.
     """
 
     def __init__(
@@ -59,138 +49,8 @@ class Transfers:
         clock: Callable[[], float],
         move_timeout_ms: int,
     ) -> None:
-        self.shelves = {shelf.name: shelf for shelf in shelves}
-        self._order = list(shelves)
-        self.cpu = next(shelf for shelf in shelves if isinstance(shelf.tier, CpuTier))
-        self.cpu_tier = cast("CpuTier", self.cpu.tier)
-        self.gpu = None if shelves[0] is self.cpu else shelves[0]
-        self.gpu_tier = None if self.gpu is None else cast("GpuTier", self.gpu.tier)
-        self.sources = [self.cpu, *(shelf for shelf in shelves if shelf is not self.cpu)]
-        """The shelves in the order in which frames are looked for: first where they are served."""
-        local = (s for s in self.lower_shelves() if s.tier.survives_restart and not s.tier.shared)
-        self.filed = next(local, None)
-        """The shelf whose frames lie in files that a reader on this host may open."""
-        self.catalog = catalog
-        self.mover = mover
-        self.counters = counters
-        self.clock = clock
+        super().__init__(shelves, catalog, mover, counters, clock)
         self._move_timeout_s = move_timeout_ms / 1000
-
-    # --- room
-
-    def reserve(self, shelf: Shelf, room: Room) -> Reservation:
-        """Reserve on *shelf*, evicting what is in the way.
-
-        Raises TierFullError when everything else is held or the deadline passes first,
-        InvalidRequestError for a frame that no empty tier could hold.
-        """
-        tier = shelf.tier
-        size = room.info.size_bytes
-        if size > tier.max_frame_bytes():
-            raise InvalidRequestError(
-                "frame_bytes", size, f"tier {tier.name!r} takes {tier.max_frame_bytes()} at most"
-            )
-        need = tier.allocated_bytes(size)
-        limit = tier.capacity_bytes - room.headroom_bytes
-        for attempt in range(MAX_RECLAIM_ROUNDS):
-            missing = tier.stats().used_bytes + need - limit
-            if is_scattered := missing <= 0:
-                try:
-                    return tier.reserve(room.info, room.tenant)
-                except TierFullError:
-                    missing = need
-                except TierUnavailableError as error:
-                    shelf.breaker.fail(str(error))
-                    raise
-            claimed = self._claim(shelf, missing, room if is_scattered else None, attempt)
-            self._evict(shelf, claimed, missing, room.deadline)
-        raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
-
-    def _claim(
-        self, shelf: Shelf, need_bytes: int, room: Room | None, attempt: int
-    ) -> list[ChunkKey]:
-        """Claim a round of victims; for *room* that is free but scattered, ones side by side."""
-        claim, tier = self.catalog.claim_victims, shelf.tier
-        victims = self._enough(shelf, claim(shelf.name, need_bytes, VICTIMS_PER_ROUND), need_bytes)
-        if victims and room is not None:
-            near = tier.in_the_way(victims[0], room.info.size_bytes, room.tenant)
-            if near:
-                self.catalog.unclaim(victims[1:])
-                return [victims[0], *claim(shelf.name, 0, 0, near)]
-        if victims and attempt % 4 == 3:
-            victims += claim(shelf.name, 0, 0, tier.residents(victims[0]))
-        return victims
-
-    def _evict(
-        self, shelf: Shelf, victims: list[ChunkKey], need_bytes: int, deadline: float
-    ) -> None:
-        """Evict claimed victims, or wait for others' moves when there are none."""
-        if not victims:
-            if self._await_progress(shelf, deadline):
-                return
-            stats = shelf.tier.stats()
-            raise TierFullError(shelf.name, need_bytes, stats.capacity_bytes - stats.used_bytes)
-        try:
-            tickets = [(key, self._demote(shelf, key)) for key in victims]
-            for key, ticket in tickets:
-                self._give_up(shelf, key, ticket, deadline)
-        except DeadlineError:
-            # Demotions go on; their victims stay until they have a copy elsewhere.
-            raise TierFullError(shelf.name, need_bytes, 0) from None
-        finally:
-            self.catalog.unclaim(victims)
-
-    def _enough(self, shelf: Shelf, victims: list[ChunkKey], need_bytes: int) -> list[ChunkKey]:
-        """Spare the last victims when the slack of the first frees enough: policies see frames."""
-        freed_bytes = 0
-        for at, key in enumerate(victims, start=1):
-            size_bytes = self.catalog.size_bytes(shelf.name, key)
-            freed_bytes += shelf.tier.allocated_bytes(size_bytes) if size_bytes else 0
-            if freed_bytes >= need_bytes:
-                self.catalog.unclaim(victims[at:])
-                return victims[:at]
-        return victims
-
-    def _await_progress(self, shelf: Shelf, deadline: float) -> bool:
-        """Wait until something that keeps chunks on *shelf* is done; False if nothing does.
-
-        Only evictions from this shelf and moves to lower ones count, as only these end
-        without our help.
-        """
-        if self.catalog.await_unclaimed(shelf.name, deadline):
-            return True
-        lanes = [f"store-{target.name}" for target in self._below(shelf)]
-        return self.mover.await_any(lanes, deadline)
-
-    def _demote(self, shelf: Shelf, key: ChunkKey) -> Ticket | None:
-        """Queue a copy to the next lower shelf that is in use, unless one has the chunk."""
-        lower = self._below(shelf)
-        held = self.catalog.holders(key)
-        if any(target.name in held for target in lower):
-            return None
-        for target in lower:
-            if target is self.cpu:
-                return self._bring_down(key, shelf)
-            if not target.breaker.is_open:
-                return self.copy_down(key, target, urgent=True)
-        return None
-
-    def _give_up(self, shelf: Shelf, key: ChunkKey, ticket: Ticket | None, deadline: float) -> None:
-        if ticket is not None:
-            try:
-                self.mover.wait(ticket, deadline)
-            except KVStoreError as error:
-                if isinstance(error, DeadlineError):
-                    raise
-                # Counted where it failed; the victim has to go all the same.
-        holders = self.catalog.holders(key)
-        if shelf.name not in holders:
-            return
-        if self.catalog.cast_out(shelf.name, key, even_if_held=False):
-            self._discard(shelf, key)
-            self.counters.add("evicted_chunks")
-            if len(holders) == 1:
-                self.counters.add("dropped_victims")
 
     # --- moves
 
@@ -225,21 +85,26 @@ class Transfers:
         return self.mover.submit(f"load-{source.name}", key, work)
 
     def _copy(self, key: ChunkKey, target: Shelf, tenant: str | None = None) -> bool:
-        """Copy *key* to *target*, for *tenant* or whose it is. Return whether it is there now."""
+        """Copy *key* to *target*, for *tenant* or whose it is.
+
+        Return whether it is there now, as good as *target* can keep it.
+        """
+        self._make_way(target, key)
         copies = self.catalog.hold(key)
         try:
             if target.name in copies:
-                return True
-            if tenant is None and copies:
-                holder = next(shelf for shelf in self.sources if shelf.name in copies)
-                tenant = holder.tier.tenant_of(key)
+                return not self._can_better(target, key, copies)
+            tenant = tenant or self._owner(key, copies)
             frame = self._best_frame(key, copies)
             if frame is None:
                 return False
-            frame = target.encode_for(frame)
-            info = verify(frame, key).info()
+            frame = target.encode_for(frame, tenant)
+            header = verify(frame, key)
+            info = header.info()
+            if target.encoder.is_other(header, tenant):
+                self.counters.add("lossless_instead")
             self._sweep(target)
-            room = Room(info, tenant or DEFAULT_TENANT, self.clock() + self._move_timeout_s)
+            room = Room(info, tenant, self.clock() + self._move_timeout_s)
             reservation = self.reserve(target, room)
             if self._write(target, reservation, frame):
                 self.catalog.note_sealed(target.name, info)
@@ -248,6 +113,42 @@ class Transfers:
             return self._adopt(key, target)
         finally:
             self.catalog.let_go(key)
+
+    def reserve_for_put(self, room: Room) -> Reservation:
+        """Reserve in CPU memory for an original, which a lossy copy there gives way to.
+
+        Raises as ``reserve`` does, TierFullError while somebody reads that copy.
+        """
+        key = room.info.key
+        if self.cpu.name in self.catalog.holders(key):
+            if not self.catalog.cast_out(self.cpu.name, key, even_if_held=False):
+                raise TierFullError(self.cpu.name, room.info.size_bytes, 0)
+            self.counters.add("replaced_copies")
+            self._discard(self.cpu, key)
+        return self.reserve(self.cpu, room)
+
+    def _owner(self, key: ChunkKey, copies: Mapping[str, ChunkInfo]) -> str:
+        """Return whose chunk it is, by the nearest of its *copies*."""
+        holder = next((shelf for shelf in self.sources if shelf.name in copies), None)
+        return DEFAULT_TENANT if holder is None else holder.tier.tenant_of(key)
+
+    def _can_better(self, target: Shelf, key: ChunkKey, copies: Mapping[str, ChunkInfo]) -> bool:
+        """Whether a copy elsewhere would be better on *target* than the one that is there."""
+        there = copies[target.name].fidelity
+        best = max(info.fidelity for info in copies.values())
+        return best > there and min(best, target.fidelity_for(self._owner(key, copies))) > there
+
+    def _make_way(self, target: Shelf, key: ChunkKey) -> None:
+        """Cast out a copy on *target* that could be better, unless somebody reads it."""
+        if target.name not in self.catalog.holders(key):
+            return
+        copies = self.catalog.copies(key)
+        if target.name not in copies or not self._can_better(target, key, copies):
+            return
+        if self.catalog.cast_out(target.name, key, even_if_held=False):
+            self.counters.add("replaced_copies")
+            if target is self.cpu:  # the others sweep in their store lane, before they write
+                self._discard(target, key)
 
     def _adopt(self, key: ChunkKey, target: Shelf) -> bool:
         """Take note of a copy that somebody else sealed first; False when it is gone again."""
@@ -275,10 +176,9 @@ class Transfers:
             raise
 
     def _best_frame(self, key: ChunkKey, copies: dict[str, ChunkInfo]) -> Bytes | None:
-        """Return the verified frame of the nearest copy that proves right."""
-        for shelf in self.sources:
-            if shelf.name not in copies:
-                continue
+        """Return the verified frame of the best and nearest copy that proves right."""
+        holders = [shelf for shelf in self.sources if shelf.name in copies]
+        for shelf in sorted(holders, key=lambda shelf: -copies[shelf.name].fidelity):
             try:
                 if shelf is self.cpu:
                     frame = self.cpu_tier.peek(key)
@@ -298,6 +198,7 @@ class Transfers:
 
         Raises ChunkCorruptError after a quarantine, TierFullError, TierUnavailableError.
         """
+        self._make_way(self.cpu, key)
         copies = self.catalog.hold(key)
         try:
             if self.cpu.name in copies:
@@ -391,10 +292,3 @@ class Transfers:
         with suppress(TierUnavailableError):
             for key in self.catalog.strays(shelf.name):
                 self._discard(shelf, key)
-
-    def lower_shelves(self) -> list[Shelf]:
-        """Return the shelves below CPU memory, fastest first."""
-        return self._below(self.cpu)
-
-    def _below(self, shelf: Shelf) -> list[Shelf]:
-        return self._order[self._order.index(shelf) + 1 :]

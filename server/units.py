@@ -9,7 +9,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from kvstore.codecs.base import CODECS
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.tiers.redis_url import parse_redis_url
 
@@ -95,12 +94,6 @@ def _tier_size(size_bytes: int) -> int:
     return size_bytes
 
 
-def _known_codec(name: str) -> str:
-    if name not in CODECS:
-        raise ValueError(f"unknown codec; use one of {', '.join(CODECS)}")
-    return name
-
-
 def _off(value: object) -> object:
     return "off" if value is False else value  # what YAML makes of a bare off
 
@@ -112,7 +105,6 @@ Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
 Workers = Annotated[int, Field(ge=1, le=1024), "N"]
 RedisConnections = Annotated[int, Field(ge=1, le=64), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
-CodecName = Annotated[str, AfterValidator(_known_codec), "CODEC"]
 Endpoint = Annotated[str, BeforeValidator(_off), "HOST:PORT"]
 BulkEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_bulk_endpoint), "HOST:PORT"]
 SocketPath = Annotated[str, BeforeValidator(_off), "PATH"]

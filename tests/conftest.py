@@ -15,6 +15,8 @@ from local_server import LocalServer, eventually
 from redis_process import RedisProcess
 from server_process import ServerProcess
 
+from kvstore.codecs.background import make_at_once
+
 ServerMaker = Callable[..., LocalServer]
 ProcessMaker = Callable[..., ServerProcess]
 
@@ -26,7 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kill-loops", type=int, default=10, help="times that tests/e2e/test_kill9.py kills"
     )
+    parser.addoption(
+        "--exact-values",
+        type=int,
+        default=1 << 21,
+        help="values that tests/codecs/test_exact_values.py takes through each lossless codec",
+    )
 
+
+make_at_once()  # tests look at compiled loops, not at what stands in while they are compiled
 
 _LIVES_ON = "GarbageCollectorThread"
 """pyzmq's thread that learns which memory ZeroMQ has let go of: one a process, never ended."""

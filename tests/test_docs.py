@@ -38,9 +38,10 @@ PAGES = sorted(
 DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
+    "--curves": "bench.codecs",
     "--json": "kvstore status, kvstore demo and the benchmarks",
-    "--plot": "bench.peers and bench.scaling",
-    "--venvs": "bench.peers",
+    "--plot": "bench.codecs, bench.peers and bench.scaling",
+    "--venvs": "bench.codecs and bench.peers",
 }
 """Flags in the documentation that are not kvstore-server's."""
 

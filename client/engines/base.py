@@ -15,9 +15,10 @@ from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
+from kvstore.client.prefill import PrefillModel, chunks_worth_loading
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.keys import chunk_spans, content_digest, tokens_le32
-from kvstore.proto.types import PutOutcome
+from kvstore.proto.types import Match, PutOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class ConnectorStats:
     """What a connector did since its birth. Errors are counted by the name of their class.
 
     Of each prompt looked up, every token is a hit or a miss. ``lost_chunks`` were ready when
-    asked for and not read: late, evicted or damaged.
+    asked for and not read: late, evicted or damaged; ``slow_chunks`` were sooner computed.
     """
 
     lookups: int
@@ -73,6 +74,7 @@ class ConnectorStats:
     hit_tokens_by_tier: Mapping[str, int]
     load_errors: Mapping[str, int]
     store_errors: Mapping[str, int]
+    slow_chunks: int = 0
 
 
 class Connector:
@@ -80,14 +82,25 @@ class Connector:
 
     An engine's adapter is a subclass of it in a file of its own; ``tests/contracts/connector.py``
     runs one suite over all of them. With *durable* a store returns once its chunks would
-    survive a power cut. *token_flops* is about what the engine spends on one token.
+    survive a power cut. *token_flops* is about what the engine spends on one token. With
+    *prefill*, what the engine takes to compute, a load ends where computing the rest is sooner
+    by the store's own estimates; without it everything in reach is loaded. Only exact copies
+    are: whatever was computed behind a lossy one could not be stored.
 
     A server that does not answer costs a load or a store one deadline of the client, and the
     following ones nothing until ``retry_after_ms`` have passed.
     """
 
-    def __init__(self, client: Client, *, durable: bool = False, token_flops: float = 0.0) -> None:
+    def __init__(
+        self,
+        client: Client,
+        *,
+        durable: bool = False,
+        token_flops: float = 0.0,
+        prefill: PrefillModel | None = None,
+    ) -> None:
         self.client = client
+        self._prefill = prefill
         self._durable = durable
         self._token_flops = token_flops
         self._counts: Counter[str] = Counter()
@@ -119,12 +132,23 @@ class Connector:
         match = self.client.lookup(keys)
         if not match.ready:
             return Prefix()
-        spans = self._spans(len(tokens))[: match.ready]
-        read = len(self.client.get(keys[: match.ready], room(spans)))
-        if read < match.ready:
+        count = self._worth_loading(match, len(tokens))
+        with self._lock:
+            self._counts["slow_chunks"] += match.ready - count
+        if not count:
+            return Prefix()
+        spans = self._spans(len(tokens))[:count]
+        read = len(self.client.get(keys[:count], room(spans)))
+        if read < count:
             with self._lock:
-                self._counts["lost_chunks"] += match.ready - read
+                self._counts["lost_chunks"] += count - read
         return Prefix.of(spans[:read], match.tiers[:read], len(tokens))
+
+    def _worth_loading(self, match: Match, token_count: int) -> int:
+        if self._prefill is None:
+            return match.ready
+        spans = self._spans(token_count)[: match.ready]
+        return chunks_worth_loading(match.load_us, spans, token_count, self._prefill)
 
     def store_chunks(
         self,
@@ -200,4 +224,5 @@ class Connector:
                 hit_tokens_by_tier=dict(self._tier_tokens),
                 load_errors=dict(self._load_errors),
                 store_errors=dict(self._store_errors),
+                slow_chunks=counts["slow_chunks"],
             )

@@ -163,10 +163,10 @@ class RadixIndex:
         """Return the size of the frame on *tier*, which there must be."""
         return self._copies[self.tiers.index(tier)].sizes[row]
 
-    def holders(self, row: int) -> list[str]:
-        """Return the tiers that hold the chunk, in the index's order."""
-        bits = self._holders[row]
-        return [name for number, name in enumerate(self.tiers) if bits >> number & 1]
+    def holders(self, row: int, least: Fidelity = Fidelity.none) -> list[str]:
+        """Return the tiers that hold the chunk, at *least* so true, in the index's order."""
+        copies = enumerate(self._copies)
+        return [self.tiers[number] for number, one in copies if one.fidelities[row] > least]
 
     def info(self, tier: str, row: int) -> ChunkInfo:
         """Return the description of the copy on *tier*, which there must be."""

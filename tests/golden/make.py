@@ -17,7 +17,7 @@ from kvstore.codecs.base import codec_by_name
 def main() -> int:
     """Write each frame that does not exist yet; return how many exist already."""
     kept = 0
-    for name in ("raw", "zstd"):
+    for name in ("raw", "zstd", "zplane", "xans", "xpack"):
         codec = codec_by_name(name)
         path = FOLDER / f"{name}-r{codec.revision}.frame"
         if path.exists():

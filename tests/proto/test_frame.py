@@ -18,19 +18,17 @@ from hypothesis import strategies as st
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.zstd import ZstdCodec
 from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.component_table import MAX_COMPONENTS, pack_components, unpack_components
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (
-    MAX_COMPONENTS,
     MAX_FRAME_BYTES,
     FrameTemplate,
     FrameWriter,
     check_frame,
     header_bytes,
-    pack_components,
     pack_header,
     parse_header,
     raw_frame_bytes,
-    unpack_components,
     with_size,
 )
 from kvstore.proto.types import (

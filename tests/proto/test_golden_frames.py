@@ -14,7 +14,7 @@ from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.frame import FrameTemplate, check_frame, parse_header, raw_frame_bytes
 from kvstore.proto.types import Fidelity
 
-GOLDEN = ["raw-r1.frame", "zstd-r1.frame"]
+GOLDEN = ["raw-r1.frame", "zstd-r1.frame", "zplane-r1.frame", "xans-r1.frame", "xpack-r1.frame"]
 
 
 def golden(name: str) -> Bytes:

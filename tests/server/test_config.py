@@ -13,7 +13,9 @@ from pydantic import ValidationError
 
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import Fidelity
 from kvstore.server import config as config_module
+from kvstore.server.codec_config import auto_fidelity, is_auto
 from kvstore.server.config import (
     DiskConfig,
     ServerConfig,
@@ -89,7 +91,8 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zstd",
         "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
         "disk_direct": "true", "zmq": "127.0.0.1:7421", "zmq_keys": f"{tmp_path}/keys",
-        "redis_connections": "3",
+        "redis_connections": "3", "tenant_codecs": "acme/redis=raw",
+        "assets": str(tmp_path),
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")
@@ -186,8 +189,20 @@ BAD_VALUES = [
     (["--disk", ""], ["disk=''", "SIZE:PATH"]),
     (["--redis-size", "0"], ["redis_size='0'", "at least 4MiB"]),
     (["--cpu-codec", "zstd"], ["cpu_codec='zstd'", "use raw"]),
-    (["--disk-codec", "gzip"], ["disk_codec='gzip'", "raw, zstd"]),
-    (["--redis-codec", ""], ["redis_codec=''", "raw, zstd"]),
+    (["--disk-codec", "gzip"], ["disk_codec='gzip'", "unknown codec", "auto or one of", "zstd"]),
+    (["--redis-codec", ""], ["redis_codec=''", "unknown codec", "raw"]),
+    (["--disk-codec", "zstd:9"], ["disk_codec='zstd:9'", "zstd does not know '9'; use zstd"]),
+    (["--disk-codec", "zstd:"], ["disk_codec='zstd:'", "zstd does not know ''; use zstd"]),
+    (["--redis-codec", "auto:most"], ["redis_codec='auto:most'", "auto:bounded", "auto:none"]),
+    (["--cpu-codec", "auto"], ["cpu_codec='auto'", "use raw"]),
+    (["--tenant-codecs", "acme"], ["tenant_codecs='acme'", "acme/redis=kvq:2"]),
+    (["--tenant-codecs", "acme/disk"], ["tenant_codecs='acme/disk'", "TENANT/TIER=CODEC"]),
+    (["--tenant-codecs", "acme/cpu=zstd"], ["tenant_codecs", "disk, redis", "raw frames"]),
+    (["--tenant-codecs", "a b/disk=zstd"], ["tenant_codecs", "letters, digits"]),
+    (["--tenant-codecs", "a/disk=gzip"], ["tenant_codecs", "unknown codec"]),
+    (["--tenant-codecs", "a/disk=auto"], ["tenant_codecs", "whole tiers"]),
+    (["--tenant-codecs", "a/disk=raw,a/disk=zstd"], ["tenant_codecs", "once for each tier"]),
+    (["--assets", "/nowhere"], ["assets='/nowhere'", "a folder that exists"]),
     (["--disk-write", "sometimes"], ["disk_write='sometimes'", "'through' or 'evict'"]),
     (["--listen", "7420"], ["listen='7420'", "127.0.0.1:7420"]),
     (["--listen", "127.0.0.1:70000"], ["listen", "at most 65535"]),
@@ -488,3 +503,28 @@ def test_a_disk_alone_in_a_list_has_the_default_size(tmp_path: Path) -> None:
 )
 def test_disks_that_cannot_be_are_refused(value: str, why: str) -> None:
     assert why in refused("--disk", value)
+
+
+def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
+    text = "acme/redis=zstd,acme/disk=raw,b.c-d_1/disk=zstd"
+    rules = load_config(["--tenant-codecs", text]).tenant_codecs
+    assert rules is not None
+    assert str(rules) == text
+    assert rules.of_tier("disk") == {"acme": "raw", "b.c-d_1": "zstd"}
+    assert rules.of_tier("redis") == {"acme": "zstd"}
+    assert rules.of_tier("cpu") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("auto", Fidelity.exact),
+        ("auto:exact", Fidelity.exact),
+        ("auto:bounded", Fidelity.bounded),
+        ("auto:none", Fidelity.none),
+    ],
+)
+def test_auto_says_how_much_may_be_lost(name: str, least: Fidelity) -> None:
+    assert load_config(["--disk-codec", name]).disk_codec == name
+    assert is_auto(name)
+    assert auto_fidelity(name) is least

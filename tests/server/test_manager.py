@@ -18,7 +18,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     LeaseExpiredError,
 )
-from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.proto.types import PutOutcome
 from kvstore.server.intake import PutResult
 from kvstore.server.sessions import Session
 from kvstore.tiers.base import Tier
@@ -327,23 +327,6 @@ def test_stat_names_what_exists(core: Core, session: Session) -> None:
         (versions[0].info.key, {"cpu", "disk"}),
         (versions[2].info.key, {"cpu"}),
     ]
-
-
-def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
-    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    versions = prompt(1)
-    core.put(session, versions)
-    grant = core.catalog.grant
-
-    def late(session_id: int, keys: list[ChunkKey], ttl_s: float) -> object:
-        core.manager.delete(keys_of(versions), core.later())
-        return grant(session_id, keys, ttl_s)
-
-    monkeypatch.setattr(core.catalog, "grant", late)
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
-    assert (match.ready, match.lease_id, match.missing) == (0, 0, 1)
-    assert core.catalog.lease_count() == 0
 
 
 def test_the_manager_lives_as_long_as_its_workers(disk: Tier) -> None:

@@ -11,6 +11,8 @@ from simulation.core import Core, frames_of, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
 
 from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.types import ChunkKey
+from kvstore.server.catalog import LeaseTerms
 from kvstore.server.manager import ManagerLimits
 
 TIER_BYTES = 2 << 20
@@ -127,3 +129,22 @@ def test_a_lookup_leaves_out_what_only_a_tier_set_aside_holds() -> None:
         for _ in range(3):
             core.shelf("redis").breaker.fail("frozen")
         assert core.manager.lookup(session, keys, core.later(), lease=False).ready == 1
+
+
+def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(Core([SimRedis(TIER_BYTES, no_faults())], clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(1)
+        core.put(session, versions)
+        grant = core.catalog.grant
+
+        def late(keys: list[ChunkKey], terms: LeaseTerms) -> object:
+            core.manager.delete(keys_of(versions), core.later())
+            return grant(keys, terms)
+
+        monkeypatch.setattr(core.catalog, "grant", late)
+        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+        assert (match.ready, match.lease_id, match.missing) == (0, 0, 1)
+        assert core.catalog.lease_count() == 0

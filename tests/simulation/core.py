@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -49,6 +49,8 @@ class Core:
     slab_bytes: int = 4096
     workers: int = 0
     codec: str = "raw"
+    codecs: Mapping[str, str] = field(default_factory=dict)
+    """Those of tiers that have another than *codec*."""
     limits: ManagerLimits = LIMITS
     lane_limit: int = 1000
     move_timeout_ms: int = 30_000
@@ -65,7 +67,7 @@ class Core:
         ids = count(1)
         self.cpu = CpuTier(self.slabs * self.slab_bytes, self.slab_bytes)
         shelves = [self._shelf(tier, "raw") for tier in (*self.upper, self.cpu)]
-        shelves += [self._shelf(tier, self.codec) for tier in self.lower]
+        shelves += [self._shelf(t, self.codecs.get(t.name, self.codec)) for t in self.lower]
         lanes: dict[str, int] = {"store-cpu": self.workers and 1} if self.upper else {}
         for tier in (*self.upper, *self.lower):
             lanes |= {f"load-{tier.name}": self.workers, f"store-{tier.name}": self.workers and 1}

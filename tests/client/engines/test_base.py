@@ -10,13 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coarse_codec import coarse_codec
+from conftest import ServerMaker
 from hypothesis import given
 from hypothesis import strategies as st
-from local_server import LocalServer
+from local_server import LocalServer, eventually
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import ClientOptions
 from kvstore.client.engines.base import Connector, Prefix, Span
+from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.keys import chunk_spans
@@ -300,3 +303,35 @@ def test_a_prefix_never_covers_the_last_token_and_its_tiers_add_up(
     assert prefix.hit_tokens == min(prefix.stored_tokens, prompt_tokens - 1)
     assert sum(prefix.tier_tokens.values()) == prefix.hit_tokens
     assert set(prefix.tier_tokens) <= set(tiers)
+
+
+@pytest.mark.parametrize(("token_s", "loaded"), [(0.0, 0), (10.0, 3)])
+def test_what_is_sooner_computed_than_loaded_is_not_loaded(
+    connect: Connect, server: LocalServer, token_s: float, loaded: int
+) -> None:
+    prompt = tokens(6, 3 * CHUNK_TOKENS)
+    connect().store(prompt)
+    for shelf in server.node.manager.transfers.shelves.values():
+        shelf.rate.round_trip_s = 1e-3
+    engine = Engine(Connector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
+    assert engine.load(prompt).stored_tokens == loaded * CHUNK_TOKENS
+    stats = engine.connector.stats()
+    assert (stats.slow_chunks, stats.lost_chunks) == (3 - loaded, 0)
+
+
+def test_a_connector_is_not_given_lossy_copies(make_server: ServerMaker) -> None:
+    with coarse_codec():
+        server = make_server("--disk-codec", "coarse")
+        engine = Engine(Connector(server.connect()))
+        prompt = tokens(7, 3 * CHUNK_TOKENS)
+        engine.store(prompt)
+        manager = server.node.manager
+        assert eventually(lambda: manager.catalog.count_on("disk") == 3)
+        server.settled()
+        for key in engine.connector.client.keys(prompt):
+            assert manager.catalog.cast_out("cpu", key)
+            manager.transfers.delete_from(manager.transfers.cpu, key)
+        assert engine.load(prompt) == Prefix()
+        assert engine.store(prompt) == 3, "originals take the place of lossy copies"
+        assert engine.load(prompt).stored_tokens == 48
+        server.close()

@@ -1,0 +1,176 @@
+"""Rate and distortion of every codec on the same KV: a trained model's, and synthetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.codecs_curve import Point, Quality, Rate, mean_ratio, ratio_at
+from bench.codecs_kv import Synthetic
+from bench.codecs_ours import Chunks, Coder
+from bench.opponents import Coded, LMCacheCodecs, TensorFile, cachegen_levels
+from bench.opponents_layouts import kivi
+from bench.report import Report
+from kvstore.codecs.kvq import LAYERED
+from kvstore.proto.errors import UnknownCodecError
+
+Score = Callable[[Coded], Quality]
+
+OURS = {
+    "exact": ("raw", "zstd", "zplane", "xans", "xpack"),
+    "fp8": ("fp8",),
+    "gq": ("gq8", "gq4", "gq2"),
+    "kvq": ("kvq:3", "kvq:2", "kvq:1", "kvq:0", "kvq:layered"),
+    "mixed": ("mixed:3", "mixed:2", "mixed:1", "mixed:0"),
+    "cachegen": ("cachegen:3", "cachegen:2", "cachegen:1", "cachegen:0"),
+    "kvt": ("kvt:3", "kvt:2", "kvt:1", "kvt:0"),
+}
+"""Settings of each family; those of one family are points of one curve."""
+TURBOQUANT = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
+KIVI = ((8, 64), (4, 32), (4, 64), (2, 32), (2, 64))
+"""Bits and group."""
+BARS = {
+    "kvq_bytes_vs_cachegen_at_kl": 0.60,
+    "kvq_bytes_vs_turboquant4_at_kl": 0.75,
+    "kvq_bytes_vs_kivi4_at_kl": 0.82,
+    "kvq_bytes_vs_fp8_at_kl": 0.62,
+}
+"""At most."""
+AGAINST = {
+    "kvq_bytes_vs_cachegen_at_kl": ("lmcache cachegen", "own bins"),
+    "kvq_bytes_vs_turboquant4_at_kl": ("lmcache turboquant", "4bit_nc"),
+    "kvq_bytes_vs_kivi4_at_kl": ("kivi", "4 bit g64"),
+    "kvq_bytes_vs_fp8_at_kl": ("lmcache fp8", "bare cast"),
+}
+"""Whom each key compares with, and the beginning of the settings that count."""
+
+
+@dataclass(slots=True)
+class Rates:
+    """The points measured on one set of KV, and why others are not there."""
+
+    points: list[Point]
+    skipped: dict[str, str]
+
+    def curve(self, codec: str) -> list[Rate]:
+        """Return the points of *codec*: those of one curve."""
+        return [p.rate for p in self.points if family(p) == codec]
+
+
+def our_codes(chunks: Chunks, skipped: dict[str, str]) -> Iterator[Coded]:
+    """Yield what each of our codecs makes of *chunks*; note in *skipped* what is not there."""
+    for setting in (name for family in OURS.values() for name in family):
+        try:
+            yield from Coder.of(setting, chunks).code(chunks.bits)
+        except UnknownCodecError as error:
+            skipped[setting] = f"not built: {error}"
+
+
+def their_codes(tensors: TensorFile, lmcache: LMCacheCodecs | str) -> Iterator[Coded]:
+    """Yield what the opponents make of the same; LMCache's only when it could be had."""
+    for bits, group in KIVI:
+        if tensors.bits.shape[3] % group == 0:
+            yield kivi(tensors.bits, bits, group)
+    if isinstance(lmcache, str):
+        return
+    layers, kv_heads, head_dim = (tensors.bits.shape[axis] for axis in (1, 4, 5))
+    yield lmcache.fp8(tensors)
+    if lmcache.knows(layers):
+        yield lmcache.cachegen(tensors)
+    for bins in cachegen_levels(layers):
+        yield lmcache.cachegen(tensors, bins)
+    # Narrow heads have more norms to store: it is measured on wider ones too, for its better.
+    for width in sorted({head_dim, min(128, kv_heads * head_dim)}):
+        for preset in TURBOQUANT:
+            yield lmcache.turboquant(tensors, preset, width)
+
+
+def measure_rates(
+    chunks: Chunks, score: Score, lmcache: LMCacheCodecs | str, folder: Path
+) -> Rates:
+    """Return the point of every codec on *chunks*."""
+    tensors = TensorFile.write(folder / "rates.npy", chunks.bits)
+    rates = Rates([], {})
+    if isinstance(lmcache, str):
+        rates.skipped["lmcache"] = lmcache
+    for codes in (our_codes(chunks, rates.skipped), their_codes(tensors, lmcache)):
+        for coded in codes:
+            rates.points.append(
+                Point(coded.codec, coded.setting, coded.bits_per_value, score(coded))
+            )
+    return rates
+
+
+def synthetic_score(synthetic: Synthetic) -> Score:
+    """Return a score that knows the attention error alone, and takes it for the divergence."""
+
+    def score(coded: Coded) -> Quality:
+        error = synthetic.attention_error(coded.decoded)
+        return Quality(error, 0.0, 0.0, error, 0.0, 0.0)
+
+    return score
+
+
+def report_rates(report: Report, rates: Rates) -> None:
+    """Add a row for each point, and the keys that compare at equal divergence."""
+    for point in rates.points:
+        q = point.quality
+        report.note(
+            f"  {point.codec} {point.setting}".rstrip(), f"{point.bits_per_value:.3f}",
+            f"bits a value, KL {q.kl:.2e}, loss {q.loss_delta:+.1e}, greedy {q.greedy_match:.2f}, "
+            f"attention {q.attention_error:.1e}, K {q.key_error:.1e}, V {q.value_error:.1e}",
+        )  # fmt: skip
+    for name, reason in rates.skipped.items():
+        report.note(f"  {name}", "skipped", reason)
+    for key in AGAINST:
+        _report_key(report, key, rates)
+
+
+def _report_key(report: Report, key: str, rates: Rates) -> None:
+    codec, setting = AGAINST[key]
+    theirs = [p for p in rates.points if p.codec == codec and p.setting.startswith(setting)]
+    ours = rates.curve("kvq")
+    if not ours:
+        report.skip([key], rates.skipped.get(OURS["kvq"][0], "kvq: not built"))
+        return
+    if not theirs:
+        report.skip([key], rates.skipped.get("lmcache", f"{codec}: not measured"))
+        return
+    ratios = [(ratio_at(ours, point.rate), point) for point in theirs]
+    reached = [(ratio, point) for ratio, point in ratios if ratio is not None]
+    if not reached:
+        found = theirs[0].quality.kl
+        report.skip([key], f"no kvq quality is as far from the original as KL {found:.2e}")
+        return
+    ratio, worst = max(reached, key=lambda pair: pair[0])
+    overall = mean_ratio(ours, rates.curve(codec))
+    more = "" if overall is None else f"; {overall:.2f} over both curves"
+    report.add(
+        key, ratio, f"{ratio * worst.bits_per_value:.2f} bits a value at the same KL{more}",
+        f"{worst.bits_per_value:.2f} of {codec} {worst.setting}, KL {worst.quality.kl:.1e}, "
+        f"bar {BARS[key]:g}",
+    )  # fmt: skip
+
+
+def report_synthetic(report: Report, rates: Rates) -> None:
+    """Add rows of bits and attention error on synthetic KV, and the ratios at equal error."""
+    ours = rates.curve("kvq")
+    for point in rates.points:
+        ratio = ratio_at(ours, point.rate) if not point.codec.startswith("kvq") else None
+        more = "" if ratio is None else f", kvq needs {ratio:.2f} of it"
+        report.note(
+            f"  synthetic: {point.codec} {point.setting}".rstrip(), f"{point.bits_per_value:.3f}",
+            f"bits a value, attention {point.quality.attention_error:.1e}{more}",
+        )  # fmt: skip
+
+
+def family(point: Point) -> str:
+    """Return what *point* is on the curve of: its codec without terms, but for layered ones.
+
+    The levels of one layered frame cost a little more than frames made for one quality.
+    """
+    name, _, terms = point.codec.partition(":")
+    if name in OURS["gq"]:
+        return "gq"
+    return f"{name} {terms}" if terms == LAYERED else name

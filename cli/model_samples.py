@@ -1,0 +1,68 @@
+"""A transformers model's own KV as samples for calibration. Loads torch and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from kvstore.cli.kv_dumps import Sample, Samples, cut
+from kvstore.client.engines.transformers_identity import full_layers, representation_of
+from kvstore.client.tensors import to_array
+from kvstore.codecs.base import Part
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.keys import representation_digest
+from kvstore.proto.types import MIN_CHUNK_TOKENS, Component
+
+CONTEXT_TOKENS = 1024
+
+
+def run_model(folder: Path, text: str, tokens: int, chunk_tokens: int) -> Samples:
+    """Return the KV that the model in *folder* computes of the first *tokens* of *text*.
+
+    The model runs as its configuration says, in prompts of CONTEXT_TOKENS at most. Raises
+    InvalidRequestError for a folder or a text that will not do, RepresentationError for a
+    model whose KV cannot be stored.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError("model", str(folder), str(error).splitlines()[0]) from None
+    representation = representation_of(model, tokenizer)
+    (group,) = representation.layer_groups
+    ids = tokenizer(text)["input_ids"][:tokens]
+    if len(ids) < MIN_CHUNK_TOKENS:
+        raise InvalidRequestError("text", len(ids), f"give at least {MIN_CHUNK_TOKENS} tokens")
+    component = Component(
+        group.kind, group.dtype, len(group.layer_ids), group.kv_heads, group.head_dim, chunk_tokens
+    )
+    chunks = list(_chunks(model, ids, chunk_tokens))
+    return Samples(representation_digest(representation), component, chunks, representation.rope)
+
+
+def _chunks(model: PreTrainedModel, ids: Sequence[int], chunk_tokens: int) -> Iterator[Sample]:
+    limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
+    context = max(min(CONTEXT_TOKENS, limit), MIN_CHUNK_TOKENS)
+    for start in range(0, len(ids), context):
+        prompt = ids[start : start + context]
+        if len(prompt) >= MIN_CHUNK_TOKENS:
+            yield from cut(_layers(model, prompt), len(prompt), chunk_tokens)
+
+
+def _layers(model: PreTrainedModel, prompt: Sequence[int]) -> list[list[Part]]:
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(torch.tensor([prompt], device=model.device), past_key_values=cache, use_cache=True)
+    found = []
+    for layer in full_layers(cache):
+        parts = []
+        for tensor in (layer.keys, layer.values):
+            if tensor is None:
+                raise InvalidRequestError("cache", None, "the model kept no KV")
+            array = to_array(tensor[0].cpu().contiguous())
+            parts.append(array.view(f"<u{array.dtype.itemsize}"))
+        found.append(parts)
+    return found

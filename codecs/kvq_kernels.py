@@ -1,0 +1,270 @@
+"""kvq frames decoded where they lie in a device's memory, into an engine's pages.
+
+The kernels stand in kvq_kernels.cu, behind those of rans_kernels.cu. The host reads the head of
+each layer, checks it as ``kvq_body`` does, and launches one warp a tile; what lies behind the
+heads is checked by the kernels as they go. torch is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvstore.codecs.device_layers import (
+    DeviceLayer,
+    Wait,
+    copy_rows,
+    device_layers,
+    first_tokens,
+    page_arguments,
+    page_pointers,
+)
+from kvstore.codecs.floats import Floats
+from kvstore.codecs.frame_kernels import (
+    MAX_GRID_Y,
+    Argument,
+    Launch,
+    cuda_launcher,
+    device_table,
+    grid_cuts,
+    grid_of,
+)
+from kvstore.codecs.kvq import KvqCodec
+from kvstore.codecs.kvq_body import HEAD, QUANTISED
+from kvstore.codecs.kvq_exact import decode_exact
+from kvstore.codecs.kvq_layer import is_quantised
+from kvstore.codecs.kvq_models import kvq_models
+from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
+from kvstore.codecs.paged import FrameAt, Paged, Pages
+from kvstore.codecs.rans import LANES
+from kvstore.codecs.rans_kernels import SOURCE as RANS_SOURCE
+from kvstore.codecs.rans_kernels import check_status, search_tables
+from kvstore.codecs.rope import MAX_PAIRS, rotation
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.types import Component
+
+SOURCES = (RANS_SOURCE, Path(__file__).with_suffix(".cu"))
+THREADS = 512
+"""Sixteen tiles share a block's 40 KB of tables: those of a layer of eight heads of 128."""
+SCRATCH_BYTES = 1 << 28
+"""Device memory for symbols between the two kernels; one row of the grid may need more."""
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coded:
+    """A quantised layer: what its head says, and where its keys are to be rotated to."""
+
+    at: DeviceLayer
+    pairs: int
+    place: int
+    words: int
+    values: int
+
+
+class KvqKernels:
+    """The kernels, whatever *launch* runs them on. *device* is where their tables go.
+
+    Thread-safe; works on torch's current stream of the device.
+    """
+
+    def __init__(self, device: torch.device, launch: Launch) -> None:
+        self._device = device
+        self._launch = launch
+        entries, buckets = search_tables(kvq_models().table)
+        self._entries = torch.from_numpy(entries.reshape(-1).view(np.int32)).to(device)
+        self._buckets = torch.from_numpy(buckets.reshape(-1)).to(device)
+
+    def decode(
+        self,
+        memory: torch.Tensor,
+        frames: Sequence[FrameAt],
+        paged: Paged,
+        positions: Sequence[int] | None = None,
+    ) -> Wait:
+        """Begin to decode kvq frames of one layout in *memory* (uint8) into the pages.
+
+        Keys come back as they were, or rotated as if each chunk began at its of *positions*.
+        Layers that were kept exactly are decoded by the host and copied. Checksums are not
+        looked at: ``FrameKernels.sums`` computes them, before or after.
+
+        Raises LayoutMismatchError, InvalidRequestError, UnknownCodecError before anything is
+        written, and InvalidFrameError: for frames that have levels too, which only hosts read.
+        """
+        found = device_layers(KvqCodec(), memory, frames, paged)
+        if positions is not None and len(positions) != len(frames):
+            raise InvalidRequestError("positions", len(positions), f"give {len(frames)}")
+        components = frames[0].header.layout.components
+        coded = [
+            self._coded(memory, layers, component, positions)
+            for component, layers in zip(components, found, strict=True)
+        ]
+        statuses = []
+        for component, pages, layers in zip(components, paged.pages, coded, strict=True):
+            mine = [layer for layer in layers if isinstance(layer, _Coded)]
+            if mine:
+                statuses.append(self._launch_all(memory, mine, component, pages, paged))
+            for layer in layers:
+                if isinstance(layer, DeviceLayer):
+                    copy_rows(_exact_parts(memory, layer, component), layer, pages, paged)
+
+        def wait() -> None:
+            for status in statuses:
+                check_status(status.cpu().numpy())
+
+        return wait
+
+    # --- on the host
+
+    def _coded(
+        self, memory: torch.Tensor, layers: Sequence[DeviceLayer], component: Component,
+        positions: Sequence[int] | None,
+    ) -> list[_Coded | DeviceLayer]:  # fmt: skip
+        """Return *layers*, of each frame in turn, by what their heads say: coded, or exact."""
+        heads = self._read(memory, [layer.base for layer in layers], HEAD.size)
+        found: list[_Coded | DeviceLayer] = []
+        for index, (layer, head) in enumerate(zip(layers, heads, strict=True)):
+            coded = _checked(layer, head, component)
+            if coded is not None and positions is not None:
+                coded = replace(coded, place=positions[index // component.layers])
+            found.append(coded or layer)
+        return found
+
+    def _read(self, memory: torch.Tensor, starts: Sequence[int], width: int) -> NDArray[Any]:
+        """Return *width* bytes of *memory* from each of *starts*: u8 (starts, width).
+
+        What would lie behind its end is rubbish.
+        """
+        out = np.empty((len(starts), width), np.uint8)
+        step = max(1, _READ_BYTES // width)
+        for cut in grid_cuts(len(starts), step):
+            at = torch.tensor(starts[cut], device=self._device)
+            places = at[:, None] + torch.arange(width, device=self._device)
+            out[cut] = memory[places.clamp_(max=len(memory) - 1)].cpu().numpy()
+        return out
+
+    def _angles(
+        self, memory: torch.Tensor, layers: Sequence[_Coded], tokens: int
+    ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        """Return where each layer's angles begin, cosines and sines, f32 on the device."""
+        width = max(layer.pairs for layer in layers)
+        starts = [layer.at.base + HEAD.size for layer in layers]
+        rows = self._read(memory, starts, 4 * max(1, width)).view("<f4")
+        known: dict[tuple[bytes, int], int] = {}
+        tables: list[tuple[Floats, Floats]] = [(np.zeros((1, 1), np.float32),) * 2]
+        places, end = [], 1
+        for index, layer in enumerate(layers):
+            frequencies = rows[index, : layer.pairs]
+            if not np.isfinite(frequencies).all():
+                raise InvalidFrameError("frequencies", "NaN", "finite numbers")
+            key = (frequencies.tobytes(), layer.place)
+            if layer.pairs and key not in known:
+                known[key] = end
+                tables.append(rotation(frequencies, layer.place, tokens))
+                end += tokens * layer.pairs
+            places.append(known.get(key, 0))
+        cosines, sines = (np.concatenate([t[k].reshape(-1) for t in tables]) for k in range(2))
+        device = self._device
+        return places, torch.from_numpy(cosines).to(device), torch.from_numpy(sines).to(device)
+
+    # --- on the device
+
+    def _launch_all(
+        self, memory: torch.Tensor, layers: Sequence[_Coded], component: Component, pages: Pages,
+        paged: Paged,
+    ) -> torch.Tensor:  # fmt: skip
+        """Queue the kernels of one component; return the status of each layer, i32."""
+        cut = Cut.of(component)
+        parts, blocks, block_tokens = component.parts, len(cut.blocks), cut.blocks[0].stop
+        row_tiles = parts * cut.columns
+        tiles, count = blocks * row_tiles, len(layers)
+        angle_starts, cosines, sines = self._angles(memory, layers, component.tokens)
+        at = [layer.at for layer in layers]
+        *columns, angle_at, chunk_tokens, places, row_layers, row_blocks, ids = device_table(
+            self._device,
+            [layer.base for layer in at],
+            *([getattr(each, name) for each in layers] for name in ("pairs", "words", "values")),
+            angle_starts,
+            first_tokens(at),
+            page_pointers(at, pages),
+            np.repeat(np.arange(count), blocks),
+            np.tile(np.arange(blocks), count),
+            list(paged.block_ids),
+        )
+        word_starts, value_starts = (self._empty(count * tiles, torch.int64) for _ in range(2))
+        status = torch.zeros(count, dtype=torch.int32, device=self._device)
+        sizes = [np.uint32(n) for n in (tiles, row_tiles, component.tokens, block_tokens)]
+        given: list[Argument] = [
+            memory, *columns, sizes[0], np.uint32(count), word_starts, value_starts, status,
+        ]  # fmt: skip
+        self._launch("kvq_open", (grid_of(count * LANES, THREADS), 1), given)
+        room = row_tiles * block_tokens
+        most = max(1, min(SCRATCH_BYTES // (room * (TILE_CHANNELS + 4)), MAX_GRID_Y // parts))
+        most = min(most, count * blocks)
+        symbols = self._empty(most * room * TILE_CHANNELS, torch.uint8)
+        firsts = self._empty(most * room, torch.int32)
+        items = component.kv_heads * block_tokens * component.head_dim
+        for rows in grid_cuts(count * blocks, most):
+            height = rows.stop - rows.start
+            mine: list[Argument] = [row_layers[rows], row_blocks[rows]]
+            given = [
+                memory, *columns[:3], word_starts, *mine, self._entries, self._buckets, *sizes,
+                symbols, firsts, status,
+            ]  # fmt: skip
+            self._launch("kvq_symbols", (grid_of(row_tiles * LANES, THREADS), height), given)
+            given = [
+                memory, *columns, value_starts, *mine, symbols, firsts, angle_at, cosines, sines,
+                places, chunk_tokens, ids, *sizes,
+                *map(np.uint32, (parts, component.kv_heads, component.head_dim)),
+                *page_arguments(pages),
+            ]  # fmt: skip
+            grid = (grid_of(items, THREADS), height * parts)
+            self._launch(f"kvq_numbers_{component.dtype.name}", grid, given)
+        return status
+
+    def _empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(length, dtype=dtype, device=self._device)
+
+
+def _checked(layer: DeviceLayer, head: NDArray[Any], component: Component) -> _Coded | None:
+    """Return what *head* says of a quantised layer; ``kvq_body`` has the same checks."""
+    if not layer.stored_bytes or head[0] != QUANTISED:
+        return None
+    if not is_quantised(component):
+        raise InvalidFrameError("method", QUANTISED, f"{component.dtype.name} is not quantised")
+    if layer.stored_bytes < HEAD.size:
+        raise InvalidFrameError("stored_bytes", layer.stored_bytes, f"at least {HEAD.size}")
+    _, zero, pairs, position, words, values, error_bound, rest = HEAD.unpack(head.tobytes())
+    if zero or rest or not 0 <= error_bound < np.inf:
+        raise InvalidFrameError("head", (zero, rest, error_bound), "zeros, and a finite bound")
+    if 2 * pairs > min(component.head_dim, 2 * MAX_PAIRS):
+        raise InvalidFrameError("pairs", pairs, f"at most half of {component.head_dim} channels")
+    cut = Cut.of(component)
+    tiles = component.parts * cut.columns * len(cut.blocks)
+    size = 4 * pairs + tiles * (12 + 4 * LANES + 3 * TILE_CHANNELS) + 2 * words + 2 * values
+    if layer.stored_bytes != HEAD.size + size:
+        raise InvalidFrameError("stored_bytes", layer.stored_bytes, f"its counts make {size}")
+    return _Coded(layer, pairs, position, words, values)
+
+
+def _exact_parts(
+    memory: torch.Tensor, layer: DeviceLayer, component: Component
+) -> list[torch.Tensor]:
+    """Return the bytes of a layer that was kept exactly, decoded here."""
+    data = memory[layer.base : layer.base + layer.stored_bytes].cpu().numpy()
+    parts = [
+        np.empty(component.shape, f"u{component.dtype.item_bytes}") for _ in range(component.parts)
+    ]
+    decode_exact(data, component, parts)
+    return [torch.from_numpy(part.view(np.uint8)) for part in parts]
+
+
+def open_kvq_kernels(device: torch.device) -> KvqKernels:
+    """Return the kernels of a CUDA *device*. Raises TierUnavailableError when not compilable."""
+    return KvqKernels(device, cuda_launcher(device.index or 0, SOURCES, THREADS))

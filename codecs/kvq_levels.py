@@ -1,0 +1,169 @@
+"""Refinements of kvq: each cuts every step into three, and says which third a number is in.
+
+What a third costs depends on the channel's model and on how far out the number is, so that base
+and refinements together take hardly more than the fine step alone. The stream is that of the
+base; every number has a model of its own, chosen by what was decoded before it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.base import Part
+from kvstore.codecs.floats import Floats, from_float32, to_float32
+from kvstore.codecs.kvq_body import Stream, pack_arrays, take_stream
+from kvstore.codecs.kvq_models import SCALE_STEP_OF_THREE, SCALES, SHAPES, kvq_models
+from kvstore.codecs.kvq_tiles import (
+    TOLERANCE,
+    Angles,
+    Tiles,
+    as_tiles,
+    from_tiles,
+    quotients_of,
+)
+from kvstore.codecs.rans import Backend, ModelTable
+from kvstore.codecs.rope import rotate
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.types import DType
+
+REFINED = 2
+LEVELS = 2
+HEAD = struct.Struct("<BBHIf4x")
+_FARTHEST = 2
+_THREE = np.float32(3)
+
+assert HEAD.size == 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Thirds:
+    """One level of some tiles: ``symbols`` u8 (n, tokens, 128), 0 towards zero, 1, 2 away;
+    ``contexts`` u8 of the same shape; ``errors`` f32 (n,) once they are added.
+    """
+
+    symbols: NDArray[np.uint8]
+    contexts: NDArray[np.uint8]
+    errors: Floats
+
+
+@lru_cache(maxsize=1)
+def ternary_table() -> ModelTable:
+    """Return the models of thirds: row 3 m + min(|q|, 2) for model m."""
+    return ModelTable(kvq_models().ternary.reshape(-1, 3))
+
+
+def contexts_of(quotients: Floats, models: NDArray[np.uint8], level: int) -> NDArray[np.uint8]:
+    """Return the row of ``ternary_table`` for each third of *level*, from the level before."""
+    wider = models // SHAPES + SCALE_STEP_OF_THREE * (level - 1)
+    row = SHAPES * np.minimum(wider, SCALES - 1) + models % SHAPES
+    distance = np.minimum(np.abs(quotients), np.float32(_FARTHEST)).astype(np.uint8)
+    found: NDArray[np.uint8] = (3 * row)[:, None].astype(np.uint8) + distance
+    return found
+
+
+def refine(bits: Part, dtype: DType, angles: Angles | None, tiles: Tiles) -> list[Thirds] | None:
+    """Return the levels behind *tiles*, which *bits* were quantised to.
+
+    None when float32 is too coarse for the finest step.
+    """
+    x = to_float32(bits, dtype)
+    if angles is not None:
+        rotate(x, angles[0], -angles[1])
+    x = as_tiles(x)
+    quotients = quotients_of(tiles)
+    assert quotients is not None
+    centre = tiles.means.astype(np.float32)[:, None]
+    difference = x - centre
+    steps = tiles.steps
+    found = []
+    for level in range(1, LEVELS + 1):
+        steps = steps / _THREE
+        contexts = contexts_of(quotients, tiles.models, level)
+        wanted = np.rint(difference * (np.float32(1) / steps)[:, None, None])
+        third = np.clip(wanted - _THREE * quotients, -1, 1)
+        symbols = (third * _sign(quotients) + 1).astype(np.uint8)
+        quotients = _THREE * quotients + third
+        errors = np.abs(x - (quotients * steps[:, None, None] + centre)).max((1, 2))
+        if not (errors <= steps * TOLERANCE).all():
+            return None
+        found.append(Thirds(symbols, contexts, errors))
+    return found
+
+
+def _sign(quotients: Floats) -> Floats:
+    return np.where(quotients < 0, np.float32(-1), np.float32(1))
+
+
+def encode_thirds(thirds: Sequence[Thirds], entropy: Backend) -> tuple[NDArray[Any], ...]:
+    """Return what codes the *thirds* of one block of tokens at one level."""
+    symbols = np.concatenate([each.symbols for each in thirds])
+    contexts = np.concatenate([each.contexts for each in thirds])
+    count = len(symbols)
+    # One token of very many channels: that gives each number a model of its own.
+    rows = contexts.reshape(count, -1)
+    return entropy.encode_tiles(symbols.reshape(count, 1, -1), rows, ternary_table())
+
+
+def add_thirds(
+    quotients: Floats, models: NDArray[np.uint8], level: int, stream: Stream, entropy: Backend
+) -> None:
+    """Make *quotients* f32 (n, tokens, 128) those of *level*. Raises InvalidFrameError."""
+    contexts = contexts_of(quotients, models, level).reshape(len(quotients), -1)
+    symbols = np.empty((len(quotients), 1, contexts.shape[1]), np.uint8)
+    entropy.decode_tiles(
+        stream.states, stream.counts, stream.words, contexts, ternary_table(), symbols
+    )
+    third = symbols.reshape(quotients.shape).astype(np.float32)
+    third -= np.float32(1)
+    np.negative(third, out=third, where=quotients < 0)
+    quotients *= _THREE
+    quotients += third
+
+
+def write_refined(
+    quotients: Floats, tiles: Tiles, level: int, dtype: DType, angles: Angles | None, out: Part
+) -> None:
+    """Write the numbers of *level*, whose *quotients* are overwritten, to a part's block."""
+    steps = tiles.steps
+    for _ in range(level):
+        steps = steps / _THREE
+    with np.errstate(over="ignore", invalid="ignore"):  # what nobody wrote may be infinite
+        quotients *= steps[:, None, None]
+        quotients += tiles.means.astype(np.float32)[:, None]
+        rows = from_tiles(quotients, out.shape[0], out.shape[2])
+        if angles is not None:
+            rotate(rows, *angles)
+        from_float32(rows, dtype, out)
+
+
+def max_refined_bytes(tiles: int, numbers: int) -> int:
+    """Upper bound of a refinement: no third takes as much as eight bits."""
+    return HEAD.size + tiles * 4 * (1 + 32 + 32) + numbers
+
+
+def pack_refinement(level: int, stream: Stream, error_bound: float) -> Bytes:
+    """Return the stored bytes of a layer's refinement."""
+    arrays: list[NDArray[Any]] = [stream.counts, stream.states, stream.words]
+    out = np.empty(HEAD.size + sum(array.nbytes for array in arrays), np.uint8)
+    head = HEAD.pack(REFINED, level, 0, len(stream.words), error_bound)
+    out[: HEAD.size] = np.frombuffer(head, np.uint8)
+    pack_arrays(arrays, out, HEAD.size)
+    return out
+
+
+def parse_refinement(data: Bytes, level: int, tiles: int) -> tuple[Stream, float]:
+    """Return the stream and the error bound in *data*. Raises InvalidFrameError."""
+    if len(data) < HEAD.size:
+        raise InvalidFrameError("stored_bytes", len(data), f"at least {HEAD.size}")
+    method, found, zero, words, error_bound = HEAD.unpack(data[: HEAD.size].tobytes())
+    if (method, found, zero) != (REFINED, level, 0) or not 0 <= error_bound < np.inf:
+        raise InvalidFrameError("refinement", (method, found), f"must be {REFINED}, {level}")
+    return take_stream(data, HEAD.size, tiles, words), error_bound

@@ -1,0 +1,73 @@
+"""The model family of kvq: which symbol is how likely, frozen in a file of the package.
+
+Sixty-four models: 32 standard deviations, in steps of the quantiser, each as a normal and as a
+Laplace distribution. Written by tests/golden/kvq_models.py, once; nothing is computed from
+logarithms at run time, so that all machines and backends have the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from kvstore.codecs.rans import ModelTable
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.types import DIGEST_BYTES
+
+ASSET = bytes.fromhex("7b3579af1ee2d3e1a54a5f101cd2efb4")
+"""First 16 bytes of blake3 of the file; frames carry it."""
+MODELS, SYMBOLS, ZERO, ESCAPE = 64, 128, 64, 0
+SHAPES, SCALES = 2, 32
+"""Model 2k and 2k + 1: the normal and the Laplace of scale k."""
+MAX_QUOTIENT = 63
+PADDING_MODEL = 0
+SCALE_STEP_OF_THREE = 6
+"""Scales are 2^(1/4) apart: six of them come nearest to three times."""
+
+_ROOTS = (1.189207115002721, 1.681792830507429)  # 2^(1/4), 2^(3/4)
+_PATH = Path(__file__).with_name("kvq_models.bin")
+
+
+@dataclass(frozen=True, eq=False)
+class KvqModels:
+    """``frequencies`` u16 (64, 128); ``costs`` u16 (64, 128) in 1/256 bit; ``ternary`` u16
+    (64, 3, 3): model, min(|q|, 2), then towards zero, middle, away; all read-only.
+    """
+
+    frequencies: NDArray[np.uint16]
+    costs: NDArray[np.uint16]
+    ternary: NDArray[np.uint16]
+    table: ModelTable = field(init=False)
+    reach: NDArray[np.int16] = field(init=False)
+    """i16 (64,): the largest |q| that each model codes without an escape."""
+    edges: NDArray[np.float64] = field(init=False)
+    """f64 (31,): squares of the standard deviations between one scale and the next."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", ModelTable(self.frequencies))
+        reach = (self.frequencies[:, ZERO + 1 :] > 0).sum(1).astype(np.int16)
+        object.__setattr__(self, "reach", reach)
+        edges = [_ROOTS[k % 2] * 2.0 ** (k // 2 - 5) for k in range(SCALES - 1)]
+        object.__setattr__(self, "edges", np.array(edges))
+
+
+@lru_cache(maxsize=1)
+def kvq_models() -> KvqModels:
+    """Return the family. Raises KVStoreError when its file is not the one that frames name."""
+    data = _PATH.read_bytes()
+    if blake3(data).digest(DIGEST_BYTES) != ASSET:
+        raise KVStoreError(f"{_PATH.name} is damaged: install kvstore again")
+    words: NDArray[Any] = np.frombuffer(data, "<u2").astype(np.uint16)
+    words.flags.writeable = False
+    size = MODELS * SYMBOLS
+    return KvqModels(
+        words[:size].reshape(MODELS, SYMBOLS),
+        words[size : 2 * size].reshape(MODELS, SYMBOLS),
+        words[2 * size :].reshape(MODELS, 3, 3),
+    )

@@ -1,0 +1,203 @@
+"""Splitting words into byte planes and joining them again, by numba where it is installed.
+
+Plane 0 holds what is worth coding: the exponent of bfloat16 and float32, sign and exponent of
+float16. The planes behind it hold the sign and the mantissa, which are noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.background import improving
+from kvstore.codecs.base import Part
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.types import Component, DType
+
+Words: TypeAlias = NDArray[Any]
+"""A flat, contiguous array of u8, u16 or u32, at any address."""
+
+Planes: TypeAlias = "Sequence[Bytes] | NDArray[np.uint8]"
+"""As many flat arrays of bytes as a word has bytes, plane 0 first."""
+
+Split: TypeAlias = Callable[[Words, Planes], None]
+
+_PIECE_ITEMS = 1 << 15
+"""Words that numpy takes at a time: their scratch stays in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """One way to split: ``split(words, planes)`` and ``join(words, planes)``, both flat."""
+
+    name: str
+    split: Split = field(repr=False)
+    join: Split = field(repr=False)
+
+
+class _Numpy:
+    """The reference."""
+
+    @staticmethod
+    def split_bfloat16(words: Words, planes: Planes) -> None:
+        exponent, rest = planes
+        for at in range(0, len(words), _PIECE_ITEMS):
+            piece = slice(at, at + _PIECE_ITEMS)
+            x = words[piece]
+            np.copyto(exponent[piece], x >> 7, casting="unsafe")
+            np.copyto(rest[piece], x >> 8 & 0x80 | x & 0x7F, casting="unsafe")
+
+    @staticmethod
+    def join_bfloat16(words: Words, planes: Planes) -> None:
+        exponent, rest = planes
+        for at in range(0, len(words), _PIECE_ITEMS):
+            piece = slice(at, at + _PIECE_ITEMS)
+            x = words[piece]
+            np.copyto(x, exponent[piece])
+            low = rest[piece].astype(np.uint16)
+            x <<= 7
+            x |= low & 0x7F
+            x |= (low & 0x80) << 8
+
+    @staticmethod
+    def split_float32(words: Words, planes: Planes) -> None:
+        halves = words.view("<u2")
+        _Numpy.split_bfloat16(halves[1::2], planes[:2])
+        _Numpy.split_float16(halves[::2], planes[2:])
+
+    @staticmethod
+    def join_float32(words: Words, planes: Planes) -> None:
+        halves = words.view("<u2")
+        _Numpy.join_bfloat16(halves[1::2], planes[:2])
+        _Numpy.join_float16(halves[::2], planes[2:])
+
+    @staticmethod
+    def split_float16(words: Words, planes: Planes) -> None:
+        for at in range(0, len(words), _PIECE_ITEMS):
+            piece = slice(at, at + _PIECE_ITEMS)
+            np.copyto(planes[0][piece], words[piece] >> 8, casting="unsafe")
+            np.copyto(planes[1][piece], words[piece], casting="unsafe")
+
+    @staticmethod
+    def join_float16(words: Words, planes: Planes) -> None:
+        for at in range(0, len(words), _PIECE_ITEMS):
+            piece = slice(at, at + _PIECE_ITEMS)
+            np.copyto(words[piece], planes[0][piece])
+            words[piece] <<= 8
+            words[piece] |= planes[1][piece]
+
+    @staticmethod
+    def split_bytes(words: Words, planes: Planes) -> None:
+        np.copyto(planes[0], words)
+
+    @staticmethod
+    def join_bytes(words: Words, planes: Planes) -> None:
+        np.copyto(words, planes[0])
+
+
+def kind_of(dtype: DType) -> str:
+    """Return how words of *dtype* are split: by its name, or ``bytes`` for all of one byte."""
+    return dtype.name if dtype.item_bytes > 1 else "bytes"
+
+
+def numpy_splitter(kind: str) -> Splitter:
+    """Return the reference for words of *kind*."""
+    return Splitter("numpy", getattr(_Numpy, f"split_{kind}"), getattr(_Numpy, f"join_{kind}"))
+
+
+@improving(numpy_splitter)
+def best_splitter(kind: str) -> Splitter:
+    """Return the fastest splitter of words of *kind* that agrees with the reference.
+
+    While it is compiled, the reference.
+    """
+    reference = numpy_splitter(kind)
+    if kind == "bytes":
+        return reference
+    try:
+        from kvstore.codecs.planes_numba import compiled_splitter
+    except ImportError:  # without the extra cpu-fast
+        return reference
+    found = compiled_splitter(kind)
+    return found if splits_alike(found, reference, kind) else reference
+
+
+def splits_alike(found: Splitter, reference: Splitter, kind: str) -> bool:
+    """Whether *found* makes the planes and the words of *reference* from every half word."""
+    halves = np.arange(1 << 16, dtype="<u2")
+    words = halves if kind != "float32" else (halves * np.uint32(0x8F0D1)).astype("<u4")
+    planes, others = (np.zeros((words.itemsize, len(words)), np.uint8) for _ in range(2))
+    reference.split(words, planes)
+    found.split(words, others)
+    joined = np.zeros_like(words)
+    found.join(joined, planes)
+    return np.array_equal(planes, others) and np.array_equal(joined, words)
+
+
+# --- parts as runs of rows
+
+
+def row_blocks(component: Component, block_items: int) -> Iterator[tuple[int, int]]:
+    """Yield where each block of a part starts and stops, in rows.
+
+    A part has kv_heads x tokens rows of head_dim elements; a block has at most *block_items*
+    elements, or one row where that is longer.
+    """
+    rows, step = _rows_and_step(component, block_items)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def block_count(component: Component, block_items: int) -> int:
+    """Return how many blocks ``row_blocks`` yields, in constant time."""
+    rows, step = _rows_and_step(component, block_items)
+    return -(-rows // step)
+
+
+def _rows_and_step(component: Component, block_items: int) -> tuple[int, int]:
+    return component.kv_heads * component.tokens, max(1, block_items // component.head_dim)
+
+
+def flat_rows(part: Part, start: int, stop: int) -> Words | None:
+    """Return rows *start* to *stop* of *part* where they lie; None where they are no run."""
+    if not part.flags.c_contiguous:
+        return None
+    return part.reshape(-1)[start * part.shape[2] : stop * part.shape[2]]
+
+
+def gather_rows(part: Part, start: int, stop: int, out: Words) -> Words:
+    """Copy rows *start* to *stop* of *part*, which has any strides, to *out*; return them."""
+    dim = part.shape[2]
+    found = out[: (stop - start) * dim]
+    for box, at, until in _boxes(part.shape, start, stop):
+        np.copyto(found[at * dim : until * dim].reshape(part[box].shape), part[box])
+    return found
+
+
+def scatter_rows(part: Part, start: int, stop: int, words: Words) -> None:
+    """Copy *words* to rows *start* to *stop* of *part*, which has any strides."""
+    dim = part.shape[2]
+    for box, at, until in _boxes(part.shape, start, stop):
+        np.copyto(part[box], words[at * dim : until * dim].reshape(part[box].shape))
+
+
+def _boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[slice, slice], int, int]]:
+    """Cut rows *start* to *stop* into at most three boxes: a head's end, heads, a head's start."""
+    tokens = shape[1]
+    at = start
+    while at < stop:
+        head, token = divmod(at, tokens)
+        heads = (stop - at) // tokens if token == 0 else 0
+        if heads:
+            box, until = (slice(head, head + heads), slice(None)), at + heads * tokens
+        else:
+            until = min(stop, (head + 1) * tokens)
+            box = (slice(head, head + 1), slice(token, token + until - at))
+        yield box, at - start, until - start
+        at = until

@@ -1,0 +1,293 @@
+"""Interleaved rANS: 32 lanes over one stream of 16-bit words, static models per channel.
+
+Range asymmetric numeral systems (Duda 2013, arXiv 1311.2540, section 3; Giesen 2014, arXiv
+1402.3392, on interleaving). A lane's state is a u32 in [2^16, 2^32), frequencies have 12 bits,
+a state grows or shrinks by one u16 word at a time, which makes the final state of decoding
+2^16 in every lane: a check of the stream that costs nothing. The stream's layout stands in
+docs/format.md. Three backends write and read the same words; the one here is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.background import improving
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+
+U8: TypeAlias = NDArray[np.uint8]
+U16: TypeAlias = NDArray[np.uint16]
+U32: TypeAlias = NDArray[np.uint32]
+U64: TypeAlias = NDArray[np.uint64]
+
+LANES = 32
+GROUP_CHANNELS = 2 * LANES
+"""Lane j codes channels 2j and 2j+1 of each group: two steps make one packed store."""
+PROBABILITY_BITS = 12
+SLOTS = 1 << PROBABILITY_BITS
+MIN_STATE = 1 << 16
+MAX_FREQUENCY = SLOTS - 1
+MAX_MODELS = 256
+MAX_SYMBOLS = 256
+
+_RENORM_SHIFT = 32 - PROBABILITY_BITS
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTable:
+    """Static distributions: ``frequencies`` u16 (models, symbols), each row of sum 4096.
+
+    A symbol of frequency 0 cannot be coded. No frequency exceeds 4095, so that one fits 12
+    bits: a row has at least two symbols. Raises InvalidFrameError, since tables travel.
+    """
+
+    frequencies: U16
+
+    def __post_init__(self) -> None:
+        rows = self.frequencies
+        if rows.dtype != np.uint16 or rows.ndim != 2:
+            raise InvalidFrameError("frequencies", rows.dtype.name, "give u16 (models, symbols)")
+        models, symbols = rows.shape
+        if not (1 <= models <= MAX_MODELS and 2 <= symbols <= MAX_SYMBOLS):
+            raise InvalidFrameError("frequencies", rows.shape, "1..256 models of 2..256 symbols")
+        if (rows > MAX_FREQUENCY).any() or (rows.sum(1, dtype=np.int64) != SLOTS).any():
+            raise InvalidFrameError("frequencies", int(rows.max()), f"rows sum to {SLOTS}")
+
+    @cached_property
+    def decode_slots(self) -> U32:
+        """Per model and slot: symbol | frequency << 8 | (slot - start) << 20; u32 (m, 4096)."""
+        rows = self.frequencies.astype(np.uint32)
+        starts = np.cumsum(rows, axis=1, dtype=np.uint32) - rows
+        symbols = np.arange(rows.shape[1], dtype=np.uint32)
+        entries = (symbols | rows << np.uint32(8)) - (starts << np.uint32(20))  # modulo 2^32
+        slots = np.repeat(entries.reshape(-1), rows.reshape(-1)).reshape(-1, SLOTS)
+        slots += np.arange(SLOTS, dtype=np.uint32) << np.uint32(20)
+        return slots
+
+    @cached_property
+    def encode_symbols(self) -> U64:
+        """Per model and symbol: frequency | start << 12 | floor(2^32 / frequency) << 32.
+
+        u64 (models, 256), so that no u8 symbol can point outside. A state before coding is less
+        than frequency * 2^20, hence ``state * reciprocal >> 32`` is its quotient by the
+        frequency or one less: the remainder tells, and no lane ever divides.
+        """
+        rows = self.frequencies.astype(np.uint64)
+        starts = np.cumsum(rows, axis=1, dtype=np.uint64) - rows
+        reciprocals = np.minimum((1 << 32) // np.maximum(rows, 1), (1 << 32) - 1)
+        table = np.zeros((len(rows), MAX_SYMBOLS), np.uint64)
+        used = rows | starts << np.uint64(12) | reciprocals << np.uint64(32)
+        table[:, : rows.shape[1]] = np.where(rows > 0, used, 0)
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation: loops that take arguments which were checked, behind the checks.
+
+    ``encode`` raises InvalidRequestError for a symbol of frequency 0. ``decode`` returns
+    whether every lane of every tile ended at 2^16 with all its words used; no index that it
+    takes from the stream leaves the arrays.
+    """
+
+    name: str
+    encode: Callable[[U8, U8, ModelTable], tuple[U32, U32, U16]] = field(repr=False)
+    decode: Callable[[U32, U32, U16, U8, ModelTable, U8], bool] = field(repr=False)
+
+    def encode_tiles(self, symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
+        """As the function of this name, by this backend."""
+        _check_symbols(symbols, models, table)
+        contiguous = np.ascontiguousarray
+        return self.encode(contiguous(symbols), contiguous(models), table)
+
+    def decode_tiles(
+        self, states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
+    ) -> None:
+        """As the function of this name, by this backend."""
+        _check_symbols(out, models, table)
+        if not out.flags.c_contiguous:
+            raise InvalidRequestError("out", out.strides, "give a C-ordered array")
+        tiles = len(out)
+        if states.shape != (tiles, LANES) or counts.shape != (tiles,) or words.ndim != 1:
+            raise InvalidFrameError("states", (states.shape, counts.shape), f"are of {tiles} tiles")
+        if int(counts.sum(dtype=np.uint64)) != len(words):
+            raise InvalidFrameError("words", len(words), "must be as many as the tiles count")
+        states, counts = np.ascontiguousarray(states, "<u4"), np.ascontiguousarray(counts, "<u4")
+        words, models = np.ascontiguousarray(words, "<u2"), np.ascontiguousarray(models)
+        if not self.decode(states, counts, words, models, table, out):
+            raise InvalidFrameError("words", len(words), "the stream does not end where it must")
+
+
+def encode_tiles(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
+    """Encode *symbols* u8 (tiles, tokens, channels) by *models* u8 (tiles, channels).
+
+    Channels are a multiple of 64. Returns the final states u32 (tiles, 32), how many words
+    each tile has u32 (tiles,), and the words u16, one tile after another. Raises
+    InvalidRequestError for shapes that disagree or a symbol that its model cannot code.
+    """
+    return best_backend().encode_tiles(symbols, models, table)
+
+
+def decode_tiles(
+    states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
+) -> None:
+    """Decode what ``encode_tiles`` returned into *out* u8 (tiles, tokens, channels), C order.
+
+    Raises InvalidFrameError unless every lane ends at 2^16 and each tile uses exactly its
+    words; *out* then holds rubbish.
+    """
+    best_backend().decode_tiles(states, counts, words, models, table, out)
+
+
+def encode_tile(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U16]:
+    """Encode one tile u8 (tokens, channels) by *models* u8 (channels,): states and words."""
+    states, _, words = encode_tiles(symbols[None], models[None], table)
+    return states[0], words
+
+
+def decode_tile(states: U32, words: U16, models: U8, table: ModelTable, out: U8) -> None:
+    """Decode one tile into *out* u8 (tokens, channels). Raises InvalidFrameError."""
+    counts = np.array([len(words)], np.uint32)
+    decode_tiles(states[None], counts, words, models[None], table, out[None])
+
+
+def _check_symbols(symbols: U8, models: U8, table: ModelTable) -> None:
+    if symbols.dtype != np.uint8 or symbols.ndim != 3 or not _is_whole(symbols):
+        raise InvalidRequestError(
+            "symbols", (symbols.dtype.name, symbols.shape), "u8 (tiles, tokens, 64 k channels)"
+        )
+    if models.dtype != np.uint8 or models.shape != (len(symbols), symbols.shape[2]):
+        raise InvalidRequestError("models", models.shape, "give u8 (tiles, channels)")
+    if models.size and int(models.max()) >= len(table.frequencies):
+        raise InvalidFrameError("models", int(models.max()), "the table has fewer")
+
+
+def _is_whole(symbols: U8) -> bool:
+    channels = int(symbols.shape[2])
+    return channels > 0 and channels % GROUP_CHANNELS == 0
+
+
+# --- the reference
+
+
+def _by_step(channels: NDArray[Any]) -> NDArray[Any]:
+    """Return (..., channels) as (steps, ..., 32): lane j, step g is channel g//2*64 + 2j + g%2."""
+    *outer, size = channels.shape
+    split = channels.reshape(*outer, size // GROUP_CHANNELS, LANES, 2)
+    order = (split.ndim - 3, split.ndim - 1, *range(split.ndim - 3), split.ndim - 2)
+    return split.transpose(order).reshape(size // LANES, *outer, LANES)
+
+
+def _encode(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
+    tiles, tokens, channels = symbols.shape
+    rows = _by_step(models).astype(np.intp)
+    by_step = _by_step(symbols)  # (steps, tiles, tokens, lanes)
+    states = np.full((tiles, LANES), MIN_STATE, np.uint64)
+    shape = (tokens, channels // LANES, tiles, LANES)
+    emitted, is_emitted = np.empty(shape, np.uint16), np.empty(shape, np.bool_)
+    entries = table.encode_symbols
+    for token in range(tokens - 1, -1, -1):
+        for step in range(len(rows) - 1, -1, -1):
+            entry = entries[rows[step], by_step[step, :, token]]
+            frequency, start = entry & np.uint64(0xFFF), entry >> np.uint64(12) & np.uint64(0xFFF)
+            if not frequency.all():
+                raise uncodable()
+            is_emitted[token, step] = full = states >= frequency << np.uint64(_RENORM_SHIFT)
+            emitted[token, step] = states & np.uint64(0xFFFF)
+            states = np.where(full, states >> np.uint64(16), states)
+            quotient, rest = np.divmod(states, frequency)
+            states = (quotient << np.uint64(PROBABILITY_BITS)) + rest + start
+    taken = is_emitted.transpose(2, 0, 1, 3)  # the decoder takes them in this order
+    counts = taken.sum(axis=(1, 2, 3), dtype=np.uint32)
+    return states.astype(np.uint32), counts, emitted.transpose(2, 0, 1, 3)[taken]
+
+
+def uncodable() -> InvalidRequestError:
+    """Return the error of a symbol that its model gives no slot."""
+    return InvalidRequestError("symbols", "frequency 0", "code only what the model knows")
+
+
+def _decode(states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8) -> bool:
+    tiles, tokens, channels = out.shape
+    ends = np.cumsum(counts, dtype=np.int64)
+    at = (ends - counts)[:, None] - 1  # the word before the next
+    padded = np.append(words, np.uint16(0)).astype(np.int64)  # one more: what is never used
+    rows = _by_step(models).astype(np.int64) * SLOTS
+    slots = table.decode_slots.reshape(-1).astype(np.int64)
+    x = states.astype(np.int64)
+    flat = x.reshape(-1)
+    entries = np.empty(rows.shape, np.int64)
+    pairs = out.reshape(tiles, tokens, channels // GROUP_CHANNELS, LANES, 2)
+    for token in range(tokens):
+        for step, entry in enumerate(entries):
+            index = x & (SLOTS - 1)
+            index += rows[step]
+            np.take(slots, index, out=entry, mode="clip")
+            x >>= PROBABILITY_BITS
+            x *= entry >> 8 & 0xFFF
+            x += entry >> 20
+            needs = x < MIN_STATE
+            behind = np.cumsum(needs, axis=1, dtype=np.int64)
+            behind += at
+            at = behind[:, -1:]
+            needy = np.flatnonzero(needs)
+            place = np.minimum(behind.reshape(-1)[needy], len(words))
+            flat[needy] = flat[needy] << 16 | padded[place]
+        in_order = entries.reshape(channels // GROUP_CHANNELS, 2, tiles, LANES)
+        pairs[:, token] = in_order.transpose(2, 0, 3, 1)
+    return bool((at[:, 0] == ends - 1).all() and (x == MIN_STATE).all())
+
+
+NUMPY = Backend("numpy", _encode, _decode)
+
+
+# --- choosing
+
+
+@improving(lambda: NUMPY)
+def best_backend() -> Backend:
+    """Return the fastest backend that agrees with the reference on this machine.
+
+    Compiling and checking it takes seconds; until then it is the reference.
+    """
+    return next(_checked_backends())
+
+
+@lru_cache(maxsize=1)
+def backends() -> dict[str, Backend]:
+    """Return all that work on this machine by name, the fastest first; ``numpy`` is the last."""
+    return {backend.name: backend for backend in _checked_backends()}
+
+
+def _checked_backends() -> Iterator[Backend]:
+    try:
+        from kvstore.codecs.rans_numba import compiled_backends
+    except ImportError:  # without the extra cpu-fast
+        pass
+    else:
+        yield from filter(agrees, compiled_backends())
+    yield NUMPY
+
+
+def agrees(backend: Backend) -> bool:
+    """Whether *backend* writes and reads the reference's bytes on streams of every rate."""
+    rng = np.random.default_rng(0)
+    rows = rng.dirichlet(np.full(40, 0.3), 24)
+    frequencies = np.floor(rows * (SLOTS - 40)).astype(np.uint16) + 1
+    frequencies[:, 0] += (SLOTS - frequencies.sum(1)).astype(np.uint16)
+    table = ModelTable(frequencies)
+    models = rng.integers(0, len(rows), (5, 128)).astype(np.uint8)
+    slots = rng.integers(0, SLOTS, (5, 19, 128))
+    symbols = (table.decode_slots[models[:, None], slots] & 0xFF).astype(np.uint8)
+    expected = NUMPY.encode(symbols, models, table)
+    found = backend.encode(symbols, models, table)
+    if any(not np.array_equal(expected[k], found[k]) for k in range(3)):
+        return False
+    out = np.zeros_like(symbols)
+    ends_well = backend.decode(*expected, models, table, out)
+    return ends_well and np.array_equal(out, symbols)

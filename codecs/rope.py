@@ -1,0 +1,119 @@
+"""Rotary embedding: the angles that a model's keys were turned by, and turning them back.
+
+RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.4.2), in the half-split order of Llama:
+channel i of the rotated ones is paired with channel i + pairs. The frequencies follow the rules
+``default``, ``linear`` (position interpolation), ``llama3`` and ``yarn`` (arXiv 2309.00071) as
+transformers computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.floats import Floats
+from kvstore.proto.types import RopeParameters
+
+MAX_PAIRS = 1 << 12
+
+Doubles: TypeAlias = NDArray[np.float64]
+
+
+def inverse_frequencies(rope: RopeParameters | None, head_dim: int) -> Floats | None:
+    """Return the angle a token of each pair, f32 (pairs,), in radians; None for what is not known.
+
+    None too for models without rotary embedding. A scaling of the keys' length, as yarn has,
+    is left in them: it does not move with the position.
+    """
+    if rope is None or not 2 <= rope.rotary_dim <= min(head_dim, 2 * MAX_PAIRS):
+        return None
+    if rope.rotary_dim % 2 or not (math.isfinite(rope.theta) and rope.theta > 1):
+        return None
+    return _frequencies(rope)
+
+
+@lru_cache(maxsize=16)
+def _frequencies(rope: RopeParameters) -> Floats | None:
+    plain = rope.theta ** -(np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim)
+    rule = _RULES.get(rope.scaling)
+    try:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scaled = None if rule is None else rule(plain, rope, dict(rope.factors))
+    except (KeyError, ZeroDivisionError, ValueError):
+        return None
+    if scaled is None or not np.isfinite(scaled).all():
+        return None
+    found = scaled.astype(np.float32)
+    found.flags.writeable = False
+    return found
+
+
+def _default(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
+    del rope, factors
+    return plain
+
+
+def _linear(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
+    del rope
+    return plain / factors["factor"]
+
+
+def _llama3(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
+    del rope
+    length = factors["original_max_position_embeddings"]
+    low, high = factors["low_freq_factor"], factors["high_freq_factor"]
+    if not high > low:
+        raise ValueError("no band to blend in")
+    turns = length * plain / (2 * math.pi)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - share) * plain / factors["factor"] + share * plain
+
+
+def _yarn(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
+    length = factors["original_max_position_embeddings"]
+
+    def pair_of(turns: float) -> float:
+        return (
+            rope.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+
+    low, high = pair_of(factors.get("beta_fast", 32.0)), pair_of(factors.get("beta_slow", 1.0))
+    if factors.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(len(plain)) - low) / (high - low), 0, 1)
+    found: Doubles = plain / factors["factor"] * ramp + plain * (1 - ramp)
+    return found
+
+
+_RULES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+def rotation(frequencies: Floats, position: int, tokens: int) -> tuple[Floats, Floats]:
+    """Return cosine and sine of each token's angles, f32 (tokens, pairs).
+
+    Computed in float64, so that every backend on a machine rotates by the same numbers.
+    """
+    places = np.arange(position, position + tokens, dtype=np.float64)
+    angles = places[:, None] * frequencies.astype(np.float64)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(rows: Floats, cosine: Floats, sine: Floats) -> None:
+    """Turn *rows*, f32 (heads, tokens, head_dim), by their angles, in place.
+
+    Give ``-sine`` to turn back. Each product and sum is rounded by itself.
+    """
+    pairs = cosine.shape[1]
+    first, second = rows[..., :pairs], rows[..., pairs : 2 * pairs]
+    turned = first * cosine
+    turned -= second * sine
+    second *= cosine
+    second += first * sine
+    first[...] = turned

@@ -1,0 +1,136 @@
+"""Measures codecs on a little synthetic KV, in bounded time.
+
+The sample has what codecs live on: channels of their own mean and spread, a few of them many
+times the rest (KIVI, arXiv 2402.02750, section 3), neighbouring tokens alike. Its ratios are
+no promise for a model's KV; its speeds are those of this machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.background import settle
+from kvstore.codecs.base import ChunkTensors, Codec, empty_tensors
+from kvstore.codecs.terms import EncodeTerms
+from kvstore.proto.codec_speed import CodecSpeed
+from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.types import (
+    KEY_BYTES,
+    ROOT,
+    ChunkKey,
+    Component,
+    DType,
+    KVLayout,
+    LayerKind,
+    RopeParameters,
+)
+
+LAYERS, KV_HEADS, TOKENS, HEAD_DIM = 2, 8, 256, 128
+_OUTLIERS = 4
+_KEEP = 0.5
+_ROPE = RopeParameters(500_000.0, HEAD_DIM)
+_NAMED = bytes(16)
+_BY_ENTROPY = ("kvq", "xans", "cachegen", "mixed", "kvt")
+_BY_PLANES = ("zplane",)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A chunk of bfloat16 as bits; ``tensors[0][layer]`` are K and V of (heads, tokens, dim)."""
+
+    template: FrameTemplate
+    tensors: ChunkTensors
+    terms: EncodeTerms
+
+
+def make_sample(seed: int = 0) -> Sample:
+    """Return 2 MiB of KV that *seed* makes."""
+    draw = np.random.default_rng(seed)
+    component = Component(LayerKind.attention, DType.bfloat16, LAYERS, KV_HEADS, HEAD_DIM, TOKENS)
+    layers = [[_part(draw, outliers=True), _part(draw, outliers=False)] for _ in range(LAYERS)]
+    template = FrameTemplate(
+        ChunkKey(bytes(KEY_BYTES)), ROOT, _NAMED, _NAMED, KVLayout((component,))
+    )
+    return Sample(template, [layers], EncodeTerms(_ROPE, tuple(range(LAYERS)), LAYERS))
+
+
+def _part(draw: np.random.Generator, *, outliers: bool) -> NDArray[np.uint16]:
+    shape = (KV_HEADS, TOKENS, HEAD_DIM)
+    numbers = draw.standard_normal(shape, np.float32)
+    for token in range(1, TOKENS):
+        fresh = math.sqrt(1 - _KEEP * _KEEP) * numbers[:, token]
+        numbers[:, token] = _KEEP * numbers[:, token - 1] + fresh
+    numbers *= np.exp(0.4 * draw.standard_normal((KV_HEADS, 1, HEAD_DIM), np.float32))
+    if outliers:
+        numbers += 0.5 * draw.standard_normal((KV_HEADS, 1, HEAD_DIM), np.float32)
+        numbers[:, :, draw.permutation(HEAD_DIM)[:_OUTLIERS]] += draw.uniform(4, 12, _OUTLIERS)
+        numbers = _rotated(numbers)
+    bits = numbers.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def _rotated(keys: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return *keys* as a model with ``_ROPE`` has them, the first token at position 0."""
+    pairs = HEAD_DIM // 2
+    speeds = _ROPE.theta ** (-np.arange(pairs) / pairs)
+    angles = np.arange(TOKENS)[:, None] * speeds
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    a, b = keys[..., :pairs], keys[..., pairs:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def backend_of(codec: Codec) -> str:
+    """Return what does the work of *codec* here: ``numpy``, or the compiled loops it found."""
+    if codec.name in _BY_ENTROPY:
+        from kvstore.codecs.rans import best_backend
+
+        return best_backend().name
+    if codec.name in _BY_PLANES:
+        from kvstore.codecs.planes import best_splitter
+
+        return best_splitter(DType.bfloat16.name).name
+    return "numpy"
+
+
+def measure(
+    name: str,
+    codec: Codec,
+    sample: Sample,
+    clock: Callable[[], float],
+    budget_s: float,
+) -> CodecSpeed:
+    """Return what *codec* does to *sample*: the best of what fits *budget_s*, once at least.
+
+    The first use, and what it has compiled, is not counted in either. *clock* returns seconds.
+    Raises UnknownCodecError or LayoutMismatchError for one that cannot be used.
+    """
+    layout = sample.template.layout
+    out = np.empty(codec.max_frame_bytes(layout), np.uint8)
+    back = empty_tensors(layout)
+    codec.decode_into(codec.encode(sample.template, sample.tensors, out, sample.terms), out, back)
+    settle()
+    encode_s = decode_s = math.inf
+    end = clock() + budget_s
+    while True:
+        begin = clock()
+        header = codec.encode(sample.template, sample.tensors, out, sample.terms)
+        between = clock()
+        codec.decode_into(header, out[: header.frame_bytes], back)
+        now = clock()
+        encode_s, decode_s = min(encode_s, between - begin), min(decode_s, now - between)
+        if now >= end:
+            break
+    least_s = 1e-9  # of a clock that is too coarse
+    return CodecSpeed(
+        name,
+        backend_of(codec),
+        header.fidelity,
+        layout.raw_bytes / header.frame_bytes,
+        layout.raw_bytes / max(encode_s, least_s),
+        layout.raw_bytes / max(decode_s, least_s),
+    )

@@ -1,0 +1,207 @@
+"""Reclaim inside allocate: whoever needs room evicts exactly that much.
+
+An evicted chunk of which no lower tier has a copy as good as it can get is demoted first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.server.catalog import Catalog
+from kvstore.server.metrics import Counters
+from kvstore.server.mover import Mover, Ticket
+from kvstore.server.shelf import Room, Shelf
+from kvstore.tiers.base import Reservation
+from kvstore.tiers.cpu import CpuTier
+
+if TYPE_CHECKING:  # its file loads torch
+    from kvstore.tiers.gpu import GpuTier
+
+MAX_RECLAIM_ROUNDS = 1000
+VICTIMS_PER_ROUND = 64
+
+
+class Reclaim(ABC):
+    """The shelves and the room on them. *shelves* are ordered from the fastest to the slowest.
+
+    One of them is CPU memory, which frames are served from; only GPU memory is faster.
+    Thread-safe; *clock* returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        shelves: Sequence[Shelf],
+        catalog: Catalog,
+        mover: Mover,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.shelves = {shelf.name: shelf for shelf in shelves}
+        self._order = list(shelves)
+        self.cpu = next(shelf for shelf in shelves if isinstance(shelf.tier, CpuTier))
+        self.cpu_tier = cast("CpuTier", self.cpu.tier)
+        self.gpu = None if shelves[0] is self.cpu else shelves[0]
+        self.gpu_tier = None if self.gpu is None else cast("GpuTier", self.gpu.tier)
+        self.sources = [self.cpu, *(shelf for shelf in shelves if shelf is not self.cpu)]
+        """The shelves in the order in which frames are looked for: first where they are served."""
+        local = (s for s in self.lower_shelves() if s.tier.survives_restart and not s.tier.shared)
+        self.filed = next((s for s in local if not s.encoder.needs_assets), None)
+        """The shelf whose frames lie in files that a reader on this host may open."""
+        self.catalog = catalog
+        self.mover = mover
+        self.counters = counters
+        self.clock = clock
+
+    def reserve(self, shelf: Shelf, room: Room) -> Reservation:
+        """Reserve on *shelf*, evicting what is in the way.
+
+        Raises TierFullError when everything else is held or the deadline passes first,
+        InvalidRequestError for a frame that no empty tier could hold.
+        """
+        tier = shelf.tier
+        size = room.info.size_bytes
+        if size > tier.max_frame_bytes():
+            raise InvalidRequestError(
+                "frame_bytes", size, f"tier {tier.name!r} takes {tier.max_frame_bytes()} at most"
+            )
+        need = tier.allocated_bytes(size)
+        limit = tier.capacity_bytes - room.headroom_bytes
+        for attempt in range(MAX_RECLAIM_ROUNDS):
+            missing = tier.stats().used_bytes + need - limit
+            if is_scattered := missing <= 0:
+                try:
+                    return tier.reserve(room.info, room.tenant)
+                except TierFullError:
+                    missing = need
+                except TierUnavailableError as error:
+                    shelf.breaker.fail(str(error))
+                    raise
+            claimed = self._claim(shelf, missing, room if is_scattered else None, attempt)
+            self._evict(shelf, claimed, missing, room.deadline)
+        raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
+
+    def _claim(
+        self, shelf: Shelf, need_bytes: int, room: Room | None, attempt: int
+    ) -> list[ChunkKey]:
+        """Claim a round of victims; for *room* that is free but scattered, ones side by side."""
+        claim, tier = self.catalog.claim_victims, shelf.tier
+        victims = self._enough(shelf, claim(shelf.name, need_bytes, VICTIMS_PER_ROUND), need_bytes)
+        if victims and room is not None:
+            near = tier.in_the_way(victims[0], room.info.size_bytes, room.tenant)
+            if near:
+                self.catalog.unclaim(victims[1:])
+                return [victims[0], *claim(shelf.name, 0, 0, near)]
+        if victims and attempt % 4 == 3:
+            victims += claim(shelf.name, 0, 0, tier.residents(victims[0]))
+        return victims
+
+    def _evict(
+        self, shelf: Shelf, victims: list[ChunkKey], need_bytes: int, deadline: float
+    ) -> None:
+        """Evict claimed victims, or wait for others' moves when there are none."""
+        if not victims:
+            if self._await_progress(shelf, deadline):
+                return
+            stats = shelf.tier.stats()
+            raise TierFullError(shelf.name, need_bytes, stats.capacity_bytes - stats.used_bytes)
+        try:
+            tickets = [(key, self._demote(shelf, key)) for key in victims]
+            for key, ticket in tickets:
+                self._give_up(shelf, key, ticket, deadline)
+        except DeadlineError:
+            # Demotions go on; their victims stay until they have a copy elsewhere.
+            raise TierFullError(shelf.name, need_bytes, 0) from None
+        finally:
+            self.catalog.unclaim(victims)
+
+    def _enough(self, shelf: Shelf, victims: list[ChunkKey], need_bytes: int) -> list[ChunkKey]:
+        """Spare the last victims when the slack of the first frees enough: policies see frames."""
+        freed_bytes = 0
+        for at, key in enumerate(victims, start=1):
+            size_bytes = self.catalog.size_bytes(shelf.name, key)
+            freed_bytes += shelf.tier.allocated_bytes(size_bytes) if size_bytes else 0
+            if freed_bytes >= need_bytes:
+                self.catalog.unclaim(victims[at:])
+                return victims[:at]
+        return victims
+
+    def _await_progress(self, shelf: Shelf, deadline: float) -> bool:
+        """Wait until something that keeps chunks on *shelf* is done; False if nothing does.
+
+        Only evictions from this shelf and moves to lower ones count, as only these end
+        without our help.
+        """
+        if self.catalog.await_unclaimed(shelf.name, deadline):
+            return True
+        lanes = [f"store-{target.name}" for target in self._below(shelf)]
+        return self.mover.await_any(lanes, deadline)
+
+    def _demote(self, shelf: Shelf, key: ChunkKey) -> Ticket | None:
+        """Queue a copy to a lower shelf that is in use, unless one has the chunk.
+
+        What is exact goes to the nearest that keeps it so, if there is one, and a lossy copy
+        further down does not count.
+        """
+        lower = self._below(shelf)
+        tenant = shelf.tier.tenant_of(key)
+        targets = [t for t in lower if t is self.cpu or not t.breaker.is_open]
+        least = Fidelity.none
+        if shelf.name in self.catalog.holders(key, Fidelity.exact):
+            exact = [t for t in targets if t.fidelity_for(tenant) is Fidelity.exact]
+            targets, least = exact or targets, Fidelity.exact if exact else least
+        held = self.catalog.holders(key, least)
+        if not targets or any(target.name in held for target in lower):
+            return None
+        if targets[0] is self.cpu:
+            return self._bring_down(key, shelf)
+        return self.copy_down(key, targets[0], urgent=True)
+
+    def _give_up(self, shelf: Shelf, key: ChunkKey, ticket: Ticket | None, deadline: float) -> None:
+        if ticket is not None:
+            try:
+                self.mover.wait(ticket, deadline)
+            except KVStoreError as error:
+                if isinstance(error, DeadlineError):
+                    raise
+                # Counted where it failed; the victim has to go all the same.
+        holders, exact = (self.catalog.holders(key, f) for f in (Fidelity.none, Fidelity.exact))
+        if shelf.name not in holders:
+            return
+        if self.catalog.cast_out(shelf.name, key, even_if_held=False):
+            self._discard(shelf, key)
+            self.counters.add("evicted_chunks")
+            if len(holders) == 1:
+                self.counters.add("dropped_victims")
+            elif exact == [shelf.name]:
+                self.counters.add("lossy_victims")
+
+    def lower_shelves(self) -> list[Shelf]:
+        """Return the shelves below CPU memory, fastest first."""
+        return self._below(self.cpu)
+
+    def _below(self, shelf: Shelf) -> list[Shelf]:
+        return self._order[self._order.index(shelf) + 1 :]
+
+    # --- what evicting asks of the moves
+
+    @abstractmethod
+    def copy_down(self, key: ChunkKey, target: Shelf, *, urgent: bool = False) -> Ticket | None:
+        """Queue a copy of *key* to a lower shelf; None when its lane is full."""
+
+    @abstractmethod
+    def _bring_down(self, key: ChunkKey, source: Shelf) -> Ticket | None:
+        """Queue a copy of a victim of GPU memory to CPU memory."""
+
+    @abstractmethod
+    def _discard(self, shelf: Shelf, key: ChunkKey) -> None:
+        """Delete a stray."""

@@ -1,0 +1,131 @@
+"""What a client is given of lossy copies: nothing, unless it says so, by every transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from coarse_codec import coarse_codec
+from local_server import LocalServer, eventually
+from prompts import chunks_of, parts_of, store
+
+from kvstore.client import Client
+from kvstore.client.options import TransportName
+from kvstore.client.transport import Arrived, as_true
+from kvstore.proto.frame import FIDELITY_OFFSET
+from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.wire import fidelity_number, fidelity_of
+
+ServerMaker = Callable[..., LocalServer]
+CHUNKS = 3
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    with coarse_codec():
+        yield
+
+
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    """A server whose disk keeps the half of each element."""
+    return make_server("--disk-codec", "coarse", "--zmq", "127.0.0.1:0")
+
+
+@pytest.fixture(params=["shm", "grpc", "zmq"])
+def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
+    name: TransportName = request.param
+    return server.connect(name)
+
+
+@pytest.fixture
+def lossy(server: LocalServer, client: Client) -> list[ChunkKey]:
+    """Keys of a prompt of which only the copies on disk are left."""
+    keys = store(client, 1, CHUNKS)
+    catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
+    assert eventually(lambda: catalog.count_on("disk") == CHUNKS)
+    server.settled()
+    for key in keys:
+        assert catalog.cast_out("cpu", key)
+        transfers.delete_from(transfers.cpu, key)
+    return keys
+
+
+def test_a_client_that_says_nothing_is_given_nothing_lossy(
+    client: Client, lossy: list[ChunkKey]
+) -> None:
+    for _ in range(2):
+        assert client.lookup(lossy).ready == 0
+        assert client.get(lossy) == []
+        assert list(client.get_layers(lossy)) == []
+        with client.lease(lossy) as lease:
+            assert lease.match.ready == 0
+        assert len(client.get(lossy, min_fidelity=Fidelity.bounded)) == CHUNKS
+
+
+def test_a_client_that_allows_a_loss_is_given_the_high_half_of_each_element(
+    client: Client, lossy: list[ChunkKey]
+) -> None:
+    assert client.lookup(lossy, min_fidelity=Fidelity.none).ready == CHUNKS
+    found = client.get(lossy, min_fidelity=Fidelity.bounded)
+    for chunk, tensors in zip(chunks_of(client, lossy), found, strict=True):
+        originals = parts_of(chunk.tensors)  # type: ignore[arg-type]
+        for part, original in zip(parts_of(tensors), originals, strict=True):
+            assert (part == original & 0xFF00).all()
+    layers = list(client.get_layers(lossy, min_fidelity=Fidelity.bounded))
+    assert layers
+    assert len(layers[-1].tensors) == CHUNKS
+
+
+def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
+    server: LocalServer, client: Client, lossy: list[ChunkKey]
+) -> None:
+    for _ in range(2):
+        client.get(lossy, min_fidelity=Fidelity.bounded)
+    holders = server.node.manager.catalog.holders
+    assert eventually(lambda: all("cpu" in holders(key) for key in lossy)), "not promoted"
+    with client.lease(lossy, min_fidelity=Fidelity.bounded) as lease:
+        assert lease.match.ready == len(lease.get()) == CHUNKS
+        assert (lease.view(0) is not None) == (client.transport_name == "shm")
+
+
+def test_an_original_put_again_is_stored_and_read_exactly(
+    client: Client, lossy: list[ChunkKey]
+) -> None:
+    client.get(lossy, min_fidelity=Fidelity.bounded)
+    outcomes = [put.outcome for put in client.put(chunks_of(client, lossy))]
+    assert outcomes == [PutOutcome.stored] * CHUNKS
+    assert len(client.get(lossy)) == CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("least", "count"), [(Fidelity.exact, 1), (Fidelity.bounded, 2), (Fidelity.none, 3)]
+)
+def test_a_client_ends_the_prefix_at_a_frame_that_says_less_than_was_asked(
+    least: Fidelity, count: int
+) -> None:
+    def arrived(index: int, fidelity: Fidelity) -> Arrived:
+        frame = np.zeros(192, np.uint8)
+        frame[FIDELITY_OFFSET] = fidelity
+        return Arrived(index, "cpu", frame, lambda: None)
+
+    frames = [arrived(at, f) for at, f in enumerate(sorted(Fidelity, reverse=True))]
+    assert [one.index for one in as_true(iter(frames), least)] == list(range(count))
+
+
+@pytest.mark.parametrize("least", list(Fidelity))
+def test_a_minimum_fidelity_travels_as_a_number_of_two_bits(least: Fidelity) -> None:
+    number = fidelity_number(least)
+    assert 0 <= number <= 3
+    assert fidelity_of(number) is least
+
+
+@pytest.mark.parametrize("number", [-1, 4, 255])
+def test_other_numbers_are_no_fidelity(number: int) -> None:
+    assert fidelity_of(number) is None
+
+
+def test_who_states_nothing_asks_for_exact() -> None:
+    assert fidelity_of(0) is Fidelity.exact
+    assert fidelity_of(2) is Fidelity.exact, "as earlier clients stated it"

@@ -1,0 +1,59 @@
+"""A lossy codec for tests of who may see its frames: the high bytes of 16-bit elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from typing_extensions import override
+
+from kvstore.codecs import base
+from kvstore.codecs.base import Part
+from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.terms import EncodedLayer, LayerTerms
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError
+from kvstore.proto.types import Component, Fidelity, RopeParameters
+
+ERROR_BOUND = 0.5
+
+
+class CoarseCodec(LossyCodec):
+    """Keeps half of every element. Refuses models with a theta of 13."""
+
+    name = "coarse"
+    codec_id = 901
+    revision = 1
+    fidelity = Fidelity.bounded
+
+    @override
+    def max_segment_bytes(self, component: Component) -> int:
+        return component.layer_bytes // 2
+
+    @override
+    def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
+        if layer.rope == RopeParameters(13.0, layer.component.head_dim):
+            raise LayoutMismatchError("rope", 13.0, "not a number for an embedding")
+        high = np.concatenate([(part >> 8).astype(np.uint8).reshape(-1) for part in parts])
+        out[: len(high)] = high
+        return EncodedLayer(len(high), Fidelity.bounded, ERROR_BOUND)
+
+    @override
+    def decode_layer(
+        self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
+    ) -> None:
+        if len(data[0]) != component.layer_bytes // 2:
+            raise InvalidFrameError("stored_bytes", len(data[0]), "half of each element")
+        for part, high in zip(out, np.split(data[0], component.parts), strict=True):
+            part[:] = high.reshape(component.shape).astype(np.uint16) << 8
+
+
+@contextmanager
+def coarse_codec() -> Iterator[None]:
+    """Register the codec while the block runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(base.CODECS._paths, "coarse", "coarse_codec:CoarseCodec")
+        patch.setitem(base._NAMES_BY_ID, CoarseCodec.codec_id, "coarse")
+        yield

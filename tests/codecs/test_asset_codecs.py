@@ -1,0 +1,125 @@
+"""The suite of lossy codecs over those that need an asset: one is made for each layout it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import count
+
+import numpy as np
+import pytest
+from contracts.codec import SMALL, empty_tensors, frame_of_bodies, layouts, template
+from contracts.lossy_codec import LossyCodecContract, Numbers, numbers
+from typing_extensions import override
+
+from kvstore.codecs.asset_codec import AssetCodec
+from kvstore.codecs.asset_shelf import ASSETS
+from kvstore.codecs.assets import Asset, AssetKind, pack_asset, parse_asset
+from kvstore.codecs.base import Part
+from kvstore.codecs.cachegen import CachegenCodec
+from kvstore.codecs.cachegen_profile import CachegenProfile
+from kvstore.codecs.floats import FLOAT_TYPES
+from kvstore.codecs.kvt import KvtCodec
+from kvstore.codecs.kvt_profile import KvtProfile
+from kvstore.codecs.terms import EncodeTerms
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
+from kvstore.proto.frame import FrameHeader, FrameTemplate, check_frame
+from kvstore.proto.types import DType, KVLayout
+
+EDITIONS = count(100)
+MODEL = template(SMALL).representation
+POSITION = template(SMALL).position
+
+
+@lru_cache(maxsize=64)
+def asset_for(kind: AssetKind, layout: KVLayout) -> Asset:
+    """Return an asset for chunks of *layout*, on the shelf of the process."""
+    if layout.components[0].dtype not in FLOAT_TYPES:
+        layout = SMALL  # such layers are kept as they are
+    samples = [numbers(layout, seed=seed) for seed in range(3)]
+    if kind is AssetKind.kvt:
+        profile = KvtProfile(layout.components, None)
+        for sample in samples:
+            profile.add(sample, POSITION)
+        tables = profile.tables()
+    else:
+        depths = [layer / layout.segment_count for layer in range(layout.segment_count)]
+        symbols = CachegenProfile(layout.components, depths)
+        for sample in samples:
+            symbols.measure(sample)
+        for sample in samples:
+            symbols.count(sample)
+        tables = symbols.tables()
+    asset = parse_asset(pack_asset(kind, MODEL, next(EDITIONS), tables))
+    ASSETS.add(asset)
+    return asset
+
+
+class Calibrating(AssetCodec):
+    """Encodes every layout by an asset of its own."""
+
+    @override
+    def encode_layers(
+        self,
+        template: FrameTemplate,
+        layers: Iterable[Sequence[Part]],
+        out: Bytes,
+        terms: EncodeTerms | None = None,
+    ) -> FrameHeader:
+        if self._bound is None:
+            asset = asset_for(self.kind, template.layout)
+            return type(self)(self.quality, ASSETS, asset).encode_layers(
+                template, layers, out, terms
+            )
+        return super().encode_layers(template, layers, out, terms)
+
+
+class CalibratingCachegen(Calibrating, CachegenCodec):
+    pass
+
+
+class CalibratingKvt(Calibrating, KvtCodec):
+    pass
+
+
+class AssetCodecContract(LossyCodecContract):
+    codec: AssetCodec  # type: ignore[misc]
+
+    @pytest.mark.parametrize("name", layouts(DType.uint8))
+    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    def test_header_says_what_was_encoded(self, dtype: DType, name: str) -> None:
+        layout = layouts(dtype)[name]
+        out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
+        given_back = self.codec.encode(template(layout), numbers(layout), out)
+        header = check_frame(out[: given_back.frame_bytes])
+        assert FrameTemplate.of(header) == template(layout)
+        self.codec.check_header(header)
+        assert (header.levels, header.asset) == (0, asset_for(self.codec.kind, layout).digest)
+
+    @pytest.mark.parametrize("fill", [None], ids=str)
+    @pytest.mark.parametrize("dtype", sorted(FLOAT_TYPES), ids=lambda dtype: dtype.name)
+    def test_bounds_hold_and_such_rooms_are_enough(
+        self, dtype: DType, fill: Numbers | None
+    ) -> None:
+        layer = numbers(SMALL)[0][0]
+        with pytest.raises(UnknownCodecError, match="encode whole frames"):
+            self.codec.encode_segment(layer, SMALL.components[0], np.empty(1 << 16, np.uint8))
+
+    def test_a_body_of_rubbish_in_a_right_frame_is_refused(self) -> None:
+        frame = frame_of_bodies(self.codec, SMALL, [b"\xff" * 99, b""])
+        header = check_frame(frame)
+        with pytest.raises(UnknownCodecError):
+            self.codec.decode_into(header, frame, empty_tensors(SMALL))
+        with pytest.raises(InvalidFrameError):
+            self.codec.decode_layer(
+                [header.segment(frame, 0)], SMALL.components[0], empty_tensors(SMALL)[0][0], None
+            )
+
+
+class TestCachegenCodec(AssetCodecContract):
+    codec = CalibratingCachegen(3)
+
+
+class TestKvtCodec(AssetCodecContract):
+    codec = CalibratingKvt(3)

@@ -1,0 +1,341 @@
+"""The kernels of kvq, run on the CPU and compiled for CUDA, against the numpy backend."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from contracts.codec import Tensors, layouts, template
+from contracts.lossy_codec import Numbers, centred, encoded, large, numbers, outliers, tiny
+from cpu_kernels import compile_kernels
+from cuda_compiler import ARCHITECTURES, compile_cuda, resources
+from device_frames import CPU, Place, decoded, is_refused
+
+from kvstore.codecs import kvq_kernels
+from kvstore.codecs.frame_kernels import COMPILER_FLAGS
+from kvstore.codecs.kvq import KvqCodec
+from kvstore.codecs.kvq_body import Body, Stream, parse_body
+from kvstore.codecs.kvq_kernels import SOURCES, THREADS, KvqKernels, open_kvq_kernels
+from kvstore.codecs.kvq_models import ESCAPE, MODELS, kvq_models
+from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
+from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
+from kvstore.codecs.rans import NUMPY as NUMPY_RANS
+from kvstore.codecs.rans import SLOTS
+from kvstore.codecs.rans_kernels import search_tables
+from kvstore.codecs.terms import EncodeTerms
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.frame import FrameWriter, parse_header
+from kvstore.proto.types import Component, DType, KVLayout, LayerKind, RopeParameters
+
+KERNELS = ["kvq_open", "kvq_symbols"]
+KERNELS += [f"kvq_numbers_{name}" for name in ("bfloat16", "float16", "float32")]
+FLOATS = [DType.bfloat16, DType.float16, DType.float32]
+EMULATED_THREADS = 64
+"""Fewer than on a device: every kernel goes on until all is done, and each has its own stack."""
+HOSTILE_CASES = 300
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+_every_float = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> KvqKernels:
+    """The CUDA source, compiled for the CPU with checks for undefined behaviour."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("kvq")
+    return KvqKernels(CPU, compile_kernels(folder, SOURCES, KERNELS, EMULATED_THREADS))
+
+
+def reference(quality: int = 3) -> KvqCodec:
+    return KvqCodec(quality, NUMPY_TILES, NUMPY_RANS)
+
+
+def read(frame: Bytes, position: int | None = None) -> Tensors:
+    """Return what the reference reads."""
+    return decoded(
+        frame, lambda header, data, out: reference().decode_prefix(header, data, 0, out, position)
+    )
+
+
+def decode(kernels: KvqKernels, place: Place, positions: Sequence[int] | None = None) -> None:
+    kernels.decode(place.memory, place.frames, place.paged, positions)()
+
+
+def assert_decoded(
+    kernels: KvqKernels, frames: Sequence[Bytes], device: torch.device = CPU,
+    positions: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """The kernels put what the host decodes where it belongs, and nothing anywhere else."""
+    found, expected = Place.of(frames, device), Place.of(frames)
+    before = expected.contents()
+    for number, (frame, at) in enumerate(zip(frames, expected.frames, strict=True)):
+        position = None if positions is None else positions[number]
+        expected.write(at, read(frame, position))
+    decode(kernels, found, positions)
+    assert found.contents() == expected.contents()
+    assert found.contents() != before
+
+
+def shapes(dtype: DType) -> dict[str, KVLayout]:
+    """Layouts of every relation between heads and tiles."""
+
+    def attention(heads: int, dim: int, tokens: int, layers: int = 1) -> KVLayout:
+        return KVLayout((Component(LayerKind.attention, dtype, layers, heads, dim, tokens),))
+
+    ours = {
+        "a head a tile": attention(3, 128, 40, 2),
+        "across tiles": attention(3, 80, 33),
+        "two tiles a head": attention(1, 192, 17),
+        "more than a block": attention(1, 64, 300),
+        "odd": attention(1, 66, 16),
+    }
+    return layouts(dtype) | ours
+
+
+ROPES = {
+    "as they are": None,
+    "turned back": EncodeTerms(rope=RopeParameters(10000.0, 64)),
+    "partly": EncodeTerms(rope=RopeParameters(10000.0, 6)),
+}
+_every_rope = pytest.mark.parametrize("terms", list(ROPES.values()), ids=list(ROPES))
+_every_shape = pytest.mark.parametrize("name", shapes(DType.uint8))
+_every_fill = pytest.mark.parametrize("fill", [centred, outliers, tiny, large])
+
+
+@_every_rope
+@_every_shape
+def test_kernels_read_what_numpy_reads(
+    compiled: KvqKernels, name: str, terms: EncodeTerms | None
+) -> None:
+    layout = shapes(DType.bfloat16)[name]
+    assert_decoded(compiled, [encoded(reference(), numbers(layout, outliers), layout, terms)])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@_every_rope
+@_every_shape
+@_every_float
+def test_kernels_on_cuda_read_what_numpy_reads(
+    dtype: DType, name: str, terms: EncodeTerms | None
+) -> None:
+    device = torch.device("cuda", 0)
+    layout = shapes(dtype)[name]
+    frames = [encoded(reference(q), numbers(layout, outliers), layout, terms) for q in range(4)]
+    assert_decoded(open_kvq_kernels(device), frames, device)
+
+
+@_every_fill
+@_every_float
+def test_numbers_of_every_size_are_rounded_as_numpy_rounds_them(
+    compiled: KvqKernels, dtype: DType, fill: Numbers
+) -> None:
+    layout = shapes(dtype)["a head a tile"]
+    for terms in (None, ROPES["turned back"]):
+        assert_decoded(compiled, [encoded(reference(), numbers(layout, fill), layout, terms)])
+
+
+def test_several_frames_go_to_the_positions_asked_for(compiled: KvqKernels) -> None:
+    layout = shapes(DType.bfloat16)["a head a tile"]
+    frames = [
+        encoded(reference(quality), numbers(layout, seed=quality), layout, ROPES["turned back"])
+        for quality in range(3)
+    ]
+    assert_decoded(compiled, frames)
+    assert_decoded(compiled, frames, positions=[0, 77_777, 2])
+    place = Place.of(frames)
+    with pytest.raises(InvalidRequestError, match="positions"):
+        compiled.decode(place.memory, place.frames, place.paged, [0])
+
+
+def test_layers_kept_exactly_are_copied(compiled: KvqKernels) -> None:
+    layout = layouts(DType.bfloat16)["several"]
+    tensors = numbers(layout)
+    tensors[0][1][0][0, 3, 5] = 0x7FC1
+    tensors[1][0][0][0, 0, 0] = 0xFF80
+    assert_decoded(compiled, [encoded(reference(), tensors, layout)])
+
+
+def test_little_memory_takes_several_launches(
+    compiled: KvqKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvq_kernels, "SCRATCH_BYTES", 1)
+    layout = shapes(DType.float16)["more than a block"]
+    frames = [encoded(reference(), numbers(layout), layout, ROPES["turned back"])] * 2
+    assert_decoded(compiled, frames)
+
+
+def test_frames_with_levels_are_left_to_the_host(compiled: KvqKernels) -> None:
+    layout = layouts(DType.bfloat16)["mha"]
+    codec = KvqCodec(None, NUMPY_TILES, NUMPY_RANS)
+    place = Place.of([encoded(codec, numbers(layout), layout)])
+    before = place.contents()
+    with pytest.raises(InvalidFrameError, match="levels"):
+        compiled.decode(place.memory, place.frames, place.paged)
+    assert place.contents() == before
+
+
+# --- bodies that no encoder writes
+
+SMALL = KVLayout((Component(LayerKind.attention, DType.bfloat16, 1, 2, 64, 20),))
+
+
+def frame_of(body: bytes, layout: KVLayout) -> Bytes:
+    out = np.zeros(8192 + len(body), np.uint8)
+    codec = reference()
+    writer = FrameWriter(template(layout), out)
+    writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
+    writer.commit(len(body))
+    header = writer.finish(codec.codec_id, codec.revision, codec.fidelity, 1.0, codec.asset)
+    return out[: header.frame_bytes]
+
+
+def all_escapes(component: Component, seed: int) -> bytes:
+    """Return a body whose every symbol is an escape; quotients, steps and means of any size."""
+    rng = np.random.default_rng(seed)
+    cut = Cut.of(component)
+    count = component.parts * cut.columns * len(cut.blocks)
+    models = rng.integers(0, MODELS, (count, TILE_CHANNELS)).astype(np.uint8)
+    symbols = np.full((count, component.tokens, TILE_CHANNELS), ESCAPE, np.uint8)
+    states, counts, words = NUMPY_RANS.encode_tiles(symbols, models, kvq_models().table)
+    halves = rng.integers(0, 0x7C00, models.shape) | rng.choice([0, 0x8000], models.shape)
+    body = Body(
+        3, 1.0, np.float32(100.0) ** -np.linspace(0, 1, 32, dtype=np.float32),
+        (10.0 ** rng.uniform(-40, 33, count)).astype(np.float32),
+        np.full(count, component.tokens * TILE_CHANNELS, np.uint32),
+        halves.astype(np.uint16).view(np.float16), models, Stream(states, counts, words),
+        rng.choice([-32768, 32767, -1, 0, 1, 64, -63], symbols.size).astype(np.int16),
+    )  # fmt: skip
+    out = np.empty(body.stored_bytes, np.uint8)
+    body.pack(out)
+    return out.tobytes()
+
+
+@_every_float
+def test_a_body_of_escapes_is_read_as_numpy_reads_it(compiled: KvqKernels, dtype: DType) -> None:
+    component = replace(SMALL.components[0], dtype=dtype)
+    layout = KVLayout((component,))
+    for seed in range(5):
+        assert_decoded(compiled, [frame_of(all_escapes(component, seed), layout)])
+
+
+def damaged_bodies(count: int) -> list[bytes]:
+    """Return bodies changed in a few bytes, in the head and the counts more often than not."""
+    rng = np.random.default_rng(9)
+    terms = ROPES["turned back"]
+    frames = [
+        encoded(reference(), numbers(SMALL, fill), SMALL, terms) for fill in (centred, outliers)
+    ]
+    bodies = [parse_header(f).segment(f, 0).tobytes() for f in frames] + [
+        all_escapes(SMALL.components[0], 1)
+    ]
+    found = []
+    for _ in range(count):
+        body = bytearray(bodies[rng.integers(len(bodies))])
+        ends = [24, 24 + 128 + 24, 24 + 128 + 24 + 256 + 768, len(body)]
+        for _ in range(rng.integers(1, 4)):
+            at = rng.integers(0, ends[rng.integers(1, 4) if rng.random() < 0.9 else 0])
+            body[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, int(rng.integers(0, 256))])
+        if rng.random() < 0.1:
+            del body[int(rng.integers(0, len(body))) :]
+        found.append(bytes(body))
+    return found
+
+
+def test_damaged_bodies_are_refused_or_read_as_numpy_does(compiled: KvqKernels) -> None:
+    refusals = 0
+    for body in damaged_bodies(HOSTILE_CASES):
+        frame = frame_of(body, SMALL)
+        found, expected = Place.of([frame]), Place.of([frame])
+        with np.errstate(all="ignore"):
+            refused = is_refused(partial(read, frame))
+        assert is_refused(partial(decode, compiled, found)) == refused
+        refusals += refused
+        if not refused:
+            with np.errstate(all="ignore"):
+                expected.write(expected.frames[0], read(frame))
+            for ours, theirs in zip(found.contents(), expected.contents(), strict=True):
+                words, right = (np.frombuffer(each, np.uint16) for each in (ours, theirs))
+                is_number = right & 0x7F80 != 0x7F80  # infinities less infinities have any sign
+                assert np.array_equal(words[is_number], right[is_number])
+    assert 0.2 * HOSTILE_CASES < refusals < HOSTILE_CASES
+
+
+@pytest.mark.parametrize("which", ["a word more", "an escape more", "a model more"])
+def test_what_a_tile_has_too_much_of_is_refused(compiled: KvqKernels, which: str) -> None:
+    component = SMALL.components[0]
+    frame = encoded(reference(), numbers(SMALL), SMALL)
+    body = parse_body(parse_header(frame).segment(frame, 0), 2, component.head_dim)
+    stream, first = body.stream, np.array([1, 0], np.uint32)
+    if which == "a word more":
+        words = np.insert(stream.words, stream.counts[0], 7)
+        body = replace(body, stream=Stream(stream.states, stream.counts + first, words))
+    elif which == "an escape more":
+        body = replace(
+            body, escapes=body.escapes + first, values=np.append(body.values, np.int16(1))
+        )
+    else:
+        body = replace(body, models=np.where(body.models == body.models[0, 0], MODELS, body.models))
+    out = np.empty(body.stored_bytes, np.uint8)
+    body.pack(out)
+    damaged = frame_of(out.tobytes(), SMALL)
+    assert is_refused(partial(read, damaged))
+    with pytest.raises(InvalidFrameError, match=which.split()[1]):
+        decode(compiled, Place.of([damaged]))
+
+
+def test_a_head_that_promises_more_than_is_there_launches_nothing() -> None:
+    launched: list[str] = []
+    kernels = KvqKernels(CPU, lambda name, grid, arguments: launched.append(name))
+    body = bytearray(all_escapes(SMALL.components[0], 2))
+    for at, value in ((0, 2), (1, 1), (2, 33), (8, 0xFF), (15, 0xFF), (19, 0xFF), (20, 1)):
+        changed = body.copy()
+        changed[at] = value if changed[at] != value else value + 1
+        place = Place.of([frame_of(bytes(changed), SMALL)])
+        with pytest.raises(InvalidFrameError):
+            kernels.decode(place.memory, place.frames, place.paged)
+    assert launched == []
+
+
+# --- tables and compilers
+
+
+def test_every_slot_is_found_from_its_bucket() -> None:
+    table = kvq_models().table
+    entries, buckets = search_tables(table)
+    slots = np.arange(SLOTS)
+    probes = 0
+    for model in range(MODELS):
+        symbol = buckets[model, slots // 32].astype(np.int64)
+        while (
+            far := slots - (entries[model, symbol] & 0xFFFF) >= entries[model, symbol] >> 16
+        ).any():
+            symbol += far
+            probes += int(far.sum())
+        assert np.array_equal(symbol, table.decode_slots[model] & 0xFF)
+    assert probes < MODELS * SLOTS
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cudas_own_compiler_takes_the_source(architecture: str) -> None:
+    status, log, binary = compile_cuda(SOURCES, architecture, *COMPILER_FLAGS)
+    assert (status, log) == (0, ""), "not even a warning"
+    assert all(name.encode() in binary for name in KERNELS)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_registers_and_shared_memory_let_a_multiprocessor_be_full(architecture: str) -> None:
+    found = resources(SOURCES, architecture, *COMPILER_FLAGS)
+    assert sorted(found) == sorted(KERNELS)
+    assert {each.spilled_bytes for each in found.values()} == {0}
+    assert all(each.registers * THREADS <= 1 << 16 for each in found.values())
+    symbols = found["kvq_symbols"]
+    assert symbols.registers * 2048 <= 1 << 16, "64 warps have room"
+    assert symbols.shared_bytes <= 48 << 10

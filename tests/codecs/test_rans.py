@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs import rans
+from kvstore.codecs.rans import NUMPY, SLOTS, Backend, ModelTable
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+
+NAMES = ["numpy", "numba", "avx512"]
+SHAPES = [(1, 1, 64), (2, 3, 192), (5, 17, 128), (3, 40, 64), (1, 5, 1024)]
+
+
+def backend_of(name: str) -> Backend:
+    found = rans.backends()
+    if name not in found:
+        pytest.skip(f"{name} does not run on this machine")
+    return found[name]
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return backend_of(request.param)
+
+
+def table_of(rng: np.random.Generator, models: int, symbols: int, skew: float) -> ModelTable:
+    """Return models of any entropy: the larger *skew*, the flatter."""
+    rows = rng.dirichlet(np.full(symbols, skew), models)
+    frequencies = np.floor(rows * (SLOTS - symbols)).astype(np.uint16) + 1
+    frequencies[:, 0] += (SLOTS - frequencies.sum(1)).astype(np.uint16)
+    return ModelTable(np.minimum(frequencies, SLOTS - 1))
+
+
+def drawn(rng: np.random.Generator, table: ModelTable, shape: tuple[int, int, int]) -> Any:
+    """Return models and symbols that follow them."""
+    tiles, tokens, channels = shape
+    models = rng.integers(0, len(table.frequencies), (tiles, channels)).astype(np.uint8)
+    slots = rng.integers(0, SLOTS, (tiles, tokens, channels))
+    return models, (table.decode_slots[models[:, None], slots] & 0xFF).astype(np.uint8)
+
+
+def by_the_format_page(symbols: Any, models: Any, table: ModelTable) -> tuple[list[int], list[int]]:
+    """Encode one tile as docs/format.md says, in integers of Python."""
+    tokens, channels = symbols.shape
+    rows = table.frequencies.astype(int).tolist()
+    states, words = [1 << 16] * 32, []
+    for token in reversed(range(tokens)):
+        for step in reversed(range(channels // 32)):
+            for lane in reversed(range(32)):
+                channel = step // 2 * 64 + 2 * lane + step % 2
+                row, symbol = rows[models[channel]], int(symbols[token, channel])
+                x, f = states[lane], row[symbol]
+                if x >= f << 20:
+                    words.append(x & 0xFFFF)
+                    x >>= 16
+                states[lane] = (x // f << 12) + x % f + sum(row[:symbol])
+    return states, words[::-1]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_was_encoded_comes_back(backend: Backend, shape: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(sum(shape))
+    for skew in (0.01, 0.3, 30.0):
+        table = table_of(rng, 7, 60, skew)
+        models, symbols = drawn(rng, table, shape)
+        states, counts, words = backend.encode_tiles(symbols, models, table)
+        out = np.full_like(symbols, 0xA5)
+        backend.decode_tiles(states, counts, words, models, table, out)
+        assert np.array_equal(out, symbols)
+        assert counts.sum() == len(words)
+
+
+def test_the_stream_is_that_of_the_format_page(backend: Backend) -> None:
+    rng = np.random.default_rng(3)
+    table = table_of(rng, 5, 30, 0.5)
+    models, symbols = drawn(rng, table, (3, 9, 128))
+    states, counts, words = backend.encode_tiles(symbols, models, table)
+    ends = np.cumsum(counts)
+    for tile in range(3):
+        expected = by_the_format_page(symbols[tile], models[tile], table)
+        stream = words[ends[tile] - counts[tile] : ends[tile]]
+        assert (states[tile].tolist(), stream.tolist()) == expected
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_each_backend_writes_the_words_of_the_reference(name: str) -> None:
+    backend = backend_of(name)
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        table = table_of(rng, 200, 2 + 23 * seed % 255, 10.0 ** (seed % 4 - 2))
+        shape = (1 + seed % 5, 1 + 7 * seed % 33, 64 * (1 + seed % 3))
+        models, symbols = drawn(rng, table, shape)
+        expected = NUMPY.encode_tiles(symbols, models, table)
+        found = backend.encode_tiles(symbols, models, table)
+        assert all(np.array_equal(found[k], expected[k]) for k in range(3))
+
+
+def test_reciprocals_give_the_quotient_or_one_less_for_every_frequency_and_state() -> None:
+    frequencies = np.arange(1, SLOTS, dtype=np.uint64)
+    rows = np.stack([frequencies, SLOTS - frequencies], 1).astype(np.uint16)
+    entries = np.concatenate(
+        [ModelTable(rows[at : at + 256]).encode_symbols[:, 0] for at in range(0, SLOTS - 1, 256)]
+    )
+    assert np.array_equal(entries & np.uint64(0xFFF), frequencies)
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        quotient = rng.integers(0, 1 << 20, len(frequencies), np.uint64)
+        for rest in (0 * frequencies, frequencies - 1):
+            state = quotient * frequencies + rest
+            guess = state * (entries >> np.uint64(32)) >> np.uint64(32)
+            assert ((quotient - guess) <= 1).all()
+    largest = (frequencies << np.uint64(20)) - 1
+    guess = largest * (entries >> np.uint64(32)) >> np.uint64(32)
+    assert (((1 << 20) - 1 - guess) <= 1).all()
+
+
+def test_rare_and_common_symbols_alike_are_coded_at_their_cost(backend: Backend) -> None:
+    table = ModelTable(np.array([[1, 4095], [4095, 1]], np.uint16))
+    models = np.zeros((1, 64), np.uint8)
+    for symbol, bits in ((0, 12.0), (1, 0.0004)):
+        symbols = np.full((1, 500, 64), symbol, np.uint8)
+        states, counts, words = backend.encode_tiles(symbols, models, table)
+        assert 16 * len(words) == pytest.approx(bits * symbols.size, rel=0.1, abs=600)
+        out = np.empty_like(symbols)
+        backend.decode_tiles(states, counts, words, models, table, out)
+        assert np.array_equal(out, symbols)
+
+
+def test_no_tiles_make_no_words(backend: Backend) -> None:
+    table = table_of(np.random.default_rng(0), 2, 5, 1.0)
+    symbols, models = np.empty((0, 4, 64), np.uint8), np.empty((0, 64), np.uint8)
+    states, counts, words = backend.encode_tiles(symbols, models, table)
+    assert (states.shape, counts.shape, words.shape) == ((0, 32), (0,), (0,))
+    backend.decode_tiles(states, counts, words, models, table, symbols)
+
+
+def test_one_tile_is_a_batch_of_one() -> None:
+    rng = np.random.default_rng(1)
+    table = table_of(rng, 5, 30, 0.5)
+    models, symbols = drawn(rng, table, (1, 9, 128))
+    states, words = rans.encode_tile(symbols[0], models[0], table)
+    out = np.empty_like(symbols[0])
+    rans.decode_tile(states, words, models[0], table, out)
+    assert np.array_equal(out, symbols[0])
+    with pytest.raises(InvalidFrameError, match="words"):
+        rans.decode_tile(states, words[:-1], models[0], table, out)
+
+
+def test_streams_may_lie_at_odd_addresses_and_be_read_only(backend: Backend) -> None:
+    rng = np.random.default_rng(1)
+    table = table_of(rng, 5, 30, 0.5)
+    models, symbols = drawn(rng, table, (4, 9, 128))
+    states, counts, words = backend.encode_tiles(symbols[:, :, ::-1], models[:, ::-1], table)
+    raw = bytearray(1 + words.nbytes + states.nbytes)
+    raw[1:] = words.tobytes() + states.tobytes()
+    odd_words = np.frombuffer(bytes(raw), np.uint16, len(words), 1)
+    odd_states = np.frombuffer(bytes(raw), np.uint32, 128, 1 + words.nbytes).reshape(4, 32)
+    out = np.empty(symbols.size + 1, np.uint8)[1:].reshape(symbols.shape)
+    backend.decode_tiles(odd_states, counts, odd_words, models[:, ::-1], table, out)
+    assert np.array_equal(out, symbols[:, :, ::-1])
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[4096, 0]], [[2048, 2047]], [[2048, 2049]], [[4096]], [[0, 0]],
+        [[61440, 8192]], [[4095, 1]] * 257, np.full((1, 257), 16),
+    ],
+)  # fmt: skip
+def test_a_table_whose_rows_do_not_sum_up_is_refused(rows: Any) -> None:
+    with pytest.raises(InvalidFrameError, match="frequencies"):
+        ModelTable(np.array(rows, np.uint16))
+
+
+def test_a_symbol_that_has_no_slot_is_refused(backend: Backend) -> None:
+    table = ModelTable(np.array([[4000, 96, 0], [1, 4000, 95]], np.uint16))
+    models = np.tile(np.array([0, 1], np.uint8), (3, 32))
+    for place, symbol in ((0, 2), (126, 2), (66, 2), (5, 3), (7, 255)):
+        symbols = np.ones((3, 2, 64), np.uint8)
+        symbols.reshape(3, -1)[1, place] = symbol
+        with pytest.raises(InvalidRequestError, match="frequency 0"):
+            backend.encode_tiles(symbols, models, table)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 32), (1, 4, 0), (4, 64), (1, 4, 96)])
+def test_channels_that_are_no_multiple_of_64_are_refused(shape: tuple[int, ...]) -> None:
+    table = ModelTable(np.array([[4000, 96]], np.uint16))
+    symbols = np.zeros(shape, np.uint8)
+    with pytest.raises(InvalidRequestError, match="symbols"):
+        rans.encode_tiles(symbols, np.zeros((1, shape[-1]), np.uint8), table)
+
+
+def stream() -> dict[str, Any]:
+    rng = np.random.default_rng(8)
+    table = table_of(rng, 5, 30, 0.5)
+    models, symbols = drawn(rng, table, (3, 12, 64))
+    states, counts, words = NUMPY.encode_tiles(symbols, models, table)
+    return {
+        "states": states, "counts": counts, "words": words, "models": models, "table": table,
+        "out": np.empty_like(symbols),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("a word less", InvalidFrameError), ("a word more", InvalidFrameError),
+        ("a word of another tile", InvalidFrameError), ("counts of 2^32-1", InvalidFrameError),
+        ("fewer states", InvalidFrameError), ("fewer counts", InvalidFrameError),
+        ("an unknown model", InvalidFrameError), ("a state of 0", InvalidFrameError),
+        ("models of another shape", InvalidRequestError),
+        ("out of another order", InvalidRequestError),
+    ],
+)  # fmt: skip
+def test_a_stream_that_contradicts_itself_is_refused(
+    backend: Backend, fault: str, error: type[Exception]
+) -> None:
+    given = stream()
+    match fault:
+        case "a word less":
+            given["words"] = given["words"][:-1]
+            given["counts"][2] -= 1
+        case "a word more":
+            given["words"] = np.append(given["words"], np.uint16(7))
+            given["counts"][2] += 1
+        case "a word of another tile":
+            given["counts"] += np.array([1, 0xFFFFFFFF, 0], np.uint32)
+        case "counts of 2^32-1":
+            given["counts"][:] = 0xFFFFFFFF
+        case "fewer states":
+            given["states"] = given["states"][:2]
+        case "fewer counts":
+            given["counts"] = given["counts"][:2]
+        case "an unknown model":
+            given["models"][1, 7] = 5
+        case "a state of 0":
+            given["states"][2, 31] = 0
+        case "models of another shape":
+            given["models"] = given["models"][:, :32]
+        case _:
+            given["out"] = np.empty((3, 64, 12), np.uint8).transpose(0, 2, 1)
+    with pytest.raises(error):
+        backend.decode_tiles(**given)
+
+
+@settings(deadline=None, max_examples=250)
+@given(st.integers(0, 2**32 - 1))
+def test_backends_agree_on_rubbish_too(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for kind in ("flip", "states", "words", "counts", "all"):
+        given_stream = stream()
+        states, counts, words = (given_stream[name] for name in ("states", "counts", "words"))
+        if kind == "flip":
+            words[rng.integers(0, len(words))] ^= np.uint16(1 << rng.integers(0, 16))
+        if kind in ("states", "all"):
+            states[:] = rng.integers(0, 1 << 32, states.shape)
+        if kind in ("words", "all"):
+            words[:] = rng.integers(0, 1 << 16, len(words))
+        if kind in ("counts", "all"):
+            cuts = np.sort(rng.integers(0, len(words) + 1, 2))
+            counts[:] = np.diff([0, *cuts, len(words)])
+        answers = []
+        for backend in rans.backends().values():
+            out = given_stream["out"].copy()
+            models, table = given_stream["models"], given_stream["table"]
+            is_right = backend.decode(states, counts, words, models, table, out)
+            answers.append((is_right, out.tobytes() if is_right else b""))
+        assert len(set(answers)) == 1
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import numpy as np
+from kvstore.codecs import rans
+page = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+
+def guarded(size, at_end):
+    # writable bytes that touch a page nobody may read, behind or before them
+    size = int(size)
+    inside = -(-max(size, 1) // page) * page
+    area = mmap.mmap(-1, inside + 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    for guard in (address, address + page + inside):
+        assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
+    start = page + inside - size if at_end else page
+    return np.frombuffer(area, np.uint8, size, start)
+
+rng = np.random.default_rng(0)
+rows = np.full((256, 256), 16, np.uint16)
+table = rans.ModelTable(rows)
+for backend in rans.backends().values():
+    for round in range(150):
+        tiles, tokens, channels = rng.integers(1, 5), rng.integers(1, 30), 64 * rng.integers(1, 3)
+        at_end = bool(round % 2)
+        symbols = guarded(tiles * tokens * channels, at_end).reshape(tiles, tokens, channels)
+        models = guarded(tiles * channels, at_end).reshape(tiles, channels)
+        symbols[:] = rng.integers(0, 256, symbols.shape)
+        models[:] = rng.integers(0, 256, models.shape)
+        states, counts, words = backend.encode_tiles(symbols, models, table)
+        if round % 3:
+            words = words[: rng.integers(0, len(words) + 1)]
+            cuts = np.sort(rng.integers(0, len(words) + 1, tiles - 1))
+            counts[:] = np.diff([0, *cuts, len(words)])
+        held = guarded(words.nbytes, at_end).view(np.uint16)
+        held[:] = words
+        held_states = guarded(states.nbytes, at_end).view(np.uint32).reshape(states.shape)
+        held_states[:] = states if round % 3 else rng.integers(0, 2**32, states.shape)
+        out = guarded(symbols.size, at_end).reshape(symbols.shape)
+        try:
+            backend.decode_tiles(held_states, counts, held, models, table, out)
+        except ValueError:
+            pass
+print("done")
+"""
+
+
+def test_nothing_is_read_or_written_beside_the_arrays() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED], capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+# --- choosing
+
+
+def test_the_fastest_that_works_is_chosen() -> None:
+    assert rans.best_backend().name == next(iter(rans.backends()))
+    assert list(rans.backends())[-1] == "numpy"
+
+
+def test_without_numba_the_reference_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvstore.codecs.rans_numba", None)
+    assert rans.best_backend.__wrapped__() is NUMPY
+    assert list(rans.backends.__wrapped__()) == ["numpy"]
+
+
+@pytest.mark.parametrize("fault", ["words", "states", "symbols", "end"])
+def test_a_backend_that_disagrees_with_the_reference_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def encode(symbols: Any, models: Any, table: ModelTable) -> Any:
+        states, counts, words = NUMPY.encode(symbols, models, table)
+        words[-1] ^= fault == "words"
+        states[0, 31] ^= fault == "states"
+        return states, counts, words
+
+    def decode(*arguments: Any) -> bool:
+        ends_well = NUMPY.decode(*arguments)
+        arguments[-1][-1, -1, -1] ^= fault == "symbols"
+        return ends_well and fault != "end"
+
+    def compiled_backends() -> Iterator[Backend]:
+        yield Backend("wrong", encode, decode)
+        yield Backend("right", NUMPY.encode, NUMPY.decode)
+
+    pytest.importorskip("numba")
+    monkeypatch.setattr("kvstore.codecs.rans_numba.compiled_backends", compiled_backends)
+    assert rans.best_backend.__wrapped__().name == "right"
+
+
+def test_importing_the_coder_does_not_import_numba() -> None:
+    code = "import sys, kvstore.codecs.rans; print('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,412 @@
+"""The suite every lossy codec passes.
+
+A codec's test file subclasses ``LossyCodecContract`` and names the codec. What a frame promises
+in its header is held against the numbers that come out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from threading import Barrier
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from contracts.codec import (
+    FILLS,
+    SCRATCH_BYTES,
+    Fill,
+    Tensors,
+    all_zero,
+    decoded,
+    filled,
+    layouts,
+    peak_bytes,
+    random_bits,
+    same,
+    special_values,
+    strided,
+    template,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.base import Part, empty_tensors
+from kvstore.codecs.floats import FLOAT_TYPES, from_float32, is_finite, to_float32
+from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.terms import EncodeTerms
+from kvstore.codecs.transcode import transcode
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    UnknownCodecError,
+)
+from kvstore.proto.frame import FrameTemplate, FrameWriter, check_frame, parse_header
+from kvstore.proto.types import ChunkKey, Component, DType, Fidelity, KVLayout, LayerKind
+
+Numbers = Callable[[tuple[int, ...], np.random.Generator], Part]
+
+FLOATS = sorted(FLOAT_TYPES)
+SMALL = KVLayout((Component(LayerKind.attention, DType.bfloat16, 2, 2, 32, 64),))
+"""Small, and yet large enough for every codec to gain something."""
+HOSTILE_EXAMPLES, HOSTILE_CASES = 250, 40
+"""Ten thousand bodies: drawing costs more than decoding."""
+
+
+def centred(shape: tuple[int, ...], rng: np.random.Generator) -> Part:
+    """Normal numbers about each channel's own mean."""
+    return rng.standard_normal(shape) + 2 * rng.standard_normal((shape[0], 1, shape[2]))
+
+
+def outliers(shape: tuple[int, ...], rng: np.random.Generator) -> Part:
+    """A few channels a hundred times as large as the others, and a few numbers alone."""
+    numbers = rng.standard_normal(shape) * np.where(
+        rng.random((shape[0], 1, shape[2])) < 0.05, 99, 1
+    )
+    return np.where(rng.random(shape) < 0.01, 300 * numbers, numbers)
+
+
+def tiny(shape: tuple[int, ...], rng: np.random.Generator) -> Part:
+    """Denormals of float16, and less."""
+    return rng.standard_normal(shape) * 10.0 ** rng.uniform(-40, -5, (shape[0], 1, shape[2]))
+
+
+def large(shape: tuple[int, ...], rng: np.random.Generator) -> Part:
+    """Up to what float16 can hold."""
+    return rng.uniform(-65000, 65000, shape)
+
+
+def constant(shape: tuple[int, ...], rng: np.random.Generator) -> Part:
+    """One number a channel."""
+    return np.broadcast_to(rng.standard_normal((shape[0], 1, shape[2])), shape)
+
+
+NUMBERS: list[Numbers] = [centred, outliers, tiny, large, constant]
+
+
+def numbers(layout: KVLayout, fill: Numbers = centred, seed: int = 0) -> Tensors:
+    """Return tensors of *layout* whose floats are *fill*; other types get any bits."""
+    rng = np.random.default_rng(seed)
+
+    def part(component: Component) -> Part:
+        if component.dtype not in FLOAT_TYPES:
+            return random_bits(component.shape, component.dtype.item_bytes, rng)
+        bits = np.empty(component.shape, f"u{component.dtype.item_bytes}")
+        from_float32(fill(component.shape, rng).astype(np.float32), component.dtype, bits)
+        return bits
+
+    return [[[part(c) for _ in range(c.parts)] for _ in range(c.layers)] for c in layout.components]
+
+
+def encoded(
+    codec: LossyCodec, tensors: Tensors, layout: KVLayout, terms: EncodeTerms | None = None
+) -> Bytes:
+    """Return the frame of *tensors*, no byte too long."""
+    out = np.empty(codec.max_frame_bytes(layout), np.uint8)
+    header = codec.encode(template(layout), tensors, out, terms)
+    return out[: header.frame_bytes]
+
+
+def largest_error(layout: KVLayout, left: Tensors, right: Tensors) -> float:
+    """Return how far two tensors are apart; what is not finite must be the same bits."""
+    worst = 0.0
+    for component, ours, theirs in zip(layout.components, left, right, strict=True):
+        for a, b in (
+            (a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
+        ):
+            if component.dtype not in FLOAT_TYPES or not is_finite(a, component.dtype):
+                assert np.array_equal(a, b)
+                continue
+            one, other = (to_float32(p, component.dtype).astype(np.float64) for p in (a, b))
+            worst = max(worst, float(np.abs(one - other).max()))
+    return worst
+
+
+def promise_held(frame: Bytes, tensors: Tensors) -> Fidelity:
+    """Check what the frame says of itself against *tensors*; return its fidelity."""
+    header = check_frame(frame)
+    found = decoded(frame)
+    if header.fidelity is Fidelity.exact:
+        assert same(found, tensors)
+        assert header.error_bound == 0
+    error = largest_error(header.layout, tensors, found)
+    if header.fidelity is Fidelity.bounded:
+        assert error <= header.error_bound
+    return header.fidelity
+
+
+_every_float = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
+_every_name = pytest.mark.parametrize("name", layouts(DType.uint8))
+_inherited = settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.differing_executors]
+)
+_hostile = settings(
+    deadline=None,
+    max_examples=HOSTILE_EXAMPLES,
+    suppress_health_check=[HealthCheck.differing_executors],
+)
+
+
+@lru_cache(maxsize=8)
+def _body_of(codec: LossyCodec) -> bytes:
+    frame = encoded(codec, numbers(SMALL), SMALL)
+    return parse_header(frame).segment(frame, 0).tobytes()
+
+
+class LossyCodecContract:
+    """Subclass as ``TestX`` and set ``codec``."""
+
+    codec: ClassVar[LossyCodec]
+
+    @pytest.mark.parametrize("fill", NUMBERS, ids=lambda fill: fill.__name__)
+    @_every_name
+    @_every_float
+    def test_numbers_come_back_as_exactly_as_the_frame_says(
+        self, dtype: DType, name: str, fill: Numbers
+    ) -> None:
+        layout = layouts(dtype)[name]
+        tensors = numbers(layout, fill)
+        assert promise_held(encoded(self.codec, tensors, layout), tensors) >= self.codec.fidelity
+
+    @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
+    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    def test_bits_of_any_kind_are_coded_or_kept(self, dtype: DType, fill: Fill) -> None:
+        layout = layouts(dtype)["several"]
+        tensors = filled(layout, fill)
+        fidelity = promise_held(encoded(self.codec, tensors, layout), tensors)
+        if dtype not in FLOAT_TYPES:
+            assert fidelity is Fidelity.exact
+
+    @_every_float
+    def test_a_layer_with_nan_or_infinity_comes_back_bit_by_bit(self, dtype: DType) -> None:
+        layout = layouts(dtype)["gqa"]
+        tensors = numbers(layout)
+        for part in tensors[0][1]:
+            part[...] = special_values(part.shape, part.dtype.itemsize, np.random.default_rng(1))
+        found = decoded(encoded(self.codec, tensors, layout))
+        assert same([[found[0][1]]], [[tensors[0][1]]])
+        assert promise_held(encoded(self.codec, tensors, layout), tensors) is self.codec.fidelity
+
+    @_every_name
+    @_every_float
+    def test_pages_give_and_take_the_same_bytes(self, dtype: DType, name: str) -> None:
+        layout = layouts(dtype)[name]
+        tensors = numbers(layout)
+        frame = encoded(self.codec, tensors, layout)
+        assert np.array_equal(frame, encoded(self.codec, strided(tensors), layout))
+        pages = strided(filled(layout, all_zero))
+        self.codec.decode_into(parse_header(frame), frame, pages)
+        assert same(pages, decoded(frame))
+
+    @_every_name
+    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
+    def test_header_says_what_was_encoded(self, dtype: DType, name: str) -> None:
+        layout = layouts(dtype)[name]
+        out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
+        given_back = self.codec.encode(template(layout), numbers(layout), out)
+        header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
+        assert FrameTemplate.of(header) == template(layout)
+        self.codec.check_header(header)
+        assert header.fidelity >= self.codec.fidelity
+        assert (header.levels, header.asset) == (self.codec.levels, self.codec.asset)
+        assert np.array_equal(header.segments, given_back.segments)
+
+    @pytest.mark.parametrize("fill", [*NUMBERS, None], ids=str)
+    @_every_float
+    def test_bounds_hold_and_such_rooms_are_enough(
+        self, dtype: DType, fill: Numbers | None
+    ) -> None:
+        for layout in layouts(dtype).values():
+            tensors = filled(layout, random_bits) if fill is None else numbers(layout, fill)
+            for component, layers in zip(layout.components, tensors, strict=True):
+                bound = self.codec.max_segment_bytes(component)
+                room = np.full(bound + 16, 0x5A, np.uint8)
+                used = self.codec.encode_segment(layers[0], component, room[3 : 3 + bound])
+                assert used <= bound
+                assert (room[:3] == 0x5A).all()
+                assert (room[3 + bound :] == 0x5A).all()
+                out = [np.empty_like(part) for part in layers[0]]
+                self.codec.decode_segment(room[3 : 3 + used], component, out)
+            assert len(encoded(self.codec, tensors, layout)) <= self.codec.max_frame_bytes(layout)
+
+    def test_encoding_the_same_twice_gives_the_same_bytes(self) -> None:
+        layout = layouts(DType.float16)["several"]
+        first = encoded(self.codec, numbers(layout), layout)
+        encoded(self.codec, filled(layout, random_bits), layout)
+        assert np.array_equal(first, encoded(self.codec, numbers(layout), layout))
+
+    @_every_float
+    def test_frames_and_rooms_may_lie_at_odd_addresses(self, dtype: DType) -> None:
+        layout = layouts(dtype)["several"]
+        frame = encoded(self.codec, numbers(layout), layout)
+        room = np.empty(self.codec.max_frame_bytes(layout) + 1, np.uint8)[1:]
+        header = self.codec.encode(template(layout), numbers(layout), room)
+        odd = room[: header.frame_bytes]
+        assert np.array_equal(odd, frame)
+        assert same(decoded(odd), decoded(frame))
+
+    def test_room_too_small_is_refused(self) -> None:
+        frame = encoded(self.codec, numbers(SMALL), SMALL)
+        with pytest.raises(InvalidFrameError, match=r"^out="):
+            self.codec.encode(template(SMALL), numbers(SMALL), np.empty(len(frame) // 2, np.uint8))
+
+    def test_tensors_or_terms_of_another_layout_are_refused(self) -> None:
+        wrong = numbers(SMALL)
+        wrong[0][1].pop()
+        out = np.full(self.codec.max_frame_bytes(SMALL), 0x5A, np.uint8)
+        with pytest.raises(LayoutMismatchError, match="parts"):
+            self.codec.encode(template(SMALL), wrong, out)
+        assert (out == 0x5A).all()
+        bad = [
+            EncodeTerms(layer_ids=(1, 2, 3)),
+            EncodeTerms(importance=np.ones(SMALL.tokens + 1, np.float32)),
+            EncodeTerms(importance=np.full(SMALL.tokens, np.nan, np.float32)),
+            EncodeTerms(importance=np.full(SMALL.tokens, -1, np.float32)),
+        ]
+        for terms in bad:
+            with pytest.raises(InvalidRequestError):
+                self.codec.encode(template(SMALL), numbers(SMALL), out, terms)
+
+    def test_frames_of_another_codec_revision_or_asset_are_refused(self) -> None:
+        frame = encoded(self.codec, numbers(SMALL), SMALL)
+        header = parse_header(frame)
+        out = filled(SMALL, all_zero)
+        codec_id, revision, asset = header.codec_id, header.codec_revision, header.asset
+        others = [
+            (codec_id + 50, revision, asset), (codec_id, revision + 1, asset),
+            (codec_id, revision, b"x" * 16),
+        ]  # fmt: skip
+        for other in others:
+            writer = FrameWriter(template(SMALL), np.zeros(len(frame), np.uint8), header.levels)
+            for size in header.segments["stored_bytes"]:
+                writer.reserve(int(size))
+                writer.commit(int(size))
+            wrong = writer.finish(*other[:2], header.fidelity, asset=other[2])
+            with pytest.raises(UnknownCodecError):
+                self.codec.decode_into(wrong, frame, out)
+        assert same(out, filled(SMALL, all_zero))
+
+    @_inherited
+    @given(data=st.data(), mask=st.integers(1, 255))
+    def test_a_changed_byte_is_found_or_does_not_matter(
+        self, data: st.DataObject, mask: int
+    ) -> None:
+        frame = encoded(self.codec, numbers(SMALL), SMALL)
+        assert parse_header(frame).fidelity is self.codec.fidelity
+        right = decoded(frame)
+        frame[data.draw(st.integers(0, len(frame) - 1))] ^= mask
+        try:
+            found = decoded(frame)
+        except (InvalidFrameError, ChunkCorruptError):
+            return
+        assert same(found, right)
+
+    @_inherited
+    @given(data=st.data())
+    def test_a_frame_cut_or_extended_is_refused(self, data: st.DataObject) -> None:
+        frame = encoded(self.codec, numbers(SMALL), SMALL)
+        with pytest.raises((InvalidFrameError, ChunkCorruptError)):
+            decoded(frame[: data.draw(st.integers(0, len(frame) - 1))])
+        with pytest.raises(ChunkCorruptError, match="bytes of"):
+            decoded(np.append(frame, np.uint8(0)))
+
+    @_hostile
+    @given(data=st.data())
+    def test_a_segment_changed_and_signed_again_is_read_or_refused(
+        self, data: st.DataObject
+    ) -> None:
+        component = SMALL.components[0]
+        out = [[np.zeros(component.shape, np.uint16) for _ in range(2)] for _ in range(2)]
+        rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+        for _ in range(HOSTILE_CASES):
+            body = bytearray(self._body())
+            for _ in range(rng.integers(1, 4)):
+                at = rng.integers(0, len(body) if rng.random() < 0.5 else min(64, len(body)))
+                body[at] = rng.choice(np.array([0, 1, 0x7F, 0x80, 0xFF, int(rng.integers(0, 256))]))
+            if rng.random() < 0.3:
+                del body[int(rng.integers(0, len(body))) :]
+            self._is_read_or_refused(bytes(body), component, out[0])
+
+    @_hostile
+    @given(rubbish=st.binary(max_size=400))
+    def test_rubbish_is_read_or_refused(self, rubbish: bytes) -> None:
+        component = SMALL.components[0]
+        out = [np.zeros(component.shape, np.uint16) for _ in range(2)]
+        head = self._body()[: 1 + len(rubbish) % 40]
+        for body in (rubbish, head + rubbish):
+            self._is_read_or_refused(body, component, out)
+
+    def _body(self) -> bytes:
+        """Return the stored bytes of a layer."""
+        return _body_of(self.codec)
+
+    def _is_read_or_refused(self, body: bytes, component: Component, out: list[Part]) -> None:
+        try:
+            self.codec.decode_segment(np.frombuffer(body, np.uint8), component, out)
+        except (InvalidFrameError, UnknownCodecError):
+            return
+
+    @pytest.mark.parametrize("body", [b"", b"\xff" * 99, bytes(99)], ids=["none", "ones", "zeros"])
+    def test_a_body_of_rubbish_in_a_right_frame_is_refused(self, body: bytes) -> None:
+        layout = SMALL
+        count = layout.segment_count * (1 + self.codec.levels)
+        out = np.zeros(4096 * (1 + count), np.uint8)
+        writer = FrameWriter(template(layout), out, self.codec.levels)
+        for _ in range(count):
+            writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
+            writer.commit(len(body))
+        header = writer.finish(
+            self.codec.codec_id, self.codec.revision, Fidelity.none, asset=self.codec.asset
+        )
+        with pytest.raises(InvalidFrameError):
+            decoded(out[: header.frame_bytes])
+
+    @_every_float
+    def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self, dtype: DType) -> None:
+        layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 2048),))
+        frame = encoded(self.codec, numbers(layout), layout)
+        header, out = parse_header(frame), empty_tensors(layout)
+        self.codec.decode_into(header, frame, out)  # what is compiled or loaded once
+        decode = partial(self.codec.decode_into, header, frame, out)
+        assert peak_bytes(decode) <= layout.components[0].layer_bytes + SCRATCH_BYTES
+
+    def test_eight_threads_share_one_codec(self) -> None:
+        layout = layouts(DType.bfloat16)["gqa"]
+        barrier = Barrier(8)
+
+        def work(seed: int) -> bool:
+            tensors = numbers(layout, seed=seed)
+            barrier.wait()
+            frames = [encoded(self.codec, tensors, layout) for _ in range(4)]
+            alike = all(np.array_equal(frames[0], frame) for frame in frames)
+            return alike and promise_held(frames[0], tensors) >= self.codec.fidelity
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(work, range(8)))
+
+    def test_moving_keeps_the_promise_and_tells_of_the_loss(self) -> None:
+        tensors = numbers(SMALL)
+        raw = np.empty(RawCodec().max_frame_bytes(SMALL), np.uint8)
+        RawCodec().encode(template(SMALL), tensors, raw)
+        out = np.empty(self.codec.max_frame_bytes(SMALL), np.uint8)
+        there = out[: transcode(raw, self.codec, out).frame_bytes]
+        assert np.array_equal(there, encoded(self.codec, tensors, SMALL))
+        fidelity = promise_held(there, tensors)
+        again = np.empty_like(out)
+        assert np.array_equal(again[: transcode(there, self.codec, again).frame_bytes], there)
+        back = np.empty_like(raw)
+        header = transcode(there, RawCodec(), back)
+        assert header.fidelity is fidelity
+        assert header.error_bound == parse_header(there).error_bound
+        assert same(decoded(back), decoded(there))
+        promise_held(back, tensors)
+        twice = np.empty_like(out)
+        header = transcode(back, self.codec, twice)
+        assert header.fidelity is fidelity
+        promise_held(twice[: header.frame_bytes], tensors)

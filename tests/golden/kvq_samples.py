@@ -1,0 +1,94 @@
+"""The chunk of golden kvq and mixed: ``PYTHONPATH=src:tests python tests/golden/kvq_samples.py``.
+
+Whole numbers make it, so that no library's random numbers or logarithms are in it. A frame is
+written once, when the revision is born, and never again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from golden.samples import FOLDER
+
+from kvstore.codecs.base import Part
+from kvstore.codecs.kvq import KvqCodec
+from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.mixed import MixedCodec
+from kvstore.codecs.terms import EncodeTerms, Importance
+from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.types import (
+    ChainDigest,
+    ChunkKey,
+    Component,
+    DType,
+    KVLayout,
+    LayerKind,
+    RopeParameters,
+)
+
+LAYOUT = KVLayout((Component(LayerKind.attention, DType.bfloat16, 2, 3, 64, 72),))
+"""One column of two heads, one of a head and what fills it up."""
+TERMS = EncodeTerms(rope=RopeParameters(10000.0, 48))
+
+
+def codecs() -> dict[str, tuple[LossyCodec, EncodeTerms | None]]:
+    """Return what wrote each golden file."""
+    return {
+        "kvq-r1.frame": (KvqCodec(), None),
+        "kvq-turned-r1.frame": (KvqCodec(3), TERMS),
+        "kvq-layered-r1.frame": (KvqCodec(None), None),
+        "mixed-r1.frame": (MixedCodec(), EncodeTerms(importance=importance())),
+    }
+
+
+def importance() -> Importance:
+    """Return weights that put tokens into every class."""
+    return (np.arange(72) * 29 % 72 // 8).astype(np.float32)
+
+
+def template() -> FrameTemplate:
+    """Return what the frames' headers say."""
+    return FrameTemplate(
+        key=ChunkKey(bytes(range(32))),
+        parent=ChainDigest(bytes(range(100, 116))),
+        representation=bytes(range(1, 17)),
+        content=bytes(range(200, 216)),
+        layout=LAYOUT,
+        position=256,
+        prefill_flops=1.5e9,
+    )
+
+
+def tensors() -> list[list[list[Part]]]:
+    """Return a hilly sum of saw teeth about each channel's mean, a few numbers far out."""
+    component = LAYOUT.components[0]
+    head, token, channel = np.indices(component.shape)
+    layers = []
+    for index in range(4):
+        tooth = (7 * token + 13 * channel + 29 * head + 5 * index) % 23 - 11
+        other = (11 * token * (1 + channel % 7) + 3 * index) % 17 - 8
+        centre = 16 * ((5 * channel + head + index) % 9 - 4)
+        numbers = ((tooth + other) / 4 + centre / 8).astype(np.float32)
+        numbers[1, 33, 7] = 300
+        layers.append((numbers.view(np.uint32) >> np.uint32(16)).astype("<u2"))
+    return [[layers[:2], layers[2:]]]
+
+
+def main() -> int:
+    """Write each frame that does not exist yet; return how many exist already."""
+    kept = 0
+    for name, (codec, terms) in codecs().items():
+        path = FOLDER / name
+        if path.exists():
+            sys.stderr.write(f"{name} exists; it is golden, add a new one instead\n")
+            kept += 1
+            continue
+        out = np.empty(codec.max_frame_bytes(LAYOUT), np.uint8)
+        header = codec.encode(template(), tensors(), out, terms)
+        path.write_bytes(out[: header.frame_bytes].tobytes())
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())
