@@ -47,6 +47,7 @@ check: format-check lint types floors test ## everything that has to pass before
 bench: $(STAMP) redis ## measure this machine's data paths, alone and beside peers, and print the tables
 	$(BIN)/python -m bench.local
 	$(BIN)/python -m bench.scaling
+	$(BIN)/python -m bench.codecs
 	$(BIN)/python -m bench.peers
 
 proto: $(STAMP) ## generate the protobuf and gRPC stubs again

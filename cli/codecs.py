@@ -61,7 +61,9 @@ def speeds_as_json(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> 
 def print_speeds(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> None:
     """Print the figures as a table."""
     console = Console()
-    table = Table("codec", "backend", "fidelity")
+    table = Table()
+    for heading in ("codec", "backend", "fidelity"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s"):
         table.add_column(heading, justify="right")
     for one in speeds:

@@ -88,10 +88,17 @@ class AsyncClient:
         return await asyncio.to_thread(self.sync.get, keys, out, min_fidelity=min_fidelity)
 
     async def get_pages(
-        self, keys: Sequence[ChunkKey], paged: PagedKV, block_ids: Sequence[int]
+        self,
+        keys: Sequence[ChunkKey],
+        paged: PagedKV,
+        block_ids: Sequence[int],
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
     ) -> int:
         """Read the longest prefix of *keys* straight into an engine's pages."""
-        return await asyncio.to_thread(self.sync.get_pages, keys, paged, block_ids)
+        return await asyncio.to_thread(
+            self.sync.get_pages, keys, paged, block_ids, min_fidelity=min_fidelity
+        )
 
     async def put_pages(
         self,
@@ -108,10 +115,14 @@ class AsyncClient:
         )
 
     async def get_layers(
-        self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        out: Sequence[LayerTensors] | None = None,
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
     ) -> AsyncGenerator[Layer, None]:
         """Yield each layer as soon as it is there. Use with ``contextlib.aclosing``."""
-        layers = self.sync.get_layers(keys, out)
+        layers = self.sync.get_layers(keys, out, min_fidelity=min_fidelity)
         try:
             while (layer := await asyncio.to_thread(next, layers, None)) is not None:
                 yield layer
@@ -132,9 +143,11 @@ class AsyncClient:
         return AsyncLayeredPut(put)
 
     @asynccontextmanager
-    async def lease(self, keys: Sequence[ChunkKey]) -> AsyncIterator[ChunkLease]:
+    async def lease(
+        self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact
+    ) -> AsyncIterator[ChunkLease]:
         """Keep what is ready of *keys* from eviction inside ``async with``."""
-        lease = await asyncio.to_thread(self.sync.lease, keys)
+        lease = await asyncio.to_thread(self.sync.lease, keys, min_fidelity=min_fidelity)
         try:
             yield lease
         finally:

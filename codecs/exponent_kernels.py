@@ -135,6 +135,7 @@ def _tile_rows(component: Component) -> int:
 
 
 def tiles_of(component: Component) -> int:
+    """Return how many tiles a layer has."""
     return component.parts * -(-component.kv_heads * component.tokens // _tile_rows(component))
 
 

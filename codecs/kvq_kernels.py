@@ -68,6 +68,55 @@ class _Coded:
     values: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a component's layers lie in the grid: a row is one block of tokens of one layer."""
+
+    component: Component
+    blocks: int
+    block_tokens: int
+    row_tiles: int
+
+    @classmethod
+    def of(cls, component: Component) -> _Shape:
+        cut = Cut.of(component)
+        row_tiles = component.parts * cut.columns
+        return cls(component, len(cut.blocks), cut.blocks[0].stop, row_tiles)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a layer."""
+        return self.blocks * self.row_tiles
+
+    @property
+    def row_numbers(self) -> int:
+        """Symbols of a row, padding included."""
+        return self.row_tiles * self.block_tokens * TILE_CHANNELS
+
+    @property
+    def part_numbers(self) -> int:
+        """Numbers of one part of a row."""
+        return self.component.kv_heads * self.block_tokens * self.component.head_dim
+
+    @property
+    def rows_a_launch(self) -> int:
+        """Rows whose symbols fit the scratch, and whose parts fit the grid; one at least."""
+        fitting = SCRATCH_BYTES * TILE_CHANNELS // (self.row_numbers * (TILE_CHANNELS + 4))
+        return max(1, min(fitting, MAX_GRID_Y // self.component.parts))
+
+    @property
+    def sizes(self) -> list[Argument]:
+        """What both kernels are told."""
+        numbers = (self.tiles, self.row_tiles, self.component.tokens, self.block_tokens)
+        return [np.uint32(number) for number in numbers]
+
+    @property
+    def part_sizes(self) -> list[Argument]:
+        """What the second is told besides."""
+        component = self.component
+        return [np.uint32(n) for n in (component.parts, component.kv_heads, component.head_dim)]
+
+
 class KvqKernels:
     """The kernels, whatever *launch* runs them on. *device* is where their tables go.
 
@@ -180,12 +229,9 @@ class KvqKernels:
         paged: Paged,
     ) -> torch.Tensor:  # fmt: skip
         """Queue the kernels of one component; return the status of each layer, i32."""
-        cut = Cut.of(component)
-        parts, blocks, block_tokens = component.parts, len(cut.blocks), cut.blocks[0].stop
-        row_tiles = parts * cut.columns
-        tiles, count = blocks * row_tiles, len(layers)
-        angle_starts, cosines, sines = self._angles(memory, layers, component.tokens)
+        shape, count = _Shape.of(component), len(layers)
         at = [layer.at for layer in layers]
+        angle_starts, cosines, sines = self._angles(memory, layers, component.tokens)
         *columns, angle_at, chunk_tokens, places, row_layers, row_blocks, ids = device_table(
             self._device,
             [layer.base for layer in at],
@@ -193,38 +239,34 @@ class KvqKernels:
             angle_starts,
             first_tokens(at),
             page_pointers(at, pages),
-            np.repeat(np.arange(count), blocks),
-            np.tile(np.arange(blocks), count),
+            np.repeat(np.arange(count), shape.blocks),
+            np.tile(np.arange(shape.blocks), count),
             list(paged.block_ids),
         )
-        word_starts, value_starts = (self._empty(count * tiles, torch.int64) for _ in range(2))
+        starts, value_starts = (self._empty(count * shape.tiles, torch.int64) for _ in range(2))
         status = torch.zeros(count, dtype=torch.int32, device=self._device)
-        sizes = [np.uint32(n) for n in (tiles, row_tiles, component.tokens, block_tokens)]
         given: list[Argument] = [
-            memory, *columns, sizes[0], np.uint32(count), word_starts, value_starts, status,
+            memory, *columns, np.uint32(shape.tiles), np.uint32(count), starts, value_starts,
+            status,
         ]  # fmt: skip
         self._launch("kvq_open", (grid_of(count * LANES, THREADS), 1), given)
-        room = row_tiles * block_tokens
-        most = max(1, min(SCRATCH_BYTES // (room * (TILE_CHANNELS + 4)), MAX_GRID_Y // parts))
-        most = min(most, count * blocks)
-        symbols = self._empty(most * room * TILE_CHANNELS, torch.uint8)
-        firsts = self._empty(most * room, torch.int32)
-        items = component.kv_heads * block_tokens * component.head_dim
-        for rows in grid_cuts(count * blocks, most):
-            height = rows.stop - rows.start
+        most = min(shape.rows_a_launch, count * shape.blocks)
+        symbols = self._empty(most * shape.row_numbers, torch.uint8)
+        firsts = self._empty(most * shape.row_numbers // TILE_CHANNELS, torch.int32)
+        for rows in grid_cuts(count * shape.blocks, most):
             mine: list[Argument] = [row_layers[rows], row_blocks[rows]]
             given = [
-                memory, *columns[:3], word_starts, *mine, self._entries, self._buckets, *sizes,
+                memory, *columns[:3], starts, *mine, self._entries, self._buckets, *shape.sizes,
                 symbols, firsts, status,
             ]  # fmt: skip
-            self._launch("kvq_symbols", (grid_of(row_tiles * LANES, THREADS), height), given)
+            height = rows.stop - rows.start
+            self._launch("kvq_symbols", (grid_of(shape.row_tiles * LANES, THREADS), height), given)
             given = [
                 memory, *columns, value_starts, *mine, symbols, firsts, angle_at, cosines, sines,
-                places, chunk_tokens, ids, *sizes,
-                *map(np.uint32, (parts, component.kv_heads, component.head_dim)),
+                places, chunk_tokens, ids, *shape.sizes, *shape.part_sizes,
                 *page_arguments(pages),
             ]  # fmt: skip
-            grid = (grid_of(items, THREADS), height * parts)
+            grid = (grid_of(shape.part_numbers, THREADS), height * component.parts)
             self._launch(f"kvq_numbers_{component.dtype.name}", grid, given)
         return status
 

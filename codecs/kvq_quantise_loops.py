@@ -116,8 +116,12 @@ def _step_of(squares: Any, width: int, tokens: int, ratio: Any) -> Any:
 
 
 @inner
-def _divide(x: Any, means: Any, step: Any, q: Any, histogram: Any) -> Any:
-    """Fill the quotients *q* i16 and each channel's histogram; return the largest error."""
+def _divide(x: Any, means: Any, step: Any, q: Any, counts: Any) -> Any:
+    """Fill the quotients *q* i16, each channel's histogram, least and largest q.
+
+    Returns the largest error.
+    """
+    histogram, ends = counts
     tokens, width = q.shape[0], len(means)
     inverse = ONE / step
     errors = np.zeros(TILE_CHANNELS, np.float32)
@@ -125,6 +129,7 @@ def _divide(x: Any, means: Any, step: Any, q: Any, histogram: Any) -> Any:
     reaches = np.full(TILE_CHANNELS, MAX_QUOTIENT, np.int16)
     for token in range(tokens):
         _divide_row(x[token], means, (inverse, step), q[token], errors)
+        _reach_out(q[token, :width], ends)
         _near(q[token, :width], reaches, symbols)
         for c in range(width):
             histogram[c, symbols[c]] += np.uint16(1)
@@ -142,25 +147,41 @@ def _divide_row(x: Any, means: Any, steps: Any, q: Any, errors: Any) -> None:
 
 
 @inner
-def _pick(histogram: Any, spread: Any, family: Any) -> Any:
-    """Return the channel's cheapest model of the five scales about its deviation."""
+def _reach_out(q: Any, ends: Any) -> None:
+    least, most = ends
+    for c in range(len(q)):
+        least[c] = q[c] if q[c] < least[c] else least[c]
+        most[c] = q[c] if q[c] > most[c] else most[c]
+
+
+@inner
+def _pick(histogram: Any, peak: Any, spread: Any, family: Any) -> Any:
+    """Return the channel's cheapest model of the five scales about its deviation.
+
+    *peak* is the largest |q|: no symbol farther out occurs.
+    """
     costs, edges = family
     scale = 0
     while scale < len(edges) and edges[scale] < spread:
         scale += 1
-    first, last = 0, len(histogram)
-    while first < last and histogram[first] == 0:
-        first += 1
-    while first < last and histogram[last - 1] == 0:
-        last -= 1
-    best, least = 0, np.int64(1) << 62
+    first, last = 0, SYMBOLS
+    if peak <= MAX_QUOTIENT:
+        first, last = ZERO - np.int64(peak), ZERO + np.int64(peak) + 1
+    best: Any = 0
+    least: Any = np.int64(1) << 62
     for model in range(SHAPES * max(0, scale - REACH), SHAPES * min(SCALES, scale + REACH + 1)):
-        cost = np.int64(0)
-        for symbol in range(first, last):
-            cost += np.int64(histogram[symbol]) * np.int64(costs[model, symbol])
-        if cost < least:
-            best, least = model, cost
+        cost = _cost(histogram[first:last], costs[model, first:last])
+        best = model if cost < least else best
+        least = min(cost, least)
     return best
+
+
+@inner
+def _cost(histogram: Any, costs: Any) -> Any:
+    cost = np.int64(0)
+    for symbol in range(len(histogram)):
+        cost += np.int64(histogram[symbol]) * np.int64(costs[symbol])
+    return cost
 
 
 @inner
@@ -217,13 +238,16 @@ def quantise(bits: Any, shift: Any, angles: Any, ratio: Any, family: Any, out: A
                 return -1
             step = _step_of(squares, width, tokens, ratio)
             histogram = np.zeros((TILE_CHANNELS, SYMBOLS), np.uint16)
-            error = _divide(x[index], means[tile, :width], step, q, histogram)
+            least, most = np.zeros(TILE_CHANNELS, np.int16), np.zeros(TILE_CHANNELS, np.int16)
+            counts = (histogram, (least, most))
+            error = _divide(x[index], means[tile, :width], step, q, counts)
             if not error <= step * TOLERANCE:
                 return -1
             square = np.float64(step) * np.float64(step)
             for c in range(width):
+                spread = squares[c] / tokens / square
                 models[tile, c] = _pick(
-                    histogram[c], squares[c] / tokens / square, (costs, edges), sums
+                    histogram[c], max(most[c], -least[c]), spread, (costs, edges)
                 )
             for c in range(width, TILE_CHANNELS):
                 models[tile, c] = PADDING_MODEL

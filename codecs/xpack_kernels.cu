@@ -265,7 +265,7 @@ __device__ static void pack_tile(
 // Grid: (any, layers), a block a tile. GIVEN ends with a comma, or is nothing.
 #define COMMA ,
 #define ENCODE(NAME, GIVEN, SHARED, BODY)                                                       \
-    extern "C" __global__ void __launch_bounds__(256) NAME(                                     \
+    extern "C" __global__ void __launch_bounds__(256, 4) NAME(                                     \
         GIVEN u8* records, const u64* pages, const u64* blocks, u32 first_token, u32 tiles,     \
         u32 part_rows, u32 tile_rows, u32 tokens, u32 dim, u32 item_bytes, u32 record_bytes,    \
         u32 parts, u32 page_tokens, u64 page_stride, u64 token_stride, u64 head_stride          \

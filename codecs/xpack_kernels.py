@@ -51,6 +51,16 @@ _ESCAPE_BYTES = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The rows of one component of a chunk, in an engine's pages."""
+
+    component: Component
+    pages: Pages
+    paged: Paged
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Counted:
     """The tiles of one component: records, where they begin, and each layer's stored bytes."""
 
@@ -81,20 +91,24 @@ class XpackEncoder:
         """
         layout = template.layout
         self._check(layout, first_token, paged, out)
-        counted = [
-            self._count(component, pages, paged, first_token) if has_tiles(component) else None
+        every = [
+            _Rows(component, pages, paged, first_token)
             for component, pages in zip(layout.components, paged.pages, strict=True)
         ]
+        counted = [self._count(rows) if has_tiles(rows.component) else None for rows in every]
         header = _header(template, _segments(layout, counted))
         out[: header.frame_bytes].zero_()
         first = 0
-        for component, pages, each in zip(layout.components, paged.pages, counted, strict=True):
-            bases = header.segments["offset"][first : first + component.layers].tolist()
+        for rows, each in zip(every, counted, strict=True):
+            last = first + rows.component.layers
+            bases = header.segments["offset"][first:last].tolist()
+            first = last
             if each is None:
-                _copy(component, pages, paged, first_token, out, bases)
-            else:
-                self._pack(component, pages, paged, first_token, each, out, bases)
-            first += component.layers
+                _copy(rows, out, bases)
+                continue
+            (places,) = device_table(self._device, bases)
+            of_layers = [places, each.starts, each.escape_starts, each.records]
+            self._launch_rows("pack", rows, [out], of_layers)
         segments = header.segments.copy()
         segments["checksum"] = self._frames.sums(out, [FrameAt(0, header, first_token)])()[0]
         header = _header(template, segments)
@@ -110,13 +124,12 @@ class XpackEncoder:
             fix = f"{_CODEC.max_frame_bytes(layout)} bytes, 16-byte aligned"
             raise InvalidRequestError("out", len(out), fix)
 
-    def _count(
-        self, component: Component, pages: Pages, paged: Paged, first_token: int
-    ) -> _Counted:
+    def _count(self, rows: _Rows) -> _Counted:
         """Fill in the records of one component, and find where its tiles go."""
+        component = rows.component
         layers, tiles, size = component.layers, tiles_of(component), _CODEC.record.itemsize
         records = torch.empty(layers * tiles * size, dtype=torch.uint8, device=self._device)
-        self._launch_rows("count", component, pages, paged, first_token, records, [])
+        self._launch_rows("count", rows, [], [records])
         starts, escapes = (
             torch.empty(layers * (tiles + 1), dtype=torch.int64, device=self._device)
             for _ in range(2)
@@ -134,30 +147,24 @@ class XpackEncoder:
         stored = [least + n + _ESCAPE_BYTES * m for n, m in zip(*ends, strict=True)]
         return _Counted(records, starts, escapes, stored)
 
-    def _pack(
-        self, component: Component, pages: Pages, paged: Paged, first_token: int,
-        counted: _Counted, out: torch.Tensor, bases: Sequence[int],
-    ) -> None:  # fmt: skip
-        """Write the layers of one component to where they begin."""
-        (places,) = device_table(self._device, bases)
-        given = [places, counted.starts, counted.escape_starts]
-        self._launch_rows("pack", component, pages, paged, first_token, counted.records, given, out)
-
     def _launch_rows(
-        self, way: str, component: Component, pages: Pages, paged: Paged, first_token: int,
-        records: torch.Tensor, of_layers: Sequence[torch.Tensor], out: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Queue a kernel that has a row of the grid for each layer, and a block for each tile."""
-        tiles, parts = tiles_of(component), component.parts
+        self, way: str, rows: _Rows, first: list[Argument], of_layers: list[torch.Tensor]
+    ) -> None:
+        """Queue a kernel that has a row of the grid for each layer, and a block for each tile.
+
+        *first* are its first arguments, *of_layers* those that have as much for each layer.
+        """
+        component, pages = rows.component, rows.pages
         pointers = [view.data_ptr() for views in pages.views for view in views]
-        places, ids = device_table(self._device, pointers, list(paged.block_ids))
+        places, ids = device_table(self._device, pointers, list(rows.paged.block_ids))
         for cut in grid_cuts(component.layers):
-            rows = [_rows_of(each, cut, component.layers) for each in (*of_layers, records, places)]
+            mine = [_rows_of(each, cut, component.layers) for each in (*of_layers, places)]
             given: list[Argument] = [
-                *([] if out is None else [out]), *rows, ids, np.uint32(first_token),
-                *cut_arguments(component, _CODEC), np.uint32(parts), *page_arguments(pages),
+                *first, *mine, ids, np.uint32(rows.first_token),
+                *cut_arguments(component, _CODEC), np.uint32(component.parts),
+                *page_arguments(pages),
             ]  # fmt: skip
-            grid = (grid_of(tiles, 1), cut.stop - cut.start)
+            grid = (grid_of(tiles_of(component), 1), cut.stop - cut.start)
             self._launch(f"xpack_{way}_{component.dtype.name}", grid, given)
 
 
@@ -167,20 +174,18 @@ def _rows_of(table: torch.Tensor, cut: slice, layers: int) -> torch.Tensor:
     return table[cut.start * width : cut.stop * width]
 
 
-def _copy(
-    component: Component, pages: Pages, paged: Paged, first_token: int, out: torch.Tensor,
-    bases: Sequence[int],
-) -> None:  # fmt: skip
+def _copy(rows: _Rows, out: torch.Tensor, bases: Sequence[int]) -> None:
     """Copy layers of types that are not packed."""
-    device, block_tokens = out.device, pages.first.shape[2]
-    slots = torch.arange(component.tokens, device=device) + first_token
-    blocks = torch.tensor(list(paged.block_ids), device=device)[slots // block_tokens]
-    for base, views in zip(bases, pages.views, strict=True):
+    component, block_tokens = rows.component, rows.pages.first.shape[2]
+    slots = torch.arange(component.tokens, device=out.device) + rows.first_token
+    ids = torch.tensor(list(rows.paged.block_ids), device=out.device)
+    blocks, places = ids[slots // block_tokens], slots % block_tokens
+    for base, views in zip(bases, rows.pages.views, strict=True):
         for number, view in enumerate(views):
             start = base + number * component.part_bytes
             part = out[start : start + component.part_bytes]
-            rows = part.view(component.kv_heads, component.tokens, -1).transpose(0, 1)
-            rows.copy_(view.view(torch.uint8).transpose(1, 2)[blocks, slots % block_tokens])
+            packed = part.view(component.kv_heads, component.tokens, -1).transpose(0, 1)
+            packed.copy_(view.view(torch.uint8).transpose(1, 2)[blocks, places])
 
 
 def _segments(layout: KVLayout, counted: Sequence[_Counted | None]) -> NDArray[np.void]:

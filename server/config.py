@@ -151,7 +151,7 @@ class ServerConfig(BaseModel):
         default="raw", description="codec of frames on disk, as NAME or NAME:TERMS; or auto"
     )
     redis_codec: CodecName = Field(
-        default="zstd", description="codec of frames in Redis, as NAME or NAME:TERMS; or auto"
+        default="zplane", description="codec of frames in Redis, as NAME or NAME:TERMS; or auto"
     )
     tenant_codecs: Annotated[TenantCodecs | None, "TENANT/TIER=CODEC"] = Field(
         default=None,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_frame, make_representation, payload
 from cpu_kernels import compile_kernels
+from cuda_compiler import ARCHITECTURES, compile_cuda
 
 from kvstore.codecs import frame_kernels
 from kvstore.codecs.frame_kernels import (
@@ -231,38 +229,13 @@ def assert_rows_named(
 
 # --- CUDA's compiler
 
-ARCHITECTURES = ["sm_75", "sm_80", "sm_90", "sm_100"]
-
-
-def nvrtc() -> ctypes.CDLL:
-    """CUDA's run-time compiler, from its wheel: it needs neither a GPU nor a driver."""
-    found = importlib.util.find_spec("nvidia.cuda_nvrtc")
-    assert found is not None, "install nvidia-cuda-nvrtc-cu12"
-    (folder,) = found.submodule_search_locations or []
-    return ctypes.CDLL(str(Path(folder) / "lib" / "libnvrtc.so.12"))
-
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cudas_own_compiler_takes_the_source(architecture: str) -> None:
-    compiler = nvrtc()
-    program = ctypes.c_void_p()
-    text = SOURCE.read_bytes()
-    name = SOURCE.name.encode()
-    assert not compiler.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None)
-    flags = [f"--gpu-architecture={architecture}", *COMPILER_FLAGS]
-    given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-    status = compiler.nvrtcCompileProgram(program, len(flags), given)
-    size = ctypes.c_size_t()
-    compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    compiler.nvrtcGetProgramLog(program, log)
-    assert (status, log.value.decode()) == (0, ""), "not even a warning"
-    compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    binary = ctypes.create_string_buffer(size.value)
-    assert not compiler.nvrtcGetCUBIN(program, binary)
-    assert b"sum_blocks" in binary.raw
-    assert b"scatter_16" in binary.raw
-    assert not compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    status, log, binary = compile_cuda([SOURCE], architecture, *COMPILER_FLAGS)
+    assert (status, log) == (0, ""), "not even a warning"
+    assert b"sum_blocks" in binary
+    assert b"scatter_16" in binary
 
 
 def test_the_cpu_needs_no_compiler() -> None:

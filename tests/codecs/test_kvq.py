@@ -6,6 +6,7 @@ from contracts.codec import all_zero, decoded, filled, layouts, same, template
 from contracts.lossy_codec import (
     LossyCodecContract,
     centred,
+    compile_all,
     encoded,
     largest_error,
     numbers,
@@ -17,6 +18,7 @@ from golden import kvq_models as computed
 from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq import RATIOS, KvqCodec
+from kvstore.codecs.kvq_backends import best_tile_backend, tile_backends
 from kvstore.codecs.kvq_models import ASSET, kvq_models
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.kvq_tiles import Cut
@@ -34,12 +36,18 @@ FLOATS = [DType.bfloat16, DType.float16, DType.float32]
 _every_float = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    compile_all()
+
+
 class TestKvqCodec(LossyCodecContract):
     codec = KvqCodec()
 
 
 class TestReferenceBackends(LossyCodecContract):
     codec = KvqCodec(tiles=NUMPY_TILES, entropy=NUMPY_RANS)
+    hostile_cases = 2
 
 
 def attention(dtype: DType, heads: int = 2, dim: int = 64, tokens: int = 96) -> KVLayout:
@@ -78,8 +86,11 @@ def test_backends_write_and_read_the_same_bytes(
     for fill in (centred, outliers):
         tensors = numbers(layout, fill)
         frame = encoded(reference, tensors, layout, terms)
-        assert np.array_equal(frame, encoded(KvqCodec(3), tensors, layout, terms))
-        assert same(read(reference, frame), decoded(frame))
+        numbers_of_it = read(reference, frame)
+        for tiles in tile_backends(dtype).values():
+            codec = KvqCodec(3, tiles)
+            assert np.array_equal(frame, encoded(codec, tensors, layout, terms))
+            assert same(read(codec, frame), numbers_of_it)
 
 
 def read(codec: KvqCodec, frame: Bytes, position: int | None = None) -> list[list[list[Part]]]:
@@ -87,6 +98,13 @@ def read(codec: KvqCodec, frame: Bytes, position: int | None = None) -> list[lis
     out = filled(header.layout, all_zero)
     codec.decode_prefix(header, frame, 0, out, position)
     return out
+
+
+def test_the_compiled_backend_is_there_and_agrees() -> None:
+    pytest.importorskip("numba")
+    for dtype in FLOATS:
+        assert list(tile_backends(dtype)) == ["numba", "numpy"]
+        assert best_tile_backend(dtype).name == "numba"
 
 
 @_every_float

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from kvstore.proto.types import Component, DType, KVLayout, LayerKind, RopeParam
 KERNELS = ["kvq_open", "kvq_symbols"]
 KERNELS += [f"kvq_numbers_{name}" for name in ("bfloat16", "float16", "float32")]
 FLOATS = [DType.bfloat16, DType.float16, DType.float32]
+GOLDEN = Path(__file__).parents[1] / "golden"
 EMULATED_THREADS = 64
 """Fewer than on a device: every kernel goes on until all is done, and each has its own stack."""
 HOSTILE_CASES = 300
@@ -161,6 +163,15 @@ def test_layers_kept_exactly_are_copied(compiled: KvqKernels) -> None:
     tensors[0][1][0][0, 3, 5] = 0x7FC1
     tensors[1][0][0][0, 0, 0] = 0xFF80
     assert_decoded(compiled, [encoded(reference(), tensors, layout)])
+
+
+@pytest.mark.parametrize("name", ["kvq-r1", "kvq-turned-r1"])
+def test_golden_frames_are_read_as_the_host_reads_them(compiled: KvqKernels, name: str) -> None:
+    assert_decoded(compiled, [golden(name)])
+
+
+def golden(name: str) -> Bytes:
+    return np.frombuffer((GOLDEN / f"{name}.frame").read_bytes(), np.uint8)
 
 
 def test_little_memory_takes_several_launches(

@@ -35,7 +35,9 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.base import Part, empty_tensors
 from kvstore.codecs.floats import FLOAT_TYPES, from_float32, is_finite, to_float32
+from kvstore.codecs.kvq_backends import tile_backends
 from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.rans import backends
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.codecs.transcode import transcode
@@ -153,6 +155,14 @@ _hostile = settings(
 )
 
 
+@lru_cache(maxsize=1)
+def compile_all() -> None:
+    """Wait for the compiled backends, so that it is they that are tested from here on."""
+    backends()
+    for dtype in FLOATS:
+        tile_backends(dtype)
+
+
 @lru_cache(maxsize=8)
 def _body_of(codec: LossyCodec) -> bytes:
     frame = encoded(codec, numbers(SMALL), SMALL)
@@ -163,6 +173,8 @@ class LossyCodecContract:
     """Subclass as ``TestX`` and set ``codec``."""
 
     codec: ClassVar[LossyCodec]
+    hostile_cases: ClassVar[int] = HOSTILE_CASES
+    """Changed bodies an example; fewer for what is slow."""
 
     @pytest.mark.parametrize("fill", NUMBERS, ids=lambda fill: fill.__name__)
     @_every_name
@@ -324,7 +336,7 @@ class LossyCodecContract:
         component = SMALL.components[0]
         out = [[np.zeros(component.shape, np.uint16) for _ in range(2)] for _ in range(2)]
         rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
-        for _ in range(HOSTILE_CASES):
+        for _ in range(self.hostile_cases):
             body = bytearray(self._body())
             for _ in range(rng.integers(1, 4)):
                 at = rng.integers(0, len(body) if rng.random() < 0.5 else min(64, len(body)))

@@ -36,7 +36,7 @@ UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a disk path below a file": (("--disk", "32MiB:{folder}/file/disk"), "tier 'disk': "),
     "an unknown codec": (
-        ("--disk-codec", "nope"), "disk_codec='nope': unknown codec; use one of raw, zstd",
+        ("--disk-codec", "nope"), "disk_codec='nope': unknown codec; use auto or one of cachegen",
     ),
     "an unknown tier": (("--tiers", "cpu,tape"), "name tiers out of cpu, disk, redis, gpu"),
     "a redis tier without its address": (
