@@ -79,7 +79,8 @@ class TierSide:
     """One of our tiers in this process, as a peer's benchmark has its adapter.
 
     Frames go in verified, as the mover copies them, and come out as it loads them: verified
-    step by step, into memory that is there. All of them are asked for at once, and *threads* work them off.
+    step by step, into memory that is there. All of them are asked for at once, and *threads*
+    work them off.
     """
 
     def __init__(self, tier: Tier, frames: Sequence[tuple[ChunkInfo, Bytes]], threads: int) -> None:

@@ -164,7 +164,8 @@ def _pick(histogram: Any, peak: Any, spread: Any, family: Any) -> Any:
     scale = 0
     while scale < len(edges) and edges[scale] < spread:
         scale += 1
-    first, last = 0, SYMBOLS
+    first: Any = 0
+    last: Any = SYMBOLS
     if peak <= MAX_QUOTIENT:
         first, last = ZERO - np.int64(peak), ZERO + np.int64(peak) + 1
     best: Any = 0

@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.codecs.base import Part
-from kvstore.codecs.kvq import DEFAULT_QUALITY, RATIOS
+from kvstore.codecs.kvq import DEFAULT_QUALITY, RATIOS, ratios_of
 from kvstore.codecs.kvq_body import QUANTISED, Body, Stream, parse_body
 from kvstore.codecs.kvq_exact import decode_exact, encode_exact, max_exact_bytes
 from kvstore.codecs.kvq_layer import (
@@ -99,9 +99,10 @@ class MixedCodec(LossyCodec):
         bound = 0.0
         for block in Cut.of(component).blocks:
             angles = angles_of(frequencies, layer.position, block)
-            for part, turned in zip(parts, (angles, None), strict=False):
+            ratios = ratios_of(component, self.ratio)
+            for part, turned, ratio in zip(parts, (angles, None), ratios, strict=False):
                 bits = part[:, block].view(f"<u{component.dtype.item_bytes}")
-                found = quantise_mixed(bits, component.dtype, turned, self.ratio, classes[block])
+                found = quantise_mixed(bits, component.dtype, turned, ratio, classes[block])
                 if found is None:
                     return None
                 bound = max(

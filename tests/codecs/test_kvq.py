@@ -17,7 +17,7 @@ from golden import kvq_models as computed
 
 from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
-from kvstore.codecs.kvq import RATIOS, KvqCodec
+from kvstore.codecs.kvq import KEY_SHARE, RATIOS, VALUE_SHARE, KvqCodec
 from kvstore.codecs.kvq_backends import best_tile_backend, tile_backends
 from kvstore.codecs.kvq_models import ASSET, kvq_models
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
@@ -126,13 +126,14 @@ def test_the_bound_is_half_a_step_and_the_rounding() -> None:
     tensors = numbers(layout)
     for quality, ratio in enumerate(RATIOS):
         frame = encoded(KvqCodec(quality), tensors, layout)
-        deviations = [
-            np.sqrt(np.mean((x - x.mean(1, keepdims=True)) ** 2))
+        steps = [
+            share * ratio * np.sqrt(np.mean((x - x.mean(1, keepdims=True)) ** 2))
             for parts in tensors[0]
-            for x in (to_float32(part, DType.float32) for part in parts)
+            for part, share in zip(parts, (KEY_SHARE, VALUE_SHARE), strict=True)
+            for x in [to_float32(part, DType.float32)]
         ]
         bound = parse_header(frame).error_bound
-        assert bound == pytest.approx(max(deviations) * ratio / 2, rel=0.01)
+        assert bound == pytest.approx(max(steps) / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("terms", ["", "4", "-1", "02", "x", "layers"])
@@ -153,7 +154,10 @@ def test_turning_keys_back_makes_them_smaller_at_the_same_step(dtype: DType) -> 
     tensors = rotated_keys(layout)
     plain, turned = (encoded(KvqCodec(), tensors, layout, terms) for terms in (None, TERMS))
     assert promise_held(turned, tensors) is Fidelity.bounded
-    worse, better = (largest_error(layout, tensors, decoded(f)) for f in (plain, turned))
+    keys, *found = (
+        [[[parts[0]] for parts in x[0]]] for x in (tensors, *map(decoded, (plain, turned)))
+    )
+    worse, better = (largest_error(layout, keys, one) for one in found)
     assert better < 0.75 * worse
     assert len(turned) < 1.1 * len(plain)
 
