@@ -1,0 +1,18 @@
+"""What the tests of one codec must not leave to those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.codecs.asset_shelf import ASSETS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def assets_of_its_own() -> Iterator[None]:
+    """Give each file the process's shelf empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ASSETS, "_by_digest", {})
+        patch.setattr(ASSETS, "_newest", {})
+        yield
