@@ -179,10 +179,10 @@ def _pick(histogram: Any, peak: Any, spread: Any, family: Any) -> Any:
 
 @inner
 def _cost(histogram: Any, costs: Any) -> Any:
-    cost = np.int32(0)  # at most 256 tokens of 2^15 each: 32 bits keep the vectors full
+    cost = np.int64(0)
     for symbol in range(len(histogram)):
-        cost = np.int32(cost + np.int32(np.int32(histogram[symbol]) * np.int32(costs[symbol])))
-    return np.int64(cost)
+        cost += np.int64(histogram[symbol]) * np.int64(costs[symbol])
+    return cost
 
 
 @inner
