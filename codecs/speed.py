@@ -37,6 +37,7 @@ _ROPE = RopeParameters(500_000.0, HEAD_DIM)
 _NAMED = bytes(16)
 _BY_ENTROPY = ("kvq", "xans", "cachegen", "mixed", "kvt")
 _BY_PLANES = ("zplane",)
+_BY_GROUPS = ("gq8", "gq4", "gq2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,14 @@ def backend_of(codec: Codec) -> str:
         from kvstore.codecs.planes import best_splitter
 
         return best_splitter(DType.bfloat16.name).name
+    if codec.name in _BY_GROUPS:
+        from kvstore.codecs.grouped_loops import best_loops
+
+        return best_loops().name
+    if codec.name == "xpack":
+        from kvstore.codecs.xpack import best_packer
+
+        return best_packer().name
     return "numpy"
 
 

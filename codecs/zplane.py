@@ -7,8 +7,9 @@ the noise is stored as it is. The segment's layout stands in docs/format.md.
 
 from __future__ import annotations
 
-import itertools
+import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -102,11 +103,12 @@ class ZplaneCodec(Codec):
                     splitter.join(words, planes[::-1])
 
 
-def _block_items(component: Component) -> list[int]:
+@lru_cache(maxsize=16)
+def _block_items(component: Component) -> tuple[int, ...]:
     """Return how many elements each block of a layer has."""
     blocks = row_blocks(component, BLOCK_BYTES // component.dtype.item_bytes)
     items = [(stop - start) * component.head_dim for start, stop in blocks]
-    return items * component.parts
+    return tuple(items * component.parts)
 
 
 def _table_bytes(component: Component) -> int:
@@ -158,12 +160,16 @@ def _blocks(data: Bytes, component: Component) -> Iterator[list[Bytes]]:
     end = _table_bytes(component)
     if len(data) < end:
         raise InvalidFrameError("planes", len(data), f"their table has {end} bytes")
-    items = _block_items(component)
-    sizes = data[:end].view("<u4").reshape(len(items), width).astype(np.int64)
-    if (sizes > np.array(items)[:, None]).any():
-        raise InvalidFrameError("stored plane", int(sizes.max()), "longer than the plane itself")
-    if end + int(sizes.sum()) != len(data):
-        raise InvalidFrameError("planes", end + int(sizes.sum()), f"segment has {len(data)} bytes")
-    cuts = end + np.concatenate([[0], np.cumsum(sizes)])
-    planes = [data[at:stop] for at, stop in itertools.pairwise(cuts.tolist())]
-    return iter([planes[k : k + width] for k in range(0, len(planes), width)])
+    sizes = struct.unpack(f"<{end // _SIZE_BYTES}I", data[:end].tobytes())
+    if end + sum(sizes) != len(data):
+        raise InvalidFrameError("planes", end + sum(sizes), f"segment has {len(data)} bytes")
+    planes = []
+    for number, items in enumerate(_block_items(component)):
+        block = []
+        for size in sizes[number * width : (number + 1) * width]:
+            if size > items:
+                raise InvalidFrameError("stored plane", size, "longer than the plane itself")
+            block.append(data[end : end + size])
+            end += size
+        planes.append(block)
+    return iter(planes)
