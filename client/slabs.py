@@ -44,8 +44,7 @@ class SlabMap:
         stop = offset + place.size_bytes
         if offset < _GENERATION_BYTES or offset & 7 or stop > self._size_bytes:
             raise InvalidRequestError("place", (offset, stop), f"slab has {self._size_bytes} bytes")
-        if self.words[(offset >> 3) - 1] != place.generation:
-            self.confirm(place)
+        self.confirm(place)
 
     def confirm(self, place: Place) -> None:
         """Raise LeaseExpiredError if the memory of *place* was reused."""

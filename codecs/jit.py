@@ -17,7 +17,7 @@ _OPTIONS: Any = {"nogil": True, "cache": False, "fastmath": False}
 """numba's cache files are pickles, which nothing here reads; floats stay IEEE's."""
 
 u8, u16, u32, u64, i64 = types.uint8, types.uint16, types.uint32, types.uint64, types.int64
-void, boolean = types.void, types.boolean
+void = types.void
 
 
 def read_only(dtype: Any, ndim: int = 1) -> Any:

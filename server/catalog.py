@@ -210,15 +210,11 @@ class Catalog:
 
     def held(
         self, tiers: Sequence[str], keys: Sequence[ChunkKey], least: Fidelity
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which of the known prefix of *keys* have a copy of *least* on the first of one or
-        two *tiers*, and which on the second.
-        """
+    ) -> list[NDArray[np.bool_]]:
+        """Return, for each of *tiers*, which of the known prefix of *keys* it has at *least*."""
         with self._lock:
             rows = self._index.longest_prefix(keys, least)
-            first, second = tiers[0], tiers[-1]
-            sizes = self._index.sizes
-            return sizes(first, rows, least)[0], sizes(second, rows, least)[0]
+            return [self._index.sizes(tier, rows, least)[0] for tier in tiers]
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int) -> int:
         """Return how many chunks after the known ones are there or being written."""

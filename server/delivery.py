@@ -137,10 +137,11 @@ class Delivery:
         transfers = self._transfers
         if transfers.gpu is not None:
             return np.empty(0, PLACE_ROW)
-        held, filed = self._catalog.held(self.place_names(reach), keys, least)
-        rows = np.frombuffer(transfers.cpu_tier.place_rows(keys[: len(held)]), PLACE_ROW).copy()
-        rows["reach"][~held] = Reach.none
-        rows = rows[: self._add_files(keys, rows, filed)]
+        in_cpu, *in_files = self._catalog.held(self.place_names(reach), keys, least)
+        rows = np.frombuffer(transfers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
+        rows["reach"][~in_cpu] = Reach.none
+        held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
+        rows = rows[: self._add_files(keys, rows, held)]
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
@@ -153,7 +154,9 @@ class Delivery:
     def _add_files(
         self, keys: Sequence[ChunkKey], rows: NDArray[Any], held: NDArray[np.bool_]
     ) -> int:
-        """Fill the *rows* of those in files, up to the first that is nowhere; return its place."""
+        """Fill the *rows* of those *held* in files, up to the first that is nowhere; return where
+        that is.
+        """
         filed = self._transfers.filed
         for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
             place = None

@@ -144,6 +144,8 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         least = fidelity(request.min_fidelity)
+        if request.via not in REACH:
+            raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._data_plane is not None else None
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
         stream = GetStream(self._manager, session, self._stamp, lease_id, deadline, least)

@@ -12,9 +12,11 @@ from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
-from kvstore.proto.types import ChunkKey
-from kvstore.server.delivery import READ_AHEAD_CHUNKS
+from kvstore.proto.places import ROW_BYTES, Reach
+from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.server.delivery import IN_MEMORY, READ_AHEAD_CHUNKS
 from kvstore.server.sessions import Session
+from kvstore.tiers.base import FilePlace
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -285,3 +287,18 @@ def test_the_disk_is_told_what_of_the_chain_comes_next() -> None:
         core.settle()
         assert disk.told == [keys[1], *keys[3:]]
         core.manager.release(session, lease_id)
+
+
+@pytest.mark.parametrize("reach", [IN_MEMORY, IN_MEMORY | {Reach.file}])
+def test_only_who_opens_files_is_told_of_one(
+    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch, reach: frozenset[Reach]
+) -> None:
+    versions = prompt(2)
+    core.put(session, versions, durable=True)
+    # The catalog knows both copies; the one in memory goes before anybody looks where it is.
+    monkeypatch.setattr(core.cpu, "place_rows", lambda keys: bytes(ROW_BYTES * len(keys)))
+    disk = core.shelf("disk").tier
+    monkeypatch.setattr(disk, "file_place", lambda key: FilePlace(7, 4096, 100))
+    rows = core.manager.gets.in_place(keys_of(versions), reach, Fidelity.exact)
+    assert rows["reach"].tolist() == [Reach.file] * (2 if Reach.file in reach else 0)
+    assert core.counters["get_chunks"] == len(rows)

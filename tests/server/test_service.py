@@ -276,3 +276,9 @@ def test_server_without_disk_and_socket_offers_neither_feature(make_server: Serv
     assert server.connect("auto").transport_name == "grpc"
     with pytest.raises(TierUnavailableError, match="shm"):
         server.connect("shm").keys(range(16))
+
+
+def test_a_way_of_getting_that_is_not_known_is_refused(server: LocalServer, wire: Wire) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^via=9"):
+        wire.stream("Get", pb.GetRequest(digests=wire.key()[16:], via=9))  # type: ignore[arg-type]
+    assert server.usage().leases == 0
