@@ -7,11 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Reuse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REUSE_UNKNOWN: _ClassVar[Reuse]
+    REUSE_DISCARD: _ClassVar[Reuse]
+    REUSE_KEEP: _ClassVar[Reuse]
+
 class Via(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     VIA_STREAM: _ClassVar[Via]
     VIA_SHARED_MEMORY: _ClassVar[Via]
     VIA_DEVICE: _ClassVar[Via]
+REUSE_UNKNOWN: Reuse
+REUSE_DISCARD: Reuse
+REUSE_KEEP: Reuse
 VIA_STREAM: Via
 VIA_SHARED_MEMORY: Via
 VIA_DEVICE: Via
@@ -165,23 +174,49 @@ class CloseSessionResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity", "places")
+    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity", "places", "prefill")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease: bool
     deadline_ms: int
     min_fidelity: int
     places: bool
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ...) -> None: ...
+    prefill: Prefill
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
+
+class Prefill(_message.Message):
+    __slots__ = ("start_s", "token_s", "pair_s", "tokens")
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    start_s: float
+    token_s: float
+    pair_s: float
+    tokens: int
+    def __init__(self, start_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class PlanRange(_message.Message):
+    __slots__ = ("first", "stop", "load", "ms")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    stop: int
+    load: bool
+    ms: float
+    def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ..., load: bool = ..., ms: _Optional[float] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("server", "ready", "pending", "tiers", "tier_names", "lease_id", "lease_ttl_ms", "server_us", "places", "load_us")
+    __slots__ = ("server", "ready", "pending", "tiers", "tier_names", "lease_id", "lease_ttl_ms", "server_us", "places", "load_us", "plan", "plan_ms", "recompute_ms")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +227,9 @@ class LookupResponse(_message.Message):
     SERVER_US_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     LOAD_US_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PLAN_MS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     server: Server
     ready: int
     pending: int
@@ -202,7 +240,52 @@ class LookupResponse(_message.Message):
     server_us: int
     places: bytes
     load_us: bytes
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ..., places: _Optional[bytes] = ..., load_us: _Optional[bytes] = ...) -> None: ...
+    plan: _containers.RepeatedCompositeFieldContainer[PlanRange]
+    plan_ms: float
+    recompute_ms: float
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ..., places: _Optional[bytes] = ..., load_us: _Optional[bytes] = ..., plan: _Optional[_Iterable[_Union[PlanRange, _Mapping]]] = ..., plan_ms: _Optional[float] = ..., recompute_ms: _Optional[float] = ...) -> None: ...
+
+class Hints(_message.Message):
+    __slots__ = ("reuse", "priority", "ttl_ms", "pin_ms", "category", "prompt_tokens")
+    REUSE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    PIN_MS_FIELD_NUMBER: _ClassVar[int]
+    CATEGORY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    reuse: Reuse
+    priority: int
+    ttl_ms: int
+    pin_ms: int
+    category: str
+    prompt_tokens: int
+    def __init__(self, reuse: _Optional[_Union[Reuse, str]] = ..., priority: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pin_ms: _Optional[int] = ..., category: _Optional[str] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class PlanRequest(_message.Message):
+    __slots__ = ("session_id", "chains", "lengths", "ttl_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    chains: bytes
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    ttl_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., chains: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PlanResponse(_message.Message):
+    __slots__ = ("server", "order", "uses", "kept", "peak_chunks")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    PEAK_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    order: _containers.RepeatedScalarFieldContainer[int]
+    uses: bytes
+    kept: int
+    peak_chunks: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., order: _Optional[_Iterable[int]] = ..., uses: _Optional[bytes] = ..., kept: _Optional[int] = ..., peak_chunks: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major")
@@ -257,12 +340,14 @@ class GetResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., lease_id: _Optional[int] = ..., index: _Optional[int] = ..., tier: _Optional[str] = ..., places: _Optional[_Union[Places, _Mapping]] = ..., part: _Optional[_Union[FramePart, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_id", "lease_ids")
+    __slots__ = ("session_id", "lease_ids", "hints")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    hints: Hints
+    def __init__(self, session_id: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("server", "released")
@@ -273,7 +358,7 @@ class ReleaseResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., released: _Optional[int] = ...) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("session_id", "frame_bytes", "data", "durable", "deadline_ms", "layer_major", "frame", "offset")
+    __slots__ = ("session_id", "frame_bytes", "data", "durable", "deadline_ms", "layer_major", "frame", "offset", "hints")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +367,7 @@ class PutRequest(_message.Message):
     LAYER_MAJOR_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     frame_bytes: int
     data: bytes
@@ -290,7 +376,8 @@ class PutRequest(_message.Message):
     layer_major: bool
     frame: int
     offset: int
-    def __init__(self, session_id: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., durable: bool = ..., deadline_ms: _Optional[int] = ..., layer_major: bool = ..., frame: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    hints: Hints
+    def __init__(self, session_id: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., durable: bool = ..., deadline_ms: _Optional[int] = ..., layer_major: bool = ..., frame: _Optional[int] = ..., offset: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class PutResponse(_message.Message):
     __slots__ = ("server", "outcomes", "reasons")
@@ -303,7 +390,7 @@ class PutResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "parents", "frame_bytes", "layout", "layouts", "deadline_ms", "durable")
+    __slots__ = ("session_id", "digests", "parents", "frame_bytes", "layout", "layouts", "deadline_ms", "durable", "hints")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +399,7 @@ class ReserveRequest(_message.Message):
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     parents: bytes
@@ -320,7 +408,8 @@ class ReserveRequest(_message.Message):
     layouts: _containers.RepeatedCompositeFieldContainer[Layout]
     deadline_ms: int
     durable: bool
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., frame_bytes: _Optional[_Iterable[int]] = ..., layout: _Optional[_Iterable[int]] = ..., layouts: _Optional[_Iterable[_Union[Layout, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., durable: bool = ...) -> None: ...
+    hints: Hints
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., frame_bytes: _Optional[_Iterable[int]] = ..., layout: _Optional[_Iterable[int]] = ..., layouts: _Optional[_Iterable[_Union[Layout, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., durable: bool = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("components",)

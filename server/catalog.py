@@ -93,7 +93,8 @@ class Catalog:
         with self._lock:
             self._strays[tier].discard(info.key)
             row = self._index.add(tier, info)
-            self._policies[tier].insert(row, self._index.parent(row))
+            parent = self._index.parent(row)
+            self._policies[tier].insert(row, parent, info.size_bytes, self._clock())
 
     def forget(self, tier: str, key: ChunkKey) -> bool:
         """A copy is gone from *tier*. False if it was not known."""
@@ -196,8 +197,9 @@ class Catalog:
         with self._lock:
             rows = self._index.longest_prefix(keys, min_fidelity)
             self._index.count_hits(rows)
+            now_s = self._clock()
             for policy in self._policies.values():
-                policy.touch(rows)
+                policy.touch(rows, now_s)
             pending = self._count_pending(keys, len(rows))
             sources, sizes = self._choose(rows, min_fidelity, tiers)
             lease_id = 0
@@ -361,7 +363,7 @@ class Catalog:
         """Return as many victims as free *need_bytes*, or *limit*, or all that may go."""
         index, stays = self._index, self._stays
         victims: list[ChunkKey] = []
-        candidates = self._policies[tier].victims(lambda row: stays(index.key(row)))
+        candidates = self._policies[tier].victims(lambda row: stays(index.key(row)), self._clock())
         while need_bytes > 0 and len(victims) < limit:
             row = next(candidates, 0)
             if not row:

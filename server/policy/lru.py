@@ -50,10 +50,10 @@ class LruEviction(EvictionPolicy):
         self._late.extend(count)
 
     @override
-    def insert(self, row: int, parent: int) -> None:
+    def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
         self._reach(max(row, parent))
         if self._used[row]:
-            self.touch(np.array([row]))
+            self.touch(np.array([row]), now_s)
             return
         if self._closes_circle(row, parent):
             parent = NO_ROW
@@ -83,7 +83,7 @@ class LruEviction(EvictionPolicy):
         return above == row and row != NO_ROW
 
     @override
-    def touch(self, rows: Rows) -> None:
+    def touch(self, rows: Rows, now_s: float) -> None:
         # From the last to the first: what begins a chain is to go after what ends it.
         rows = rows[rows < len(self._used)][::-1]
         used = np.frombuffer(self._used, np.uint64)
@@ -132,7 +132,7 @@ class LruEviction(EvictionPolicy):
             self._late.push(row)
 
     @override
-    def victims(self, keep: Callable[[int], bool]) -> Iterator[int]:
+    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         bared: list[tuple[int, int]] = []
         orphaned: dict[int, int] = {}
         used = self._used

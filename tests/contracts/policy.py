@@ -68,7 +68,7 @@ def keep_none(_: int) -> bool:
 
 
 def everyone(policy: EvictionPolicy) -> list[int]:
-    return list(policy.victims(keep_none))
+    return list(policy.victims(keep_none, 0.0))
 
 
 def may_go(tree: Tree, kept: Collection[int]) -> set[int]:
@@ -92,8 +92,8 @@ def check_victims(
         asked.append(chunk)
         return chunk in kept
 
-    victims = list(islice(policy.victims(keep), limit))
-    assert list(islice(policy.victims(keep), limit)) == victims, "asking changed the answer"
+    victims = list(islice(policy.victims(keep, 0.0), limit))
+    assert list(islice(policy.victims(keep, 0.0), limit)) == victims, "asking changed the answer"
     assert len(policy) == len(tree)
     assert set(asked) <= set(tree), "an unknown chunk was considered"
     assert len(set(victims)) == len(victims)
@@ -115,12 +115,12 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, _TREE - 1))
     def insert(self, number: int) -> None:
-        self.policy.insert(row(number), above(number))
+        self.policy.insert(row(number), above(number), 100, 0.0)
         self.tree[row(number)] = above(number)
 
     @rule(numbers=st.lists(st.integers(0, _TREE - 1), max_size=4))
     def touch(self, numbers: list[int]) -> None:
-        self.policy.touch(rows(numbers))
+        self.policy.touch(rows(numbers), 0.0)
 
     @rule(number=st.integers(0, _TREE - 1))
     def remove(self, number: int) -> None:
@@ -160,16 +160,16 @@ class PolicyContract(ABC):
     def test_unknown_chunks_are_touched_and_removed_without_a_trace(
         self, policy: EvictionPolicy
     ) -> None:
-        policy.touch(rows([7]))
+        policy.touch(rows([7]), 0.0)
         policy.remove(row(7))
         assert len(policy) == 0
-        policy.insert(row(1), NO_ROW)
-        policy.touch(rows([7, 1, 8]))
+        policy.insert(row(1), NO_ROW, 100, 0.0)
+        policy.touch(rows([7, 1, 8]), 0.0)
         assert everyone(policy) == [row(1)]
 
     def test_a_chunk_inserted_twice_is_known_once(self, policy: EvictionPolicy) -> None:
-        policy.insert(row(1), NO_ROW)
-        policy.insert(row(1), NO_ROW)
+        policy.insert(row(1), NO_ROW, 100, 0.0)
+        policy.insert(row(1), NO_ROW, 100, 0.0)
         assert len(policy) == 1
         policy.remove(row(1))
         assert everyone(policy) == []
@@ -179,7 +179,7 @@ class PolicyContract(ABC):
     ) -> None:
         tree = {row(number): above(number) for number in range(_TREE)}
         for chunk, parent in tree.items():
-            policy.insert(chunk, parent)
+            policy.insert(chunk, parent, 100, 0.0)
         for chunk in tree:
             victims = check_victims(policy, tree, [chunk], ALL)
             assert set(victims) == may_go(tree, [chunk])
@@ -188,17 +188,17 @@ class PolicyContract(ABC):
         self, policy: EvictionPolicy
     ) -> None:
         for chunk in (3, 2, 1):
-            policy.insert(chunk, chunk - 1)
+            policy.insert(chunk, chunk - 1, 100, 0.0)
         assert everyone(policy) == [3, 2, 1]
 
     def test_a_parent_that_left_first_leaves_children_that_can_go(
         self, policy: EvictionPolicy
     ) -> None:
         for chunk in (1, 2, 3):
-            policy.insert(chunk, chunk - 1)
+            policy.insert(chunk, chunk - 1, 100, 0.0)
         policy.remove(2)
         assert set(everyone(policy)) == {1, 3}
-        policy.insert(2, 1)
+        policy.insert(2, 1, 100, 0.0)
         assert everyone(policy) == [3, 2, 1]
 
     @pytest.mark.parametrize("length", [1, 2, 3, 5])
@@ -209,9 +209,9 @@ class PolicyContract(ABC):
         """Whoever puts chunks says what their parents are, and may lie."""
         numbers = list(range(length))
         random.Random(seed).shuffle(numbers)
-        policy.insert(row(90), row(0))
+        policy.insert(row(90), row(0), 100, 0.0)
         for number in numbers:
-            policy.insert(row(number), row((number + 1) % length))
+            policy.insert(row(number), row((number + 1) % length), 100, 0.0)
         assert set(everyone(policy)) == {row(number) for number in (*numbers, 90)}
         for chunk in everyone(policy):
             policy.remove(chunk)
@@ -221,7 +221,7 @@ class PolicyContract(ABC):
     def test_a_circle_can_be_left_and_closed_again(self, policy: EvictionPolicy) -> None:
         for _ in range(3):
             for number in range(3):
-                policy.insert(row(number), row((number + 1) % 3))
+                policy.insert(row(number), row((number + 1) % 3), 100, 0.0)
             assert len(everyone(policy)) == 3
             for number in (1, 0, 2):
                 policy.remove(row(number))
@@ -235,17 +235,19 @@ class PolicyContract(ABC):
 
     def test_memory_does_not_grow_with_use(self, policy: EvictionPolicy) -> None:
         for chunk in range(1, 101):
-            policy.insert(chunk, chunk - 1 if chunk % 10 != 1 else NO_ROW)
+            policy.insert(chunk, chunk - 1 if chunk % 10 != 1 else NO_ROW, 100, 0.0)
         chains = [np.arange(start, start + 10) for start in range(1, 101, 10)]
-        grown = _growth(lambda: [policy.touch(chain) for chain in chains for _ in range(1_000)])
+        grown = _growth(
+            lambda: [policy.touch(chain, 0.0) for chain in chains for _ in range(1_000)]
+        )
         assert grown < 64 << 10
         assert len(everyone(policy)) == 100
 
     def test_memory_is_given_back_with_the_chunks(self, policy: EvictionPolicy) -> None:
         def come_and_go() -> None:
             for chunk in range(1, 10_001):
-                policy.insert(chunk, chunk - 1 if chunk % 10 != 1 else NO_ROW)
-                policy.touch(np.array([chunk]))
+                policy.insert(chunk, chunk - 1 if chunk % 10 != 1 else NO_ROW, 100, 0.0)
+                policy.touch(np.array([chunk]), 0.0)
                 if chunk > 50:
                     policy.remove(chunk - 50)
 

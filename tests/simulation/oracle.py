@@ -129,7 +129,7 @@ class Oracle:
             astray = named[tier.name] - set(tier.medium.chunks) - tier.lost
             assert not astray, f"{tier.name} does not have what the catalog names: {astray}"
         for shelf in world.shelves:
-            rows = shelf.policy.victims(lambda _: False)
+            rows = shelf.policy.victims(lambda _: False, 0.0)
             known = [world.catalog._index.key(row) for row in rows]
             assert len(known) == len(set(known)) == len(shelf.policy)
             assert set(known) == named[shelf.name], f"the policy of {shelf.name} lost step"

@@ -26,11 +26,11 @@ def play(events: str) -> LruEviction:
     policy = LruEviction()
     for event in events.split():
         if event[0] == "t":
-            policy.touch(np.array([int(name) for name in event[1:]]))
+            policy.touch(np.array([int(name) for name in event[1:]]), 0.0)
         elif event[0] == "-":
             policy.remove(int(event[1]))
         else:
-            policy.insert(int(event[0]), int(event[2]) if "<" in event else NO_ROW)
+            policy.insert(int(event[0]), int(event[2]) if "<" in event else NO_ROW, 100, 0.0)
     return policy
 
 
@@ -69,9 +69,9 @@ def test_a_chunk_that_is_bared_late_takes_its_place_by_its_use() -> None:
     """1 was used alone between 3 and 4, then lost its child: neither oldest nor newest."""
     policy = play("1 2<1 3 t1 4 5 -2")
     assert everyone(policy) == [3, 1, 4, 5]
-    policy.touch(np.array([3]))
+    policy.touch(np.array([3]), 0.0)
     assert everyone(policy) == [1, 4, 5, 3]
-    policy.insert(2, 1)
+    policy.insert(2, 1, 100, 0.0)
     assert everyone(policy) == [4, 5, 3, 2, 1]
     policy.remove(2)
     policy.remove(1)
@@ -128,16 +128,16 @@ def test_any_schedule_agrees_with_the_plain_oracle(seed: int) -> None:
         number = draw.randrange(24)
         match draw.randrange(5):
             case 0 | 1:
-                policy.insert(row(number), above(number))
+                policy.insert(row(number), above(number), 100, 0.0)
                 oracle.insert(row(number), above(number))
             case 2:
                 numbers = [draw.randrange(24) for _ in range(draw.randrange(5))]
-                policy.touch(rows(numbers))
+                policy.touch(rows(numbers), 0.0)
                 oracle.touch([row(number) for number in numbers])
             case 3:
                 policy.remove(row(number))
                 oracle.remove(row(number))
         kept = [row(n) for n in range(24) if draw.random() < 0.2]
         limit = draw.randrange(25)
-        victims = list(islice(policy.victims(kept.__contains__), limit))
+        victims = list(islice(policy.victims(kept.__contains__, 0.0), limit))
         assert victims == oracle.victims(kept, limit)
