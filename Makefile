@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo test check bench proto format format-check lint types floors redis clean
+.PHONY: help .venv demo test check soak bench proto format format-check lint types floors redis clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,11 @@ test: $(STAMP) redis ## run the test suite; ARGS=... goes to pytest
 	$(BIN)/pytest $(ARGS)
 
 check: format-check lint types floors test ## everything that has to pass before a change lands
+
+soak: $(STAMP) redis ## what takes an hour: a million hostile frames, 10^9 exact values, 50 kills under load
+	$(BIN)/pytest tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
+	$(BIN)/pytest tests/codecs/test_exact_values.py --exact-values 1000000000
+	$(BIN)/pytest tests/e2e/test_kill9.py --kill-loops 50
 
 bench: $(STAMP) redis ## measure this machine's data paths, alone and beside peers, and print the tables
 	$(BIN)/python -m bench.local

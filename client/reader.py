@@ -21,6 +21,7 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
     KVStoreError,
+    RepresentationError,
     TierUnavailableError,
     UnknownCodecError,
 )
@@ -164,7 +165,7 @@ def _broken(
     keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], error: KVStoreError
 ) -> ChunkKey | None:
     """Return the key that *error* proves wrong, if it does. Raises what the caller has to know."""
-    if isinstance(error, ChunkCorruptError | InvalidFrameError):
+    if isinstance(error, ChunkCorruptError | InvalidFrameError | RepresentationError):
         # What is returned was verified; this was not, so the prefix ends before it.
         return keys[len(found)]
     if isinstance(error, UnknownCodecError):
@@ -177,7 +178,8 @@ def _broken(
 def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> ChunkTensors:
     """Verify the frame that arrived for *key* and decode it into *room*.
 
-    Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, LeaseExpiredError.
+    Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, LeaseExpiredError, and
+    RepresentationError for a frame that names the tables of another model.
     """
     try:
         header = check_header(session, key, arrived.frame, len(arrived.frame))

@@ -30,6 +30,7 @@ COUNTERS: Mapping[str, str] = {
     "replaced_copies": "lossy copies that gave way to better ones",
     "lossless_instead": "copies kept without loss, as the tier's codec does not take them",
     "corrupt_chunks": "copies that failed verification and were quarantined",
+    "unreadable_chunks": "shared copies that only a server with other codecs or tables can read",
     "lost_chunks": "copies that a tier no longer had",
     "dropped_rows": "rows of the disk's index that were unusable at the start",
     "expired_leases": "leases released because their time was up",

@@ -19,6 +19,7 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
+    RepresentationError,
     TierFullError,
     TierUnavailableError,
     UnknownCodecError,
@@ -235,11 +236,22 @@ class Transfers(Reclaim):
             transcode(scratch, self.cpu.codec, out)
             # Verified as it was read; checked again as it will be served.
             verify(out, stored.key)
-        except (ChunkCorruptError, InvalidFrameError, UnknownCodecError) as error:
+        except UnknownCodecError as error:
+            self._turn_away(source, stored.key)
+            raise ChunkCorruptError(stored.key, str(error)) from None
+        except (ChunkCorruptError, InvalidFrameError, RepresentationError) as error:
             # Its checksums are right, and yet its codec cannot read it: it never will.
             self.quarantine(source, stored.key)
             raise ChunkCorruptError(stored.key, str(error)) from None
         return True
+
+    def _turn_away(self, source: Shelf, key: ChunkKey) -> None:
+        """Part with a copy that only a server with other codecs or tables can read."""
+        if source.tier.shared:  # not ours alone to delete
+            self.catalog.forget(source.name, key)
+            self.counters.add("unreadable_chunks")
+        else:
+            self.quarantine(source, key)
 
     def read_loose(self, stored: ChunkInfo, source: Shelf) -> Bytes | None:
         """Return the verified frame in memory of its own; None when *source* lost it."""

@@ -34,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1 << 21,
         help="values that tests/codecs/test_exact_values.py takes through each lossless codec",
     )
+    parser.addoption(
+        "--fuzz-frames",
+        type=int,
+        default=10_000,
+        help="changed frames that tests/codecs/test_hostile_frames.py reads",
+    )
 
 
 make_at_once()  # tests look at compiled loops, not at what stands in while they are compiled

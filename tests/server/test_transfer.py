@@ -318,6 +318,26 @@ def test_right_checksums_over_what_its_codec_cannot_read_are_damage_all_the_same
     assert disk.stats().chunks == core.cpu.stats().used_bytes == 0
 
 
+def test_a_shared_copy_that_only_others_can_read_is_left_to_them(redis: SimRedis) -> None:
+    """Another server has tables that this one has not; it may yet use what it wrote."""
+    with closing(Core([redis], clock=FakeClock())) as core:
+        (version,) = prompt(1)
+        frame = np.zeros(4_000, np.uint8)
+        writer = FrameWriter(make_template("red", ROOT, tokens_le32([1000] * TOKENS)), frame)
+        writer.reserve(50)[:] = 0xAA
+        writer.commit(50)
+        codec = codec_by_name("cachegen")
+        info = writer.finish(codec.codec_id, 1, Fidelity.exact, asset=b"not known here..").info()
+        write_on(redis, info, frame[: info.size_bytes])
+        core.catalog.note_sealed("redis", info)
+        with pytest.raises(ChunkCorruptError):
+            load(core, version, "redis")
+        core.settle()
+        assert core.tiers_of(version) == []
+        assert redis.stats().chunks == 1
+        assert (core.counters["unreadable_chunks"], core.counters["corrupt_chunks"]) == (1, 0)
+
+
 @pytest.mark.parametrize("first", ["raw", "zstd"])
 def test_a_shared_copy_that_others_replaced_is_no_error(redis: SimRedis, first: str) -> None:
     """Its size is another now, so what the catalog knows of it is of no use."""
