@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -27,21 +28,25 @@ class LinkEstimate:
 
 
 class LinkMeter:
-    """Learns from transfers; *prior_bytes_per_s* stands until the first. Not thread-safe."""
+    """Learns from transfers; *prior_bytes_per_s* stands until the first. Any thread may call."""
 
     def __init__(self, prior_bytes_per_s: float) -> None:
         self._mean = LinkEstimate(prior_bytes_per_s, prior_bytes_per_s).mean_bytes_per_s
         self._samples: deque[float] = deque(maxlen=SAMPLES_KEPT)
+        self._lock = threading.Lock()
 
     def observe(self, size_bytes: int, seconds: float) -> None:
         """Take note of one transfer; an empty one says nothing."""
         if size_bytes <= 0:
             return
         found = size_bytes / max(seconds, _LEAST_S)
-        self._mean += (EWMA_WEIGHT if self._samples else 1.0) * (found - self._mean)
-        self._samples.append(found)
+        with self._lock:
+            self._mean += (EWMA_WEIGHT if self._samples else 1.0) * (found - self._mean)
+            self._samples.append(found)
 
     def estimate(self) -> LinkEstimate:
         """Return the exponentially weighted mean, and the 20th percentile of the last samples."""
-        ordered = sorted(self._samples) or [self._mean]
-        return LinkEstimate(self._mean, ordered[int(CAUTIOUS_SHARE * (len(ordered) - 1))])
+        with self._lock:
+            mean, samples = self._mean, list(self._samples)
+        ordered = sorted(samples) or [mean]
+        return LinkEstimate(mean, ordered[int(CAUTIOUS_SHARE * (len(ordered) - 1))])

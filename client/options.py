@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from kvstore.proto.errors import InvalidRequestError
@@ -23,7 +24,8 @@ class ClientOptions:
     to put through; four frames at least, whatever is given. After the server did not answer,
     calls fail at once for ``retry_after_ms``
     rather than wait again. ``name`` shows in the server's log and status. ``copy_threads``
-    verify and copy what a get of several chunks brings.
+    verify and copy what a get of several chunks brings. ``assets`` is a folder of model assets,
+    as ``kvstore calibrate`` writes them, for frames that are read as they lie on a tier.
     """
 
     transport: TransportName = "auto"
@@ -33,6 +35,7 @@ class ClientOptions:
     retry_after_ms: int = 1000
     name: str = ""
     copy_threads: int = 2
+    assets: Path | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):

@@ -288,7 +288,7 @@ class PlanResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., order: _Optional[_Iterable[int]] = ..., uses: _Optional[bytes] = ..., kept: _Optional[int] = ..., peak_chunks: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major")
+    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major", "ranges")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +296,7 @@ class GetRequest(_message.Message):
     VIA_FIELD_NUMBER: _ClassVar[int]
     MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
     LAYER_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease_id: int
@@ -303,7 +304,18 @@ class GetRequest(_message.Message):
     via: Via
     min_fidelity: int
     layer_major: bool
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[FrameRange]
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ...) -> None: ...
+
+class FrameRange(_message.Message):
+    __slots__ = ("index", "start", "stop")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    start: int
+    stop: int
+    def __init__(self, index: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class Places(_message.Message):
     __slots__ = ("rows", "tier_names")

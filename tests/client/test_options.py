@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prompts import SMALL
 
-from kvstore.client import ClientOptions
+from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import InvalidRequestError
 
 
@@ -29,6 +31,14 @@ def test_unusable_option_is_refused_by_name(field: str, value: Any, fix: str) ->
     with pytest.raises(InvalidRequestError) as caught:
         ClientOptions(**{field: value})
     assert (caught.value.field, str(caught.value)) == (field, f"{field}={value!r}: {fix}")
+
+
+def test_a_folder_of_assets_that_is_not_there_is_refused_when_a_client_is_made(
+    tmp_path: Path,
+) -> None:
+    options = ClientOptions(assets=tmp_path / "none")
+    with pytest.raises(InvalidRequestError, match=r"assets=.*none': give a folder that exists"):
+        Client("127.0.0.1:1", SMALL, options)
 
 
 def test_options_cannot_change_after_their_birth() -> None:
