@@ -87,19 +87,32 @@ def refine(bits: Part, dtype: DType, angles: Angles | None, tiles: Tiles) -> lis
     for level in range(1, LEVELS + 1):
         steps = steps / _THREE
         contexts = contexts_of(quotients, tiles.models, level)
-        wanted = np.rint(difference * (np.float32(1) / steps)[:, None, None])
-        third = np.clip(wanted - _THREE * quotients, -1, 1)
-        symbols = (third * _sign(quotients) + 1).astype(np.uint8)
-        quotients = _THREE * quotients + third
-        errors = np.abs(x - (quotients * steps[:, None, None] + centre)).max((1, 2))
+        third = difference * (np.float32(1) / steps)[:, None, None]
+        np.rint(third, out=third)
+        is_below = quotients < 0
+        quotients = _THREE * quotients
+        third -= quotients
+        np.clip(third, -1, 1, out=third)
+        quotients += third
+        symbols = _mirrored(third.astype(np.int8), is_below)
+        symbols += 1
+        symbols = symbols.view(np.uint8)
+        missed = quotients * steps[:, None, None]
+        missed += centre
+        np.subtract(x, missed, out=missed)
+        errors = np.abs(missed, out=missed).max((1, 2))
         if not (errors <= steps * TOLERANCE).all():
             return None
         found.append(Thirds(symbols, contexts, errors))
     return found
 
 
-def _sign(quotients: Floats) -> Floats:
-    return np.where(quotients < 0, np.float32(-1), np.float32(1))
+def _mirrored(thirds: NDArray[np.int8], is_below: NDArray[np.bool_]) -> NDArray[np.int8]:
+    """Negate, in place, the *thirds* of numbers below their means; return them."""
+    sign = is_below.view(np.int8)  # x ^ -1 + 1 is -x: no branch, and a byte a number
+    thirds ^= -sign
+    thirds += sign
+    return thirds
 
 
 def encode_thirds(thirds: Sequence[Thirds], entropy: Backend) -> tuple[NDArray[Any], ...]:
@@ -121,9 +134,9 @@ def add_thirds(
     entropy.decode_tiles(
         stream.states, stream.counts, stream.words, contexts, ternary_table(), symbols
     )
-    third = symbols.reshape(quotients.shape).astype(np.float32)
-    third -= np.float32(1)
-    np.negative(third, out=third, where=quotients < 0)
+    third = symbols.reshape(quotients.shape).view(np.int8)
+    third -= 1
+    _mirrored(third, quotients < 0)
     quotients *= _THREE
     quotients += third
 
