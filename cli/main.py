@@ -45,6 +45,12 @@ config_app = typer.Typer(
     help="What kvstore-server would make of these flags, the environment and the file.",
 )
 app.add_typer(config_app, name="config")
+trace_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What a server is asked for: recorded without anything of anybody's, and replayed.",
+)
+app.add_typer(trace_app, name="trace")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,6 +97,22 @@ def status(
         print(status_as_json(address, reply))
     else:
         print_status(address, reply)
+
+
+@app.command()
+def top(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the server")] = DEFAULT_ADDRESS,
+    once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one look as JSON.")] = False,
+    every_s: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between looks.")] = 2,
+) -> None:
+    """Watch a server's tiers, hit ratios, policies and what another size would be worth."""
+    from kvstore.cli.top import show_live, show_once
+
+    if once or as_json:
+        show_once(address, as_json=as_json)
+    else:
+        show_live(address, every_s)
 
 
 @config_app.command(context_settings=_AS_SERVER)
@@ -195,3 +217,111 @@ def calibrate(
     except (InvalidRequestError, RepresentationError) as error:
         _fail(error, EXIT_USAGE)
     print(f"{path}: {path.stat().st_size} bytes, digest {asset.digest.hex()}")
+
+
+@app.command()
+def simulate(  # noqa: PLR0913 - each is an option
+    trace: Annotated[Path, typer.Argument(help="JSONL: Mooncake's blocks or token segments.")],
+    policy: Annotated[
+        str, typer.Option(metavar="P[,P]", help="Eviction policies, or all.")
+    ] = "hit_density",
+    capacity: Annotated[
+        str,
+        typer.Option("--capacity", "--size", metavar="C[,C]", help="10GiB, or 5% of the trace."),
+    ] = "5%",
+    model: Annotated[str, typer.Option(help="attention or hybrid-7b.")] = "attention",
+    kv_bytes_per_token: Annotated[
+        int, typer.Option(metavar="N", help="Of the model attention.")
+    ] = 131_072,
+    block_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Of a block, where the trace has none.")
+    ] = 256,
+    count_from: Annotated[
+        str, typer.Option("--from", metavar="start|half", help="Count hits from there on.")
+    ] = "start",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw hits by capacity: .svg or .png.")
+    ] = None,
+) -> None:
+    """Replay a trace on policies and capacities, and print what each would have hit."""
+    from kvstore.cli.simulate import Simulator, Terms, names_of
+    from kvstore.cli.simulate_report import (
+        check_plot,
+        outcomes_as_json,
+        plot_outcomes,
+        print_outcomes,
+    )
+
+    try:
+        if count_from not in ("start", "half"):
+            raise InvalidRequestError("from", count_from, "start or half")
+        if plot is not None:
+            check_plot(plot)
+        terms = [
+            Terms(name, size, model, kv_bytes_per_token, block_tokens, count_from == "half")
+            for size in capacity.split(",")
+            for name in names_of(policy, model)
+        ]
+        simulator = Simulator(trace)
+        outcomes = [simulator.run(one) for one in terms]
+    except (InvalidRequestError, OSError) as error:
+        _fail(error, EXIT_USAGE)
+    if as_json:
+        print(outcomes_as_json(outcomes))
+    else:
+        print_outcomes(outcomes)
+    if plot is not None:
+        drawn = plot_outcomes(plot, trace.name, outcomes)
+        if drawn != plot:
+            print(f"kvstore: no matplotlib for {plot.name}: drew {drawn}", file=sys.stderr)
+
+
+@trace_app.command("record")
+def trace_record(
+    out: Annotated[Path, typer.Argument(help="File to write, which must not exist.")],
+    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = DEFAULT_ADDRESS,
+    seconds: Annotated[float, typer.Option(metavar="S", help="How long.")] = 60.0,
+    block_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of a chunk of that server.")
+    ] = 256,
+) -> None:
+    """Record a server's lookups from now on: times, lengths, and numbers in place of chunks.
+
+    Runs on the server's host. The file is one that simulate and replay read.
+    """
+    from kvstore.cli.trace_record import Recording, record
+
+    try:
+        made = record(Recording(address, seconds, block_tokens), out)
+    except (InvalidRequestError, OSError) as error:
+        _fail(error, EXIT_USAGE)
+    lost = f", {made.lost} lost: read too late" if made.lost else ""
+    print(f"{out}: {made.lookups} lookups of {made.chunks} chunks{lost}")
+
+
+@trace_app.command("replay")
+def trace_replay(
+    trace: Annotated[Path, typer.Argument(help="JSONL, as simulate reads.")],
+    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = DEFAULT_ADDRESS,
+    chunk_bytes: Annotated[int, typer.Option(metavar="N", help="Of each chunk.")] = 64 << 10,
+    requests: Annotated[int, typer.Option(metavar="N", help="How many; 0 is all.")] = 0,
+    speed: Annotated[
+        float, typer.Option(metavar="X", help="Of the trace's time; 0: one after the other.")
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Play a trace against a server, with chunks of made-up bytes, and print what it had."""
+    from kvstore.cli.trace_replay import ReplayTerms, replay_trace
+
+    try:
+        done = replay_trace(trace, ReplayTerms(address, chunk_bytes, requests, speed))
+    except (InvalidRequestError, OSError) as error:
+        _fail(error, EXIT_USAGE)
+    if as_json:
+        print(done.as_json())
+        return
+    print(
+        f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
+        f" blocks hit ({done.block_hit_rate:.2%}), {done.stored} stored, {done.refused} refused"
+    )

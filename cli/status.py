@@ -56,8 +56,8 @@ def print_status(address: str, reply: pb.StatusResponse) -> None:
     for tier in reply.tiers:
         tiers.add_row(
             tier.name,
-            _size(tier.used_bytes),
-            _size(tier.capacity_bytes),
+            readable_size(tier.used_bytes),
+            readable_size(tier.capacity_bytes),
             str(tier.chunks),
             tier.codec,
             f"{tier.state}: {tier.reason}" if tier.reason else tier.state,
@@ -69,7 +69,8 @@ def print_status(address: str, reply: pb.StatusResponse) -> None:
     console.print(counters)
 
 
-def _size(size_bytes: int) -> str:
+def readable_size(size_bytes: int) -> str:
+    """Return *size_bytes* to one decimal in the unit that suits it."""
     value, unit = float(size_bytes), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1

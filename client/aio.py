@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 
@@ -13,6 +13,8 @@ from kvstore.client.engine_calls import LAYERED_PUT_MS
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer
 from kvstore.client.lease import ChunkLease
+from kvstore.client.levelled_get import Levelled
+from kvstore.client.levels import PlanTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.pages import PagedKV
 from kvstore.client.tensors import LayerTensors, TensorLike
@@ -20,6 +22,8 @@ from kvstore.client.transport import Put
 from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import PlannedBatch, PrefillModel
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Representation
 
 
@@ -67,15 +71,32 @@ class AsyncClient:
         """Name the chunks of a prompt."""
         return await asyncio.to_thread(self.sync.keys, tokens, extra)
 
-    async def put(self, chunks: Sequence[Chunk], *, durable: bool = False) -> list[Put]:
+    async def put(
+        self, chunks: Sequence[Chunk], *, durable: bool = False, hints: Hints = NO_HINTS
+    ) -> list[Put]:
         """Store chunks."""
-        return await asyncio.to_thread(self.sync.put, chunks, durable=durable)
+        return await asyncio.to_thread(self.sync.put, chunks, durable=durable, hints=hints)
 
     async def lookup(
-        self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
+        prefill: PrefillModel | None = None,
+        prompt_tokens: int = 0,
     ) -> Match:
-        """Find the longest prefix of *keys* that can be read now."""
-        return await asyncio.to_thread(self.sync.lookup, keys, min_fidelity=min_fidelity)
+        """Find the longest prefix of *keys* that can be read now, and plan its loads."""
+        return await asyncio.to_thread(
+            self.sync.lookup,
+            keys,
+            min_fidelity=min_fidelity,
+            prefill=prefill,
+            prompt_tokens=prompt_tokens,
+        )
+
+    async def plan(self, chains: Sequence[Sequence[ChunkKey]], ttl_ms: int = 0) -> PlannedBatch:
+        """Announce a batch of prompts."""
+        return await asyncio.to_thread(self.sync.plan, chains, ttl_ms)
 
     async def get(
         self,
@@ -108,10 +129,11 @@ class AsyncClient:
         token_count: int,
         *,
         durable: bool = False,
+        hints: Hints = NO_HINTS,
     ) -> list[Put]:
         """Store tokens straight from an engine's pages."""
         return await asyncio.to_thread(
-            self.sync.put_pages, keys, paged, block_ids, token_count, durable=durable
+            self.sync.put_pages, keys, paged, block_ids, token_count, durable=durable, hints=hints
         )
 
     async def get_layers(
@@ -129,16 +151,27 @@ class AsyncClient:
         finally:
             await asyncio.to_thread(layers.close)
 
+    async def get_levelled(
+        self,
+        keys: Sequence[ChunkKey],
+        terms: PlanTerms,
+        out: Sequence[LayerTensors] | None = None,
+        begin: Callable[[Sequence[int]], None] | None = None,
+    ) -> Levelled:
+        """Read chunks at the levels that a deadline leaves time for; *begin* runs in a thread."""
+        return await asyncio.to_thread(self.sync.get_levelled, keys, terms, out, begin)
+
     async def begin_put(
         self,
         chunks: Sequence[PlannedChunk],
         *,
         durable: bool = False,
         within_ms: int = LAYERED_PUT_MS,
+        hints: Hints = NO_HINTS,
     ) -> AsyncLayeredPut:
         """Begin to store chunks whose layers come one by one: ``async with await begin_put()``."""
         put = await asyncio.to_thread(
-            self.sync.begin_put, chunks, durable=durable, within_ms=within_ms
+            self.sync.begin_put, chunks, durable=durable, within_ms=within_ms, hints=hints
         )
         return AsyncLayeredPut(put)
 

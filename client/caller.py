@@ -8,12 +8,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvstore.client.connection import Connection
+from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import ClientOptions
 from kvstore.client.reader import Reader, Room
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import Transport, as_true
+from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -36,6 +38,9 @@ from kvstore.proto.wire import cut_keys, join_digests
 
 T = TypeVar("T")
 
+FIRST_GUESS_BYTES_PER_S = 125e6
+"""What is thought of the link until something came over it: a gigabit a second."""
+
 
 class Caller:
     """What every part of a Client stands on. Thread-safe."""
@@ -48,8 +53,11 @@ class Caller:
     ) -> None:
         self.representation = representation
         self.options = options or ClientOptions()
+        if self.options.assets is not None:
+            ASSETS.load_folder(self.options.assets)
         self._connection = Connection(address, self.options.retry_after_ms)
         self._reader = Reader(self.options.copy_threads)
+        self._link = LinkMeter(FIRST_GUESS_BYTES_PER_S)
         self._transport: Transport | None = None
         self._closed = False
         # Guards the two fields above; held while a session opens, which happens once.

@@ -19,8 +19,11 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chain_digests, chunk_key
 from kvstore.proto.places import PlaceRows
+from kvstore.proto.plan_wire import engine_to_message
+from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -29,7 +32,7 @@ from kvstore.proto.types import (
     Fidelity,
     Match,
 )
-from kvstore.proto.wire import fidelity_number, match_from_message
+from kvstore.proto.wire import fidelity_number, hints_to_message, match_from_message
 
 
 class Client(Keeping, EngineCalls):
@@ -49,9 +52,12 @@ class Client(Keeping, EngineCalls):
     # --- data
 
     @override
-    def put(self, chunks: Sequence[Chunk], *, durable: bool = False) -> list[Put]:
+    def put(
+        self, chunks: Sequence[Chunk], *, durable: bool = False, hints: Hints = NO_HINTS
+    ) -> list[Put]:
         """Store chunks; with *durable* return once they would survive a power cut.
 
+        *hints* are of all of them; who has nothing to say leaves them out.
         Raises LayoutMismatchError or RepresentationError before anything is sent when a
         chunk is not of this client's Representation.
         """
@@ -63,7 +69,10 @@ class Client(Keeping, EngineCalls):
             results: list[Put] = []
             for batch in _batches(outgoing, transport.session.terms.max_batch_chunks):
                 results += transport.put(
-                    batch, durable=durable, deadline_ms=self.options.deadline_ms
+                    batch,
+                    durable=durable,
+                    deadline_ms=self.options.deadline_ms,
+                    hints=hints,
                 )
             return results
 
@@ -85,10 +94,25 @@ class Client(Keeping, EngineCalls):
         *,
         lease: bool = False,
         min_fidelity: Fidelity = Fidelity.exact,
+        prefill: PrefillModel | None = None,
+        prompt_tokens: int = 0,
     ) -> Match:
-        """Find the longest prefix of *keys* that can be read now; one round trip."""
+        """Find the longest prefix of *keys* that can be read now; one round trip.
+
+        With *prefill*, what the engine takes, the match has a ``plan``: which chunks to load and
+        which to recompute, never slower than to recompute all. *prompt_tokens* are those of the
+        whole prompt, behind its last chunk too. An engine with a deadline gives the same model
+        to ``get_levelled``, which also weighs at which level to load each chunk:
+
+            client.get_levelled(keys, PlanTerms(deadline_s, prefill, decode_bytes_per_s))
+        """
         least = fidelity_number(min_fidelity)
-        return self._look(keys, pb.LookupRequest(lease=lease, min_fidelity=least))[0]
+        tokens = prompt_tokens or len(keys) * self.options.chunk_tokens
+        engine = EngineTerms(prefill, tokens) if prefill is not None else None
+        request = pb.LookupRequest(
+            lease=lease, min_fidelity=least, prefill=engine_to_message(engine)
+        )
+        return self._look(keys, request)[0]
 
     def _look(
         self, keys: Sequence[ChunkKey], request: pb.LookupRequest
@@ -147,11 +171,13 @@ class Client(Keeping, EngineCalls):
         check_out(keys, out)
         return self._read(keys, given(out), lease_id, least)
 
-    def _release(self, lease_id: int) -> None:
+    def _release(self, lease_id: int, hints: Hints = NO_HINTS) -> None:
         try:
             transport = self._connected()
             request = pb.ReleaseRequest(
-                session_id=transport.session.terms.session_id, lease_ids=[lease_id]
+                session_id=transport.session.terms.session_id,
+                lease_ids=[lease_id],
+                hints=hints_to_message(hints),
             )
             transport.calls.call("Release", request, self.options.deadline_ms, pb.ReleaseResponse)
         except KVStoreError:

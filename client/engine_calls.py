@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 
 from kvstore.client.caller import Caller
@@ -11,6 +12,8 @@ from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer, LayerReader
+from kvstore.client.levelled_get import Levelled, LevelledGet
+from kvstore.client.levels import PlanTerms
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.pages import PagedKV
 from kvstore.client.reader import Room, given
@@ -19,6 +22,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Put, Transport
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 LAYERED_PUT_MS = 60_000
@@ -29,7 +33,9 @@ class EngineCalls(Caller, ABC):
     """Pages and layers. Thread-safe."""
 
     @abstractmethod
-    def put(self, chunks: Sequence[Chunk], *, durable: bool = False) -> list[Put]:
+    def put(
+        self, chunks: Sequence[Chunk], *, durable: bool = False, hints: Hints = NO_HINTS
+    ) -> list[Put]:
         """Store chunks."""
 
     def get_pages(
@@ -57,13 +63,14 @@ class EngineCalls(Caller, ABC):
         token_count: int,
         *,
         durable: bool = False,
+        hints: Hints = NO_HINTS,
     ) -> list[Put]:
         """Store the first *token_count* tokens of a request straight from an engine's pages.
 
         *keys* are its chunks' names, *block_ids* its blocks, both from its first token on.
         """
         chunks = paged.chunks(keys, block_ids, token_count, self.options.chunk_tokens)
-        return self.put(chunks, durable=durable)
+        return self.put(chunks, durable=durable, hints=hints)
 
     def get_layers(
         self,
@@ -106,12 +113,47 @@ class EngineCalls(Caller, ABC):
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)
 
+    def get_levelled(
+        self,
+        keys: Sequence[ChunkKey],
+        terms: PlanTerms,
+        out: Sequence[LayerTensors] | None = None,
+        begin: Callable[[Sequence[int]], None] | None = None,
+    ) -> Levelled:
+        """Read the chunks of a prompt at the levels that the deadline in *terms* leaves time for.
+
+        The controller of ``client/levels.py`` decides, with the bandwidth that this client has
+        seen: which chunks the engine computes, and how much of the others is loaded. *begin* is
+        told at the start which are computed, so that the engine can begin beside the loads. What
+        was not read by the deadline is to be computed too: ``Levelled.to_compute``. Chunks are
+        written to *out*, one entry a key. Only layered codecs have levels; others come whole.
+
+        Returns in time whatever happens to the store, once there was a session. Raises
+        InvalidRequestError for keys of another namespace.
+        """
+        check_out(keys, out)
+        if not keys:
+            return Levelled((), ())
+        self._digests(keys)
+        layout = KVLayout.of(self.representation, self.options.chunk_tokens)
+
+        def work(transport: Transport) -> Levelled:
+            get = LevelledGet(transport.session, keys, layout, self._link, time.monotonic)
+            try:
+                return get.run(terms, given(out), begin)
+            finally:
+                for key in get.damaged:
+                    self._quarantine(transport, key)
+
+        return self._with_session(work)
+
     def begin_put(
         self,
         chunks: Sequence[PlannedChunk],
         *,
         durable: bool = False,
         within_ms: int = LAYERED_PUT_MS,
+        hints: Hints = NO_HINTS,
     ) -> LayeredPut:
         """Begin to store chunks whose layers come as the engine finishes them; see LayeredPut.
 
@@ -126,7 +168,7 @@ class EngineCalls(Caller, ABC):
             raise InvalidRequestError("chunks", len(chunks), f"give 1 to {limit} in one put")
         templates = [self._template(transport.session, chunk) for chunk in chunks]
         layouts = [template.layout for template in templates]
-        sink = transport.begin_put(templates, PutTerms(durable, within_ms))
+        sink = transport.begin_put(templates, PutTerms(durable, within_ms, hints))
         return LayeredPut(self.representation, layouts, sink)
 
     def _template(self, session: Session, chunk: PlannedChunk) -> FrameTemplate:

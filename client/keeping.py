@@ -8,6 +8,8 @@ from kvstore.client.caller import Caller
 from kvstore.client.transport import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.plan_wire import batch_from_message
+from kvstore.proto.plans import PlannedBatch
 from kvstore.proto.types import ChunkKey
 
 
@@ -24,6 +26,30 @@ class Keeping(Caller):
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
         """End pins; return how many there were."""
         return self._ask("Unpin", pb.UnpinRequest(), keys, pb.UnpinResponse).unpinned
+
+    def plan(self, chains: Sequence[Sequence[ChunkKey]], ttl_ms: int = 0) -> PlannedBatch:
+        """Announce a batch of prompts, each by the keys of its chunks, in one round trip.
+
+        The answer says in which order to ask for them, and how often each chunk comes. With
+        *ttl_ms* the server keeps their chunks until each was asked for as often as announced (by
+        a lookup with lease, or by being put), the session ends or the time is up, within its
+        limit of pins.
+        """
+        _check_uint32("ttl_ms", ttl_ms)
+        lengths = [len(chain) for chain in chains]
+
+        def work(transport: Transport) -> PlannedBatch:
+            request = pb.PlanRequest(
+                session_id=transport.session.terms.session_id,
+                chains=b"".join(self._digests(chain) for chain in chains),
+                lengths=lengths,
+                ttl_ms=ttl_ms,
+            )
+            deadline_ms = self.options.deadline_ms
+            reply = transport.calls.call("Plan", request, deadline_ms, pb.PlanResponse)
+            return batch_from_message(reply, lengths)
+
+        return self._with_session(work)
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks on every tier; return how many. Chunks that are being read stay."""

@@ -15,6 +15,7 @@ from kvstore.codecs.base import AnyPart
 from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.frame import FrameTemplate, pack_header
+from kvstore.proto.hints import NO_HINTS, Hints
 
 if TYPE_CHECKING:
     from kvstore.client.transport import Put, Transport
@@ -24,10 +25,11 @@ RAW = RawCodec()
 
 @dataclass(frozen=True, slots=True)
 class PutTerms:
-    """How a layered put is to be done. All of it has to be over within ``within_ms``."""
+    """How a put is to be done. All of it has to be over within ``within_ms``."""
 
     durable: bool
     within_ms: int
+    hints: Hints = NO_HINTS
 
 
 class LayerSink(ABC):
@@ -114,7 +116,9 @@ class BufferedSink(LayerSink):
             copy_bytes(frame[: len(header)], header)
             whole.append(EncodedChunk(template, (), frame))
         terms = self._terms
-        return self._transport.put(whole, durable=terms.durable, deadline_ms=terms.within_ms)
+        return self._transport.put(
+            whole, durable=terms.durable, deadline_ms=terms.within_ms, hints=terms.hints
+        )
 
     @override
     def abandon(self) -> None:

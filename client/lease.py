@@ -10,6 +10,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.client.view import ChunkView, View
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import LeaseExpiredError
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey, Match
 
 Read: TypeAlias = Callable[
@@ -25,7 +26,7 @@ class ChunkLease:
         keys: Sequence[ChunkKey],
         match: Match,
         read: Read,
-        release: Callable[[int], None],
+        release: Callable[[int, Hints], None],
         view: View,
     ) -> None:
         self.match = match
@@ -54,11 +55,11 @@ class ChunkLease:
             return []
         return self._read(self.keys, out, self.match.lease_id)
 
-    def release(self) -> None:
-        """End the lease. Idempotent."""
+    def release(self, hints: Hints = NO_HINTS) -> None:
+        """End the lease, and say what is known of its chunks by now. Idempotent."""
         if not self._is_released:
             self._is_released = True
-            self._release(self.match.lease_id)
+            self._release(self.match.lease_id, hints)
 
     def __enter__(self) -> ChunkLease:
         return self

@@ -2,35 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvstore.proto.errors import InvalidRequestError
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillModel:
-    """Seconds for *tokens* behind *context* tokens: a + b tokens + c tokens context.
-
-    The linear term is that of the weights, the other that of attention. Fit it to the engine's
-    own telemetry. Raises InvalidRequestError for what is negative or no number.
-    """
-
-    start_s: float
-    token_s: float
-    pair_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for field in ("start_s", "token_s", "pair_s"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise InvalidRequestError(field, getattr(self, field), "finite, not negative")
-
-    def seconds(self, tokens: int, context: int) -> float:
-        """Return what *tokens* behind *context* others take; nothing for none."""
-        if not tokens:
-            return 0.0
-        return self.start_s + self.token_s * tokens + self.pair_s * tokens * context
+from kvstore.proto.plans import PrefillModel as PrefillModel
 
 
 def chunks_worth_loading(

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.client.connection import Connection
+from kvstore.client.layer_sink import PutTerms
 from kvstore.client.local_link import LocalLink
 from kvstore.client.session import Session
 from kvstore.client.staging import PARTS, StagingMemory
@@ -20,7 +21,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import DIGEST_BYTES, PutOutcome
-from kvstore.proto.wire import join_digests, layout_to_message
+from kvstore.proto.wire import hints_to_message, join_digests, layout_to_message
 
 _GROUPS_PER_RESERVE = 4
 _UNANSWERED = (DeadlineError, TierUnavailableError, LeaseExpiredError)
@@ -38,14 +39,13 @@ class PutPipeline:
         staging: StagingMemory,
         session: Session,
         calls: Connection | LocalLink,
-        durable: bool,
-        deadline_ms: int,
+        terms: PutTerms,
     ) -> None:
         self._staging = staging
         self._calls = calls
         self._session_id = session.terms.session_id
-        self._durable = durable
-        self._deadline_ms = deadline_ms
+        self._terms = terms
+        self._deadline_ms = terms.within_ms
         self._results: list[Put] = []
         self._pending: deque[_Group] = deque()
         self._open_ids: set[int] = set()
@@ -113,7 +113,7 @@ class PutPipeline:
     ) -> Callable[[], tuple[list[Put], list[int]]]:
         """Ask for room for *groups*; the returned function waits for the answer."""
         chunks = [chunk for group in groups for chunk in group]
-        request = _reserve_request(self._session_id, chunks, self._durable, self._deadline_ms)
+        request = _reserve_request(self._session_id, chunks, self._terms)
         wait = self._calls.send("Reserve", request, self._deadline_ms)
         self._asked.append(wait)
 
@@ -135,7 +135,7 @@ class PutPipeline:
             session_id=self._session_id,
             reservation_ids=wanted,
             offsets=offsets,
-            durable=self._durable,
+            durable=self._terms.durable,
             deadline_ms=self._deadline_ms,
         )
         wait = self._calls.send("Commit", request, self._deadline_ms)
@@ -190,7 +190,7 @@ class _Group:
 
 
 def _reserve_request(
-    session_id: int, group: Sequence[Outgoing], durable: bool, deadline_ms: int
+    session_id: int, group: Sequence[Outgoing], terms: PutTerms
 ) -> pb.ReserveRequest:
     layouts = list(dict.fromkeys(chunk.template.layout for chunk in group))
     return pb.ReserveRequest(
@@ -200,6 +200,7 @@ def _reserve_request(
         frame_bytes=[chunk.frame_bytes for chunk in group],
         layout=[layouts.index(chunk.template.layout) for chunk in group],
         layouts=[layout_to_message(layout) for layout in layouts],
-        durable=durable,
-        deadline_ms=deadline_ms,
+        durable=terms.durable,
+        deadline_ms=terms.within_ms,
+        hints=hints_to_message(terms.hints),
     )

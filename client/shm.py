@@ -12,6 +12,7 @@ from functools import partial
 from typing_extensions import override
 
 from kvstore.client.file_frame import FileFrame
+from kvstore.client.layer_sink import PutTerms
 from kvstore.client.local_link import LocalLink
 from kvstore.client.put_pipeline import PutPipeline
 from kvstore.client.session import Session
@@ -28,6 +29,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.places import NOWHERE, Place, PlaceRows, Reach, unpack_places
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
 
@@ -86,11 +88,20 @@ class ShmTransport(Transport):
         return link
 
     @override
-    def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
+    def put(
+        self,
+        chunks: Sequence[Outgoing],
+        *,
+        durable: bool,
+        deadline_ms: int,
+        hints: Hints = NO_HINTS,
+    ) -> list[Put]:
         with self._put_lock:
             if self.is_spent:
                 raise LeaseExpiredError("the session's staging memory is in doubt: open another")
-            pipeline = PutPipeline(self._staging, self.session, self.calls, durable, deadline_ms)
+            pipeline = PutPipeline(
+                self._staging, self.session, self.calls, PutTerms(durable, deadline_ms, hints)
+            )
             try:
                 return pipeline.run(list(self._staging.groups(chunks)))
             finally:

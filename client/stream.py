@@ -15,8 +15,9 @@ from kvstore.client.stream_sink import StreamSink
 from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest, Fidelity
-from kvstore.proto.wire import MESSAGE_BYTES
+from kvstore.proto.wire import MESSAGE_BYTES, hints_to_message
 
 
 def _stays() -> None:
@@ -29,17 +30,27 @@ class StreamTransport(Transport):
     name = "grpc"
 
     @override
-    def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
-        messages = self._messages(chunks, durable, deadline_ms)
+    def put(
+        self,
+        chunks: Sequence[Outgoing],
+        *,
+        durable: bool,
+        deadline_ms: int,
+        hints: Hints = NO_HINTS,
+    ) -> list[Put]:
+        opening = pb.PutRequest(
+            durable=durable, deadline_ms=deadline_ms, hints=hints_to_message(hints)
+        )
+        messages = self._messages(chunks, opening)
         reply = self.session.connection.upload("Put", messages, deadline_ms, pb.PutResponse)
         return read_outcomes(reply.outcomes, reply.reasons)
 
     def _messages(
-        self, chunks: Sequence[Outgoing], durable: bool, deadline_ms: int
+        self, chunks: Sequence[Outgoing], opening: pb.PutRequest
     ) -> Iterator[pb.PutRequest]:
         session_id = self.session.terms.session_id
         scratch = np.empty(max((c.frame_bytes for c in chunks), default=0), np.uint8)
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
             frame = scratch[: chunk.frame_bytes]
             chunk.encode(frame)
             for start in range(0, len(frame), MESSAGE_BYTES):
@@ -48,7 +59,8 @@ class StreamTransport(Transport):
                 )
                 if not start:
                     message.frame_bytes = len(frame)
-                    message.durable, message.deadline_ms = durable, deadline_ms
+                if not start and not number:
+                    message.MergeFrom(opening)
                 yield message
 
     @override

@@ -18,7 +18,7 @@ from kvstore.codecs.base import AnyPart
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameTemplate, pack_header
-from kvstore.proto.wire import MESSAGE_BYTES
+from kvstore.proto.wire import MESSAGE_BYTES, hints_to_message
 
 MAX_WAITING_MESSAGES = 8
 """Of 1 MiB, on their way to gRPC; the next layer waits."""
@@ -92,6 +92,7 @@ class StreamSink(LayerSink):
             data=data,
             layer_major=True,
             durable=self._terms.durable,
+            hints=hints_to_message(self._terms.hints) if frame_bytes and not chunk else None,
             deadline_ms=self._terms.within_ms,
         )
         with self._changed:

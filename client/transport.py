@@ -22,6 +22,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FIDELITY_OFFSET, FrameTemplate
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.places import PlaceRows
 from kvstore.proto.types import ChainDigest, Fidelity, PutOutcome
 from kvstore.proto.wire import fidelity_number, join_digests
@@ -65,7 +66,14 @@ class Transport(ABC):
         """Its session has to be replaced, though the server still knows it."""
 
     @abstractmethod
-    def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
+    def put(
+        self,
+        chunks: Sequence[Outgoing],
+        *,
+        durable: bool,
+        deadline_ms: int,
+        hints: Hints = NO_HINTS,
+    ) -> list[Put]:
         """Put *chunks*, all within the session's batch and frame limits."""
 
     @abstractmethod

@@ -28,6 +28,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest, Fidelity
 from kvstore.proto.wire import fidelity_number, join_digests
 
@@ -181,11 +182,19 @@ class ZmqTransport(Transport):
     # --- put
 
     @override
-    def put(self, chunks: Sequence[Outgoing], *, durable: bool, deadline_ms: int) -> list[Put]:
+    def put(
+        self,
+        chunks: Sequence[Outgoing],
+        *,
+        durable: bool,
+        deadline_ms: int,
+        hints: Hints = NO_HINTS,
+    ) -> list[Put]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
-        link = self._take(deadline)
+        # The bulk channel has no place for hints.
+        link = self._take(deadline) if hints == NO_HINTS else None
         if link is None:
-            return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms)
+            return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
         is_over = False
         try:
             results = BulkUpload(link, deadline).run(

@@ -94,16 +94,15 @@ def refine(bits: Part, dtype: DType, angles: Angles | None, tiles: Tiles) -> lis
         third -= quotients
         np.clip(third, -1, 1, out=third)
         quotients += third
-        symbols = _mirrored(third.astype(np.int8), is_below)
-        symbols += 1
-        symbols = symbols.view(np.uint8)
+        mirrored = _mirrored(third.astype(np.int8), is_below)
+        mirrored += 1
         missed = quotients * steps[:, None, None]
         missed += centre
         np.subtract(x, missed, out=missed)
         errors = np.abs(missed, out=missed).max((1, 2))
         if not (errors <= steps * TOLERANCE).all():
             return None
-        found.append(Thirds(symbols, contexts, errors))
+        found.append(Thirds(mirrored.view(np.uint8), contexts, errors))
     return found
 
 

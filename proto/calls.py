@@ -45,6 +45,7 @@ METHODS: dict[int, Method] = {
     4: Method("Reserve", pb.ReserveRequest, pb.ReserveResponse),
     5: Method("Commit", pb.CommitRequest, pb.CommitResponse),
     6: Method("Abort", pb.AbortRequest, pb.AbortResponse),
+    7: Method("Plan", pb.PlanRequest, pb.PlanResponse),
 }
 """What may be called so: what every put and get needs. Numbers are never used again."""
 

@@ -121,6 +121,10 @@ class KeyTable:
         """Return the key of *row*; zeros for a row that has none."""
         return ChunkKey(bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]))
 
+    def keys(self, rows: NDArray[np.intp]) -> NDArray[np.void]:
+        """Return the keys of *rows*, each a void of 32 bytes; zeros for rows that have none."""
+        return np.frombuffer(self._keys, f"V{KEY_BYTES}")[rows]
+
     def prefix(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
         """Return the rows of *keys* up to the first that has none."""
         return self._rows(keys, all_keys=False)

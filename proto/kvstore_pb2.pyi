@@ -618,7 +618,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "used_bytes", "chunks", "codec", "state", "reason")
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "chunks", "codec", "state", "reason", "policy", "what_if", "partitions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -626,6 +626,9 @@ class TierStatus(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    WHAT_IF_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
     used_bytes: int
@@ -633,10 +636,52 @@ class TierStatus(_message.Message):
     codec: str
     state: str
     reason: str
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., codec: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    policy: PolicyStatus
+    what_if: _containers.RepeatedCompositeFieldContainer[SizeRatio]
+    partitions: _containers.RepeatedCompositeFieldContainer[PartitionStatus]
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., codec: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., policy: _Optional[_Union[PolicyStatus, _Mapping]] = ..., what_if: _Optional[_Iterable[_Union[SizeRatio, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ...) -> None: ...
+
+class PolicyStatus(_message.Message):
+    __slots__ = ("name", "follows", "why", "hit_ratios")
+    class HitRatiosEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIOS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    follows: str
+    why: str
+    hit_ratios: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., follows: _Optional[str] = ..., why: _Optional[str] = ..., hit_ratios: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class SizeRatio(_message.Message):
+    __slots__ = ("scale", "hit_ratio")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    hit_ratio: float
+    def __init__(self, scale: _Optional[float] = ..., hit_ratio: _Optional[float] = ...) -> None: ...
+
+class PartitionStatus(_message.Message):
+    __slots__ = ("name", "used_bytes", "quota_bytes", "guaranteed_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    used_bytes: int
+    quota_bytes: int
+    guaranteed_bytes: int
+    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path")
+    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -653,6 +698,7 @@ class StatusResponse(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    GHOSTS_FIELD_NUMBER: _ClassVar[int]
     server: Server
     version: str
     state: str
@@ -662,7 +708,8 @@ class StatusResponse(_message.Message):
     leases: int
     counters: _containers.ScalarMap[str, int]
     socket_path: str
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ...) -> None: ...
+    ghosts: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ..., ghosts: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ms",)
@@ -677,3 +724,37 @@ class DrainResponse(_message.Message):
     server: Server
     clean: bool
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., clean: bool = ...) -> None: ...
+
+class TraceRequest(_message.Message):
+    __slots__ = ("recording", "after")
+    RECORDING_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    recording: int
+    after: int
+    def __init__(self, recording: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+
+class TraceRecord(_message.Message):
+    __slots__ = ("at_us", "chunks", "ready", "tokens")
+    AT_US_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    at_us: int
+    chunks: bytes
+    ready: int
+    tokens: int
+    def __init__(self, at_us: _Optional[int] = ..., chunks: _Optional[bytes] = ..., ready: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class TraceResponse(_message.Message):
+    __slots__ = ("server", "recording", "records", "last", "lost")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    RECORDING_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    recording: int
+    records: _containers.RepeatedCompositeFieldContainer[TraceRecord]
+    last: int
+    lost: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., recording: _Optional[int] = ..., records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., last: _Optional[int] = ..., lost: _Optional[int] = ...) -> None: ...

@@ -129,6 +129,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/kvstore.v1.KVStore/Trace',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.TraceRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.TraceResponse.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer(object):
@@ -253,6 +258,13 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """callers on the server's host only
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -350,6 +362,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.DrainRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.DrainResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.TraceRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.TraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -865,6 +882,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Drain',
             kvstore_dot_proto_dot_kvstore__pb2.DrainRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Trace',
+            kvstore_dot_proto_dot_kvstore__pb2.TraceRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.TraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import NewType
 
 from kvstore.proto.errors import LayoutMismatchError, RepresentationError
+from kvstore.proto.plans import LoadPlan
 
 Namespace = NewType("Namespace", bytes)
 """16 bytes: keyed hash of (tenant salt, Representation). See ``keys.namespace``."""
@@ -313,6 +314,8 @@ class Match:
     loads: bytes
     lease_id: int = 0
     lease_ttl_ms: int = 0
+    plan: LoadPlan | None = None
+    """What to load and what to recompute; with a lookup that told the engine's speed."""
 
     @property
     def tiers(self) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from kvstore.proto.errors import (
     KVStoreError,
     RepresentationError,
 )
+from kvstore.proto.hints import NO_HINTS, Hints, Reuse
+from kvstore.proto.plan_wire import plan_from_message
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -147,6 +149,7 @@ def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
         loads=message.load_us,
         lease_id=message.lease_id,
         lease_ttl_ms=message.lease_ttl_ms,
+        plan=plan_from_message(message, asked),
     )
 
 
@@ -211,6 +214,33 @@ def _group(message: pb.LayerGroup) -> LayerGroup:
     return LayerGroup(
         kind, dtype, tuple(message.layer_ids), message.kv_heads, message.head_dim,
         message.window_tokens,
+    )  # fmt: skip
+
+
+def hints_to_message(hints: Hints | None) -> pb.Hints | None:
+    """Return the protobuf form of *hints*; None when nothing is said."""
+    if hints is None or hints == NO_HINTS:
+        return None
+    return pb.Hints(
+        reuse=f"REUSE_{hints.reuse.name.upper()}",
+        priority=hints.priority,
+        ttl_ms=hints.ttl_ms,
+        pin_ms=hints.pin_ms,
+        category=hints.category,
+        prompt_tokens=hints.prompt_tokens,
+    )
+
+
+def hints_from_message(message: pb.Hints) -> Hints:
+    """Return the checked hints; NO_HINTS for an empty message. Raises InvalidRequestError."""
+    if not message.ByteSize():
+        return NO_HINTS
+    if int(message.reuse) not in list(map(int, Reuse)):
+        fix = "use 0 (unknown), 1 (discard) or 2 (keep)"
+        raise InvalidRequestError("hints.reuse", message.reuse, fix)
+    return Hints(
+        Reuse(message.reuse), message.priority, message.ttl_ms, message.pin_ms, message.category,
+        message.prompt_tokens,
     )  # fmt: skip
 
 

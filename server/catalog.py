@@ -2,183 +2,47 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.errors import QuotaExceededError
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Namespace
-from kvstore.server.leases import Lease, LeaseTable
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.radix import RadixIndex, Rows
+from kvstore.proto.hints import Hints
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.server.found import Found as Found
+from kvstore.server.found import Holding as Holding
+from kvstore.server.found import LeaseTerms as LeaseTerms
+from kvstore.server.leases import Lease
+from kvstore.server.policy.journal import Asked
+from kvstore.server.policy.partitions import PartitionedEviction
+from kvstore.server.policy.radix import Rows
+from kvstore.server.prospects import Prospects
+
+_EXPIRED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """One chunk as the catalog knows it: its copies by tier name."""
+class Wanted:
+    """For which partition victims are: others' above their guarantee, or its own alone."""
 
-    key: ChunkKey
-    copies: Mapping[str, ChunkInfo]
-    leases: int
-    is_pinned: bool
-    hits: int
+    partition: int = 0
+    is_own: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The chunks of the longest prefix that can be read.
-
-    ``sources[i]`` is the place of chunk i's tier among those asked for and ``sizes[i]`` its
-    bytes there. ``known`` counts the chunks that any tier has, ``pending`` those behind them
-    that are being written. ``lease_id`` is 0 when nothing was leased.
-    """
-
-    known: int
-    pending: int
-    sources: NDArray[np.uint8]
-    sizes: NDArray[np.int64]
-    lease_id: int = 0
-
-    @property
-    def first_missing(self) -> int:
-        """The place in the chain of the first chunk that is neither known nor being written."""
-        return self.known + self.pending
+EVERYBODY = Wanted()
 
 
-class LeaseTerms(NamedTuple):
-    """For whom, and for how long from now."""
-
-    session_id: int
-    ttl_s: float
-
-
-class Catalog:
+class Catalog(Prospects):
     """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
 
     Invariants: a policy knows exactly the rows of the copies on its tier; a key with a lease,
-    a pin or a running move is never handed out as a victim. Rows never leave this file: a row
-    may be another chunk's as soon as the lock is let go.
+    a pin or a running move is never handed out as a victim; *knowledge* is told of an event
+    before the policies, which rank by it. Rows never leave this file: a row may be another
+    chunk's as soon as the lock is let go.
     """
-
-    def __init__(
-        self,
-        policies: Mapping[str, EvictionPolicy],
-        leases: LeaseTable,
-        pin_limit_bytes: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._policies = policies
-        self._leases = leases
-        self._clock = clock
-        self._index = RadixIndex(list(policies))
-        self._pending: dict[ChunkKey, int] = {}
-        self._leaving: dict[ChunkKey, str] = {}
-        """Chunks being evicted, and the tier they leave."""
-        self._strays: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
-        """Copies that were forgotten and that their tier has not freed yet."""
-        self._pinned: dict[ChunkKey, tuple[float, int]] = {}
-        self._pin_limit_bytes = pin_limit_bytes
-        # Guards all of the above; held for dictionary operations only.
-        self._lock = threading.Lock()
-        self._unclaimed = threading.Condition(self._lock)
-
-    # --- copies
-
-    def note_sealed(self, tier: str, info: ChunkInfo) -> None:
-        """A copy became visible on *tier*."""
-        with self._lock:
-            self._strays[tier].discard(info.key)
-            row = self._index.add(tier, info)
-            parent = self._index.parent(row)
-            self._policies[tier].insert(row, parent, info.size_bytes, self._clock())
-
-    def forget(self, tier: str, key: ChunkKey) -> bool:
-        """A copy is gone from *tier*. False if it was not known."""
-        with self._lock:
-            return self._forget(tier, key)
-
-    def _forget(self, tier: str, key: ChunkKey) -> bool:
-        row = self._index.row(key)
-        if not row:
-            return False
-        self._policies[tier].remove(row)
-        return self._index.discard(tier, row)
-
-    def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        """A copy is about to leave *tier*, and a stray until ``swept``.
-
-        False if it was not there, or is held.
-        """
-        with self._lock:
-            if not even_if_held and self._is_held(key):
-                return False
-            known = self._forget(tier, key)
-            if known:
-                self._strays[tier].add(key)
-            return known
-
-    def strays(self, tier: str) -> set[ChunkKey]:
-        """Return what was cast out of *tier* and may still lie there."""
-        with self._lock:
-            return set(self._strays[tier])
-
-    def is_stray(self, tier: str, key: ChunkKey) -> bool:
-        """Whether the chunk was cast out of *tier* and may still lie there."""
-        with self._lock:
-            return key in self._strays[tier]
-
-    def swept(self, tier: str, key: ChunkKey) -> None:
-        """The tier has freed a stray."""
-        with self._lock:
-            self._strays[tier].discard(key)
-
-    def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
-        """Return the chunk's copies by tier name; empty when there is none."""
-        with self._lock:
-            return self._index.copies(self._index.row(key))
-
-    def holders(self, key: ChunkKey, least: Fidelity = Fidelity.none) -> list[str]:
-        """Return the tiers with such a copy of the chunk: less to ask for than ``copies``."""
-        with self._lock:
-            return self._index.holders(self._index.row(key), least)
-
-    def size_bytes(self, tier: str, key: ChunkKey) -> int:
-        """Return the size of the chunk's frame on *tier*; 0 when it is not there."""
-        with self._lock:
-            row = self._index.row(key)
-            return self._index.size_bytes(tier, row) if tier in self._index.holders(row) else 0
-
-    def holding(self, key: ChunkKey) -> Holding | None:
-        """Return what is known of one chunk."""
-        with self._lock:
-            row = self._index.row(key)
-            if not row:
-                return None
-            leases, is_pinned = self._leases.pins.get(key, 0), key in self._pinned
-            hits = self._index.hits(row)
-            return Holding(key, self._index.copies(row), leases, is_pinned, hits)
-
-    def holdings(self, space: Namespace) -> list[Holding]:
-        """Return every chunk of a namespace. Those that come or go meanwhile may be left out."""
-        with self._lock:
-            keys = self._index.keys_of(space)
-        return [held for key in keys if (held := self.holding(key)) is not None]
-
-    def only_on(self, *tiers: str) -> list[ChunkKey]:
-        """Return the chunks that are on no tier but these."""
-        with self._lock:
-            return self._index.only_on(tiers)
-
-    def count_on(self, tier: str) -> int:
-        """Copies known on *tier*."""
-        return len(self._policies[tier])
-
-    def __len__(self) -> int:
-        return len(self._index)
 
     # --- lookups and leases
 
@@ -188,26 +52,34 @@ class Catalog:
         min_fidelity: Fidelity,
         tiers: Sequence[str | None],
         lease: LeaseTerms | None = None,
+        *,
+        again: bool = False,
     ) -> Found:
         """Find the longest prefix with copies of *min_fidelity* on *tiers*, the best named first.
 
-        None stands for a tier that is not to be read. Touches all chunks that any tier has. With
-        *lease* what was found is leased. Raises QuotaExceededError.
+        None stands for a tier that is not to be read. Touches all chunks that any tier has,
+        unless it is the same lookup *again*. With *lease* what was found is leased. Raises
+        QuotaExceededError.
         """
         with self._lock:
-            rows = self._index.longest_prefix(keys, min_fidelity)
-            self._index.count_hits(rows)
             now_s = self._clock()
-            for policy in self._policies.values():
-                policy.touch(rows, now_s)
-            pending = self._count_pending(keys, len(rows))
+            known = self._index.known_prefix(keys)
+            rows = self._readable(known, min_fidelity, now_s)
+            if not again:
+                self._index.count_hits(rows)
+            self._journal.note(Asked(known, keys, now_s, again))
+            pending = self._count_pending(keys, len(rows), now_s)
+            ghosts = self._index.count_ghosts(known[len(rows) :])
             sources, sizes = self._choose(rows, min_fidelity, tiers)
             lease_id = 0
             if lease is not None and len(sources):
                 lease_id = self._lease(keys[: len(sources)], lease).lease_id
-            return Found(len(rows), pending, sources, sizes, lease_id)
+        self._news.set()
+        return Found(len(rows), pending, sources, sizes, lease_id, ghosts)
 
     def _lease(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> Lease:
+        if self.uses:
+            self.uses.used(keys, terms.session_id)
         return self._leases.grant(terms.session_id, keys, self._clock() + terms.ttl_s)
 
     def held(
@@ -218,12 +90,24 @@ class Catalog:
             rows = self._index.longest_prefix(keys, least)
             return [self._index.sizes(tier, rows, least)[0] for tier in tiers]
 
-    def _count_pending(self, keys: Sequence[ChunkKey], known: int) -> int:
-        """Return how many chunks after the known ones are there or being written."""
-        at = known
-        while at < len(keys) and (keys[at] in self._pending or keys[at] in self._index):
+    def _readable(self, known: Rows, least: Fidelity, now_s: float) -> Rows:
+        """Return the prefix of *known* rows that may be a hit."""
+        return self._index.readable(self.knowledge.hints.unexpired(known, now_s), least)
+
+    def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
+        """Return how many chunks after the known ones are being written, or are there already
+        behind or before one that is.
+        """
+        at, is_any = known, False
+        while at < len(keys):
+            if keys[at] in self._pending:
+                is_any = True
+            else:
+                row = self._index.row(keys[at])
+                if not row or self.knowledge.hints.is_expired(row, now_s):
+                    break
             at += 1
-        return at - known
+        return at - known if is_any else 0
 
     def _choose(
         self, rows: Rows, min_fidelity: Fidelity, tiers: Sequence[str | None]
@@ -240,6 +124,7 @@ class Catalog:
                 np.copyto(sizes, there, where=held)
                 open_rows ^= held
         end = int(open_rows.argmax()) if open_rows.any() else len(rows)
+        end = len(self._index.usable(rows[:end]))
         return sources[:end], sizes[:end]
 
     def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
@@ -248,7 +133,8 @@ class Catalog:
         Raises QuotaExceededError.
         """
         with self._lock:
-            known = len(self._index.longest_prefix(keys, Fidelity.none))
+            rows = self._index.known_prefix(keys)
+            known = len(self._readable(rows, Fidelity.none, self._clock()))
             return self._lease(keys[:known], terms), known
 
     def lease(self, lease_id: int, session_id: int) -> Lease:
@@ -256,22 +142,28 @@ class Catalog:
         with self._lock:
             return self._leases.get(lease_id, session_id, self._clock())
 
+    def leased(self, lease_id: int, session_id: int) -> list[ChunkKey]:
+        """Return the chunks of a lease, be its time up or not; none if there is no such lease."""
+        with self._lock:
+            return self._leases.keys_of(lease_id, session_id)
+
     def release(self, lease_id: int, session_id: int) -> bool:
         """End a lease."""
         with self._lock:
             return self._leases.release(lease_id, session_id)
 
     def release_session(self, session_id: int) -> int:
-        """End all leases of a session."""
+        """End all leases of a session, and what it announced."""
         with self._lock:
+            self.uses.end(session_id)
             return self._leases.release_session(session_id)
 
     def expire(self) -> int:
         """End leases and pins whose time is up; return how many leases."""
         with self._lock:
             now = self._clock()
-            for key in [k for k, (until, _) in self._pinned.items() if until <= now]:
-                del self._pinned[key]
+            self._pinned.expire(now)
+            self.uses.expire(now)
             return self._leases.expire(now)
 
     def lease_count(self) -> int:
@@ -288,26 +180,47 @@ class Catalog:
     def pin(self, keys: Iterable[ChunkKey], ttl_s: float) -> int:
         """Keep known chunks for *ttl_s* seconds; return how many. Raises QuotaExceededError."""
         with self._lock:
-            used = sum(size for _, size in self._pinned.values())
             until = self._clock() + ttl_s
             count = 0
             for key in keys:
                 row = self._index.row(key)
-                if not row:
-                    continue
-                size = self._index.size_bytes(self._index.holders(row)[0], row)
-                if key not in self._pinned:
-                    used += size
-                if used > self._pin_limit_bytes:
-                    raise QuotaExceededError("pin_limit_bytes", self._pin_limit_bytes, "pins")
-                self._pinned[key] = (until, size)
-                count += 1
+                if row:
+                    self._pinned.pin(key, self._any_size(row), until)
+                    count += 1
             return count
+
+    def _any_size(self, row: int) -> int:
+        return self._index.size_bytes(self._index.holders(row)[0], row)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> int:
         """End explicit pins; return how many there were."""
         with self._lock:
-            return sum(self._pinned.pop(key, None) is not None for key in keys)
+            return sum(self._pinned.unpin(key) for key in keys)
+
+    # --- hints
+
+    def hint(self, keys: Iterable[ChunkKey], hints: Hints) -> int:
+        """An engine spoke of chunks; return how many pins are over the limit, and ignored."""
+        with self._lock:
+            now = self._clock()
+            self._journal.settle()
+            rows = [row for key in keys if (row := self._index.row(key))]
+            self.knowledge.hinted(np.array(rows, np.intp), hints, now)
+            if not hints.pin_ms:
+                return 0
+            until = now + hints.pin_ms / 1000
+            return sum(
+                not self._pinned.extend(self._index.key(row), self._any_size(row), until)
+                for row in rows
+            )
+
+    def expired_keys(self) -> list[ChunkKey]:
+        """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
+        with self._lock:
+            return [self._index.key(row) for row in self._expired()]
+
+    def _expired(self) -> list[int]:
+        return self.knowledge.hints.expired(self._clock(), _EXPIRED_AT_ONCE)
 
     # --- moves and victims
 
@@ -325,7 +238,9 @@ class Catalog:
     def begin_put(self, key: ChunkKey) -> bool:
         """Count a writer of *key*; False, counting nothing, when an exact copy exists."""
         with self._lock:
-            if self._index.holders(self._index.row(key), Fidelity.exact):
+            row = self._index.row(key)
+            if self._index.holders(row, Fidelity.exact):
+                self.knowledge.live_on(row, self._clock())
                 return False
             self._pending[key] = self._pending.get(key, 0) + 1
             return True
@@ -344,33 +259,91 @@ class Catalog:
         with self._lock:
             return sum(self._pending.values())
 
+    def partition(self, key: ChunkKey, tenant: str, category: str) -> int:
+        """Return the partition that a chunk counts against, be it here or only to come."""
+        with self._lock:
+            row = self._index.row(key)
+            known = self.knowledge
+            return known.hints.partition(row) if row else known.partitions.number(tenant, category)
+
+    def owed_bytes(self, tier: str, partition: int, need_bytes: int) -> int:
+        """Return what a partition has to free of its own on *tier* to take *need_bytes* more."""
+        policy = self._policies[tier]
+        if not isinstance(policy, PartitionedEviction):
+            return 0
+        with self._lock:
+            self._journal.settle()
+            return policy.owed_bytes(partition, need_bytes)
+
     def claim_victims(
-        self, tier: str, need_bytes: int, limit: int, among: Sequence[ChunkKey] | None = None
+        self,
+        tier: str,
+        need_bytes: int,
+        limit: int,
+        among: Sequence[ChunkKey] | None = None,
+        wanted: Wanted = EVERYBODY,
     ) -> list[ChunkKey]:
         """Choose whom to evict and keep others from choosing the same. Pair with ``unclaim``.
 
-        With *among* every chunk of it that may go is chosen, whatever the policy says.
+        *wanted* says for which partition. With *among* every chunk of it that may go is chosen,
+        whatever the policy says.
         """
         with self._lock:
+            self._journal.settle()
             if among is None:
-                victims = self._victims(tier, need_bytes, limit)
+                victims = self._victims(tier, need_bytes, limit, wanted)
             else:
                 victims = [key for key in among if not self._stays(key)]
             self._leaving.update(dict.fromkeys(victims, tier))
             return victims
 
-    def _victims(self, tier: str, need_bytes: int, limit: int) -> list[ChunkKey]:
+    def _victims(self, tier: str, need_bytes: int, limit: int, wanted: Wanted) -> list[ChunkKey]:
         """Return as many victims as free *need_bytes*, or *limit*, or all that may go."""
-        index, stays = self._index, self._stays
-        victims: list[ChunkKey] = []
-        candidates = self._policies[tier].victims(lambda row: stays(index.key(row)), self._clock())
-        while need_bytes > 0 and len(victims) < limit:
-            row = next(candidates, 0)
-            if not row:
+        index = self._index
+        victims: dict[int, ChunkKey] = {}
+        for row in self._candidates(tier, wanted):
+            if need_bytes <= 0 or len(victims) == limit:
                 break
-            victims.append(index.key(row))
-            need_bytes -= index.size_bytes(tier, row)
-        return victims
+            if row not in victims:
+                victims[row] = index.key(row)
+                need_bytes -= index.size_bytes(tier, row)
+        return list(victims.values())
+
+    def _candidates(self, tier: str, wanted: Wanted) -> Iterator[int]:
+        index = self._index
+
+        def stays(row: int) -> bool:
+            return self._stays(index.key(row))
+
+        rows = self._ordered(tier, wanted, stays)
+        if tier == index.tiers[-1] != index.tiers[0]:
+            rows = chain(self._sparing(tier, wanted, stays), rows)
+        late = (row for row in self._expired() if tier in index.holders(row) and not stays(row))
+        return rows if wanted.is_own else chain(late, rows)
+
+    def _sparing(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
+        """Yield those candidates without which no chunk of a faster tier would be orphaned."""
+        index = self._index
+        named: Counter[int] = Counter()
+
+        def spares(row: int) -> bool:
+            is_way = index.continued(row) > named[row] and index.is_alone_on(tier, row)
+            return is_way or stays(row)
+
+        for row in self._ordered(tier, wanted, spares):
+            named[index.parent(row)] += 1
+            yield row
+
+    def _ordered(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
+        """Yield who may go, as the tier's policy and the engines' priorities have it."""
+        policy, now = self._policies[tier], self._clock()
+        if not isinstance(policy, PartitionedEviction):
+            rows = policy.victims(stays, now)
+        elif wanted.is_own:
+            rows = policy.victims_of(wanted.partition, stays, now)
+        else:
+            rows = policy.victims_for(wanted.partition, stays, now)
+        return self.knowledge.hints.in_order(rows, self._index.parent, len(policy))
 
     def unclaim(self, keys: Iterable[ChunkKey]) -> None:
         """The eviction is over, whatever became of it."""
@@ -386,9 +359,6 @@ class Catalog:
             if tier not in self._leaving.values() or left_s <= 0:
                 return False
             return self._unclaimed.wait(left_s)
-
-    def _is_held(self, key: ChunkKey) -> bool:
-        return key in self._leases.pins or key in self._pinned
 
     def _stays(self, key: ChunkKey) -> bool:
         return key in self._leaving or self._is_held(key)

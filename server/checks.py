@@ -23,6 +23,7 @@ from kvstore.server.manager import ShelfStatus
 from kvstore.server.sessions import Session
 
 MAX_DEADLINE_MS = 600_000
+MAX_PLAN_TTL_MS = 3600 * 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,25 @@ class Checks:
         """Return the session's keys of packed digests."""
         return wire.keys_of_digests(digests, session.namespace, self.limits.max_batch_chunks)
 
+    def plan_ttl_ms(self, ttl_ms: int) -> int:
+        """Refuse to keep announced chunks for too long; 0 keeps nothing."""
+        if ttl_ms > MAX_PLAN_TTL_MS:
+            raise InvalidRequestError("ttl_ms", ttl_ms, f"at most {MAX_PLAN_TTL_MS}")
+        return ttl_ms
+
     def batch(self, field: str, count: int) -> None:
         """Refuse a batch over the limit."""
         if count > self.limits.max_batch_chunks:
             raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
+
+    def ranges(self, ranges: Sequence[pb.FrameRange], count: int) -> None:
+        """Refuse ranges that are empty, of chunks that were not asked for, or too many."""
+        self.batch("ranges", len(ranges))
+        for one in ranges:
+            if one.index >= count or one.start >= one.stop:
+                wrong = (one.index, one.start, one.stop)
+                fix = f"an index below {count}, and a start before the stop"
+                raise InvalidRequestError("ranges", wrong, fix)
 
     def info(self, session: Session, info: ChunkInfo) -> ChunkInfo:
         """Return *info* if it is a chunk that *session* may put.

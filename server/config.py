@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -26,17 +26,18 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
+from kvstore.server import placement_config as placement
 from kvstore.server.codec_config import CodecName, TenantCodecs
 from kvstore.server.disk_config import DiskFolders, absolute
 from kvstore.server.flags import flag_of, parse_flags
 from kvstore.server.gpu_config import GpuConfig
+from kvstore.server.policy_config import CategoryTerms, TenantQuotas, TierPolicies
 from kvstore.server.refusal import refusal
 from kvstore.server.settings_file import read_settings
 from kvstore.server.units import (
     GIB,
     KIB,
     MIB,
-    MIN_TIER_BYTES,
     SOCKET_PATH_BYTES,
     BulkEndpoint,
     Count,
@@ -51,9 +52,9 @@ from kvstore.server.units import (
     is_loopback,
     is_redis_url,
     parse_endpoint,
+    slab_bytes,
 )
 
-MAX_SLAB_BYTES = 256 * MIB
 MIN_SECRET_BYTES = 16
 TIER_NAMES = ("gpu", "cpu", "disk", "redis")
 """From the fastest to the farthest."""
@@ -88,19 +89,6 @@ def _socket_path() -> str:
     return str(folder / f"kvstore-{os.getuid()}" / "{port}.sock")
 
 
-def _slab_bytes(values: Mapping[str, int]) -> int:
-    """A power of two near a sixteenth of the tier, a 32nd more, and what is left over.
-
-    Few slabs to pass, room for a frame; the odd 32nd because a frame is a power of two and its
-    header, of which a slab of a power of two would hold one less than it could.
-    """
-    cpu_bytes = values["cpu_size"]
-    near = 1 << (cpu_bytes // 16).bit_length() - 1
-    near = max(MIN_TIER_BYTES, min(near, MAX_SLAB_BYTES))
-    slabs = max(1, cpu_bytes // (near + near // 32))
-    return cpu_bytes // slabs // (4 * KIB) * (4 * KIB)
-
-
 class DiskConfig(DiskFolders):
     """Where the disk tier lives and how much it takes; also given as ``100GiB:/path``."""
 
@@ -123,7 +111,7 @@ class ServerConfig(BaseModel):
     )
     cpu_size: TierSize = Field(default=4 * GIB, description="memory that the cpu tier may fill")
     cpu_slab_bytes: Size = Field(
-        default_factory=_slab_bytes,
+        default_factory=lambda values: slab_bytes(values["cpu_size"]),
         ge=64 * KIB,
         description="memory is shared in slabs of this size; default: from --cpu",
     )
@@ -161,9 +149,24 @@ class ServerConfig(BaseModel):
         default=None,
         description="folder of model assets, for codecs that need one; see kvstore calibrate",
     )
-    disk_write: Literal["through", "evict"] = Field(
-        default="through",
-        description="copy to lower tiers when a chunk is stored, or when it is evicted",
+    disk_write: placement.WriteRule = placement.DISK_WRITE
+    redis_write: placement.OtherWriteRule = placement.REDIS_WRITE
+    disk_copies: placement.DiskCopies = placement.DISK_COPIES
+    prefetch_bytes: Size = placement.PREFETCH_BYTES
+    policy: Annotated[TierPolicies, "NAME"] = Field(
+        default=TierPolicies(),
+        description="whom to evict, as NAME, or NAME,TIER=NAME for tiers that differ",
+    )
+    ghost_limit: Count = Field(
+        default=1 << 18, description="evicted chunks that the policies remember, at least"
+    )
+    tenant_quotas: Annotated[TenantQuotas | None, "TENANT=SIZE:GUARANTEED"] = Field(
+        default=None,
+        description="what tenants may take of each tier and are sure of, with commas between them",
+    )
+    category_terms: Annotated[CategoryTerms | None, "CATEGORY=TTL:SIZE"] = Field(
+        default=None,
+        description="how long chunks of categories live and what they may take of each tier",
     )
 
     insecure: bool = Field(default=False, description="allow other hosts to connect, without TLS")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.codecs.base import codec_by_id
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -20,6 +22,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierFullError,
     TierUnavailableError,
+    UnknownCodecError,
 )
 from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
@@ -76,12 +79,18 @@ class Delivery:
     made for readers while CPU memory is full of leases.
     """
 
-    def __init__(self, transfers: Transfers, loose_bytes: int) -> None:
+    def __init__(
+        self,
+        transfers: Transfers,
+        loose_bytes: int,
+        on_read: Callable[[ChunkKey], None] = lambda key: None,
+    ) -> None:
         self._transfers = transfers
         self._catalog = transfers.catalog
         self._mover = transfers.mover
         self._counters = transfers.counters
         self._loose_limit_bytes = loose_bytes
+        self._on_read = on_read
         self._loose_bytes = 0
         self._reads = SecondRead(REMEMBERED_READS)
         self._due: deque[tuple[ChunkKey, str, str]] = deque(maxlen=MAX_DUE)
@@ -114,6 +123,7 @@ class Delivery:
                 if arrival is None:
                     break
                 delivered += 1
+                self._on_read(key)
                 self._counters.add("get_bytes", arrival.size_bytes)
                 self._promote_if_due(session, key, arrival.tier)
                 try:
@@ -313,6 +323,36 @@ class Delivery:
         self._counters.add("read_throughs")
         return Arrival(index, name, frame, None)  # type: ignore[arg-type]
 
+    @contextmanager
+    def stored(
+        self, key: ChunkKey, least: Fidelity, deadline: float
+    ) -> Iterator[tuple[str, Bytes] | None]:
+        """Lend the frame of a leased chunk as it lies, verified, and the name of its tier.
+
+        One with levels is chosen before others, of those the smallest. None when there is none
+        of *least*, or not in time.
+        """
+        name = self._stored_at(key, least)
+        arrival = None
+        if name == self._transfers.cpu.name:
+            arrival = self._in_cpu(0, key)
+        elif name:
+            arrival = self._loose(0, key, name, deadline)
+        try:
+            yield None if arrival is None else (name, arrival.frame)
+        finally:
+            if arrival is not None and arrival.place is None:
+                self._return_loose(len(arrival.frame))
+
+    def _stored_at(self, key: ChunkKey, least: Fidelity) -> str:
+        copies = {
+            name: info
+            for name, info in self._catalog.copies(key).items()
+            if info.fidelity >= least and not self._transfers.shelves[name].breaker.is_open
+        }
+        order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
+        return min(order, key=order.__getitem__, default="")
+
     def _take_loose(self, size_bytes: int) -> bool:
         with self._lock:
             if self._loose_bytes + size_bytes > self._loose_limit_bytes:
@@ -323,6 +363,13 @@ class Delivery:
     def _return_loose(self, size_bytes: int) -> None:
         with self._lock:
             self._loose_bytes -= size_bytes
+
+
+def _has_levels(codec_id: int) -> bool:
+    try:
+        return codec_by_id(codec_id).max_levels > 0
+    except UnknownCodecError:
+        return False
 
 
 def _prefetched(shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:

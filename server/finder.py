@@ -9,9 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import KVStoreError
+from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
 from kvstore.server.absent import AbsentKeys
 from kvstore.server.catalog import Found, LeaseTerms
+from kvstore.server.policy.admission import Moment
+from kvstore.server.policy.planner import PlanQuestion, plan_loads
+from kvstore.server.prefetch import Prefetch
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
@@ -30,12 +34,18 @@ class Finder:
     its ``ask-TIER`` lane.
     """
 
-    def __init__(self, transfers: Transfers, lease_ttl_ms: int) -> None:
+    def __init__(
+        self, transfers: Transfers, lease_ttl_ms: int, prefetch: Prefetch | None = None
+    ) -> None:
         self._catalog = transfers.catalog
         self._counters = transfers.counters
         self._mover = transfers.mover
         self._lease_ttl_ms = lease_ttl_ms
         self._sources = transfers.sources
+        self._transfers = transfers
+        self._prefetch = prefetch or Prefetch(transfers, 0)
+        lower = transfers.lower_shelves()
+        self._watching = [s for s in lower if transfers.placement.watches_askings(s)]
         self._names = tuple(shelf.name for shelf in transfers.sources)
         self.shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
         self._absent = AbsentKeys(transfers.clock)
@@ -48,8 +58,12 @@ class Finder:
         *,
         lease: bool,
         min_fidelity: Fidelity,
+        engine: EngineTerms | None = None,
     ) -> Match:
-        """Find the longest prefix of *keys* that can be read, and lease it if asked to."""
+        """Find the longest prefix of *keys* that can be read, and lease it if asked to.
+
+        With *engine* the answer has a plan.
+        """
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
         if self.shared:
             found = self._match(keys, min_fidelity)
@@ -61,6 +75,12 @@ class Finder:
         self._counters.add("lookups")
         self._counters.add("lookup_chunks", len(keys))
         self._counters.add("lookup_ready_chunks", ready)
+        if found.ghosts:
+            self._counters.add("lookup_ghost_chunks", found.ghosts)
+        self._after(keys[:ready])
+        plan = self._plan(session, keys, found, ready, engine) if engine else None
+        if lease_id:
+            self._prefetch.found(session, keys[:ready], found.sources[:ready], found.sizes[:ready])
         return Match(
             ready=ready,
             pending=found.pending,
@@ -70,13 +90,51 @@ class Finder:
             loads=self._loads(found)[:ready].tobytes(),
             lease_id=lease_id,
             lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
+            plan=plan,
         )
 
+    def _after(self, keys: Sequence[ChunkKey]) -> None:
+        """Copy what was asked for again to tiers whose admission looks for that."""
+        for shelf in self._watching:
+            for key in self._catalog.asked_again(keys, shelf.name):
+                if self._transfers.placement.admits(shelf, key, Moment.asked):
+                    self._transfers.copy_down(key, shelf)
+
+    def _plan(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        found: Found,
+        ready: int,
+        engine: EngineTerms,
+    ) -> LoadPlan:
+        """Plan the loads of the *ready* chunks by the speed of their tiers and of the *engine*."""
+        self._transfers.placement.note_engine(session.namespace, engine.prefill)
+        tokens = self._catalog.tokens(keys[:ready])
+        ready = tokens.index(0) if 0 in tokens else ready  # one may be gone again
+        load_s, decode_s = np.zeros(ready), np.zeros(ready)
+        sources, sizes = found.sources[:ready], found.sizes[:ready]
+        for number in sorted(set(sources.tobytes())):
+            here, shelf = sources == number, self._sources[number]
+            decode_s[here] = shelf.decode_s(sizes[here])
+            load_s[here] = shelf.load_s(sizes[here]) - decode_s[here]
+        usual = max(tokens[:ready], default=0)
+        total = max(engine.prompt_tokens, sum(tokens[:ready]) + (len(keys) - ready) * usual)
+        question = PlanQuestion(
+            tokens[:ready], load_s.tolist(), decode_s.tolist(), len(keys), total
+        )
+        return plan_loads(question, engine.prefill)
+
     def _match(
-        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, lease: LeaseTerms | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        min_fidelity: Fidelity,
+        lease: LeaseTerms | None = None,
+        *,
+        again: bool = False,
     ) -> Found:
         in_use = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
-        return self._catalog.match(keys, min_fidelity, in_use, lease)
+        return self._catalog.match(keys, min_fidelity, in_use, lease, again=again)
 
     def _grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms | None) -> tuple[int, int]:
         """Lease what is still there of *keys*; return the lease's id and how many those are."""
@@ -111,7 +169,7 @@ class Finder:
             end = min(missing + count, len(keys))
             news, all_answered = self.ask_shared(keys[found.known : end], deadline)
             if news:
-                found = self._match(keys, min_fidelity)
+                found = self._match(keys, min_fidelity, again=True)
             if found.first_missing < end:
                 if all_answered:
                     self._absent.note(keys[found.first_missing])

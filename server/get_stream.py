@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
@@ -45,6 +47,21 @@ class GetStream:
         layered = LayeredGet(transfers, self.session, keys, self.deadline, self.least)
         for part in layered.parts():
             yield from self._pieces(part)
+
+    def ranges(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[pb.FrameRange]
+    ) -> Iterator[pb.GetResponse]:
+        """Yield *ranges* of the frames of *keys* as they lie, in order; one read for neighbours."""
+        for index, group in groupby(ranges, key=attrgetter("index")):
+            if index >= len(keys):
+                continue
+            with self.manager.gets.stored(keys[index], self.least, self.deadline) as found:
+                if found is None:
+                    continue
+                tier, frame = found
+                for one in group:
+                    data = frame[one.start : one.stop]
+                    yield from self._pieces(LayerPart(index, tier, len(frame), one.start, data))
 
     def frames(
         self, keys: Sequence[ChunkKey], reach: Collection[Reach] | None

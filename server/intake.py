@@ -18,7 +18,10 @@ from kvstore.proto.errors import (
     TierFullError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome
+from kvstore.server.knowledge import Origin
+from kvstore.server.policy.admission import Moment
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Room
 from kvstore.server.transfer import Transfers
@@ -40,6 +43,7 @@ class PutTicket:
     ticket_id: int
     session: Session
     reservation: Reservation
+    hints: Hints = NO_HINTS
 
 
 class Intake:
@@ -54,14 +58,12 @@ class Intake:
         transfers: Transfers,
         limit_per_session: int,
         headroom_percent: int,
-        write_through: bool,
         new_id: Callable[[], int],
     ) -> None:
         self._transfers = transfers
         self._catalog = transfers.catalog
         self._counters = transfers.counters
         self._limit = limit_per_session
-        self._write_through = write_through
         self._new_id = new_id
         cpu = transfers.cpu_tier
         wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
@@ -72,7 +74,9 @@ class Intake:
         # Guards the three fields above; held for dictionary operations only.
         self._lock = threading.Lock()
 
-    def begin(self, session: Session, info: ChunkInfo, deadline: float) -> PutTicket | PutResult:
+    def begin(
+        self, session: Session, info: ChunkInfo, deadline: float, hints: Hints = NO_HINTS
+    ) -> PutTicket | PutResult:
         """Reserve room for a frame, or say why there is nothing to write.
 
         Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
@@ -81,9 +85,10 @@ class Intake:
             raise ShuttingDownError("the server drains; no new puts")
         if not self._catalog.begin_put(info.key):
             self._counters.add("put_existing_chunks")
+            self._hint(info.key, hints)
             return PutResult(PutOutcome.exists)
         try:
-            room = Room(info, session.tenant, deadline, self._headroom_bytes)
+            room = Room(info, session.tenant, deadline, self._headroom_bytes, hints.category)
             reservation = self._transfers.reserve_for_put(room)
         except TierFullError as error:
             self._catalog.end_put(info.key)
@@ -92,7 +97,7 @@ class Intake:
         except KVStoreError:
             self._catalog.end_put(info.key)
             raise
-        ticket = PutTicket(self._new_id(), session, reservation)
+        ticket = PutTicket(self._new_id(), session, reservation, hints)
         try:
             self._own(ticket)
         except (QuotaExceededError, LeaseExpiredError):
@@ -100,14 +105,22 @@ class Intake:
             raise
         return ticket
 
+    def _hint(self, key: ChunkKey, hints: Hints) -> None:
+        if hints != NO_HINTS:
+            self._counters.add("ignored_pins", self._catalog.hint([key], hints))
+
     def begin_all(
-        self, session: Session, infos: Sequence[ChunkInfo], deadline: float
+        self,
+        session: Session,
+        infos: Sequence[ChunkInfo],
+        deadline: float,
+        hints: Hints = NO_HINTS,
     ) -> list[PutTicket | PutResult]:
         """Begin a batch; all of its room is given back when one of it is invalid."""
         begun: list[PutTicket | PutResult] = []
         try:
             for info in infos:
-                begun.append(self.begin(session, info, deadline))  # noqa: PERF401
+                begun.append(self.begin(session, info, deadline, hints))  # noqa: PERF401
         except KVStoreError:
             for result in begun:
                 if isinstance(result, PutTicket):
@@ -188,19 +201,23 @@ class Intake:
             raise
         sealed = self._transfers.cpu_tier.seal(ticket.reservation)
         if sealed:
-            self._catalog.note_sealed(self._transfers.cpu.name, header.info())
+            origin = Origin(ticket.session.tenant, ticket.hints)
+            self._catalog.note_sealed(self._transfers.cpu.name, header.info(), origin)
+            self._hint(info.key, ticket.hints)
         self._catalog.end_put(info.key)
         if not sealed:
             self._counters.add("put_existing_chunks")
             return PutResult(PutOutcome.exists)
         self._counters.add("put_stored_chunks")
         self._counters.add("put_bytes", info.size_bytes)
-        if self._write_through:
-            self._copy_through(info.key)
+        self._transfers.settle_quota(self._transfers.cpu, info.key)
+        self._copy_through(info.key)
         return PutResult(PutOutcome.stored)
 
     def _copy_through(self, key: ChunkKey) -> None:
         for shelf in self._transfers.lower_shelves():
+            if not self._transfers.placement.admits(shelf, key, Moment.stored):
+                continue
             if shelf.breaker.is_open or self._transfers.copy_down(key, shelf) is None:
                 self._counters.add("skipped_copies")
 

@@ -9,6 +9,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
+from kvstore.proto.hints import NO_HINTS
+from kvstore.proto.wire import hints_from_message
 from kvstore.server.checks import Checks
 from kvstore.server.intake import PutResult, PutTicket
 from kvstore.server.manager import TierManager
@@ -38,6 +40,7 @@ class LayeredPutStream:
         self._sessions = sessions
         self._checks = checks
         self._frames: list[_Incoming] = []
+        self._hints = NO_HINTS
 
     def run(self, messages: Iterator[pb.PutRequest]) -> list[PutResult]:
         """Store the frames; return what became of them in order.
@@ -52,6 +55,7 @@ class LayeredPutStream:
                     first = message
                     self._checks.durable(message.durable, is_possible=self._manager.can_be_durable)
                     deadline = self._checks.deadline(message.deadline_ms)
+                    self._hints = hints_from_message(message.hints)
                 if message.frame == len(self._frames):
                     self._begin(session, message, deadline)
                 else:
@@ -68,7 +72,7 @@ class LayeredPutStream:
         if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
             raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
         info = self._checks.header(session, header, message.frame_bytes)
-        begun = self._manager.puts.begin(session, info, deadline)
+        begun = self._manager.puts.begin(session, info, deadline, self._hints)
         if isinstance(begun, PutResult):
             self._frames.append(_Incoming(begun, None, header))
             return

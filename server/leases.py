@@ -55,6 +55,11 @@ class LeaseTable:
             )
         return lease
 
+    def keys_of(self, lease_id: int, session_id: int) -> list[ChunkKey]:
+        """Return the keys that a lease of the session names; none if there is no such lease."""
+        lease = self._leases.get(lease_id)
+        return list(lease.keys) if lease and lease.session_id == session_id else []
+
     def release(self, lease_id: int, session_id: int) -> bool:
         """Unpin what the lease holds. Return whether the session had such a lease."""
         lease = self._leases.get(lease_id)

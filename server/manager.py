@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
+    TierUnavailableError,
 )
+from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
 from kvstore.server.catalog import Holding, LeaseTerms
 from kvstore.server.delivery import Delivery
 from kvstore.server.finder import Finder
 from kvstore.server.intake import Intake, PutResult
+from kvstore.server.knowledge import Origin
 from kvstore.server.mover import Ticket
+from kvstore.server.placement import Placement
+from kvstore.server.policy.admission import WriteBack, WriteThrough
+from kvstore.server.policy.batch_plan import BatchPlan, plan_batch
+from kvstore.server.policy.radix import EXACT_MATCH
+from kvstore.server.prefetch import Prefetch
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
@@ -30,6 +40,8 @@ class ManagerLimits:
     load_headroom_percent: int = 5
     loose_bytes: int = 256 << 20
     write_through: bool = True
+    """What shelves do that have no admission of their own."""
+    prefetch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +73,27 @@ class TierManager:
             transfers,
             limits.max_reservations_per_session,
             limits.load_headroom_percent,
-            limits.write_through,
             new_id,
         )
-        self.gets = Delivery(transfers, limits.loose_bytes)
+        prefetch = Prefetch(transfers, limits.prefetch_bytes)
+        self.gets = Delivery(transfers, limits.loose_bytes, prefetch.was_read)
+        otherwise = WriteThrough() if limits.write_through else WriteBack()
+        transfers.placement = Placement(
+            list(transfers.shelves.values()),
+            self.catalog,
+            transfers.mover,
+            transfers.clock,
+            otherwise,
+        )
         self._mover = transfers.mover
         self._lease_ttl_ms = limits.lease_ttl_ms
         self._new_id = new_id
         lower = transfers.lower_shelves()
         self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
-        self._durable = [shelf for shelf in self._keepers if shelf.encoder.is_exact]
-        self._finder = Finder(transfers, limits.lease_ttl_ms)
+        self._durable = [
+            shelf for shelf in self._keepers if shelf.encoder.is_exact and not shelf.is_exclusive
+        ]
+        self._finder = Finder(transfers, limits.lease_ttl_ms, prefetch)
 
     @property
     def can_be_durable(self) -> bool:
@@ -158,12 +180,33 @@ class TierManager:
         *,
         lease: bool,
         min_fidelity: Fidelity = Fidelity.exact,
+        engine: EngineTerms | None = None,
     ) -> Match:
-        """Find the longest prefix of *keys* that can be read, and lease it if asked to."""
-        return self._finder.lookup(session, keys, deadline, lease=lease, min_fidelity=min_fidelity)
+        """Find the longest prefix of *keys* that can be read, and lease it if asked to.
 
-    def release(self, session: Session, lease_id: int) -> bool:
-        """End a lease. Return whether the session had it."""
+        With *engine* the answer has a plan.
+        """
+        return self._finder.lookup(
+            session, keys, deadline, lease=lease, min_fidelity=min_fidelity, engine=engine
+        )
+
+    def plan(
+        self, session: Session, chains: Sequence[Sequence[ChunkKey]], ttl_s: float
+    ) -> tuple[BatchPlan[ChunkKey], int]:
+        """Plan a batch of prompts, and keep its chunks for their uses for *ttl_s* at most.
+
+        Return the plan and how many chunks are here and kept.
+        """
+        batch = plan_batch(chains)
+        kept = self.catalog.announce(session.session_id, batch.uses, ttl_s) if ttl_s else 0
+        self.counters.add("announced_chunks", len(batch.uses) if ttl_s else 0)
+        return batch, kept
+
+    def release(self, session: Session, lease_id: int, hints: Hints = NO_HINTS) -> bool:
+        """End a lease, whose chunks *hints* are of. Return whether the session had it."""
+        if hints != NO_HINTS:
+            keys = self.catalog.leased(lease_id, session.session_id)
+            self.counters.add("ignored_pins", self.catalog.hint(keys, hints))
         return self.catalog.release(lease_id, session.session_id)
 
     def open_get(
@@ -240,7 +283,8 @@ class TierManager:
         count = 0
         for shelf in self._keepers:
             for info in shelf.tier.scan():
-                self.catalog.note_sealed(shelf.name, info)
+                origin = Origin(shelf.tier.tenant_of(info.key))
+                self.catalog.note_sealed(shelf.name, info, origin)
                 count += 1
         self._finder.learn_in_background()
         return count
@@ -259,6 +303,11 @@ class TierManager:
             for shelf in self.transfers.shelves.values()
         ]
 
+    def begin_session(self, session: Session) -> None:
+        """Take note of the model of a session that was opened."""
+        if any(group.kind in EXACT_MATCH for group in session.representation.layer_groups):
+            self.catalog.needs_checkpoints(session.namespace)
+
     def end_session(self, session: Session) -> None:
         """Release every lease and put of a session that ended."""
         self.catalog.release_session(session.session_id)
@@ -267,7 +316,19 @@ class TierManager:
     def tick(self) -> None:
         """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
+        self.counters.add("unkept_chunks", self.catalog.take_unkept())
+        self._drop_expired()
         self.gets.promote_due()
+        self.transfers.leave_doubles()
+
+    def _drop_expired(self) -> None:
+        """Free chunks whose time to live is up, but those that somebody reads."""
+        for key in self.catalog.expired_keys():
+            for name in self.catalog.holders(key):
+                if self.catalog.cast_out(name, key, even_if_held=False):
+                    self.counters.add("expired_chunks")
+                    with suppress(TierUnavailableError):  # a stray; it is swept later
+                        self.transfers.delete_from(self.transfers.shelves[name], key)
 
     def drain(self, deadline: float) -> bool:
         """Refuse new puts and copy what only memory holds to a tier that survives.

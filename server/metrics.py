@@ -9,6 +9,7 @@ COUNTERS: Mapping[str, str] = {
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for in lookups",
     "lookup_ready_chunks": "chunks that lookups found ready",
+    "lookup_ghost_chunks": "chunks that lookups asked for and that had been evicted",
     "unanswered_lookups": "lookups that a shared tier did not answer in time",
     "spared_questions": "lookups that did not ask a shared tier again what it just did not have",
     "get_chunks": "chunks delivered by gets",
@@ -23,8 +24,17 @@ COUNTERS: Mapping[str, str] = {
     "promoted_chunks": "chunks copied up into CPU memory",
     "copied_chunks": "chunks copied down to a lower tier",
     "skipped_copies": "copies to a lower tier not made, its lane being full or the tier set aside",
+    "prefetched_chunks": "chunks whose load began at a lookup, before a get asked for them",
+    "prefetch_used_chunks": "prefetched chunks that a get then delivered",
+    "left_copies": "copies dropped from an exclusive tier as their chunk came up to memory",
+    "announced_chunks": "chunks of batches that were announced to be kept",
+    "unkept_chunks": "announced chunks that were not kept, being more than the limit of pins",
+    "unworthy_copies": "victims not copied down, as no tier's admission wanted them",
     "failed_copies": "copies to a lower tier that failed",
     "evicted_chunks": "chunks evicted from a tier",
+    "evicted_for_quota_chunks": "chunks of those that went as their partition was over its quota",
+    "expired_chunks": "copies dropped as the time to live of their chunk was up",
+    "ignored_pins": "hints that asked to pin more than the limit of pins allows",
     "dropped_victims": "evicted chunks of which no tier kept a copy",
     "lossy_victims": "evicted exact chunks of which only lossy copies are left",
     "replaced_copies": "lossy copies that gave way to better ones",
@@ -32,6 +42,7 @@ COUNTERS: Mapping[str, str] = {
     "corrupt_chunks": "copies that failed verification and were quarantined",
     "unreadable_chunks": "shared copies that only a server with other codecs or tables can read",
     "lost_chunks": "copies that a tier no longer had",
+    "unusable_histories": "history files that were damaged, or of another version, and left alone",
     "dropped_rows": "rows of the disk's index that were unusable at the start",
     "expired_leases": "leases released because their time was up",
     "expired_sessions": "sessions closed because they fell silent",
@@ -63,8 +74,8 @@ class Counters:
             return dict(self._values)
 
 
-Gauge = tuple[str, str, str, float]
-"""Name, description, value of the ``tier`` label (empty for none), value."""
+Gauge = tuple[str, str, str | Mapping[str, str], float]
+"""Name, description, value of the ``tier`` label (empty for none) or all labels, value."""
 
 
 def start_metrics_server(
@@ -80,12 +91,12 @@ def start_metrics_server(
             for name, value in counters.snapshot().items():
                 yield CounterMetricFamily(f"kvstore_{name}", COUNTERS[name], value=value)
             families: dict[str, GaugeMetricFamily] = {}
-            for name, text, tier, level in gauges():
-                labels = ["tier"] if tier else []
+            for name, text, where, level in gauges():
+                labels = ({"tier": where} if where else {}) if isinstance(where, str) else where
                 family = families.setdefault(
-                    name, GaugeMetricFamily(f"kvstore_{name}", text, labels=labels)
+                    name, GaugeMetricFamily(f"kvstore_{name}", text, labels=list(labels))
                 )
-                family.add_metric([tier] if tier else [], level)
+                family.add_metric(list(labels.values()), level)
             yield from families.values()
 
     registry = CollectorRegistry()

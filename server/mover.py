@@ -173,6 +173,12 @@ class Mover:
                 lane: len(queue) + len(self._urgent[lane]) for lane, queue in self._queues.items()
             }
 
+    def fullness(self, lane: str) -> float:
+        """Return how full a lane is, from 0 to 1; 0 for one that does not exist."""
+        with self._changed:
+            waiting = len(self._queues.get(lane, ())) + len(self._urgent.get(lane, ()))
+            return min(1.0, waiting / self._limit)
+
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
         with self._changed:

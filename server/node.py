@@ -27,30 +27,32 @@ from kvstore.server.checks import Checks, ServiceLimits
 from kvstore.server.codec_config import is_auto
 from kvstore.server.config import ServerConfig
 from kvstore.server.dataplane import DataPlane, PlaneLimits
-from kvstore.server.gpu_config import GpuConfig
+from kvstore.server.gauges import gauges
+from kvstore.server.history_keeper import HistoryKeeper
 from kvstore.server.interceptors import ErrorInterceptor
 from kvstore.server.known_models import KnownModels
 from kvstore.server.leases import LeaseTable
 from kvstore.server.local_calls import LocalCalls
 from kvstore.server.manager import ManagerLimits, TierManager
-from kvstore.server.metrics import Counters, Gauge, start_metrics_server
+from kvstore.server.metrics import Counters, start_metrics_server
 from kvstore.server.mover import Mover
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.lru import LruEviction
+from kvstore.server.placement_config import write_rules
+from kvstore.server.policies import Policies
+from kvstore.server.policy.admission import make_admission
 from kvstore.server.service import Identity, KVStoreService
 from kvstore.server.sessions import SessionTable
 from kvstore.server.shelf import Shelf
 from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
+from kvstore.server.tier_start import open_tiers
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Tier
-from kvstore.tiers.cpu import CpuTier
 
 if TYPE_CHECKING:  # its file loads torch
     from kvstore.server.zmq_plane import ZmqPlane
-    from kvstore.tiers.gpu import GpuTier
 
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
 TICK_S = 0.25
+LEARN_PAUSE_S = 0.002
 MAX_STAGING_BYTES = 1 << 30
 MESSAGE_SLACK_BYTES = 1 << 20
 REQUESTS_PER_WORKER = 8
@@ -87,11 +89,12 @@ class Node:
             ASSETS.load_folder(config.assets)
         models = KnownModels()
         self.manager = build_manager(config, clock, self.counters, self._closers, models)
+        self._keeper = self._open_keeper()
         self.recovered_chunks = self.manager.recover()
         self.sessions = SessionTable(
             config.max_sessions, config.session_ttl_ms, tenant_salts(config), clock, os.urandom
         )
-        self.sessions.on_open.append(models.note)
+        self.sessions.on_open += [models.note, self.manager.begin_session]
         self.sessions.on_close.append(self.manager.end_session)
         workers = futures.ThreadPoolExecutor(config.workers, thread_name_prefix="rpc")
         # Not waited for: a call may still sleep out its deadline.
@@ -118,7 +121,18 @@ class Node:
         )
         self.http_port = self._open_metrics()
         self._stopping = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for name, work in (("ticker", self._tick), ("learner", self._learn))
+        ]
+
+    def _open_keeper(self) -> HistoryKeeper | None:
+        if "disk" not in self._config.tiers:
+            return None
+        folder, catalog = self._config.disk.path, self.manager.catalog
+        keeper = HistoryKeeper(catalog, folder, self.counters, self._clock, time.time)
+        keeper.load()
+        return keeper
 
     def _open_data_plane(self) -> DataPlane | None:
         path = self._config.socket_path_for(self.port)
@@ -170,7 +184,9 @@ class Node:
         if address is None:
             return None
         try:
-            stop, port = start_metrics_server(*address, self.counters, self._gauges)
+            stop, port = start_metrics_server(
+                *address, self.counters, lambda: gauges(self.manager, len(self.sessions))
+            )
         except OSError as error:
             raise InvalidRequestError(
                 "http", self._config.http, f"{error.strerror}; choose another address"
@@ -178,34 +194,12 @@ class Node:
         self._closers.append(stop)
         return port
 
-    def _gauges(self) -> list[Gauge]:
-        rows: list[Gauge] = [
-            ("sessions", "open sessions", "", len(self.sessions)),
-            ("leases", "live leases", "", self.manager.catalog.lease_count()),
-            ("known_chunks", "chunks in the index", "", len(self.manager.catalog)),
-        ]
-        for status in self.manager.shelf_statuses():
-            name, stats = status.name, status.stats
-            rows += [
-                ("tier_capacity_bytes", "size of the tier", name, stats.capacity_bytes),
-                ("tier_used_bytes", "bytes taken, slack included", name, stats.used_bytes),
-                ("tier_chunks", "chunks on the tier", name, stats.chunks),
-                ("tier_up", "0 while the tier is left alone", name, float(not status.reason)),
-                (
-                    "tier_load_bytes_per_second",
-                    "mean speed of loads",
-                    name,
-                    status.load_bytes_per_s,
-                ),
-                ("tier_codec", "number of the codec in frames", name, status.codec_id),
-            ]
-        return rows
-
     def start(self) -> None:
         """Begin to serve."""
         self._is_started = True
         self._grpc.start()
-        self._ticker.start()
+        for thread in self._threads:
+            thread.start()
         begin_choices(self.manager.transfers, self._config.codecs, os.urandom)
         self._set_health(serving=True)
 
@@ -231,6 +225,14 @@ class Node:
                 logger.error("a worker died; health fails until the restart")
                 self._set_health(serving=False)
 
+    def _learn(self) -> None:
+        """Tell the policies what happened, so that no request has to wait for that."""
+        while not self._stopping.is_set():
+            if self.manager.catalog.catch_up(TICK_S):
+                self._stopping.wait(LEARN_PAUSE_S)  # what comes together costs less
+            if self._keeper is not None:
+                self._keeper.save_if_due()
+
     def stop(self, grace_s: float) -> bool:
         """Drain, let running calls end, release everything. Return whether the drain was clean."""
         self._set_health(serving=False)
@@ -238,13 +240,16 @@ class Node:
         deadline = self._clock() + grace_s
         self.manager.drain(deadline)
         self._stopping.set()
-        if self._ticker.is_alive():
-            self._ticker.join()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
         self._grpc.stop(min(grace_s, 2.0)).wait()
         if self.data_plane is not None:
             self.data_plane.close()
         # Puts that had begun may have landed behind the first pass.
         clean = self.manager.drain(deadline)
+        if self._keeper is not None:
+            self._keeper.save()
         self._close()
         return clean
 
@@ -272,7 +277,9 @@ def build_manager(
     models: KnownModels,
 ) -> TierManager:
     """Open the configured tiers and put a manager over them; *closers* learns how to close."""
-    shelves = [_shelf(config, tier, clock, models) for tier in _open_tiers(config, closers)]
+    tiers = open_tiers(config, closers)
+    policies = Policies(config, {tier.name: tier.capacity_bytes for tier in tiers})
+    shelves = [_shelf(config, tier, policies, clock, models) for tier in tiers]
     counters.add("dropped_rows", sum(shelf.tier.dropped_rows for shelf in shelves))
     lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}
     lanes[LANE] = 1
@@ -283,9 +290,8 @@ def build_manager(
         if shelf.tier.shared:
             lanes[f"ask-{shelf.name}"] = 1
     leases = LeaseTable(config.max_leases_per_session, _new_id)
-    policies: dict[str, EvictionPolicy] = {shelf.name: shelf.policy for shelf in shelves}
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
-    catalog = Catalog(policies, leases, pin_limit_bytes, clock)
+    catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.knowledge)
     mover = Mover(lanes, config.mover_queue, clock)
     closers.append(mover.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
@@ -295,64 +301,14 @@ def build_manager(
         max_reservations_per_session=config.max_reservations_per_session,
         load_headroom_percent=config.load_headroom_percent,
         loose_bytes=config.max_frame_bytes,
-        write_through=config.disk_write == "through",
+        prefetch_bytes=config.prefetch_bytes,
     )
     return TierManager(transfers, limits, _new_id)
 
 
-def _open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> list[Tier]:
-    tiers: list[Tier] = []
-    register = None
-    if "gpu" in config.tiers:
-        gpu = open_gpu_tier(config.gpu)
-        tiers.append(gpu)
-        closers.append(gpu.close)
-        register = gpu.device.register
-    tiers.append(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
-    closers.append(tiers[-1].close)
-    if "disk" in config.tiers:
-        tiers.append(_open_disk_tier(config))
-        closers.append(tiers[-1].close)
-    if "redis" in config.tiers:
-        from kvstore.tiers.redis import RedisTier
-
-        url = config.redis_url or ""
-        timeout_ms, connections = config.redis_timeout_ms, config.redis_connections
-        tiers.append(
-            RedisTier(url, config.redis_size, timeout_ms=timeout_ms, connections=connections)
-        )
-        closers.append(tiers[-1].close)
-    return tiers
-
-
-def _open_disk_tier(config: ServerConfig) -> Tier:
-    from kvstore.tiers.disk import DiskTier
-    from kvstore.tiers.disk_set import DiskShare
-    from kvstore.tiers.disk_start import DiskOptions
-
-    options = DiskOptions(
-        tuple(DiskShare(folder.path, folder.capacity_bytes) for folder in config.disk.others),
-        is_direct=config.disk_direct,
-        largest_frame_bytes=config.max_frame_bytes,
-    )
-    return DiskTier(config.disk.path, config.disk.capacity_bytes, options=options)
-
-
-def open_gpu_tier(config: GpuConfig) -> GpuTier:
-    """Return the gpu tier on its CUDA device. Raises TierUnavailableError with the fix."""
-    try:
-        import torch
-
-        from kvstore.tiers.device import open_device
-        from kvstore.tiers.gpu import GpuTier
-    except ImportError as error:
-        raise TierUnavailableError(
-            "gpu", f"needs torch and cupy ({error}): install kvstore[gpu], or start without gpu"
-        ) from None
-    return GpuTier(config.capacity_bytes, open_device(torch.device("cuda", config.device)))
-
-
-def _shelf(config: ServerConfig, tier: Tier, clock: Clock, models: KnownModels) -> Shelf:
+def _shelf(
+    config: ServerConfig, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
+) -> Shelf:
     breaker = Breaker(config.breaker_failures, config.breaker_retry_ms, clock)
     name = config.codecs[tier.name]
     is_open = is_auto(name)  # until it is measured
@@ -360,7 +316,13 @@ def _shelf(config: ServerConfig, tier: Tier, clock: Clock, models: KnownModels) 
     others = config.tenant_codecs.of_tier(tier.name) if config.tenant_codecs else {}
     by_tenant = {tenant: NamedCodec.of(other) for tenant, other in others.items()}
     encoder = TierCodec(codec, by_tenant, models.terms_of)
-    return Shelf(tier, codec.codec, LruEviction(), breaker, clock, encoder)
+    policy = policies.by_tier[tier.name]
+    rule = write_rules(config.disk_write, config.redis_write).get(tier.name)
+    return Shelf(
+        tier, codec.codec, policy, breaker, clock, encoder,
+        make_admission(rule) if rule else None,
+        is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
+    )  # fmt: skip
 
 
 def _bind(config: ServerConfig, workers: futures.ThreadPoolExecutor) -> tuple[grpc.Server, int]:

@@ -10,7 +10,9 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import parse_header
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
+from kvstore.proto.wire import hints_from_message
 from kvstore.server.checks import Checks
 from kvstore.server.intake import PutResult, PutTicket
 from kvstore.server.manager import TierManager
@@ -42,6 +44,7 @@ class PutStream:
         self._durable = False
         self._deadline_ms = 0
         self._deadline = 0.0
+        self._hints = NO_HINTS
 
     def run(self, messages: Iterator[pb.PutRequest]) -> list[PutResult]:
         """Store each frame; return what became of them in order.
@@ -55,14 +58,18 @@ class PutStream:
                 session = self._sessions.get(message.session_id)
                 if not is_open:
                     is_open = True
-                    self.open(durable=message.durable, deadline_ms=message.deadline_ms)
+                    self.open(
+                        durable=message.durable,
+                        deadline_ms=message.deadline_ms,
+                        hints=hints_from_message(message.hints),
+                    )
                 self.take(session, message.frame_bytes, as_bytes(message.data))
             return self.finish()
 
-    def open(self, *, durable: bool, deadline_ms: int) -> None:
+    def open(self, *, durable: bool, deadline_ms: int, hints: Hints = NO_HINTS) -> None:
         """Begin. Raises InvalidRequestError for what this server cannot promise."""
         self._checks.durable(durable, is_possible=self._manager.can_be_durable)
-        self._durable, self._deadline_ms = durable, deadline_ms
+        self._durable, self._deadline_ms, self._hints = durable, deadline_ms, hints
         self._deadline = self._checks.deadline(deadline_ms)
 
     @property
@@ -114,7 +121,7 @@ class PutStream:
         self._checks.batch("frames", len(self._keys) + 1)
         header = parse_header(data)
         info = self._checks.header(session, header, frame_bytes)
-        begun = self._manager.puts.begin(session, info, self._deadline)
+        begun = self._manager.puts.begin(session, info, self._deadline, self._hints)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)

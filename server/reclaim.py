@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from kvstore.proto.errors import (
@@ -17,9 +18,11 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.server.catalog import Catalog
+from kvstore.server.catalog import Catalog, Wanted
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
+from kvstore.server.placement import Placement
+from kvstore.server.policy.admission import Moment
 from kvstore.server.shelf import Room, Shelf
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
@@ -61,6 +64,7 @@ class Reclaim(ABC):
         self.mover = mover
         self.counters = counters
         self.clock = clock
+        self.placement = Placement(shelves, catalog, mover, clock)
 
     def reserve(self, shelf: Shelf, room: Room) -> Reservation:
         """Reserve on *shelf*, evicting what is in the way.
@@ -76,6 +80,8 @@ class Reclaim(ABC):
             )
         need = tier.allocated_bytes(size)
         limit = tier.capacity_bytes - room.headroom_bytes
+        partition = self.catalog.partition(room.info.key, room.tenant, room.category)
+        self._free_own(shelf, Wanted(partition, is_own=True), room)
         for attempt in range(MAX_RECLAIM_ROUNDS):
             missing = tier.stats().used_bytes + need - limit
             if is_scattered := missing <= 0:
@@ -86,16 +92,45 @@ class Reclaim(ABC):
                 except TierUnavailableError as error:
                     shelf.breaker.fail(str(error))
                     raise
-            claimed = self._claim(shelf, missing, room if is_scattered else None, attempt)
+            around = room if is_scattered else None
+            claimed = self._claim(shelf, missing, around, attempt, Wanted(partition))
             self._evict(shelf, claimed, missing, room.deadline)
         raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
 
+    def _free_own(self, shelf: Shelf, own: Wanted, room: Room) -> None:
+        """Evict of a partition what it would be over its quota. Raises TierFullError."""
+        size, catalog = room.info.size_bytes, self.catalog
+        for _ in range(MAX_RECLAIM_ROUNDS):
+            owed = catalog.owed_bytes(shelf.name, own.partition, size)
+            if not owed:
+                return
+            victims = catalog.claim_victims(shelf.name, owed, VICTIMS_PER_ROUND, wanted=own)
+            self._evict(shelf, victims, owed, room.deadline)
+            self.counters.add("evicted_for_quota_chunks", len(victims))
+        raise TierFullError(shelf.name, size, 0)
+
+    def settle_quota(self, shelf: Shelf, key: ChunkKey) -> None:
+        """Evict what the partition of a chunk that came is over its quota, as far as may go.
+
+        Room is reserved for many chunks at once, before any of them counts.
+        """
+        partition = self.catalog.partition(key, "", "")
+        owed = self.catalog.owed_bytes(shelf.name, partition, 0)
+        if owed:
+            own = Wanted(partition, is_own=True)
+            victims = self.catalog.claim_victims(shelf.name, owed, VICTIMS_PER_ROUND, wanted=own)
+            if victims:
+                with suppress(TierFullError):  # their demotions go on
+                    self._evict(shelf, victims, owed, self.clock())
+                    self.counters.add("evicted_for_quota_chunks", len(victims))
+
     def _claim(
-        self, shelf: Shelf, need_bytes: int, room: Room | None, attempt: int
+        self, shelf: Shelf, need_bytes: int, room: Room | None, attempt: int, wanted: Wanted
     ) -> list[ChunkKey]:
         """Claim a round of victims; for *room* that is free but scattered, ones side by side."""
         claim, tier = self.catalog.claim_victims, shelf.tier
-        victims = self._enough(shelf, claim(shelf.name, need_bytes, VICTIMS_PER_ROUND), need_bytes)
+        victims = claim(shelf.name, need_bytes, VICTIMS_PER_ROUND, wanted=wanted)
+        victims = self._enough(shelf, victims, need_bytes)
         if victims and room is not None:
             near = tier.in_the_way(victims[0], room.info.size_bytes, room.tenant)
             if near:
@@ -149,6 +184,7 @@ class Reclaim(ABC):
     def _demote(self, shelf: Shelf, key: ChunkKey) -> Ticket | None:
         """Queue a copy to a lower shelf that is in use, unless one has the chunk.
 
+        The nearest whose admission wants it gets it.
         What is exact goes to the nearest that keeps it so, if there is one, and a lossy copy
         further down does not count.
         """
@@ -164,7 +200,11 @@ class Reclaim(ABC):
             return None
         if targets[0] is self.cpu:
             return self._bring_down(key, shelf)
-        return self.copy_down(key, targets[0], urgent=True)
+        for target in targets:
+            if self.placement.admits(target, key, Moment.leaving):
+                return self.copy_down(key, target, urgent=True)
+        self.counters.add("unworthy_copies")
+        return None
 
     def _give_up(self, shelf: Shelf, key: ChunkKey, ticket: Ticket | None, deadline: float) -> None:
         if ticket is not None:
@@ -177,6 +217,8 @@ class Reclaim(ABC):
         holders, exact = (self.catalog.holders(key, f) for f in (Fidelity.none, Fidelity.exact))
         if shelf.name not in holders:
             return
+        if shelf not in (self.cpu, self.gpu):
+            self.catalog.gave_up(key)
         if self.catalog.cast_out(shelf.name, key, even_if_held=False):
             self._discard(shelf, key)
             self.counters.add("evicted_chunks")

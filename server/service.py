@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import kvstore_pb2_grpc, wire
+from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
@@ -21,6 +21,7 @@ from kvstore.server.intake import PutResult, PutTicket
 from kvstore.server.layered_put import LayeredPutStream
 from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
+from kvstore.server.request_log import RequestLog, check_local
 from kvstore.server.sessions import SessionTable
 
 LIST_PAGE_CHUNKS = 256
@@ -61,6 +62,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         self._checks = checks
         self._identity = identity
         self._clock = checks.clock
+        self._log = RequestLog(checks.clock)
         features = wire.FEATURE_SHARED_MEMORY if data_plane is not None else 0
         features |= wire.FEATURE_DURABLE_PUT if manager.can_be_durable else 0
         self._stamp = pb.Server(boot_id=identity.boot_id, features=features)
@@ -121,9 +123,11 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             self._checks.deadline(request.deadline_ms),
             lease=request.lease,
             min_fidelity=fidelity(request.min_fidelity),
+            engine=plan_wire.engine_from_message(request),
         )
+        self._log.note(keys, match.ready, request.prefill.tokens)
         wants_places = request.places and match.lease_id and self._data_plane is not None
-        return pb.LookupResponse(
+        reply = pb.LookupResponse(
             server=self._stamp,
             ready=match.ready,
             pending=match.pending,
@@ -133,7 +137,25 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             lease_id=match.lease_id,
             lease_ttl_ms=match.lease_ttl_ms,
             places=self._leased_places(keys, match.sources) if wants_places else b"",
-            server_us=int(1e6 * (self._clock() - started)),
+        )
+        plan_wire.add_plan(reply, match.plan)
+        reply.server_us = int(1e6 * (self._clock() - started))
+        return reply
+
+    @override
+    def Plan(self, request: pb.PlanRequest, context: grpc.ServicerContext) -> pb.PlanResponse:
+        session = self._sessions.get(request.session_id)
+        ttl_ms = self._checks.plan_ttl_ms(request.ttl_ms)
+        self._checks.batch("lengths", len(request.lengths))
+        keys = self._checks.keys(session, request.chains)
+        chains = plan_wire.chains_of(keys, request.lengths)
+        plan, kept = self._manager.plan(session, chains, ttl_ms / 1000)
+        return pb.PlanResponse(
+            server=self._stamp,
+            order=plan.order,
+            uses=plan_wire.pack_uses([plan.uses[key] for key in keys]),
+            kept=kept,
+            peak_chunks=plan.peak_chunks,
         )
 
     @override
@@ -147,13 +169,15 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         if request.via not in REACH:
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._data_plane is not None else None
+        self._checks.ranges(request.ranges, len(keys))
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
         stream = GetStream(self._manager, session, self._stamp, lease_id, deadline, least)
-        messages = (
-            stream.layers(keys[:known])
-            if request.layer_major
-            else stream.frames(keys[:known], reach)
-        )
+        if request.ranges:
+            messages = stream.ranges(keys[:known], request.ranges)
+        elif request.layer_major:
+            messages = stream.layers(keys[:known])
+        else:
+            messages = stream.frames(keys[:known], reach)
         release = not request.lease_id
         told = False
         try:
@@ -179,7 +203,8 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     ) -> pb.ReleaseResponse:
         session = self._sessions.get(request.session_id)
         self._checks.batch("lease_ids", len(request.lease_ids))
-        released = sum(self._manager.release(session, lease) for lease in request.lease_ids)
+        hints = wire.hints_from_message(request.hints)
+        released = sum(self._manager.release(session, lease, hints) for lease in request.lease_ids)
         return pb.ReleaseResponse(server=self._stamp, released=released)
 
     # --- writing
@@ -202,7 +227,8 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         self._checks.durable(request.durable, is_possible=self._manager.can_be_durable)
         infos = self._checks.reserved_infos(session, request)
         deadline = self._checks.deadline(request.deadline_ms)
-        begun = self._manager.puts.begin_all(session, infos, deadline)
+        hints = wire.hints_from_message(request.hints)
+        begun = self._manager.puts.begin_all(session, infos, deadline, hints)
         tickets = [r.ticket_id if isinstance(r, PutTicket) else 0 for r in begun]
         answers = [PutResult(PutOutcome.stored) if isinstance(r, PutTicket) else r for r in begun]
         if request.durable:
@@ -310,15 +336,40 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             version=self._identity.version,
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
-            tiers=[tier_status(status) for status in self._manager.shelf_statuses()],
+            tiers=self._tier_statuses(),
+            ghosts=self._manager.catalog.ghost_count(),
             sessions=len(self._sessions),
             leases=self._manager.catalog.lease_count(),
             counters=self._manager.counters.snapshot(),
             socket_path=str(self._data_plane.path) if self._data_plane else "",
         )
 
+    def _tier_statuses(self) -> list[pb.TierStatus]:
+        messages = [tier_status(status) for status in self._manager.shelf_statuses()]
+        for message in messages:
+            self._manager.catalog.policy_report(message.name).fill(message)
+        return messages
+
     @override
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
         self._sessions.drain()
         clean = self._manager.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
+
+    @override
+    def Trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceResponse:
+        check_local(context.peer())
+        page = self._log.read(request.recording, request.after)
+        records = [
+            pb.TraceRecord(
+                at_us=int(1e6 * one.at_s), chunks=one.names, ready=one.ready, tokens=one.tokens
+            )
+            for one in page.lookups
+        ]
+        return pb.TraceResponse(
+            server=self._stamp,
+            recording=page.recording,
+            records=records,
+            last=page.last,
+            lost=page.lost,
+        )

@@ -20,6 +20,7 @@ from kvstore.proto.frame import FrameHeader, check_frame, header_bytes
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.breaker import Breaker
+from kvstore.server.policy.admission import TierAdmission
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.tier_codec import NamedCodec, TierCodec
 from kvstore.tiers.base import DEFAULT_TENANT, Tier
@@ -57,6 +58,7 @@ class Room:
     tenant: str
     deadline: float
     headroom_bytes: int = 0
+    category: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,12 @@ class Shelf:
     clock: Callable[[], float]
     encoder: TierCodec = None  # type: ignore[assignment] # filled in at birth
     """What encodes frames for it; without one, *codec* does."""
+    admission: TierAdmission | None = None
+    """Which copies it is given; None for what the manager's limits say."""
+    is_exclusive: bool = False
+    """Whether a copy goes once its chunk has come up to memory."""
+    decode_bytes_per_s: float = 0.0
+    """Mean speed of decoding its frames for CPU memory; 0 before the first, and for raw ones."""
     rate: Rate = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +113,22 @@ class Shelf:
             )
         self.rate.observe(len(out), self.clock() - started)
         return header
+
+    def note_decode(self, size_bytes: int, seconds: float) -> None:
+        """Take note of a frame of so many stored bytes that was decoded."""
+        if seconds > 0:
+            before = self.decode_bytes_per_s or size_bytes / seconds
+            self.decode_bytes_per_s = before + _EWMA_WEIGHT * (size_bytes / seconds - before)
+
+    def decode_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Estimated seconds to decode each of *sizes* stored bytes."""
+        if not self.decode_bytes_per_s:
+            return np.zeros(len(sizes))
+        return sizes / self.decode_bytes_per_s
+
+    def load_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Estimated seconds until each of *sizes* stored bytes is in memory, decoded."""
+        return self.rate.round_trip_s + sizes / self.rate.bytes_per_s + self.decode_s(sizes)
 
     def guarded(self, work: Callable[[], bool]) -> bool:
         """Run *work* on the medium and let the breaker know how it went."""

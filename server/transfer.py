@@ -6,6 +6,7 @@ gives way to a better one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,6 +34,9 @@ from kvstore.server.reclaim import Reclaim
 from kvstore.server.shelf import Room, Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
 
+MAX_DOUBLES = 4096
+"""Copies on exclusive shelves that wait to be dropped; of more the oldest stay."""
+
 
 class Transfers(Reclaim):
     """Moves chunks between shelves.
@@ -52,6 +56,7 @@ class Transfers(Reclaim):
     ) -> None:
         super().__init__(shelves, catalog, mover, counters, clock)
         self._move_timeout_s = move_timeout_ms / 1000
+        self._doubles: deque[tuple[ChunkKey, Shelf]] = deque(maxlen=MAX_DOUBLES)
 
     # --- moves
 
@@ -82,8 +87,27 @@ class Transfers(Reclaim):
 
     def load(self, key: ChunkKey, source: Shelf, tenant: str) -> Ticket | None:
         """Queue a copy of *key* from another shelf to CPU memory; None when its lane is full."""
-        work = partial(self._promote, key, source, tenant)
+        work = partial(self._raise_up, key, source, tenant)
         return self.mover.submit(f"load-{source.name}", key, work)
+
+    def _raise_up(self, key: ChunkKey, source: Shelf, tenant: str) -> bool:
+        is_here = self._promote(key, source, tenant)
+        if is_here and source.is_exclusive:
+            self._doubles.append((key, source))
+        return is_here
+
+    def leave_doubles(self) -> None:
+        """Drop from exclusive shelves what came up to CPU memory and nobody reads any more.
+
+        Called at every tick; what is read still is tried again at the next.
+        """
+        for _ in range(len(self._doubles)):
+            key, source = self._doubles.popleft()
+            if self.catalog.leave(source.name, key, self.cpu.name):
+                self.counters.add("left_copies")
+                self.delete_from(source, key)
+            elif {self.cpu.name, source.name} <= set(self.catalog.holders(key)):
+                self._doubles.append((key, source))
 
     def _copy(self, key: ChunkKey, target: Shelf, tenant: str | None = None) -> bool:
         """Copy *key* to *target*, for *tenant* or whose it is.
@@ -169,12 +193,15 @@ class Transfers(Reclaim):
             sealing = True
             return target.tier.seal(reservation)
 
+        started = self.clock()
         try:
             return target.guarded(work)
         except KVStoreError:
             if not sealing:  # a seal that fails has freed the room itself
                 target.tier.abort(reservation)
             raise
+        finally:
+            self.placement.wrote(target.name, self.clock() - started)
 
     def _best_frame(self, key: ChunkKey, copies: dict[str, ChunkInfo]) -> Bytes | None:
         """Return the verified frame of the best and nearest copy that proves right."""
@@ -232,10 +259,12 @@ class Transfers(Reclaim):
         scratch = np.empty(stored.size_bytes, np.uint8)
         if not self._read(stored, source, scratch):
             return False
+        started = self.clock()
         try:
             transcode(scratch, self.cpu.codec, out)
             # Verified as it was read; checked again as it will be served.
             verify(out, stored.key)
+            source.note_decode(stored.size_bytes, self.clock() - started)
         except UnknownCodecError as error:
             self._turn_away(source, stored.key)
             raise ChunkCorruptError(stored.key, str(error)) from None

@@ -14,6 +14,7 @@ from kvstore.tiers.redis_url import parse_redis_url
 
 KIB, MIB, GIB, TIB = (1 << 10 * power for power in (1, 2, 3, 4))
 MIN_TIER_BYTES = 4 * MIB
+MAX_SLAB_BYTES = 256 * MIB
 MAX_SIZE_BYTES = 1 << 50
 SOCKET_PATH_BYTES = 107
 """What a Unix socket's address holds."""
@@ -52,6 +53,19 @@ def parse_endpoint(value: str) -> tuple[str, int]:
     if int(port) > 65535:
         raise ValueError("a port is at most 65535")
     return host, int(port)
+
+
+def slab_bytes(cpu_bytes: int) -> int:
+    """Return a size of slabs for a cpu tier: near a power of two near a sixteenth of it, a 32nd
+    more, and what is left over.
+
+    Few slabs to pass, room for a frame; the odd 32nd because a frame is a power of two and its
+    header, of which a slab of a power of two would hold one less than it could.
+    """
+    near = 1 << (cpu_bytes // 16).bit_length() - 1
+    near = max(MIN_TIER_BYTES, min(near, MAX_SLAB_BYTES))
+    slabs = max(1, cpu_bytes // (near + near // 32))
+    return cpu_bytes // slabs // (4 * KIB) * (4 * KIB)
 
 
 def is_loopback(host: str) -> bool:

@@ -17,6 +17,9 @@ from server_process import ServerProcess
 
 from kvstore.codecs.background import make_at_once
 
+collect_ignore = ["real_vllm", "real_sglang"]
+"""What needs an environment of its own: ``make test-vllm``, ``make test-sglang``."""
+
 ServerMaker = Callable[..., LocalServer]
 ProcessMaker = Callable[..., ServerProcess]
 

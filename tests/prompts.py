@@ -14,6 +14,7 @@ from kvstore.codecs.base import ChunkTensors, Part, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome, Representation
 
@@ -98,15 +99,15 @@ def other_revision(representation: Representation) -> Representation:
     return replace(representation, model_revision="f" * 40)
 
 
-def outcomes(client: Client, chunks: list[Chunk]) -> list[PutOutcome]:
+def outcomes(client: Client, chunks: list[Chunk], hints: Hints = NO_HINTS) -> list[PutOutcome]:
     """Put chunks and return what became of each."""
-    return [put.outcome for put in client.put(chunks)]
+    return [put.outcome for put in client.put(chunks, hints=hints)]
 
 
-def store(client: Client, seed: int, count: int) -> list[ChunkKey]:
+def store(client: Client, seed: int, count: int, hints: Hints = NO_HINTS) -> list[ChunkKey]:
     """Put a prompt of *count* chunks, all of which must be stored; return its keys."""
     keys = keys_of(client, seed, count)
-    assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.stored] * count
+    assert outcomes(client, chunks_of(client, keys), hints) == [PutOutcome.stored] * count
     return keys
 
 

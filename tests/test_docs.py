@@ -38,10 +38,22 @@ PAGES = sorted(
 DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
+    "--address": "kvstore trace",
+    "--block-tokens": "kvstore simulate",
+    "--capacity": "kvstore simulate",
+    "--chunk-bytes": "kvstore trace replay",
     "--curves": "bench.codecs",
+    "--from": "kvstore simulate",
+    "--disable-hybrid-kv-cache-manager": "vLLM",
     "--json": "kvstore status, kvstore demo and the benchmarks",
-    "--plot": "bench.codecs, bench.peers and bench.scaling",
+    "--kv-bytes-per-token": "kvstore simulate",
+    "--model": "kvstore simulate, vLLM",
+    "--kv-transfer-config": "vLLM",
+    "--plot": "kvstore simulate, bench.codecs, bench.peers and bench.scaling",
+    "--seconds": "kvstore trace record",
     "--venvs": "bench.codecs and bench.peers",
+    "--enable-hierarchical-cache", "--hicache-storage-backend",
+    "--hicache-storage-backend-extra-config", "--page-size",
 }
 """Flags in the documentation that are not kvstore-server's."""
 

@@ -17,8 +17,8 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
 from kvstore.client.prefill import PrefillModel, chunks_worth_loading
 from kvstore.client.tensors import LayerTensors
-from kvstore.proto.keys import chunk_spans, content_digest, tokens_le32
-from kvstore.proto.types import Match, PutOutcome
+from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
+from kvstore.proto.types import ChainDigest, ChunkKey, Match, PutOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -161,21 +161,14 @@ class Connector:
 
         Never raises. *from_token* is how many tokens the store is known to hold already.
         """
-        outcomes: list[PutOutcome] = []
-        outcomes = self._guarded(
-            lambda: self._store(tokens, source, from_token, extra), outcomes, self._store_errors
-        )
-        with self._lock:
-            for outcome in outcomes:
-                self._counts[outcome.name] += 1
-        return outcomes.count(PutOutcome.stored)
+        return self.write(lambda: self._chunks(tokens, source, from_token, extra))
 
-    def _store(
+    def _chunks(
         self, tokens: Sequence[int], source: Source, from_token: int, extra: Sequence[bytes]
-    ) -> list[PutOutcome]:
+    ) -> list[Chunk]:
         keys = self.client.keys(tokens, extra)
         named = zip(self._spans(len(tokens)), keys, parents(keys), strict=True)
-        chunks = [
+        return [
             Chunk(
                 key,
                 source((start, stop)),
@@ -187,6 +180,37 @@ class Connector:
             for (start, stop), key, parent in named
             if stop > from_token
         ]
+
+    # --- for engines that ask, load and store at different moments, under names they keep
+
+    def ask(self, work: Callable[[], T], otherwise: T) -> T:
+        """Run *work*, which asks the store something. Never raises.
+
+        When it fails the error is counted among those of loads, and *otherwise* returned.
+        """
+        return self._guarded(work, otherwise, self._load_errors)
+
+    def read(self, digests: Sequence[ChainDigest], out: Sequence[LayerTensors]) -> int:
+        """Read the longest prefix of *digests* into *out*; return how many chunks. Never raises."""
+        count = self.ask(lambda: len(self.client.get(self._keys(digests), out)), 0)
+        with self._lock:
+            self._counts["lost_chunks"] += len(digests) - count
+        return count
+
+    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
+        space = self.client.namespace
+        return [chunk_key(space, digest) for digest in digests]
+
+    def write(self, chunks: Callable[[], Sequence[Chunk]]) -> int:
+        """Put what *chunks* returns; return how many were new. Never raises."""
+        outcomes: list[PutOutcome] = []
+        outcomes = self._guarded(lambda: self._put(chunks()), outcomes, self._store_errors)
+        with self._lock:
+            for outcome in outcomes:
+                self._counts[outcome.name] += 1
+        return outcomes.count(PutOutcome.stored)
+
+    def _put(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
         return [put.outcome for put in self.client.put(chunks, durable=self._durable)]
 
     def _spans(self, token_count: int) -> list[Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.server.policy.radix import Rows
 
@@ -42,6 +42,11 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def remove(self, row: int) -> None:
         """Forget a chunk. Unknown rows are ignored."""
+
+    def remove_all(self, rows: Sequence[int]) -> None:
+        """Forget chunks, in this order. The same as one ``remove`` after the other."""
+        for row in rows:
+            self.remove(row)
 
     @abstractmethod
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:

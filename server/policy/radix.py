@@ -7,7 +7,8 @@ longest cached prefix of a key chain is its longest run of known keys.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +23,31 @@ from kvstore.proto.types import (
     ChunkKey,
     Fidelity,
     KVLayout,
+    LayerKind,
     Namespace,
 )
+from kvstore.server.policy.ghosts import GhostList
 
 Rows = NDArray[np.intp]
 
 MAX_TIERS = 8
 """A chunk's tiers are the bits of one byte."""
 
+GHOSTS_A_CHUNK = 2
+"""Of so many times the chunks that have copies the ghosts are kept, though it be over the limit."""
+
+MAX_CHECKPOINT_SPACES = 4096
+"""Namespaces of models with state that are told apart; one more, and the oldest is forgotten."""
+
+MAX_DEPTH = 1 << 14
+"""Chunks before one that are counted."""
+
 _LAYOUTS_KEPT = 1024
+_FORGOTTEN_AT_ONCE = 16
+"""Ghosts that are forgotten together: told of together, and never for a long time."""
+
+EXACT_MATCH = (LayerKind.state, LayerKind.window)
+"""Kinds of layers whose memory of a prefix is of use at its very end only."""
 
 
 class _Copies:
@@ -50,12 +67,25 @@ class _Copies:
 class RadixIndex:
     """Chunks by key, each in a row of columns. Not thread-safe: the catalog's lock guards it.
 
-    A row belongs to a chunk while any tier has a copy of it or a known chunk continues it; the
-    parent of a known chunk therefore always has a row. Columns and not objects, because a
-    million chunks are a few million objects that the collector of garbage would go through.
+    A row belongs to a chunk while any tier has a copy of it, while it is a ghost, or while a
+    chunk with a copy continues it; the parent of such a chunk therefore always has a row. When
+    its last copy goes a chunk becomes a ghost, the oldest of which are forgotten when there are
+    more than *ghost_limit* and GHOSTS_A_CHUNK for each chunk with a copy; 0: there are none.
+    *on_forget* is called with the rows of ghosts before they can be other chunks'. Columns and
+    not objects, because a million chunks are a few million objects that the collector of garbage
+    would go through.
+
+    In a namespace of a model with state or window layers (``needs_checkpoints``) a prefix can
+    be continued only where the state was kept, so it ends at a chunk that has those components
+    (Marconi, MLSys 2025, section 3: exact match of recurrent states).
     """
 
-    def __init__(self, tiers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        ghost_limit: int = 0,
+        on_forget: Callable[[Rows], None] = lambda rows: None,
+    ) -> None:
         if len(tiers) > MAX_TIERS:
             raise InvalidRequestError("tiers", len(tiers), f"at most {MAX_TIERS}")
         self.tiers = tuple(tiers)
@@ -69,9 +99,15 @@ class RadixIndex:
         self._hits = array("I")
         self._layouts: list[KVLayout | None] = []
         self._known_layouts: dict[KVLayout, KVLayout] = {}
+        self._checkpoints = array("B")
+        """1 for chunks that have the state of their end."""
         self._copies = [_Copies() for _ in tiers]
         self._count = 0
-        self._extend()
+        self._ghosts = GhostList()
+        self._ghost_limit = ghost_limit
+        self._on_forget = on_forget
+        self._checkpoint_spaces: dict[bytes, None] = {}
+        self._extend(first=True)
 
     # --- changes
 
@@ -94,11 +130,13 @@ class RadixIndex:
             self._extend()
         return row
 
-    def _extend(self) -> None:
+    def _extend(self, *, first: bool = False) -> None:
         """Make every column longer; row 0 is nobody's."""
         count = spare_rows(len(self._holders))
-        for column in (self._holders, self._parents, self._uses, self._flops, self._hits):
+        columns = (self._parents, self._uses, self._hits, self._flops)
+        for column in (self._holders, self._checkpoints, *columns):
             column.frombytes(bytes(count * column.itemsize))
+        self._ghosts.extend(count - first)
         self._layouts += [None] * count
         for copies in self._copies:
             copies.extend(count)
@@ -106,7 +144,10 @@ class RadixIndex:
     def _describe(self, row: int, info: ChunkInfo) -> None:
         """Keep what is the same in all copies."""
         self._count += 1
-        self._uses[row] += 1
+        if row in self._ghosts:  # which held the row until now
+            self._ghosts.remove(row)
+        else:
+            self._uses[row] += 1
         parent = info.parent_key
         if parent is not None:
             above = self._row_for(parent)
@@ -115,7 +156,18 @@ class RadixIndex:
         self._flops[row] = info.prefill_flops
         if len(self._known_layouts) >= _LAYOUTS_KEPT:
             self._known_layouts.clear()
-        self._layouts[row] = self._known_layouts.setdefault(info.layout, info.layout)
+        layout = self._known_layouts.setdefault(info.layout, info.layout)
+        self._layouts[row] = layout
+        if any(component.kind in EXACT_MATCH for component in layout.components):
+            self._checkpoints[row] = 1
+            self.needs_checkpoints(Namespace(info.key[:DIGEST_BYTES]))
+
+    def needs_checkpoints(self, space: Namespace) -> None:
+        """Take note that *space* is of a model with state or window layers."""
+        if space not in self._checkpoint_spaces:
+            self._checkpoint_spaces[space] = None
+            if len(self._checkpoint_spaces) > MAX_CHECKPOINT_SPACES:
+                del self._checkpoint_spaces[next(iter(self._checkpoint_spaces))]
 
     def discard(self, tier: str, row: int) -> bool:
         """Forget the copy on *tier*. Return whether there was one; a row may go with its last."""
@@ -127,18 +179,45 @@ class RadixIndex:
         self._holders[row] ^= bit
         if not self._holders[row]:
             self._count -= 1
-            self._hits[row] = 0
+            self._hits[row] = self._checkpoints[row] = 0
             self._layouts[row] = None
             above, self._parents[row] = self._parents[row], NO_ROW
-            self._let_go(row)
+            self._ghosts.append(row)
             if above:
                 self._let_go(above)
+            self._forget_ghosts()
         return True
 
     def _let_go(self, row: int) -> None:
         self._uses[row] -= 1
         if not self._uses[row]:
             self._keys.remove(row)
+
+    def _most_ghosts(self) -> int:
+        return max(self._ghost_limit, GHOSTS_A_CHUNK * self._count) if self._ghost_limit else 0
+
+    def _forget_ghosts(self) -> None:
+        limit = self._most_ghosts()
+        batch = min(limit // _FORGOTTEN_AT_ONCE + 1, _FORGOTTEN_AT_ONCE)
+        if len(self._ghosts) - limit < batch:
+            return
+        rows = list(islice(self._ghosts, batch))
+        self._on_forget(np.array(rows, np.intp))
+        for row in rows:
+            self._ghosts.remove(row)
+            self._let_go(row)
+
+    def add_ghost(self, key: ChunkKey) -> int:
+        """Remember a chunk of which no tier has a copy, as the one that left last; return its row.
+
+        NO_ROW when it is known already, or when ghosts are as many as they may be.
+        """
+        if len(self._ghosts) >= self._most_ghosts() or self.is_known(self._keys.find(key)):
+            return NO_ROW
+        row = self._row_for(key)
+        self._uses[row] += 1
+        self._ghosts.append(row)
+        return row
 
     # --- questions
 
@@ -147,13 +226,62 @@ class RadixIndex:
         row = self._keys.find(key)
         return row if self._holders[row] else NO_ROW
 
+    def is_known(self, row: int) -> bool:
+        """Whether the row is of a chunk with a copy, or of a ghost."""
+        return self._holders[row] != 0 or row in self._ghosts
+
+    def is_ghost(self, row: int) -> bool:
+        """Whether the row is of a chunk that is remembered and has no copy."""
+        return row in self._ghosts
+
+    def count_ghosts(self, rows: Rows) -> int:
+        """Return how many of *rows* are ghosts'."""
+        return int(self._ghosts.flags[rows].sum()) if len(rows) else 0
+
+    @property
+    def ghost_count(self) -> int:
+        """Chunks that are remembered and have no copy."""
+        return len(self._ghosts)
+
+    def known_rows(self) -> Iterator[int]:
+        """Yield the rows of all ghosts, the oldest first, then of all chunks with a copy."""
+        yield from self._ghosts
+        yield from np.flatnonzero(np.frombuffer(self._holders, np.uint8)).tolist()
+
     def key(self, row: int) -> ChunkKey:
         """Return the key of a row."""
         return self._keys.key(row)
 
+    def keys(self, rows: Rows) -> NDArray[np.void]:
+        """Return the keys of *rows*, each a void of 32 bytes."""
+        return self._keys.keys(rows)
+
     def parent(self, row: int) -> int:
         """Return the row of the chunk before this one; NO_ROW at the start of a chain."""
         return self._parents[row]
+
+    def tokens(self, row: int) -> int:
+        """Return the tokens of a chunk with a copy; 0 without one."""
+        layout = self._layouts[row]
+        return 0 if layout is None else layout.tokens
+
+    def context_tokens(self, row: int) -> int:
+        """Return the tokens of the chunks before this one, as far back as they have copies."""
+        tokens, above = 0, self._parents[row]
+        for _ in range(MAX_DEPTH):  # of parents that lie in a circle, too
+            if not above or not self._holders[above]:
+                break
+            tokens += self.tokens(above)
+            above = self._parents[above]
+        return tokens
+
+    def continued(self, row: int) -> int:
+        """Return how many chunks with copies continue a chunk that has one."""
+        return self._uses[row] - 1
+
+    def is_alone_on(self, tier: str, row: int) -> bool:
+        """Whether *tier* and no other has a copy."""
+        return self._holders[row] == 1 << self.tiers.index(tier)
 
     def hits(self, row: int) -> int:
         """Return how often the chunk was found."""
@@ -188,11 +316,29 @@ class RadixIndex:
         self, keys: Sequence[ChunkKey], min_fidelity: Fidelity = Fidelity.exact
     ) -> Rows:
         """Return the rows of the longest run of *keys* with a copy of at least *min_fidelity*."""
+        return self.readable(self._keys.prefix(keys), min_fidelity)
+
+    def known_prefix(self, keys: Sequence[ChunkKey]) -> Rows:
+        """Return the rows of the longest run of *keys* that have a copy or are ghosts."""
         rows = self._keys.prefix(keys)
+        known = np.frombuffer(self._holders, np.uint8)[rows] | self._ghosts.flags[rows]
+        return rows if known.all() else rows[: int(known.argmin())]
+
+    def readable(self, rows: Rows, min_fidelity: Fidelity = Fidelity.exact) -> Rows:
+        """Return the longest prefix of *rows* that has copies of at least *min_fidelity*."""
         fit = np.zeros(len(rows), np.bool_)
         for copies in self._copies:
             fit |= np.frombuffer(copies.fidelities, np.uint8)[rows] > min_fidelity
-        return rows if fit.all() else rows[: int(fit.argmin())]
+        return self.usable(rows if fit.all() else rows[: int(fit.argmin())])
+
+    def usable(self, rows: Rows) -> Rows:
+        """Return the prefix of *rows*, of one chain, after which a model could go on."""
+        if not self._checkpoint_spaces or not len(rows):
+            return rows
+        if self._keys.key(int(rows[0]))[:DIGEST_BYTES] not in self._checkpoint_spaces:
+            return rows
+        ends = np.flatnonzero(np.frombuffer(self._checkpoints, np.uint8)[rows])
+        return rows[: int(ends[-1]) + 1] if len(ends) else rows[:0]
 
     def sizes(
         self, tier: str, rows: Rows, min_fidelity: Fidelity

@@ -5,19 +5,28 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterator
+from typing import Protocol
+
+
+class RowOrder(Protocol):
+    """What a heap orders rows by: a column, or what is made of several."""
+
+    def __getitem__(self, row: int, /) -> float:
+        """Return the rank of *row*."""
+        ...
 
 
 class RowHeap:
     """Rows with the smallest of ``order[row]`` first; any row is taken out in O(log n).
 
     ``order[row]`` may not change while the row is in the heap. Four bytes a row that is in it,
-    and four for every row there is.
+    and four for every row there is: heaps that never share a row may share *places*.
     """
 
-    def __init__(self, order: array[int]) -> None:
+    def __init__(self, order: RowOrder, places: array[int] | None = None) -> None:
         self._order = order
         self._rows = array("I")
-        self._places = array("I", [0])
+        self._places = array("I", [0]) if places is None else places
         """One more than where each row lies; 0 for rows that are not in the heap."""
 
     def extend(self, count: int) -> None:
@@ -68,6 +77,10 @@ class RowHeap:
             places[other] = at + 1
             at = below
         self._rise(at, row)
+
+    def first(self) -> int:
+        """Return the first row; there must be one."""
+        return self._rows[0]
 
     def sorted(self) -> Iterator[int]:
         """Yield the rows in order, changing nothing: O(log n) for each that is taken."""

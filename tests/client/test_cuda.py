@@ -27,7 +27,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkKey, DType, Representation
 from kvstore.server import config as config_module
-from kvstore.server import node as node_module
+from kvstore.server import tier_start
 from kvstore.server.gpu_config import GpuConfig
 from kvstore.tiers.device import HostDevice
 from kvstore.tiers.gpu import GpuTier
@@ -49,7 +49,7 @@ def gpu_server(
         return GpuTier(config.capacity_bytes, HostDevice(), 4096)
 
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
-    monkeypatch.setattr(node_module, "open_gpu_tier", open_tier)
+    monkeypatch.setattr(tier_start, "open_gpu_tier", open_tier)
     return make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
 
 

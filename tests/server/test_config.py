@@ -22,6 +22,7 @@ from kvstore.server.config import (
     load_config,
     load_with_origins,
 )
+from kvstore.server.policy.partitions import Quota
 from kvstore.server.settings_file import show
 from kvstore.server.units import GIB, KIB, MIB
 
@@ -92,7 +93,8 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
         "disk_direct": "true", "zmq": "127.0.0.1:7421", "zmq_keys": f"{tmp_path}/keys",
         "redis_connections": "3", "tenant_codecs": "acme/redis=raw",
-        "assets": str(tmp_path),
+        "assets": str(tmp_path), "policy": "lru,disk=gdsf", "tenant_quotas": "acme=1GiB:1MiB",
+        "category_terms": "batch=10min:1GiB", "redis_write": "auto", "disk_copies": "exclusive",
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")
@@ -202,8 +204,22 @@ BAD_VALUES = [
     (["--tenant-codecs", "a/disk=gzip"], ["tenant_codecs", "unknown codec"]),
     (["--tenant-codecs", "a/disk=auto"], ["tenant_codecs", "whole tiers"]),
     (["--tenant-codecs", "a/disk=raw,a/disk=zstd"], ["tenant_codecs", "once for each tier"]),
+    (["--policy", "best"], ["policy", "use one of lru", "hit_density"]),
+    (["--policy", "lru,gdsf"], ["policy='lru,gdsf'", "NAME,TIER=NAME"]),
+    (["--policy", "lru,ssd=gdsf"], ["policy", "gpu, cpu, disk, redis"]),
+    (["--policy", "lru,cpu=gdsf,cpu=lru"], ["policy", "each tier once"]),
+    (["--tenant-quotas", "acme"], ["tenant_quotas='acme'", "TENANT=SIZE:GUARANTEED"]),
+    (["--tenant-quotas", "acme=1GiB:2GiB"], ["tenant_quotas", "guarantee no more"]),
+    (["--tenant-quotas", "acme=1GiB,acme=2GiB"], ["tenant_quotas", "once for each tier"]),
+    (["--tenant-quotas", "acme/ssd=1GiB"], ["tenant_quotas", "gpu, cpu, disk, redis"]),
+    (["--tenant-quotas", "a b=1GiB"], ["tenant_quotas", "letters, digits"]),
+    (["--category-terms", "batch"], ["category_terms='batch'", "CATEGORY=TTL:SIZE"]),
+    (["--category-terms", "batch=soon"], ["category_terms", "90s, 10min, 2h or 7d"]),
+    (["--category-terms", "batch=31d"], ["category_terms", "30d at most"]),
+    (["--category-terms", "a=1s,a=2s"], ["category_terms", "each category once"]),
+    (["--category-terms", "x" * 65 + "=1s"], ["category_terms", "64 printable"]),
     (["--assets", "/nowhere"], ["assets='/nowhere'", "a folder that exists"]),
-    (["--disk-write", "sometimes"], ["disk_write='sometimes'", "'through' or 'evict'"]),
+    (["--disk-write", "sometimes"], ["disk_write='sometimes'", "'selective' or 'auto'"]),
     (["--listen", "7420"], ["listen='7420'", "127.0.0.1:7420"]),
     (["--listen", "127.0.0.1:70000"], ["listen", "at most 65535"]),
     (["--listen", "::1:7420"], ["listen='::1:7420'", "[::1]:7420"]),
@@ -513,6 +529,24 @@ def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written()
     assert rules.of_tier("disk") == {"acme": "raw", "b.c-d_1": "zstd"}
     assert rules.of_tier("redis") == {"acme": "zstd"}
     assert rules.of_tier("cpu") == {}
+
+
+def test_the_terms_of_policy_are_read_by_tier_and_shown_as_they_were_written() -> None:
+    policies = load_config(["--policy", "gdsf,gpu=lru"]).policy
+    assert (str(policies), policies.of_tier("gpu"), policies.of_tier("cpu")) == (
+        "gdsf,gpu=lru", "lru", "gdsf",
+    )  # fmt: skip
+    text = "acme=2GiB:512MiB,acme/disk=10GiB,zeta/disk=1GiB"
+    quotas = load_config(["--tenant-quotas", text]).tenant_quotas
+    assert quotas is not None
+    assert (str(quotas), quotas.tenants) == (text, ("acme", "zeta"))
+    assert quotas.of_tier("cpu") == {"acme": Quota(2 * GIB, 512 * MIB)}
+    assert quotas.of_tier("disk") == {"acme": Quota(10 * GIB), "zeta": Quota(GIB)}
+    terms = load_config(["--category-terms", "batch=600s:1GiB,scratch=90s,rest=0s:1MiB"])
+    assert terms.category_terms is not None
+    assert str(terms.category_terms) == "batch=600s:1GiB,scratch=90s,rest=0s:1MiB"
+    assert terms.category_terms.ttls_s == {"batch": 600.0, "scratch": 90.0}
+    assert terms.category_terms.quotas == {"batch": Quota(GIB), "rest": Quota(MIB)}
 
 
 @pytest.mark.parametrize(

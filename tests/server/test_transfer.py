@@ -69,7 +69,7 @@ def drop_from_cpu(core: Core, version: Version) -> None:
     core.transfers.delete_from(core.transfers.cpu, version.info.key)
 
 
-def write_on(disk: SimDisk, info: ChunkInfo, frame: Bytes) -> None:
+def write_on(disk: SimDisk | SimRedis, info: ChunkInfo, frame: Bytes) -> None:
     """Lay a frame on a medium past the store, as a fault or another node would."""
     disk.delete(info.key)
     reservation = disk.reserve(info)

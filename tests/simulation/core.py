@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from simulation.universe import REPRESENTATION, Version, make_version, salt
 
 from kvstore.codecs.base import codec_by_name
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
 from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
 from kvstore.server.intake import PutResult, PutTicket
+from kvstore.server.knowledge import Knowledge
 from kvstore.server.leases import LeaseTable
 from kvstore.server.manager import ManagerLimits, TierManager
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover
+from kvstore.server.policy.admission import make_admission
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.lru import LruEviction
 from kvstore.server.sessions import Session, SessionTable
@@ -33,6 +36,10 @@ TOKENS = 60
 """Frames of which three fill a slab of 4 KB."""
 
 FOREVER_S = 60.0
+
+
+def leaf_lru(tier: Tier, knowledge: Knowledge) -> EvictionPolicy:
+    return LruEviction()
 
 
 @dataclass(slots=True)
@@ -51,10 +58,17 @@ class Core:
     codec: str = "raw"
     codecs: Mapping[str, str] = field(default_factory=dict)
     """Those of tiers that have another than *codec*."""
+    admissions: Mapping[str, str] = field(default_factory=dict)
+    """Those of tiers that do not write as *limits* say."""
+    exclusive: Collection[str] = ()
     limits: ManagerLimits = LIMITS
     lane_limit: int = 1000
     move_timeout_ms: int = 30_000
+    pin_share: int = 1
+    """One in so many bytes of CPU memory may be pinned."""
     clock: Callable[[], float] = time.monotonic
+    knowledge: Knowledge = field(default_factory=Knowledge)
+    policy: Callable[[Tier, Knowledge], EvictionPolicy] = leaf_lru
     cpu: CpuTier = field(init=False)
     mover: Mover = field(init=False)
     catalog: Catalog = field(init=False)
@@ -75,7 +89,9 @@ class Core:
         self.mover = Mover(lanes, self.lane_limit, self.clock)
         policies: dict[str, EvictionPolicy] = {shelf.name: shelf.policy for shelf in shelves}
         leases = LeaseTable(100, lambda: next(ids))
-        self.catalog = Catalog(policies, leases, self.cpu.capacity_bytes, self.clock)
+        self.catalog = Catalog(
+            policies, leases, self.cpu.capacity_bytes // self.pin_share, self.clock, self.knowledge
+        )
         self.counters = Counters()
         self.transfers = Transfers(
             shelves, self.catalog, self.mover, self.counters, self.clock, self.move_timeout_ms
@@ -88,7 +104,12 @@ class Core:
 
     def _shelf(self, tier: Tier, codec: str) -> Shelf:
         breaker = Breaker(3, round(1000 * BREAKER_RETRY_S), self.clock)
-        return Shelf(tier, codec_by_name(codec), LruEviction(), breaker, self.clock)
+        rule = self.admissions.get(tier.name)
+        return Shelf(
+            tier, codec_by_name(codec), self.policy(tier, self.knowledge), breaker, self.clock,
+            admission=make_admission(rule) if rule else None,
+            is_exclusive=tier.name in self.exclusive,
+        )  # fmt: skip
 
     def shelf(self, name: str) -> Shelf:
         return self.transfers.shelves[name]
@@ -101,12 +122,17 @@ class Core:
         return self.sessions.open(REPRESENTATION, "a test", tenant)
 
     def put(
-        self, session: Session, versions: Sequence[Version], *, durable: bool = False
+        self,
+        session: Session,
+        versions: Sequence[Version],
+        *,
+        durable: bool = False,
+        hints: Hints = NO_HINTS,
     ) -> list[PutResult]:
         """Put frames one after another; return what became of each."""
         results = []
         for version in versions:
-            begun = self.manager.puts.begin(session, version.info, self.later())
+            begun = self.manager.puts.begin(session, version.info, self.later(), hints)
             if isinstance(begun, PutTicket):
                 ticket = self.manager.puts.claim(session, begun.ticket_id)
                 begun = self.manager.puts.ingest([ticket], [version.frame])[0]

@@ -128,6 +128,7 @@ class Oracle:
         for tier in world.lower:
             astray = named[tier.name] - set(tier.medium.chunks) - tier.lost
             assert not astray, f"{tier.name} does not have what the catalog names: {astray}"
+        world.catalog._journal.settle()
         for shelf in world.shelves:
             rows = shelf.policy.victims(lambda _: False, 0.0)
             known = [world.catalog._index.key(row) for row in rows]

@@ -179,8 +179,8 @@ def gets_give_the_next_chunk(patch: pytest.MonkeyPatch) -> None:
 def lookups_stop_one_short(patch: pytest.MonkeyPatch) -> None:
     match = Catalog.match
 
-    def short(*asked: object) -> object:
-        found = match(*asked)  # type: ignore[arg-type]
+    def short(*asked: object, again: bool) -> object:
+        found = match(*asked, again=again)  # type: ignore[arg-type]
         return replace(found, sources=found.sources[:-1], sizes=found.sizes[:-1])
 
     patch.setattr(Catalog, "match", short)

@@ -22,9 +22,13 @@ def run(seed: int) -> Report:
 ELSEWHERE = {
     "bulk_ignored_messages", "bulk_invalid_messages", "dropped_rows",
     "lossy_victims", "replaced_copies", "lossless_instead",
+    "unworthy_copies", "left_copies", "announced_chunks", "unkept_chunks",
+    "prefetched_chunks", "prefetch_used_chunks", "unusable_histories", "evicted_for_quota_chunks",
+    "expired_chunks", "ignored_pins",
 }  # fmt: skip
-"""What the bulk channel, a tier's start and lossy codecs count: none is in a schedule; for the
-last tests/server/test_fidelity.py has schedules of its own."""
+"""What the bulk channel, a tier's start, lossy codecs, admissions, plans, prefetches, quotas,
+lifetimes and the history file count:
+none is in a schedule; for lossy codecs tests/server/test_fidelity.py has schedules of its own."""
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

@@ -13,14 +13,16 @@ from typing_extensions import override
 
 from kvstore.codecs.base import codec_by_name
 from kvstore.proto.errors import KVStoreError
+from kvstore.proto.hints import NO_HINTS, Hints, Reuse
 from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
+from kvstore.server.knowledge import Knowledge
 from kvstore.server.leases import LeaseTable
 from kvstore.server.manager import ManagerLimits, TierManager
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
 from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.lru import LruEviction
+from kvstore.server.policy.registry import make_policy
 from kvstore.server.sessions import SessionTable
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
@@ -54,6 +56,9 @@ class Plan:
     full: float
     spoils: bool
     """Whether media lose and damage what they hold."""
+    policy: str
+    hints: tuple[Hints, ...]
+    """What puts say of their chunks, one after another: nothing that makes them go or stay."""
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Plan:
@@ -72,6 +77,12 @@ class Plan:
             slow=0.0 if quiet else draw.choice((0.0, 0.05, 0.3)),
             full=0.0 if quiet else draw.choice((0.0, 0.0, 0.1)),
             spoils=not quiet and draw.random() < 0.5,
+            policy=draw.choice(("lru", "lru", "hit_density", "gdsf", "s3fifo")),
+            hints=tuple(
+                Hints(draw.choice(tuple(Reuse)), draw.randrange(101), category=draw.choice("ab"))
+                for _ in range(draw.randrange(4))
+            )
+            or (NO_HINTS,),
         )
 
     @property
@@ -128,8 +139,14 @@ class World:
         self.disk = SimDisk(plan.disk_bytes, self.faults) if plan.disk_bytes else None
         self.redis = SimRedis(plan.redis_bytes, self.faults) if plan.redis_bytes else None
         self._ids = 0
+        self._hinted = 0
         self.totals: dict[str, int] = {}
         self.start()
+
+    def next_hints(self) -> Hints:
+        """What the next put says of its chunk."""
+        self._hinted += 1
+        return self.plan.hints[self._hinted % len(self.plan.hints)]
 
     @property
     def lower(self) -> list[DictTier]:
@@ -143,6 +160,7 @@ class World:
         """Put a server together as server/node.py does, over what the media hold."""
         clock, plan = self.clock, self.plan
         self.cpu = CpuTier(plan.slabs * SLAB_BYTES, SLAB_BYTES)
+        self.knowledge = Knowledge(ghost_limit=8)
         self.shelves = [self._shelf(self.cpu, "raw")]
         lanes = []
         for tier in self.lower:
@@ -154,7 +172,8 @@ class World:
         self.mover = WatchedMover(lanes, plan.lane_limit, clock)
         policies: dict[str, EvictionPolicy] = {s.name: s.policy for s in self.shelves}
         leases = LeaseTable(LEASES_PER_SESSION, self.new_id)
-        self.catalog = Catalog(policies, leases, self.cpu.capacity_bytes // 2, clock)
+        pin_limit_bytes = self.cpu.capacity_bytes // 2
+        self.catalog = Catalog(policies, leases, pin_limit_bytes, clock, self.knowledge)
         self.counters = Counters()
         transfers = Transfers(
             self.shelves, self.catalog, self.mover, self.counters, clock,
@@ -175,7 +194,8 @@ class World:
 
     def _shelf(self, tier: Tier, codec: str) -> Shelf:
         breaker = Breaker(3, round(1000 * BREAKER_RETRY_S), self.clock)
-        return Shelf(tier, codec_by_name(codec), LruEviction(), breaker, self.clock)
+        policy = make_policy(self.plan.policy, self.knowledge.history)
+        return Shelf(tier, codec_by_name(codec), policy, breaker, self.clock)
 
     def restart(self) -> int:
         """Cut the power; return how many chunks the next server recovered."""

@@ -47,7 +47,8 @@ class Writers:
         existed = bool(self.world.catalog.copies(key))
         with bounded(self.world, deadline):
             try:
-                begun = self.world.manager.puts.begin(session, version.info, deadline)
+                hints = self.world.next_hints()
+                begun = self.world.manager.puts.begin(session, version.info, deadline, hints)
             except (QuotaExceededError, ShuttingDownError):
                 return
         if isinstance(begun, PutTicket):
@@ -108,7 +109,7 @@ class Writers:
         puts = self.world.manager.puts
         with bounded(self.world, deadline):
             try:
-                begun = puts.begin_all(session, infos, deadline)
+                begun = puts.begin_all(session, infos, deadline, self.world.next_hints())
             except (QuotaExceededError, ShuttingDownError):
                 return
         tickets = [b for b in begun if isinstance(b, PutTicket)]

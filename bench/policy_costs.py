@@ -1,0 +1,105 @@
+"""What a policy costs: time for each eviction, memory for each chunk."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from typing_extensions import override
+
+from bench.policy_grid import TRACES
+from kvstore.cli.simulate import Terms, replay_blocks
+from kvstore.cli.trace_blocks import BlockTrace, make_blocks
+from kvstore.cli.trace_files import read_trace
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.history import Facts, History
+from kvstore.server.policy.radix import Rows
+from kvstore.server.policy.registry import make_policy
+
+MEMORY_CHUNKS = 200_000
+_PROMPT_CHUNKS = 16
+
+
+class TimedEviction(EvictionPolicy):
+    """A policy with a stopwatch: what it takes to name each victim and to remove it."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._named_s = array("d")
+        self.spent_us = array("d")
+        """One figure a victim, in us."""
+
+    @override
+    def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
+        self._policy.insert(row, parent, size_bytes, now_s)
+
+    @override
+    def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
+        self._policy.insert_chain(rows, parent, size_bytes, now_s)
+
+    @override
+    def touch(self, rows: Rows, now_s: float) -> None:
+        self._policy.touch(rows, now_s)
+
+    @override
+    def remove(self, row: int) -> None:
+        self._policy.remove(row)
+
+    @override
+    def remove_all(self, rows: Sequence[int]) -> None:
+        started = time.perf_counter()
+        self._policy.remove_all(rows)
+        each = (time.perf_counter() - started) / max(1, len(rows))
+        self.spent_us.extend(1e6 * (named_s + each) for named_s in self._named_s[: len(rows)])
+        del self._named_s[:]
+
+    @override
+    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        del self._named_s[:]
+        started = time.perf_counter()
+        for victim in self._policy.victims(keep, now_s):
+            self._named_s.append(time.perf_counter() - started)
+            yield victim
+            started = time.perf_counter()
+
+    @override
+    def __len__(self) -> int:
+        return len(self._policy)
+
+
+def read_blocks(trace: str) -> BlockTrace:
+    """Return a trace of the checkout by its file's stem."""
+    return make_blocks(read_trace(TRACES / f"{trace}.jsonl"))
+
+
+def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float, int]:
+    """Return the mean and the 99th percentile in us of evictions in a replay, and how many."""
+    history = History(trace.block_tokens)
+    timed = TimedEviction(make_policy(policy, history))
+    replay_blocks(trace, Terms(policy, size), (timed, history))
+    spent = np.frombuffer(timed.spent_us) if timed.spent_us else np.zeros(1)
+    return float(spent.mean()), float(np.percentile(spent, 99)), len(timed.spent_us)
+
+
+def bytes_per_node(policy: str, chunks: int | None = None) -> float:
+    """Return Python's memory for each of many chunks: a policy's, and what is remembered."""
+    count = MEMORY_CHUNKS if chunks is None else chunks
+    make_policy(policy, History())  # what is imported for it
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        history = History()
+        made = make_policy(policy, history)
+        for start in range(1, count + 1, _PROMPT_CHUNKS):
+            rows = np.arange(start, start + _PROMPT_CHUNKS)
+            history.seen_chain(rows, NO_ROW, Facts(flops=1e12), float(start))
+            made.insert_chain(rows, NO_ROW, 1 << 20, float(start))
+            history.asked(rows, len(rows), start + 1.0)
+            made.touch(rows, start + 1.0)
+        return (tracemalloc.get_traced_memory()[0] - before) / len(made)
+    finally:
+        tracemalloc.stop()

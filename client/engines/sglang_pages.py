@@ -1,0 +1,249 @@
+"""Pages of SGLang's host pools as chunks of the store. Knows the pools' layouts, not SGLang.
+
+A page is a chunk: its tensors are views of the pool's memory, so that nothing is copied but
+between the pool and the store, and instances whose pools are laid out otherwise share chunks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvstore.client.chunk import Chunk
+from kvstore.client.client import Client
+from kvstore.client.engines.base import Connector
+from kvstore.client.options import ClientOptions
+from kvstore.client.tensors import LayerTensors, dtype_of
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    MIN_CHUNK_TOKENS,
+    ROOT,
+    ChainDigest,
+    ChunkKey,
+    LayerGroup,
+    LayerKind,
+    PutOutcome,
+    Representation,
+    RopeParameters,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
+_OWN_SETTINGS = frozenset(
+    {"address", "model_revision", "transport", "deadline_ms", "adapter_digest"}
+)
+_SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+
+
+class HostPool(Protocol):
+    """What this file needs of SGLang's ``HostKVCache``; ``kv_buffer`` is laid out by ``layout``."""
+
+    layout: str
+    page_size: int
+    start_layer: int
+    layer_num: int
+    kv_buffer: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RankTerms:
+    """Whose pages these are. A rank of a tensor-parallel model keeps its own heads' KV only."""
+
+    model_name: str
+    is_mla: bool
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+
+    @property
+    def extent(self) -> str:
+        """What of the model's KV this rank has; equal for ranks that keep the same."""
+        ranks = [("pp", self.pp_rank, self.pp_size), ("cp", self.cp_rank, self.cp_size)]
+        if not self.is_mla:  # every rank keeps all of a latent
+            ranks.insert(0, ("tp", self.tp_rank, self.tp_size))
+        return ",".join(f"{name}{rank}of{size}" for name, rank, size in ranks if size > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PageSettings:
+    """What the backend's extra configuration says. Raises InvalidRequestError by name."""
+
+    address: str
+    model_revision: str
+    transport: Any = "auto"
+    deadline_ms: int = 2000
+    adapter_digest: str = "none"
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any], model_name: str) -> PageSettings:
+        """Read *extra*; the revision of a model in a Hugging Face cache stands in its path."""
+        unknown = sorted(
+            name for name in extra if name not in _OWN_SETTINGS | _SGLANG_SETTINGS
+            and not name.startswith(("prefetch_", "hicache_"))
+        )  # fmt: skip
+        if unknown:
+            raise InvalidRequestError(unknown[0], extra[unknown[0]], f"use {sorted(_OWN_SETTINGS)}")
+        found = _COMMIT.search(model_name)
+        revision = extra.get("model_revision") or (found.group(1) if found else "")
+        if not revision:
+            fix = "give model_revision in the backend's extra config: a commit or weights' digest"
+            raise InvalidRequestError("model_revision", model_name, fix)
+        given = {name: extra[name] for name in _OWN_SETTINGS - {"model_revision"} if name in extra}
+        return cls(model_revision=str(revision), **{"address": "127.0.0.1:7420", **given})
+
+
+def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -> Representation:
+    """Return what makes the pages of *pool* interchangeable. Raises RepresentationError."""
+    if pool.layout not in LAYOUTS or (rank.is_mla and pool.layout == "page_head"):
+        raise RepresentationError("layout", pool.layout, f"use one of {', '.join(LAYOUTS)}")
+    if pool.page_size < MIN_CHUNK_TOKENS:
+        fix = f"start SGLang with --page-size {MIN_CHUNK_TOKENS} or more"
+        raise RepresentationError("page_size", pool.page_size, fix)
+    buffer = pool.kv_buffer
+    heads = 1 if rank.is_mla else int(buffer.shape[2 if pool.layout == "page_head" else -2])
+    group = LayerGroup(
+        LayerKind.mla if rank.is_mla else LayerKind.attention,
+        dtype_of(buffer),
+        tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
+        heads,
+        int(buffer.shape[-1]),
+    )
+    extent = f"#{rank.extent}" if rank.extent else ""
+    return Representation(
+        model_id=f"{rank.model_name.rstrip('/').rsplit('/', 1)[-1]}{extent}",
+        model_revision=settings.model_revision,
+        adapter_digest=settings.adapter_digest,
+        quantization="none",
+        layer_groups=(group,),
+        # Keys are kept as the engine rotated them; its revision says how.
+        rope=RopeParameters(0.0, 0, "none"),
+        tokenizer_digest=f"of {settings.model_revision}",
+    )
+
+
+def page_views(pool: HostPool, buffer: torch.Tensor, page: int, is_mla: bool) -> LayerTensors:
+    """Return views of the tensors of page number *page* in *buffer*, laid out as the pool is.
+
+    Each (kv_heads, page_size, head_dim); *buffer* may also be one page by itself.
+    """
+    size, start = pool.page_size, page * pool.page_size
+    whole = buffer.unsqueeze(0) if is_mla else buffer
+    parts = []
+    for part in whole:
+        if pool.layout == "layer_first":
+            layers = part[:, start : start + size].permute(0, 2, 1, 3)
+        elif pool.layout == "page_first":
+            layers = part[start : start + size].permute(1, 2, 0, 3)
+        elif pool.layout == "page_first_direct":
+            layers = part[page].permute(0, 2, 1, 3)
+        else:  # page_head
+            layers = part[page].permute(2, 0, 1, 3)
+        parts.append(layers)
+    return [[[part[layer] for part in parts] for layer in range(pool.layer_num)]]
+
+
+def flat_views(pool: HostPool, flat: torch.Tensor, is_mla: bool) -> LayerTensors:
+    """Return views of the tensors of the one page that *flat* holds, in the pool's order."""
+    shape = list(pool.kv_buffer.shape)
+    if pool.layout in ("layer_first", "page_first"):
+        at = (0 if is_mla else 1) + (pool.layout == "layer_first")
+        shape[at] = pool.page_size
+    else:
+        shape[0 if is_mla else 1] = 1
+    return page_views(pool, flat.view(shape), 0, is_mla)
+
+
+class PageStore(Connector):
+    """Stores and loads pages by SGLang's hashes. Thread-safe; never raises once it was made."""
+
+    def __init__(self, pool: HostPool, rank: RankTerms, settings: PageSettings) -> None:
+        """Raises RepresentationError for pools that are not understood."""
+        self._pool = pool
+        self._is_mla = rank.is_mla
+        options = ClientOptions(
+            settings.transport, chunk_tokens=pool.page_size, deadline_ms=settings.deadline_ms
+        )
+        super().__init__(Client(settings.address, representation_of(pool, rank, settings), options))
+
+    def count(self, hashes: Sequence[str]) -> int:
+        """Return how many of the first of *hashes* are stored."""
+
+        def work() -> int:
+            return self.client.lookup(self._named(hashes)).ready
+
+        return self._guarded(work, 0, self._load_errors)
+
+    def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
+        """Read the longest stored prefix of *hashes* into *places*; return how many pages.
+
+        What lies in the places behind it is not to be used.
+        """
+
+        def work() -> int:
+            keys = self._named(hashes)
+            ready = self.client.lookup(keys).ready
+            return len(self.client.get(keys[:ready], places[:ready])) if ready else 0
+
+        read = self._guarded(work, 0, self._load_errors)
+        tokens = self._pool.page_size
+        with self._lock:
+            self._counts["lookups"] += 1
+            self._counts["hit_tokens"] += tokens * read
+            self._counts["miss_tokens"] += tokens * (len(hashes) - read)
+        return read
+
+    def store(
+        self, hashes: Sequence[str], places: Sequence[LayerTensors], before: Sequence[str]
+    ) -> list[bool]:
+        """Store pages that follow those called *before*; return which the store has now."""
+
+        def work() -> list[PutOutcome]:
+            keys = self._named(hashes)
+            above = _digest(before[-1]) if before else ROOT
+            chunks = []
+            for at, (key, place) in enumerate(zip(keys, places, strict=True), start=len(before)):
+                chunks.append(Chunk(key, place, above, position=at * self._pool.page_size))
+                above = ChainDigest(key[DIGEST_BYTES:])
+            return [put.outcome for put in self.client.put(chunks)]
+
+        refused = [PutOutcome.refused] * len(hashes)
+        outcomes = self._guarded(work, refused, self._store_errors)
+        with self._lock:
+            for outcome in outcomes:
+                self._counts[outcome.name] += 1
+        return [outcome is not PutOutcome.refused for outcome in outcomes]
+
+    def clear(self) -> None:
+        """Forget every page of this rank."""
+        self._guarded(self.client.clear, 0, self._store_errors)
+
+    def page(self, number: int) -> LayerTensors:
+        """Return views of page *number* of the pool."""
+        return page_views(self._pool, self._pool.kv_buffer, number, self._is_mla)
+
+    def flat(self, page: torch.Tensor) -> LayerTensors:
+        """Return views of a flat page tensor."""
+        return flat_views(self._pool, page, self._is_mla)
+
+    def _named(self, hashes: Sequence[str]) -> list[ChunkKey]:
+        return self._keys([_digest(one) for one in hashes])
+
+
+def _digest(page_hash: str) -> ChainDigest:
+    """Return the first half of SGLang's SHA-256 over the page's tokens and all before them."""
+    try:
+        digest = bytes.fromhex(page_hash)[:DIGEST_BYTES]
+    except ValueError:
+        digest = b""
+    if len(digest) < DIGEST_BYTES:
+        raise InvalidRequestError("key", page_hash, "give SGLang's page hashes, in hexadecimal")
+    return ChainDigest(digest)

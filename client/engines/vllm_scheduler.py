@@ -1,0 +1,282 @@
+"""The scheduler's half of the vLLM connector: what to load, what to store, and never a wait.
+
+What is stored of a prompt is asked by a thread from the moment the request arrives; until it
+knows, the engine is told to ask again. Works on vLLM's Request and SchedulerOutput by their
+fields, without importing vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_lookup import LookupDesk, Ticket
+from kvstore.client.engines.vllm_names import RequestNames
+from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders, StoreOrder, WorkerNews
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.types import ChainDigest
+
+IDLE_WAIT_S = 0.001
+"""What an idle step waits for the answer to a lookup."""
+
+LATE_S = 0.05
+"""What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
+
+EPOCH_BYTES = 16
+
+RECENT_S = 10.0
+"""Requests that share a prefix and come together: one of them stores it."""
+
+MAX_RECENT_CHUNKS = 16384
+"""Chunks of which that is remembered."""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request: its lookup, and how far it is stored. ``stored`` is in chunks."""
+
+    request: Any
+    ticket: Ticket
+    preemptions: int
+    computed_tokens: int = 0
+    """What the engine had of it in its own cache when it last asked."""
+    is_counted: bool = False
+    is_loaded: bool = False
+    stored: int | None = None
+    loaded_from: int = 0
+    """The first chunk of its last load."""
+    load: LoadOrder | None = None
+    """Goes with the next orders."""
+
+
+class VllmScheduler:
+    """Decides for one engine. For the scheduler's thread.
+
+    *ranks*: a connector for each tensor-parallel rank, to look up with: a chunk is a hit when
+    every rank has its part of it.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Connector],
+        block_tokens: int,
+        *,
+        loads: bool = True,
+        stores: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        options = ranks[0].client.options
+        self._ranks = ranks
+        self._chunk_tokens = options.chunk_tokens
+        self._block_tokens = block_tokens
+        self._loads, self._stores = loads, stores
+        self._clock = clock
+        self._late_s = options.deadline_ms / 1000 + LATE_S
+        self._names = RequestNames()
+        self._epoch = b""
+        self._tracked: dict[str, _Tracked] = {}
+        self._recent: OrderedDict[ChainDigest, float] = OrderedDict()
+        self.counted: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+        self._refusal = ""
+        self._desk = LookupDesk(
+            self._find, self._chunk_tokens, options.retry_after_ms / 1000, clock
+        )
+
+    def _find(self, digests: Sequence[ChainDigest]) -> int | None:
+        """Return how many chunks every rank has. In the desk's thread."""
+        found = [rank.ask(partial(_ready, rank, digests), None) for rank in self._ranks]
+        return None if None in found else min(count for count in found if count is not None)
+
+    # --- a request's way
+
+    def arrived(self, request: Any) -> None:
+        """Begin to look up *request*."""
+        if self._refusal:
+            self._miss(self._refusal)
+        else:
+            self._track(request)
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = _Tracked(request, self._ask(request), request.num_preemptions)
+            self._tracked[request.request_id] = tracked
+        elif tracked.preemptions != request.num_preemptions:
+            # Its blocks are gone; what was stored of it meanwhile may be loaded.
+            tracked.ticket, tracked.preemptions = self._ask(request), request.num_preemptions
+            tracked.is_loaded = False
+        return tracked
+
+    def _ask(self, request: Any) -> Ticket:
+        identify = partial(self._names.identity, request, self._epoch)
+        # A copy: the request's own list grows, and this one is read by the desk's thread.
+        return self._desk.ask(list(request.all_token_ids), identify)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
+        """Return how many tokens past *computed_tokens* can be loaded; None: ask again.
+
+        They are loaded beside the engine's work. All tokens of the prompt may be among them.
+        """
+        if self._refusal:
+            return 0
+        tracked = self._track(request)
+        tracked.computed_tokens = computed_tokens
+        whole_tokens = request.num_tokens // self._chunk_tokens * self._chunk_tokens
+        is_unwanted = getattr(request, "skip_reading_prefix_cache", False) or not self._loads
+        if tracked.is_loaded or is_unwanted or whole_tokens <= computed_tokens:
+            return 0
+        ticket = tracked.ticket
+        if ticket.ready is None:
+            if self._clock() - ticket.asked_s < self._late_s:
+                return None
+            return self._counted(tracked, 0, "late")
+        hit_tokens = max(0, ticket.ready * self._chunk_tokens - computed_tokens)
+        reason = ticket.refusal or ("down" if self._desk.is_down else "absent")
+        return self._counted(tracked, hit_tokens, reason)
+
+    def _miss(self, reason: str) -> None:
+        self.counted[f"miss_{reason}"] += 1
+
+    def _counted(self, tracked: _Tracked, hit_tokens: int, reason: str) -> int:
+        """Count the answer to a request once: it may be asked again when there is no room."""
+        if not tracked.is_counted:
+            tracked.is_counted = True
+            self.counted["lookups"] += 1
+            self.counted["hit_tokens"] += hit_tokens
+            self.counted["prompt_tokens"] += tracked.request.num_tokens
+            if not hit_tokens:
+                self._miss(reason)
+        return hit_tokens
+
+    def allocated(self, request: Any, loaded_tokens: int, block_ids: Sequence[int]) -> None:
+        """Have the next *loaded_tokens* of *request* loaded into its *block_ids*."""
+        if not loaded_tokens:
+            return
+        tracked = self._track(request)
+        start = tracked.computed_tokens
+        stop = start + loaded_tokens
+        size, block = self._chunk_tokens, self._block_tokens
+        first = start // size
+        chain = tracked.ticket.chain
+        digests = () if chain is None else tuple(chain.digests[first : stop // size])
+        tracked.is_loaded, tracked.loaded_from = True, first
+        tracked.load = LoadOrder(
+            request.request_id,
+            digests,
+            tuple(block_ids[first * size // block : -(-stop // block)]),
+            kept_blocks=(start - first * size) // block,
+        )
+
+    def finished(self, request: Any) -> None:
+        """Forget *request*."""
+        self._tracked.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        """Never again load what was stored before, as the engine's weights may be others."""
+        self._epoch = os.urandom(EPOCH_BYTES)
+        for tracked in self._tracked.values():
+            # What is under way is of both weights: it has no name.
+            tracked.ticket = Ticket.spent()
+
+    # --- a step
+
+    def orders(self, output: Any, blocks_of: Callable[[str], Sequence[int]]) -> StepOrders:
+        """Return what the workers have to do in the step of vLLM's SchedulerOutput *output*.
+
+        *blocks_of* returns the blocks of a request.
+        """
+        is_idle = not output.total_num_scheduled_tokens
+        if is_idle:
+            self._desk.wait(IDLE_WAIT_S)
+        loads = [one.load for one in self._tracked.values() if one.load is not None]
+        for one in self._tracked.values():
+            one.load = None
+        stores = [
+            order
+            for request_id, tokens in output.num_scheduled_tokens.items()
+            if (order := self._store_order(request_id, tokens, blocks_of)) is not None
+        ]
+        return StepOrders(tuple(loads), tuple(stores), is_idle)
+
+    def _store_order(
+        self, request_id: str, tokens: int, blocks_of: Callable[[str], Sequence[int]]
+    ) -> StoreOrder | None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not self._may_store(tracked):
+            return None
+        chain, request, size = tracked.ticket.chain, tracked.request, self._chunk_tokens
+        assert chain is not None
+        # Tokens that are only guessed are not among the request's own.
+        whole = min(request.num_computed_tokens + tokens, request.num_tokens) // size
+        if tracked.stored is None:
+            # What the lookup did not find is stored, even if this engine had it cached.
+            tracked.stored = tracked.ticket.ready or 0
+        first, tracked.stored = tracked.stored, max(tracked.stored, whole)
+        chain.extend(request.all_token_ids, whole)
+        while first < whole and self._is_recent(chain.chunks[first].digest):
+            first += 1
+        if first >= whole:
+            return None
+        self._remember([chunk.digest for chunk in chain.chunks[first:whole]])
+        blocks = blocks_of(request_id)[first * size // self._block_tokens :]
+        count = (whole - first) * size // self._block_tokens
+        return StoreOrder(request_id, tuple(chain.chunks[first:whole]), tuple(blocks[:count]))
+
+    def _is_recent(self, digest: ChainDigest) -> bool:
+        return self._clock() - self._recent.get(digest, -math.inf) < RECENT_S
+
+    def _remember(self, digests: Sequence[ChainDigest]) -> None:
+        for digest in digests:
+            self._recent.pop(digest, None)
+            self._recent[digest] = self._clock()
+        while len(self._recent) > MAX_RECENT_CHUNKS:
+            self._recent.popitem(last=False)
+
+    def _may_store(self, tracked: _Tracked) -> bool:
+        is_possible = self._stores and not self._refusal and not self._desk.is_down
+        return is_possible and tracked.ticket.chain is not None
+
+    # --- news
+
+    def learn(self, news: WorkerNews) -> None:
+        """Take in what the workers have to say."""
+        self._refusal = self._refusal or ("pages" if news.refusal else "")
+        for request_id, chunks in news.short_loads.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                # What could not be read is computed now, and stored in its place.
+                tracked.stored = tracked.loaded_from + chunks
+                chain = tracked.ticket.chain
+                for chunk in chain.chunks[tracked.stored :] if chain is not None else ():
+                    self._recent.pop(chunk.digest, None)
+
+    def refuse(self, reason: str) -> None:
+        """Answer every request with a miss from now on, for *reason*."""
+        self._refusal = reason
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted since the last call; ``counted`` has all of it."""
+        new = self.counted - self._reported
+        self._reported = self.counted.copy()
+        return dict(new)
+
+    def close(self) -> None:
+        """End the desk and the clients."""
+        self._desk.close()
+        for rank in self._ranks:
+            rank.client.close()
+
+
+def _ready(rank: Connector, digests: Sequence[ChainDigest]) -> int:
+    space = rank.client.namespace
+    if not digests:
+        return 0
+    return rank.client.lookup([chunk_key(space, digest) for digest in digests]).ready

@@ -1,0 +1,78 @@
+"""What a user may set of the vLLM connector: ``kv_connector_extra_config``, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvstore.client.options import ClientOptions, TransportName
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """``kv_connector_extra_config`` of one engine; every field may be left out.
+
+    ``address``: the server. ``chunk_tokens``: tokens of a chunk, a multiple of the engine's
+    block; 0 takes the least multiple from 256 on. ``model_revision``: a commit or a digest of
+    the weights, instead of reading all of them once at the start. ``deadline_ms`` bounds a load
+    and a store, ``lookup_deadline_ms`` what a request waits to learn what is stored. After the
+    server did not answer nobody asks it for ``retry_after_ms``. ``queue_bytes``: KV that waits
+    to be stored; what comes beyond it is not stored. ``durable``: stores are on disk when they
+    are over. ``transport``: as in ClientOptions.
+    """
+
+    address: str = "127.0.0.1:7420"
+    chunk_tokens: int = 0
+    model_revision: str = ""
+    deadline_ms: int = 2000
+    lookup_deadline_ms: int = 50
+    retry_after_ms: int = 1000
+    queue_bytes: int = 256 << 20
+    durable: bool = False
+    transport: TransportName = "auto"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if type(value) is not kind:
+                raise InvalidRequestError(
+                    field.name, value, f"give a value of type {kind.__name__}"
+                )
+        for name in ("deadline_ms", "lookup_deadline_ms", "retry_after_ms", "queue_bytes"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(name, getattr(self, name), "give a positive number")
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> VllmSettings:
+        """Return the settings in *extra*. Raises InvalidRequestError for what is no setting."""
+        known = [field.name for field in fields(cls)]
+        for name in extra:
+            if name not in known:
+                fix = f"kv_connector_extra_config has {', '.join(known)}"
+                raise InvalidRequestError("kv_connector_extra_config", name, fix)
+        return cls(**extra)
+
+    def chunk_tokens_for(self, block_tokens: int) -> int:
+        """Return the tokens of a chunk where a block has *block_tokens*.
+
+        Raises InvalidRequestError when that many do not fill whole blocks.
+        """
+        chosen = self.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // block_tokens) * block_tokens
+        if chosen % block_tokens:
+            raise InvalidRequestError(
+                "chunk_tokens", chosen, f"give a multiple of the block size, {block_tokens}"
+            )
+        return chosen
+
+    def options(self, chunk_tokens: int, name: str, *, is_lookup: bool = False) -> ClientOptions:
+        """Return the options of a client that looks up, or of one that loads and stores."""
+        return ClientOptions(
+            transport=self.transport,
+            chunk_tokens=chunk_tokens,
+            deadline_ms=self.lookup_deadline_ms if is_lookup else self.deadline_ms,
+            retry_after_ms=self.retry_after_ms,
+            name=name,
+        )

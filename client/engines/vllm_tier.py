@@ -1,0 +1,228 @@
+"""A tier below vLLM's own CPU offloading: chunks of its primary tier from and to a store.
+
+    "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
+      "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1000000000,
+      "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.client.engines.vllm_tier",
+                           "model_revision": "8f2c1d"}]}
+
+vLLM copies between its pages and the primary tier, names chunks by its own hashes, and hands
+over whole chunks of all ranks as bytes. They are stored as such, so only engines of the same
+layout share them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from blake3 import blake3
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvstore.client.chunk import Chunk
+from kvstore.client.client import Client
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm_worker import SHUTDOWN_S, WorkThread
+from kvstore.client.tensors import LayerTensors
+from kvstore.proto.errors import RepresentationError
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    MIN_CHUNK_TOKENS,
+    ChainDigest,
+    DType,
+    LayerGroup,
+    LayerKind,
+    Representation,
+    RopeParameters,
+)
+
+ROW_TOKENS = MIN_CHUNK_TOKENS
+"""A chunk of bytes is stored as so many rows of one layer: its tokens are vLLM's to know."""
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+    """Looks up in a thread of vLLM's what its scheduler asks of a step."""
+
+    def __init__(self, tier_type: str, connector: Connector) -> None:
+        self._connector = connector
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> Iterable[bool]:
+        ready = self._connector.ask(partial(self._ready, keys), 0)
+        return [place < ready for place in range(len(keys))]
+
+    def _ready(self, keys: Sequence[bytes]) -> int:
+        space = self._connector.client.namespace
+        return self._connector.client.lookup([chunk_key(space, _digest(key)) for key in keys]).ready
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
+    """One engine's tier. For vLLM's scheduler thread; whatever fails is a miss or a job failed.
+
+    *model_revision* names the weights and has to be given: vLLM does not tell a tier where they
+    come from. It names adapters by their names, so change it when one of them changes.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        stated = VllmSettings.of(settings)
+        self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        identity = tier_representation(
+            offloading_spec.config, self._rows.shape[1], stated.model_revision
+        )
+        loading, looking = (
+            Connector(
+                Client(stated.address, identity, stated.options(ROW_TOKENS, "vllm-tier", **kind)),
+                durable=stated.durable,
+            )
+            for kind in ({}, {"is_lookup": True})
+        )
+        self._connector, self._looking = loading, looking
+        self._lookups = _Lookups(tier_type, looking)
+        self._thread = WorkThread("kvstore-tier")
+        self._room = max(1, stated.queue_bytes // self._rows.shape[1])
+        self._waiting = 0
+        self._finished: list[JobResult] = []
+        self._failed: set[bytes] = set()
+        self._changes = threading.Condition()  # guards the three fields above
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Say whether a chunk is stored, or that it is not known yet."""
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to store chunks, which vLLM keeps in place until the job is over."""
+        with self._changes:
+            is_full = self._waiting + len(job_metadata.keys) > self._room
+        if is_full:
+            self._end(job_metadata, (), counted=False)
+        else:
+            self._submit(self._store, job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin to load chunks into the places that vLLM keeps for them."""
+        self._submit(self._load, job_metadata)
+
+    def _submit(self, work: Any, job: Any) -> None:
+        with self._changes:
+            self._waiting += len(job.keys)
+        self._thread.do(partial(work, job))
+
+    def _store(self, job: Any) -> None:
+        before = self._connector.stats().store_errors
+        self._connector.write(lambda: self._chunks(job))
+        is_stored = self._connector.stats().store_errors == before
+        self._end(job, job.keys if is_stored else ())
+
+    def _chunks(self, job: Any) -> list[Chunk]:
+        space = self._connector.client.namespace
+        named = zip(job.keys, job.chunk_ids, strict=True)
+        return [Chunk(chunk_key(space, _digest(key)), self._tensors(row)) for key, row in named]
+
+    def _load(self, job: Any) -> None:
+        keys, digests = list(job.keys), [_digest(key) for key in job.keys]
+        room = [self._tensors(row) for row in job.chunk_ids]
+        self._end(job, keys[: self._connector.read(digests, room)])
+
+    def _tensors(self, row: int) -> LayerTensors:
+        return [[[self._rows[int(row)].reshape(1, ROW_TOKENS, -1)]]]
+
+    def _end(self, job: Any, done: Collection[bytes], *, counted: bool = True) -> None:
+        is_whole = len(done) == len(job.keys)
+        some = tuple(done) if job.is_promotion and done and not is_whole else None
+        with self._changes:
+            self._finished.append(JobResult(job.job_id, is_whole, some))
+            self._waiting -= len(job.keys) if counted else 0
+            if job.is_promotion:
+                self._failed.update(set(job.keys) - set(done))
+            self._changes.notify_all()
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that ended since the last call."""
+        with self._changes:
+            finished, self._finished = self._finished, []
+            failed, self._failed = self._failed, set()
+        self._lookups.mark_miss(failed)
+        return finished
+
+    def has_pending_work(self) -> bool:
+        """Whether jobs are under way."""
+        with self._changes:
+            return bool(self._waiting or self._finished)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Want each chunk as it is filled."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget what was looked up for a request."""
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Have the lookups of a step made."""
+        self._lookups.flush()
+
+    def drain_jobs(self) -> None:
+        """Wait until every job is over: each is bounded by the client's deadline."""
+        with self._changes:
+            self._changes.wait_for(lambda: not self._waiting)
+
+    def shutdown(self) -> None:
+        """End the threads and the clients."""
+        self._lookups.shutdown()
+        self._thread.stop(SHUTDOWN_S)
+        for connector in (self._connector, self._looking):
+            connector.client.close()
+
+
+def _digest(key: bytes) -> ChainDigest:
+    return ChainDigest(blake3(bytes(key)).digest(length=DIGEST_BYTES))
+
+
+def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> Representation:
+    """Return the identity of chunks of *chunk_bytes* under vLLM's OffloadingConfig *config*.
+
+    Raises RepresentationError without *model_revision*, and for bytes that fill no rows.
+    """
+    if not model_revision:
+        raise RepresentationError("model_revision", "", "a tier has to be told: give it")
+    if chunk_bytes % ROW_TOKENS:
+        raise RepresentationError("chunk_bytes", chunk_bytes, f"a multiple of {ROW_TOKENS}")
+    parallel = config.parallel
+    layout = {
+        "dtype": config.model.dtype,
+        "layout": config.kv_cache_layout,
+        "canonical": config.canonical_layout,
+        "groups": [(g.tokens_per_block, g.layer_names, g.group_id) for g in config.groups],
+        "hash": config.cache.tokens_per_hash,
+        "blocks": config.cache.blocks_per_chunk,
+        "ranks": (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size),
+    }
+    group = LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, chunk_bytes // ROW_TOKENS)
+    return Representation(
+        model_id=config.model.name,
+        model_revision=model_revision,
+        adapter_digest="none",
+        quantization=f"vllm-chunks:{blake3(repr(layout).encode()).hexdigest()}",
+        layer_groups=(group,),
+        rope=RopeParameters(0.0, 0, "none"),
+        tokenizer_digest="vllm-block-hashes",
+    )

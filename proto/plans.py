@@ -1,0 +1,98 @@
+"""Plans: what an engine takes to compute KV, and which of a prompt's chunks to load instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.proto.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillModel:
+    """Seconds for *tokens* behind *context* tokens: a + b tokens + c tokens context.
+
+    The linear term is that of the weights, the other that of attention. Fit it to the engine's
+    own telemetry. Raises InvalidRequestError for what is negative or no number.
+    """
+
+    start_s: float
+    token_s: float
+    pair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("start_s", "token_s", "pair_s"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise InvalidRequestError(field, getattr(self, field), "finite, not negative")
+
+    def seconds(self, tokens: int, context: int) -> float:
+        """Return what *tokens* behind *context* others take; nothing for none."""
+        if not tokens:
+            return 0.0
+        return self.start_s + self.token_s * tokens + self.pair_s * tokens * context
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRange:
+    """Chunks *first* to *stop*, the last not included: to load, or else to recompute.
+
+    ``ms`` is what that takes by itself; ranges of both kinds overlap in time.
+    """
+
+    first: int
+    stop: int
+    load: bool
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Which chunks of a prompt to load and which to recompute, in order and without gaps.
+
+    ``plan_ms`` is from now until all of the prompt's KV is there, the tokens behind its last
+    chunk included, when loads run in order from the start and the engine computes each range as
+    soon as what comes before it is there. ``recompute_ms`` is the same without this service:
+    ``plan_ms`` is never more. Both are estimates; for a deadline give the plan's chunks to
+    ``kvstore.client.levels``.
+    """
+
+    ranges: tuple[PlanRange, ...]
+    plan_ms: float
+    recompute_ms: float
+
+    @property
+    def loaded(self) -> Sequence[int]:
+        """The places of the chunks to load, ascending."""
+        return [at for one in self.ranges if one.load for at in range(one.first, one.stop)]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTerms:
+    """What an engine says with a lookup to get a plan: its speed and how long the prompt is.
+
+    ``prompt_tokens`` counts those behind the last chunk, too; 0: as many as the chunks have.
+    Raises InvalidRequestError.
+    """
+
+    prefill: PrefillModel
+    prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prompt_tokens < 1 << 32:
+            raise InvalidRequestError("prompt_tokens", self.prompt_tokens, "a count, or 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """What a batch of prompts has in common. The answer to an announcement.
+
+    ``order``: the prompts by number, those that share a prefix one after the other. ``uses[i]``:
+    for each chunk of prompt i, in how many prompts of the batch it is. ``kept``: chunks that are
+    here and kept for their uses. ``peak_chunks``: how many are in need at once in this order.
+    """
+
+    order: tuple[int, ...]
+    uses: tuple[tuple[int, ...], ...]
+    kept: int
+    peak_chunks: int

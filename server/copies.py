@@ -1,0 +1,251 @@
+"""Copies: which chunks are on which tiers, told to the policies and to what is remembered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.server.found import Holding
+from kvstore.server.history_file import MAX_CHUNKS, SavedHistory
+from kvstore.server.knowledge import Knowledge, Origin
+from kvstore.server.leases import LeaseTable
+from kvstore.server.pins import PinTable
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.history_state import HistoryState
+from kvstore.server.policy.journal import Journal, Stored
+from kvstore.server.policy.radix import RadixIndex, Rows
+from kvstore.server.policy_report import PolicyReport
+from kvstore.server.uses import AnnouncedUses
+
+_UNKNOWN = Origin()
+
+
+class Copies:
+    """The part of the Catalog that is told of copies as they come and go."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, EvictionPolicy],
+        leases: LeaseTable,
+        pin_limit_bytes: int,
+        clock: Callable[[], float],
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self._policies = policies
+        self._leases = leases
+        self._clock = clock
+        self.knowledge = known = knowledge or Knowledge()
+        self._journal = Journal(
+            known.history,
+            list(policies.values()),
+            [known.what_ifs.get(tier) for tier in policies],
+        )
+        self._journal.forecast = known.forecast
+        self._index = RadixIndex(list(policies), known.ghost_limit, self._forget_ghosts)
+        self._pending: dict[ChunkKey, int] = {}
+        self._leaving: dict[ChunkKey, str] = {}
+        """Chunks being evicted, and the tier they leave."""
+        self._strays: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
+        """Copies that were forgotten and that their tier has not freed yet."""
+        self._pinned = PinTable(pin_limit_bytes)
+        self.uses = AnnouncedUses(pin_limit_bytes)
+        self.unkept = 0
+        """Announced chunks that came and were not kept, for want of room."""
+        # Guards all of the above; held for dictionary operations only.
+        self._lock = threading.Lock()
+        self._unclaimed = threading.Condition(self._lock)
+        self._news = threading.Event()
+
+    # --- copies
+
+    def needs_checkpoints(self, space: Namespace) -> None:
+        """Chunks of *space* are of a model that goes on only from where its state was kept."""
+        with self._lock:
+            self._index.needs_checkpoints(space)
+
+    def note_sealed(self, tier: str, info: ChunkInfo, origin: Origin | None = None) -> None:
+        """A copy became visible on *tier*; *origin* says where it came from, if it was put."""
+        with self._lock:
+            self._strays[tier].discard(info.key)
+            is_new = not self._index.row(info.key)
+            row = self._index.add(tier, info)
+            parent, now = self._index.parent(row), self._clock()
+            facts = self.knowledge.facts(row, info, origin or _UNKNOWN) if is_new else None
+            self.knowledge.hints.arrived(row)
+            if is_new and self.uses:
+                self._came(info.key, info.size_bytes, origin)
+            number = self._index.tiers.index(tier)
+            self._journal.note(Stored(number, row, parent, info.size_bytes, facts, now))
+        self._news.set()
+
+    def _came(self, key: ChunkKey, size_bytes: int, origin: Origin | None) -> None:
+        """Keep an announced chunk that is needed again; whoever put it has used it."""
+        if origin is not None:
+            self.uses.used([key])
+        self._keep(key, size_bytes)
+
+    def _keep(self, key: ChunkKey, size_bytes: int) -> None:
+        if not self.uses.keep(key, size_bytes):
+            self.unkept += 1
+
+    def forget(self, tier: str, key: ChunkKey) -> bool:
+        """A copy is gone from *tier*. False if it was not known."""
+        with self._lock:
+            return self._forget(tier, key)
+
+    def _forget(self, tier: str, key: ChunkKey) -> bool:
+        row = self._index.row(key)
+        if not row:
+            return False
+        self._journal.settle()
+        self._policies[tier].remove(row)
+        known = self._index.discard(tier, row)
+        if not self._index.holders(row):
+            self.knowledge.hints.forget(row)
+            self.uses.gone(key)
+        return known
+
+    def _forget_ghosts(self, rows: Rows) -> None:
+        self._journal.settle()
+        self.knowledge.history.forget_all(rows)
+        for row in rows.tolist():
+            self.knowledge.hints.forget(row)
+
+    def catch_up(self, timeout_s: float) -> bool:
+        """Wait for events that the policies were not told of yet, and tell them; a thread that
+        does so spares the others the time. Return whether there were any.
+        """
+        is_any = self._news.wait(timeout_s)
+        self._news.clear()
+        while self._step():
+            pass
+        return is_any
+
+    def _step(self) -> bool:
+        with self._lock:
+            return self._journal.step()
+
+    def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
+        """A copy is about to leave *tier*, and a stray until ``swept``.
+
+        False if it was not there, or is held.
+        """
+        with self._lock:
+            if not even_if_held and self._is_held(key):
+                return False
+            known = self._forget(tier, key)
+            if known:
+                self._strays[tier].add(key)
+            return known
+
+    def strays(self, tier: str) -> set[ChunkKey]:
+        """Return what was cast out of *tier* and may still lie there."""
+        with self._lock:
+            return set(self._strays[tier])
+
+    def is_stray(self, tier: str, key: ChunkKey) -> bool:
+        """Whether the chunk was cast out of *tier* and may still lie there."""
+        with self._lock:
+            return key in self._strays[tier]
+
+    def swept(self, tier: str, key: ChunkKey) -> None:
+        """The tier has freed a stray."""
+        with self._lock:
+            self._strays[tier].discard(key)
+
+    def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
+        """Return the chunk's copies by tier name; empty when there is none."""
+        with self._lock:
+            return self._index.copies(self._index.row(key))
+
+    def holders(self, key: ChunkKey, least: Fidelity = Fidelity.none) -> list[str]:
+        """Return the tiers with such a copy of the chunk: less to ask for than ``copies``."""
+        with self._lock:
+            return self._index.holders(self._index.row(key), least)
+
+    def size_bytes(self, tier: str, key: ChunkKey) -> int:
+        """Return the size of the chunk's frame on *tier*; 0 when it is not there."""
+        with self._lock:
+            row = self._index.row(key)
+            return self._index.size_bytes(tier, row) if tier in self._index.holders(row) else 0
+
+    def holding(self, key: ChunkKey) -> Holding | None:
+        """Return what is known of one chunk."""
+        with self._lock:
+            row = self._index.row(key)
+            if not row:
+                return None
+            leases, is_pinned = self._leases.pins.get(key, 0), key in self._pinned
+            hits = self._index.hits(row)
+            return Holding(key, self._index.copies(row), leases, is_pinned, hits)
+
+    def holdings(self, space: Namespace) -> list[Holding]:
+        """Return every chunk of a namespace. Those that come or go meanwhile may be left out."""
+        with self._lock:
+            keys = self._index.keys_of(space)
+        return [held for key in keys if (held := self.holding(key)) is not None]
+
+    def only_on(self, *tiers: str) -> list[ChunkKey]:
+        """Return the chunks that are on no tier but these."""
+        with self._lock:
+            return self._index.only_on(tiers)
+
+    def count_on(self, tier: str) -> int:
+        """Copies known on *tier*."""
+        with self._lock:
+            self._journal.settle()
+            return len(self._policies[tier])
+
+    def policy_report(self, tier: str) -> PolicyReport:
+        """Return what the policy of *tier* does, and why."""
+        known, policy = self.knowledge, self._policies[tier]
+        name = known.policy_names.get(tier, type(policy).__name__)
+        with self._lock:
+            self._journal.settle()
+            return PolicyReport.of(name, policy, known.what_ifs.get(tier), known.partitions.names)
+
+    # --- over a restart
+
+    def save(self) -> SavedHistory:
+        """Return what is remembered of chunks, here or evicted, those that left first first."""
+        known = self.knowledge
+        with self._lock:
+            self._journal.settle()
+            now = self._clock()
+            rows = np.fromiter(filter(known.history.knows, self._index.known_rows()), np.intp)
+            state = HistoryState.of(known.history, rows[-MAX_CHUNKS:], now)
+            rows = rows[-MAX_CHUNKS:]
+            state.chunks["key"] = self._index.keys(rows)
+            known.hints.write(rows, state.chunks, now)
+            return SavedHistory(known.groups.names(), state)
+
+    def restore(self, saved: SavedHistory) -> int:
+        """Remember what an earlier run did; return how many chunks. Before any other event.
+
+        What engines said of chunks counts from ``note_sealed`` on. Raises InvalidRequestError.
+        """
+        known = self.knowledge
+        with self._lock:
+            for names in saved.groups:
+                known.groups.number(*names)
+            chunks = saved.state.chunks[-max(1, known.ghost_limit) :]
+            keys = [ChunkKey(key) for key in chunks["key"].tolist()]
+            rows = np.array([self._index.add_ghost(key) for key in keys], np.intp)
+            state = replace(saved.state, chunks=chunks[rows > 0])
+            state.fill(known.history, rows[rows > 0], self._clock())
+            known.hints.await_rows(rows[rows > 0], state.chunks, self._clock())
+            return len(state.chunks)
+
+    def ghost_count(self) -> int:
+        """Chunks without a copy that are remembered."""
+        return self._index.ghost_count
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def _is_held(self, key: ChunkKey) -> bool:
+        return key in self._leases.pins or key in self._pinned or key in self.uses

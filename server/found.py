@@ -1,0 +1,53 @@
+"""What the catalog answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.types import ChunkInfo, ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One chunk as the catalog knows it: its copies by tier name."""
+
+    key: ChunkKey
+    copies: Mapping[str, ChunkInfo]
+    leases: int
+    is_pinned: bool
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The chunks of the longest prefix that can be read.
+
+    ``sources[i]`` is the place of chunk i's tier among those asked for and ``sizes[i]`` its
+    bytes there. ``known`` counts the chunks that any tier has, ``pending`` those behind them
+    that are being written. ``lease_id`` is 0 when nothing was leased.
+    """
+
+    known: int
+    pending: int
+    sources: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+    lease_id: int = 0
+    ghosts: int = 0
+    """Chunks of the prompt that had been evicted, from its first on."""
+
+    @property
+    def first_missing(self) -> int:
+        """The place in the chain of the first chunk that is neither known nor being written."""
+        return self.known + self.pending
+
+
+class LeaseTerms(NamedTuple):
+    """For whom, and for how long from now."""
+
+    session_id: int
+    ttl_s: float

@@ -1,0 +1,55 @@
+"""The levels that the metrics page and the status show."""
+
+from __future__ import annotations
+
+import math
+
+from kvstore.server.manager import TierManager
+from kvstore.server.metrics import Gauge
+from kvstore.server.policy.partitions import Quota
+from kvstore.server.policy_report import PartitionUse, PolicyReport
+
+
+def _policy(tier: str, report: PolicyReport) -> list[Gauge]:
+    named = {"tier": tier, "policy": report.follows}
+    rows: list[Gauge] = [
+        ("tier_policy", "1 for the policy that says whom to evict", named, 1.0),
+        ("tier_policy_switches", "times that the policy followed another", tier, report.switches),
+        ("tier_policy_fallbacks", "rankings that took too long", tier, report.fallbacks),
+    ]
+    for name, ratio in (report.hit_ratios or {report.follows: math.nan}).items():
+        labels = {"tier": tier, "policy": name}
+        rows.append(("candidate_hit_ratio", "chunks a policy would hit, lately", labels, ratio))
+    for scale, ratio in (report.curve or {1.0: math.nan}).items():
+        labels = {"tier": tier, "scale": f"{scale:g}"}
+        rows.append(("what_if_hit_ratio", "hit ratio at so many times the size", labels, ratio))
+    for one in report.partitions or [PartitionUse("others", 0, Quota())]:
+        labels = {"tier": tier, "partition": one.name}
+        rows += [
+            ("partition_used_bytes", "bytes of a tenant or category", labels, one.used_bytes),
+            ("partition_quota_bytes", "its quota, 0 for none", labels, one.quota.limit_bytes),
+        ]
+    return rows
+
+
+def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
+    """Return every level as it is now: its name, what it is, its label and its value."""
+    catalog = manager.catalog
+    rows: list[Gauge] = [
+        ("sessions", "open sessions", "", session_count),
+        ("leases", "live leases", "", catalog.lease_count()),
+        ("known_chunks", "chunks in the index", "", len(catalog)),
+        ("ghost_chunks", "evicted chunks that policies remember", "", catalog.ghost_count()),
+    ]
+    for status in manager.shelf_statuses():
+        name, stats = status.name, status.stats
+        rows += [
+            ("tier_capacity_bytes", "size of the tier", name, stats.capacity_bytes),
+            ("tier_used_bytes", "bytes taken, slack included", name, stats.used_bytes),
+            ("tier_chunks", "chunks on the tier", name, stats.chunks),
+            ("tier_up", "0 while the tier is left alone", name, float(not status.reason)),
+            ("tier_load_bytes_per_second", "mean speed of loads", name, status.load_bytes_per_s),
+            ("tier_codec", "number of the codec in frames", name, status.codec_id),
+            *_policy(name, catalog.policy_report(name)),
+        ]
+    return rows

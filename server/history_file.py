@@ -1,0 +1,135 @@
+"""The history file: what policies have learned, over a restart. docs/format.md has its bytes."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.proto.buffers import as_bytes, checksum
+from kvstore.proto.errors import InvalidFrameError
+from kvstore.server.policy.chunk_classes import OWNS
+from kvstore.server.policy.density import AGE_BINS
+from kvstore.server.policy.history_state import CHUNK, CLASS, HistoryState
+
+FILE_NAME = "history.kvh"
+MAX_CHUNKS = 1 << 19
+"""Chunks in a file; of more, those that left longest ago are not kept. 32 MiB of them."""
+
+MAX_CLASSES = 4096
+MAX_GROUPS = 1024
+MAX_FILE_BYTES = (1 << 20) + MAX_CHUNKS * CHUNK.itemsize + MAX_CLASSES * CLASS.itemsize
+
+_MAGIC = b"KVHS"
+_VERSION = 1
+_HEAD = struct.Struct("<4sHHIIII")
+_NAMES = struct.Struct("<HH")
+_TAIL = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedHistory:
+    """``groups``: tenant and category by group number, from 1; ``state``: the rest."""
+
+    groups: Sequence[tuple[str, str]]
+    state: HistoryState
+
+    def pack(self) -> bytes:
+        """Return the bytes of the file."""
+        state = self.state
+        chunks = state.chunks[-MAX_CHUNKS:]
+        groups = list(self.groups[:MAX_GROUPS])
+        numbers = np.array(state.groups, "<u4").tobytes()
+        parts = [
+            _HEAD.pack(
+                _MAGIC, _VERSION, AGE_BINS, len(groups), len(state.groups),
+                len(state.classes), len(chunks),
+            ),
+            *(_packed(*names) for names in groups),
+            numbers,
+            state.classes.tobytes(),
+            chunks.tobytes(),
+        ]  # fmt: skip
+        body = b"".join(parts)
+        return body + _TAIL.pack(checksum(as_bytes(body)))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SavedHistory:
+        """Parse the bytes of a file. Raises InvalidFrameError, also for future versions."""
+        if not _HEAD.size + _TAIL.size <= len(data) <= MAX_FILE_BYTES:
+            raise InvalidFrameError("history", len(data), "not the size of a history file")
+        body = data[: -_TAIL.size]
+        if _TAIL.unpack_from(data, len(body))[0] != checksum(as_bytes(body)):
+            raise InvalidFrameError("history", "checksum", "the file is damaged")
+        magic, version, bins, *counts = _HEAD.unpack_from(body)
+        if (magic, version, bins) != (_MAGIC, _VERSION, AGE_BINS):
+            raise InvalidFrameError("history", (magic, version, bins), "not this version's")
+        group_count, number_count, class_count, chunk_count = counts
+        at, groups = _HEAD.size, []
+        for _ in range(min(group_count, MAX_GROUPS)):
+            names, at = _unpacked(body, at)
+            groups.append(names)
+        sizes = 4 * number_count, class_count * CLASS.itemsize, chunk_count * CHUNK.itemsize
+        if at + sum(sizes) != len(body) or len(groups) != group_count:
+            raise InvalidFrameError("history", len(body), "its counts do not add up")
+        numbers = np.frombuffer(body, "<u4", number_count, at)
+        classes = np.frombuffer(body, CLASS, class_count, at + sizes[0])
+        chunks = np.frombuffer(body, CHUNK, chunk_count, at + sizes[0] + sizes[1])
+        state = HistoryState(tuple(numbers.tolist()), classes, chunks)
+        _check(state)
+        return cls(groups, state)
+
+
+def _packed(tenant: str, category: str) -> bytes:
+    names = tenant.encode(), category.encode()
+    return _NAMES.pack(*map(len, names)) + b"".join(names)
+
+
+def _unpacked(body: bytes, at: int) -> tuple[tuple[str, str], int]:
+    try:
+        tenant, category = _NAMES.unpack_from(body, at)
+        middle = at + _NAMES.size + tenant
+        end = middle + category
+        return (body[at + _NAMES.size : middle].decode(), body[middle:end].decode()), end
+    except (struct.error, UnicodeDecodeError):
+        raise InvalidFrameError("history", at, "its names do not end, or are no text") from None
+
+
+def _check(state: HistoryState) -> None:
+    """Refuse numbers that nobody could have counted."""
+    chunks, classes = state.chunks, state.classes
+    for name in ("age_s", "flops", "left_s"):
+        if not (np.isfinite(chunks[name]).all() and (chunks[name] >= 0).all()):
+            raise InvalidFrameError(name, "below 0, or no number", "the file is not ours")
+    if not ((chunks["own"] < OWNS).all() and (chunks["hits"] > 0).all()):
+        raise InvalidFrameError("own", "or hits", "the file is not ours")
+    for name in ("asked", "forgotten"):
+        if not (np.isfinite(classes[name]).all() and (classes[name] >= 0).all()):
+            raise InvalidFrameError(name, "below 0, or no number", "the file is not ours")
+
+
+def write_history(folder: Path, saved: SavedHistory) -> None:
+    """Put the file into *folder* in one step: the one before it or this, never half of it.
+
+    Raises OSError.
+    """
+    path = folder / FILE_NAME
+    fresh = path.with_suffix(".new")
+    with open(fresh, "wb") as file:
+        file.write(saved.pack())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def read_history(folder: Path) -> SavedHistory | None:
+    """Return what the file in *folder* has; None without one. Raises InvalidFrameError, OSError."""
+    try:
+        with open(folder / FILE_NAME, "rb") as file:
+            return SavedHistory.unpack(file.read(MAX_FILE_BYTES + 1))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,71 @@
+"""What policies a server runs, put together from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.config import ServerConfig
+from kvstore.server.knowledge import Knowledge
+from kvstore.server.placement_config import write_rules
+from kvstore.server.policy.admission import make_admission
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.partitions import PartitionedEviction, PartitionTable, Quota
+from kvstore.server.policy.registry import make_policy
+from kvstore.server.policy.reuse import ReuseForecast
+from kvstore.server.policy.what_if import WhatIf
+from kvstore.server.policy_config import CategoryTerms, TenantQuotas
+from kvstore.server.units import format_size
+
+
+class Policies:
+    """The eviction policy of each tier, and the knowledge that all of them rank by."""
+
+    def __init__(self, config: ServerConfig, capacities: Mapping[str, int]) -> None:
+        """*capacities* has the bytes of each tier that is used.
+
+        Raises InvalidRequestError when more of a tier is guaranteed than it has.
+        """
+        self._names = config.policy
+        self._capacities = capacities
+        self._tenants = config.tenant_quotas or TenantQuotas()
+        terms = config.category_terms or CategoryTerms()
+        self._categories = terms.quotas
+        partitions = PartitionTable(self._tenants.tenants, tuple(self._categories))
+        self.knowledge = Knowledge(
+            partitions=partitions,
+            category_ttls_s=terms.ttls_s,
+            ghost_limit=config.ghost_limit,
+            what_ifs={tier: WhatIf(size) for tier, size in capacities.items()},
+            policy_names={tier: self.name(tier) for tier in capacities},
+        )
+        rules = write_rules(config.disk_write, config.redis_write)
+        if any(make_admission(rule).looks_ahead for rule in rules.values()):
+            self.knowledge.forecast = ReuseForecast(self.knowledge.history)
+        self.by_tier = {tier: self._policy(tier) for tier in capacities}
+
+    def name(self, tier: str) -> str:
+        """Return the name of a tier's policy."""
+        return self._names.of_tier(tier)
+
+    def _policy(self, tier: str) -> EvictionPolicy:
+        partitions = self.knowledge.partitions
+        if len(partitions.names) == 1:
+            return self._plain(tier)
+        quotas = partitions.quotas(self._tenants.of_tier(tier), self._categories)
+        self._check(tier, quotas)
+        return PartitionedEviction(
+            lambda: self._plain(tier),
+            self.knowledge.hints.partition,
+            quotas,
+            self._capacities[tier],
+        )
+
+    def _check(self, tier: str, quotas: tuple[Quota, ...]) -> None:
+        sure = sum(quota.guaranteed_bytes for quota in quotas)
+        if sure > self._capacities[tier]:
+            fix = f"guarantee at most the {format_size(self._capacities[tier])} of tier {tier!r}"
+            raise InvalidRequestError("tenant_quotas", str(self._tenants), fix)
+
+    def _plain(self, tier: str) -> EvictionPolicy:
+        return make_policy(self.name(tier), self.knowledge.history)

@@ -1,0 +1,223 @@
+"""How many hits a second of residency is worth, by class and age: learnt as requests come."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.server.policy.age_slots import AgeSlots
+
+AGE_BINS = 40
+"""Bins of age: one up to a second, then three an octave; the last has no end."""
+
+EDGES_S = 2.0 ** (np.arange(AGE_BINS - 1) / 3)
+"""Where each bin ends, in seconds; the end belongs to the bin."""
+
+WIDTHS_S = np.diff(2.0 ** (np.arange(AGE_BINS) / 3), prepend=0.0)
+"""How long each bin is, in seconds; of the last, what it would be."""
+
+_STRENGTH = 100.0
+"""How many chunks of a coarser class a class is told by, before its own count."""
+
+_FIRST_HAZARDS = np.full(AGE_BINS, 0.01)
+"""What is taken for true before anything happened: the older, the less there is to hope for."""
+
+_FIRST_HAZARDS[0] *= WIDTHS_S[0] / WIDTHS_S[1]
+_CLASSES_AT_ONCE = 256
+"""Classes that one refresh works out; of more, it takes turns."""
+
+_NOTED = 1 << 13
+"""Events that are kept until they are counted."""
+
+_Left = tuple[NDArray[np.uint16], NDArray[np.float64], float]
+"""Classes of chunks that waited, since when, and until when."""
+
+
+def bins_of(ages_s: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Return the bins of ages; below zero, as a clock that jumped makes them, is the first."""
+    return np.searchsorted(EDGES_S, ages_s)
+
+
+def gittins(hazards: NDArray[np.float64], widths_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the most hits a second that keeping for some time promises, by age.
+
+    *hazards*: (classes, bins), the chance of being asked for in a bin once it is reached.
+    ``G[c, a] = max over h >= a of (sum of S h(x)) / (sum of S w(x) (1 - h(x) / 2))`` for x from a
+    to h, where S is the chance to be waiting still at x: the index of Gittins (1979), for an
+    eviction that may take place after any bin. Shape of the result: (classes, bins).
+    """
+    by_age = np.ascontiguousarray(hazards.T)
+    best = np.empty_like(by_age)
+    hits = np.zeros_like(by_age)
+    time_s = np.zeros_like(by_age)
+    for age in range(len(by_age) - 1, -1, -1):
+        now = by_age[age]
+        stays = 1.0 - now
+        # Behind *age*, what lies ahead counts for those that are still waiting then.
+        ahead_hits, ahead_s = hits[age:], time_s[age:]
+        ahead_hits *= stays
+        ahead_hits += now
+        ahead_s *= stays
+        ahead_s += widths_s[age] * (1.0 - 0.5 * now)
+        (ahead_hits / ahead_s).max(axis=0, out=best[age])
+    return best.T
+
+
+class DensityTable:
+    """Hits per second of residency of a class at an age, from what became of chunks like it.
+
+    A chunk waits, from one asking to the next. When it is asked for, the table counts its class
+    and age; those that still wait count as censored at the age they have, be they on a tier or
+    evicted. The hazard of a bin is that of the class, told by a coarser class and that by all
+    (each with the weight of *strength* chunks); its Gittins index is what ``values`` has. Our own,
+    after LHD (Beckmann et al., NSDI 2018), whose classes and ages these are too.
+
+    Events are only noted; ``refresh`` counts them and works the table out, in a time that does
+    not depend on how many chunks wait. Times never go back. Memory: 26 bytes an event noted, of
+    at most 2^13 and those of one call, and 1.6 kB a class.
+    """
+
+    def __init__(self, coarse: NDArray[np.intp], strength: float = _STRENGTH) -> None:
+        """A table of as many classes as *coarse*, which has the coarser class of each.
+
+        A coarser class is its own coarser class. *coarse* may change for classes not yet seen.
+        *strength* is the weight of what a class is told, in chunks.
+        """
+        limit = len(coarse)
+        self._strength = strength
+        self._coarse = coarse
+        self._asked = np.zeros((limit, AGE_BINS))
+        self._forgotten = np.zeros((limit, AGE_BINS))
+        """Chunks forgotten while they waited, by the age they had."""
+        self._waiting = AgeSlots()
+        self._turn = 0
+        self._came: list[tuple[NDArray[np.uint16], float]] = []
+        """Classes of those who begin to wait, and when."""
+        self._asked_for: list[_Left] = []
+        self._lost: list[_Left] = []
+        self._moved: list[tuple[NDArray[np.uint16], _Left]] = []
+        self._noted = 0
+        hazards = _FIRST_HAZARDS[None]
+        self.values = np.repeat(gittins(hazards, WIDTHS_S), limit, axis=0)
+        """Hits per second of residency. Shape: (classes, bins)."""
+        self.hazards = np.repeat(hazards, limit, axis=0)
+        """The chance to be asked for in a bin once it is reached. Shape: (classes, bins)."""
+
+    def learned(self, asked: NDArray[np.float64], forgotten: NDArray[np.float64]) -> None:
+        """Start from the counts of another run, both (classes, bins), as if they were from here.
+
+        Chunks that still waited there count as forgotten.
+        """
+        self._asked += asked
+        self._forgotten += forgotten
+
+    def ended(self, classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return what was counted of chunks that wait no more: asked for, and forgotten."""
+        return self._asked[:classes].copy(), self._forgotten[:classes].copy()
+
+    # --- events
+
+    def wait(self, classes: NDArray[np.uint16], now_s: float) -> None:
+        """Chunks begin to wait."""
+        self._came.append((classes, now_s))
+        self._note(len(classes), now_s)
+
+    def asked(
+        self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
+    ) -> None:
+        """Chunks were asked for that waited since then, and wait no longer."""
+        self._asked_for.append((classes, since_s, now_s))
+        self._note(len(classes), now_s)
+
+    def forgotten(
+        self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
+    ) -> None:
+        """Chunks that waited are known no longer: nobody will see what becomes of them."""
+        self._lost.append((classes, since_s, now_s))
+        self._note(len(classes), now_s)
+
+    def moved(
+        self,
+        classes: NDArray[np.uint16],
+        others: NDArray[np.uint16],
+        since_s: NDArray[np.float64],
+        now_s: float,
+    ) -> None:
+        """Chunks that wait since then are of *others* and not of *classes*."""
+        self._moved.append((others, (classes, since_s, now_s)))
+        self._note(len(classes), now_s)
+
+    def _note(self, count: int, now_s: float) -> None:
+        self._noted += max(count, 8)  # what the arrays themselves take is like as many
+        if self._noted > _NOTED:
+            self.settle(now_s)
+
+    def settle(self, now_s: float) -> None:
+        """Count the events noted."""
+        waiting = self._waiting
+        waiting.open(now_s)
+        if self._came:
+            classes, came_s = zip(*self._came, strict=True)
+            waiting.add(np.concatenate(classes), np.repeat(came_s, list(map(len, classes))), 1)
+        for others, (left, since_s, _) in self._moved:
+            waiting.add(left, since_s, -1)
+            waiting.add(others, since_s, 1)
+        for ended, counts in ((self._asked_for, self._asked), (self._lost, self._forgotten)):
+            if ended:
+                lists = zip(*ended, strict=True)
+                left, since_s = np.concatenate(next(lists)), np.concatenate(next(lists))
+                left_s = np.repeat(next(lists), [len(one[0]) for one in ended])
+                waiting.add(left, since_s, -1)
+                np.add.at(counts, (left, bins_of(left_s - since_s)), 1.0)
+                ended.clear()
+        self._came.clear()
+        self._moved.clear()
+        self._noted = 0
+
+    # --- the table
+
+    def refresh(self, now_s: float, classes: int) -> None:
+        """Count what was noted and work out ``values`` of the classes below *classes*.
+
+        Of many classes, a part by each call.
+        """
+        self.settle(now_s)
+        hazards = self._hazards(now_s, classes)
+        first = self._turn if self._turn < classes else 0
+        last = min(first + _CLASSES_AT_ONCE, classes)
+        self.values[first:last] = gittins(hazards[first:last], WIDTHS_S)
+        self.hazards[first:last] = hazards[first:last]
+        self._turn = last
+
+    def counts(self, now_s: float, classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return those asked for and those not, waiting or forgotten: both (classes, bins).
+
+        What was noted since the last ``settle`` is not in it. ``learned`` takes them.
+        """
+        ends = self._forgotten[:classes] + self._waiting.by_bin(now_s, EDGES_S, classes)
+        return self._asked[:classes].copy(), ends
+
+    def recency_s(self, now_s: float, count: float) -> float:
+        """Return how long ago the *count* chunks that wait least were asked for; inf for all."""
+        return self._waiting.age_s(now_s, count)
+
+    def _hazards(self, now_s: float, classes: int) -> NDArray[np.float64]:
+        asked, ends = self.counts(now_s, classes)
+        ends += asked
+        coarse = self._coarse[:classes]
+        all_hazards = self._shrunk(asked.sum(0), ends.sum(0), _FIRST_HAZARDS)
+        groups = np.zeros((2, classes, AGE_BINS))
+        np.add.at(groups[0], coarse, asked)
+        np.add.at(groups[1], coarse, ends)
+        coarser = self._shrunk(groups[0], groups[1], all_hazards)
+        return self._shrunk(asked, ends, coarser[coarse])
+
+    def _shrunk(
+        self,
+        asked: NDArray[np.float64],
+        ends: NDArray[np.float64],
+        told: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Return the hazards of the bins of (..., bins), drawn to what was told of them."""
+        at_risk = np.cumsum(ends[..., ::-1], axis=-1)[..., ::-1]
+        return (asked + self._strength * told) / (at_risk + self._strength)

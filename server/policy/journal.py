@@ -1,0 +1,152 @@
+"""The Journal: events that the history and the policies are told of a little later, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from kvstore.proto.types import ChunkKey
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.history import Facts, History
+from kvstore.server.policy.radix import Rows
+from kvstore.server.policy.reuse import ReuseForecast
+from kvstore.server.policy.what_if import WhatIf, identities
+
+MAX_EVENTS = 32
+"""Events that wait; one more, and its caller works off the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The prompt of *keys* was looked up, of which *known* are here or remembered.
+
+    ``is_again`` for a lookup that was counted already.
+    """
+
+    known: Rows
+    keys: Sequence[ChunkKey]
+    now_s: float
+    is_again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A chunk was sealed on the tier of policy *number*; *facts* if no tier had it before."""
+
+    number: int
+    row: int
+    parent: int
+    size_bytes: int
+    facts: Facts | None
+    now_s: float
+
+
+_TOGETHER_S = 0.1
+"""Chunks of a chain that come this soon after one another count as stored together."""
+
+_LATELY = 1 / 16
+
+_Event: TypeAlias = Asked | Stored
+
+
+class Journal:
+    """Keeps what takes long out of the answers to lookups and puts.
+
+    Whoever waits for an answer only notes what happened; somebody who has time calls ``step``,
+    and whoever asks the policies or forgets a row calls ``settle`` first. What is told, and in
+    which order, is the same as without a journal: the history first, then the policies. Not
+    thread-safe: the catalog's lock guards it.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        policies: Sequence[EvictionPolicy],
+        what_ifs: Sequence[WhatIf | None] = (),
+    ) -> None:
+        """*what_ifs* are told of lookups too, one for each policy, or none."""
+        self._history = history
+        self._policies = policies
+        self._what_ifs = what_ifs or [None] * len(policies)
+        self._chunk_bytes = [0.0] * len(policies)
+        """About what a chunk takes lately, by policy."""
+        self._events: deque[_Event] = deque()
+        self.forecast: ReuseForecast | None = None
+        """Told as the history is, for those who place copies by it."""
+
+    def note(self, event: _Event) -> None:
+        """Keep an event until it is told."""
+        if len(self._events) >= MAX_EVENTS:
+            self.step()
+        self._events.append(event)
+
+    def step(self) -> bool:
+        """Tell of the first event, and of those that belong to it; False if there was none."""
+        if not self._events:
+            return False
+        event = self._events.popleft()
+        if isinstance(event, Asked):
+            self._ask(event)
+        else:
+            self._store(event)
+        return True
+
+    def settle(self) -> None:
+        """Tell of everything."""
+        while self.step():
+            pass
+
+    def _ask(self, event: Asked) -> None:
+        if not event.is_again:
+            if self.forecast is not None:
+                self.forecast.asked(event.known, len(event.keys), event.now_s)
+            self._history.asked(event.known, len(event.keys), event.now_s)
+            self._wonder(event)
+        for policy in self._policies:
+            policy.touch(event.known, event.now_s)
+
+    def _wonder(self, event: Asked) -> None:
+        if not event.keys or not any(self._chunk_bytes):
+            return
+        ids = identities(event.keys)
+        for what_if, size in zip(self._what_ifs, self._chunk_bytes, strict=True):
+            if what_if is not None and size:
+                what_if.asked(ids, int(size), event.now_s)
+
+    def _store(self, first: Stored) -> None:
+        run = [first]
+        while self._events and _continues(run[-1], self._events[0]):
+            run.append(self._events.popleft())  # type: ignore[arg-type]
+        usual = self._chunk_bytes[first.number] or float(first.size_bytes)
+        self._chunk_bytes[first.number] = usual + (first.size_bytes - usual) * _LATELY
+        rows = np.array([event.row for event in run], np.intp)
+        last = run[-1]
+        if last.facts is not None:
+            self._history.seen_chain(rows, first.parent, replace(last.facts, flops=0.0), last.now_s)
+            for event in run:
+                assert event.facts is not None
+                self._history.flops[event.row] = event.facts.flops
+                if self.forecast is not None:
+                    self.forecast.seen(event.row, event.parent, event.facts, last.now_s)
+        self._policies[first.number].insert_chain(rows, first.parent, first.size_bytes, last.now_s)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+
+def _continues(last: Stored, event: _Event) -> bool:
+    """Whether the chunk of *event* continues that of *last* and nothing else tells them apart."""
+    if not isinstance(event, Stored) or event.parent != last.row or event.row == last.row:
+        return False
+    if (event.number, event.size_bytes) != (last.number, last.size_bytes):
+        return False
+    if abs(event.now_s - last.now_s) > _TOGETHER_S:
+        return False
+    if last.facts is None or event.facts is None:
+        return last.facts is event.facts
+    same = replace(event.facts, tokens_full=True, flops=0.0)
+    return last.facts.tokens_full and same == replace(last.facts, flops=0.0)

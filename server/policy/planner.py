@@ -1,0 +1,180 @@
+"""The planner: which chunks of a prompt to load, and which the engine is to compute instead.
+
+Loads come one after the other, in the order of the chain, while the engine computes; it computes
+a chunk once all before it are there. Two kinds of plan are weighed, exactly:
+
+* compute a head, load what follows, compute the rest. The head is computed while the rest loads,
+  and costs the engine least, as attention has the least to look back at: for chunks of one size
+  on one tier no plan is faster (shown against all plans by its test);
+* where a prompt lies on several tiers: every choice of load or compute for its few stretches of
+  one tier each.
+
+Computing everything is one of both, so that no plan is slower. Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.plans import LoadPlan, PlanRange, PrefillModel
+
+MAX_STRETCHES = 6
+"""Of more stretches only plans of the first kind are weighed: a plan takes below a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """What can be loaded of a prompt, and how long it is.
+
+    ``tokens[i]`` and ``load_s[i]`` are of chunk i of those in reach, the head of the chain;
+    ``decode_s[i]`` is spent on it beside the load of the next. ``chunks`` is how many were asked
+    for, ``total_tokens`` of the whole prompt. Raises InvalidRequestError for what cannot be.
+    """
+
+    tokens: Sequence[int]
+    load_s: Sequence[float]
+    decode_s: Sequence[float]
+    chunks: int
+    total_tokens: int
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.load_s) == len(self.decode_s) <= self.chunks:
+            counts = (len(self.tokens), len(self.load_s), len(self.decode_s), self.chunks)
+            raise InvalidRequestError("tokens, load_s, decode_s, chunks", counts, "one of each")
+        if sum(self.tokens) > self.total_tokens:
+            raise InvalidRequestError("total_tokens", self.total_tokens, "at least the chunks'")
+
+
+class _Prompt(NamedTuple):
+    """The question in running sums, from 0 on: tokens, and seconds of loading, before chunk i.
+
+    ``lag_s``: how long the last chunk is decoded once it is there, at most.
+    """
+
+    starts: NDArray[np.int64]
+    loaded_s: NDArray[np.float64]
+    lag_s: float
+    total: int
+    prefill: PrefillModel
+
+
+def plan_loads(question: PlanQuestion, prefill: PrefillModel) -> LoadPlan:
+    """Return the fastest plan of both kinds; of equals, the one that loads least."""
+    prompt = _prompt(question, prefill)
+    ready = len(question.tokens)
+    best_s, choice = _two_cuts(prompt)
+    for other in _stretched(question):
+        other_s = _time_s(prompt, other)
+        if other_s < best_s:
+            best_s, choice = other_s, other
+    recompute_s = _time_s(prompt, [])
+    best_s = min(best_s, recompute_s)
+    ranges = _ranges(prompt, choice, ready, question.chunks)
+    return LoadPlan(tuple(ranges), 1000 * best_s, 1000 * recompute_s)
+
+
+def _prompt(question: PlanQuestion, prefill: PrefillModel) -> _Prompt:
+    load_s, decode_s = np.array(question.load_s, float), np.array(question.decode_s, float)
+    # Loads and decodes in a row of two stations: no later than the slower of both at each chunk,
+    # and once the faster.
+    loaded_s = np.concatenate([[0.0], np.cumsum(np.maximum(load_s, decode_s))])
+    lag_s = float(np.minimum(load_s, decode_s).max(initial=0.0))
+    starts = np.concatenate([[0], np.cumsum(np.array(question.tokens, np.int64))])
+    return _Prompt(starts, loaded_s, lag_s, question.total_tokens, prefill)
+
+
+Choice = list[tuple[int, int]]
+"""Stretches of chunks to load, ascending, with gaps between them; all else is computed."""
+
+
+def _time_s(prompt: _Prompt, choice: Choice) -> float:
+    """Return when all of the prompt is there. The reference that other formulas agree with."""
+    starts, loaded_s = prompt.starts, prompt.loaded_s
+    engine_s = arrived_s = 0.0
+    done = 0
+    for first, stop in choice:
+        begin = int(starts[first])
+        if begin > done:
+            engine_s = max(engine_s, arrived_s) + prompt.prefill.seconds(begin - done, done)
+        already_s = max(0.0, arrived_s - prompt.lag_s)
+        arrived_s = already_s + float(loaded_s[stop] - loaded_s[first]) + prompt.lag_s
+        done = int(starts[stop])
+    # The last token is computed in any case: an engine needs its output.
+    rest = max(1, prompt.total - done)
+    return max(engine_s, arrived_s) + prompt.prefill.seconds(rest, max(0, prompt.total - rest))
+
+
+def _two_cuts(prompt: _Prompt) -> tuple[float, Choice]:
+    """Return the best plan that computes chunks before *k*, loads up to *m* and computes on.
+
+    For each m the head grows as its load shrinks: the best k is one of the two where they cross.
+    """
+    starts, loaded_s, prefill = prompt.starts, prompt.loaded_s, prompt.prefill
+    heads_s = np.where(starts > 0, prefill.start_s + prefill.token_s * starts, 0.0)
+    stops = np.arange(1, len(starts))
+    crossed = np.searchsorted(heads_s + loaded_s, loaded_s[1:] + prompt.lag_s)
+    rest = np.maximum(1, prompt.total - starts[1:])
+    tails_s = prefill.start_s + rest * (prefill.token_s + prefill.pair_s * (prompt.total - rest))
+    best_s, best = _time_s(prompt, []), []
+    for cuts in (crossed, crossed - 1):
+        cuts = np.clip(cuts, 0, stops - 1)
+        waits_s = np.maximum(heads_s[cuts], loaded_s[1:] - loaded_s[cuts] + prompt.lag_s)
+        times_s = waits_s + tails_s
+        if len(times_s) and times_s.min() < best_s:
+            at = int(times_s.argmin())
+            best_s, best = float(times_s[at]), [(int(cuts[at]), at + 1)]
+    return best_s, best
+
+
+def _stretched(question: PlanQuestion) -> list[Choice]:
+    """Return every choice over the stretches of chunks that load alike; none if they are many."""
+    costs = list(zip(question.tokens, question.load_s, question.decode_s, strict=True))
+    if len(costs) <= MAX_STRETCHES:
+        edges = list(range(len(costs) + 1))
+    else:
+        changes = [at for at in range(1, len(costs)) if costs[at] != costs[at - 1]]
+        edges = [0, *changes, len(costs)]
+    if not 1 < len(edges) - 1 <= MAX_STRETCHES:
+        return []
+    picks = product((False, True), repeat=len(edges) - 1)
+    return [_joined([*compress(pairwise(edges), picked)]) for picked in picks]
+
+
+def _joined(stretches: Choice) -> Choice:
+    joined: Choice = []
+    for first, stop in stretches:
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((first, stop))
+    return joined
+
+
+def _ranges(prompt: _Prompt, choice: Choice, ready: int, chunks: int) -> list[PlanRange]:
+    """Return the ranges over all chunks, those that are nowhere included."""
+    ranges: list[PlanRange] = []
+    done = 0
+    for first, stop in choice:
+        if first > done:
+            ranges.append(_computed(prompt, done, first))
+        load_s = float(prompt.loaded_s[stop] - prompt.loaded_s[first]) + prompt.lag_s
+        ranges.append(PlanRange(first, stop, load=True, ms=1000 * load_s))
+        done = stop
+    if done < chunks:
+        begin = int(prompt.starts[min(done, ready)])
+        rest_s = prompt.prefill.seconds(max(1, prompt.total - begin), begin)
+        ranges.append(PlanRange(done, chunks, load=False, ms=1000 * rest_s))
+    return ranges
+
+
+def _computed(prompt: _Prompt, first: int, stop: int) -> PlanRange:
+    begin, end = int(prompt.starts[first]), int(prompt.starts[stop])
+    seconds = prompt.prefill.seconds(end - begin, begin)
+    return PlanRange(first, stop, load=False, ms=1000 * seconds)

@@ -1,0 +1,53 @@
+"""Policies by name, each loaded when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.history import History
+
+_PLACES = {
+    "lru": "lru:LruEviction",
+    "lfu": "lfu:LfuEviction",
+    "gdsf": "gdsf:GdsfEviction",
+    "s3fifo": "s3fifo:S3FifoEviction",
+    "marconi": "marconi:MarconiEviction",
+    "marconi_linear": "marconi:MarconiLinearEviction",
+    "hit_density": "hit_density:HitDensityEviction",
+    "discard_bit": "discard_bit:DiscardBitEviction",
+    "learned": "learned:LearnedEviction",
+    "adaptive": "adaptive:AdaptiveEviction",
+}
+
+POLICIES = tuple(_PLACES)
+"""The names there are."""
+
+
+_HAVE_DEADLINES = {"hit_density", "learned"}
+
+
+def make_policy(
+    name: str, history: History, clock: Callable[[], float] | None = None
+) -> EvictionPolicy:
+    """Return a new policy, which ranks by *history*.
+
+    Decisions that may take long end in the order of LRU where *clock*, in seconds, says that
+    they do; without one they take the time they take, and are the same in every run. Raises
+    InvalidRequestError.
+    """
+    place = _PLACES.get(name)
+    if place is None:
+        raise InvalidRequestError("policy", name, f"one of {', '.join(POLICIES)}")
+    module, _, noun = place.partition(":")
+    kind = getattr(import_module(f"kvstore.server.policy.{module}"), noun)
+    policy: EvictionPolicy
+    if name == "lru":
+        policy = kind()
+    elif name in _HAVE_DEADLINES:
+        policy = kind(history, clock=clock)
+    else:
+        policy = kind(history)
+    return policy

@@ -1,0 +1,235 @@
+"""Three first-in-first-out queues, leaves of the prefix tree first."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from typing_extensions import override
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.policy.history import History
+from kvstore.server.policy.leaves import LeafFirstEviction
+from kvstore.server.policy.radix import Rows
+from kvstore.server.policy.row_heap import RowHeap
+
+_SMALL, _MAIN = 0, 1
+_MOST_USES = 3
+_CHANCES = 64
+_PASSED = 32
+_REMEMBERED_MOVES = 1 << 14
+
+
+@dataclass(frozen=True)
+class S3FifoTerms:
+    """The share of the bytes that new chunks have, and the uses that take one out of it."""
+
+    small_share: float = 0.1
+    promote_uses: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.small_share < 1.0:
+            raise InvalidRequestError("small_share", self.small_share, "between 0 and 1")
+        if not 1 <= self.promote_uses <= _MOST_USES:
+            raise InvalidRequestError("promote_uses", self.promote_uses, f"1 to {_MOST_USES}")
+
+
+PAPER_TERMS = S3FifoTerms()
+AIBRIX_TERMS = S3FifoTerms(small_share=0.3, promote_uses=1)
+"""What AIBrix's KV cache runs with."""
+
+
+class _Hand:
+    """Goes through the leaves of one queue in order; others are put in ahead of it."""
+
+    def __init__(self, leaves: Iterator[int], order: array[int]) -> None:
+        self._leaves = leaves
+        self._order = order
+        self._next = next(leaves, NO_ROW)
+        self._more: list[tuple[int, int]] = []
+
+    def push(self, order: int, row: int) -> None:
+        heapq.heappush(self._more, (order, row))
+
+    def pop(self) -> int:
+        if self._more and (not self._next or self._more[0][0] < self._order[self._next]):
+            return heapq.heappop(self._more)[1]
+        row, self._next = self._next, next(self._leaves, NO_ROW)
+        return row
+
+    def __bool__(self) -> bool:
+        return bool(self._next or self._more)
+
+
+class S3FifoEviction(LeafFirstEviction):
+    """Evict new chunks that were not used in time, then old ones, each in the order they came.
+
+    S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, section 4
+    and algorithm 1): a small queue for what is new, a main queue for what was used there or is
+    remembered as evicted from it (a ghost), where what was used since gets another round.
+
+    Ours departs in five ways. Only leaves are candidates, and a chunk that is continued stays in
+    its queue unseen: so it goes to the main queue when it is used enough, not when the hand is
+    there, and the round that a leaf gets is one for what it alone continues as well, or a chain
+    would have as many rounds as chunks. Shares are of the bytes that are here, as a policy is
+    not told the size of its tier. ``victims`` only answers, so the moves between queues that
+    lead to a victim are made when it is removed. And one choice passes over at most 64 leaves
+    that have uses left, which bounds it; the paper's hand may go round the whole queue.
+
+    There are as many ghosts as the paper's main queue has room for: those evicted last, by a
+    count of evictions, so that they take no list. A use costs nothing but its count, everything
+    else O(log n) of the leaves. 43 bytes a row.
+    """
+
+    def __init__(self, history: History, terms: S3FifoTerms = PAPER_TERMS) -> None:
+        super().__init__()
+        self._history = history
+        self._terms = terms
+        self._order = array("Q", [0])
+        """When each chunk came into its queue."""
+        self._queues = array("B", [_SMALL])
+        self._uses = array("B", [0])
+        self._sizes = array("Q", [0])
+        self._evicted = array("Q", [0])
+        """The number of the eviction that made each row a ghost; 0 for none."""
+        places = array("I", [0])
+        self._leaves = (RowHeap(self._order, places), RowHeap(self._order, places))
+        self._bytes = [0, 0]
+        self._tick = 0
+        self._evictions = 0
+        self._moves: dict[int, list[tuple[int, int]]] = {}
+        """By victims named last: the moves that led to each, as (row, order it had)."""
+
+    @override
+    def _extend(self, count: int) -> None:
+        for column in (self._order, self._queues, self._uses, self._sizes, self._evicted):
+            column.frombytes(bytes(count * column.itemsize))
+        self._leaves[_SMALL].extend(count)  # the places of both
+
+    @override
+    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
+        queue = _MAIN if self._is_ghost(row) else _SMALL
+        self._evicted[row] = 0
+        self._uses[row] = 0
+        self._sizes[row] = size_bytes
+        self._enter(row, queue)
+        self._bytes[queue] += size_bytes
+
+    def _is_ghost(self, row: int) -> bool:
+        # A row that was another chunk's when it was evicted is seen for the first time now.
+        if not self._evicted[row] or self._history.hits_of(row) == 1:
+            return False
+        ghosts = math.ceil((1.0 - self._terms.small_share) * self._count)
+        return self._evictions - self._evicted[row] < ghosts
+
+    def _enter(self, row: int, queue: int) -> None:
+        self._tick += 1
+        self._order[row] = self._tick
+        self._queues[row] = queue
+
+    @override
+    def _add_leaf(self, row: int, *, is_new: bool) -> None:
+        self._leaves[self._queues[row]].push(row)
+
+    @override
+    def _drop_leaf(self, row: int) -> None:
+        self._leaves[self._queues[row]].remove(row)
+
+    @override
+    def _use(self, rows: Rows, now_s: float) -> None:
+        uses = np.frombuffer(self._uses, np.uint8)
+        uses[rows] = np.minimum(uses[rows] + 1, _MOST_USES)
+        is_inner = np.frombuffer(self._children, np.uint32)[rows] > 0
+        is_small = np.frombuffer(self._queues, np.uint8)[rows] == _SMALL
+        is_used = uses[rows] >= self._terms.promote_uses
+        del uses
+        for row in dict.fromkeys(rows[is_inner & is_small & is_used].tolist()):
+            self._move(row)
+
+    @override
+    def _gone(self, row: int) -> None:
+        self._bytes[self._queues[row]] -= self._sizes[row]
+        if self._queues[row] == _SMALL:
+            self._evictions += 1
+            self._evicted[row] = self._evictions
+        for moved, order in self._moves.pop(row, ()):
+            if self._here[moved] and self._order[moved] == order:
+                self._move(moved)
+
+    def _move(self, row: int) -> None:
+        """Put a chunk that has uses left at the end of the main queue."""
+        is_leaf = row in self._leaves[_MAIN]  # of either queue
+        if is_leaf:
+            self._drop_leaf(row)
+        if self._queues[row] == _SMALL:
+            self._bytes[_SMALL] -= self._sizes[row]
+            self._bytes[_MAIN] += self._sizes[row]
+            self._uses[row] = 0
+        else:
+            for passed in (row, *self._behind(row)):
+                self._uses[passed] = max(0, self._uses[passed] - 1)
+        self._enter(row, _MAIN)
+        if is_leaf:
+            self._leaves[_MAIN].push(row)
+
+    def _behind(self, row: int) -> Iterator[int]:
+        """Yield what a chunk alone continues, in the main queue; a limited number.
+
+        Where the hand passes over a chunk, it does so over these, which cannot be met before.
+        """
+        for _ in range(_PASSED):
+            row = self._parents[row]
+            if not self._here[row] or self._queues[row] != _MAIN or self._children[row] != 1:
+                return
+            yield row
+
+    @override
+    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        self._moves.clear()
+        hands = [_Hand(leaves.sorted(), self._order) for leaves in self._leaves]
+        left_bytes = list(self._bytes)
+        tick, recorded = self._tick, 0
+        uses: dict[int, int] = {}
+        """Of those that were moved to the main queue on the way."""
+        orphaned: dict[int, int] = {}
+        moves: list[tuple[int, int]] = []
+        while hands[_SMALL] or hands[_MAIN]:
+            queue = self._turn(left_bytes)
+            if not hands[queue]:
+                queue = 1 - queue
+            row = hands[queue].pop()
+            if keep(row):
+                continue
+            used = uses.get(row, self._uses[row])
+            needed = self._terms.promote_uses if queue == _SMALL else 1
+            if used >= needed and len(moves) < _CHANCES:
+                if queue == _SMALL:
+                    left_bytes[_SMALL] -= self._sizes[row]
+                    left_bytes[_MAIN] += self._sizes[row]
+                    uses[row] = 0
+                else:
+                    for passed in (row, *self._behind(row)):
+                        uses[passed] = max(0, uses.get(passed, self._uses[passed]) - 1)
+                moves.append((row, self._order[row]))
+                tick += 1
+                hands[_MAIN].push(tick, row)
+                continue
+            left_bytes[queue] -= self._sizes[row]
+            if moves and recorded < _REMEMBERED_MOVES:
+                recorded += len(moves)
+                self._moves[row] = moves
+            moves = []
+            yield row
+            parent = self._bared_by(row, orphaned)
+            if parent:
+                hands[self._queues[parent]].push(self._order[parent], parent)
+
+    def _turn(self, queue_bytes: list[int]) -> int:
+        """Return the queue that is to give up a chunk."""
+        is_full = queue_bytes[_SMALL] >= self._terms.small_share * sum(queue_bytes)
+        return _SMALL if is_full else _MAIN

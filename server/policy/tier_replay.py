@@ -1,0 +1,240 @@
+"""Two tiers under a trace of block requests: what is found where, and what is written for it.
+
+The policies, the admission and the chances are those of the server; only bytes and time are
+not there. Each block takes one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.policy.admission import Moment, Offer, TierAdmission
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.history import Facts
+from kvstore.server.policy.radix import Rows
+from kvstore.server.policy.reuse import ReuseForecast
+
+FULL = Facts()
+"""Of all blocks but the last of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierTerms:
+    """Sizes in blocks, and whether a block that is promoted leaves the slow tier."""
+
+    fast_blocks: int
+    slow_blocks: int
+    is_exclusive: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("fast_blocks", "slow_blocks"):
+            if getattr(self, name) < 0:
+                raise InvalidRequestError(name, getattr(self, name), "not negative")
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks asked for, found on each tier, and written to the slow one."""
+
+    asked: int = 0
+    fast: int = 0
+    slow: int = 0
+    written: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of blocks found on either."""
+        return (self.fast + self.slow) / self.asked if self.asked else 0.0
+
+
+@dataclass(slots=True)
+class Tier:
+    """One tier of the replay: who is there, by policy and by row, in at most ``places``."""
+
+    policy: EvictionPolicy
+    places: int
+    here: set[int] = field(default_factory=set)
+
+    def insert(self, row: int, parent: int, now_s: float) -> None:
+        """Put a block here."""
+        self.here.add(row)
+        self.policy.insert(row, parent, 1, now_s)
+
+    def remove(self, row: int) -> None:
+        """Take a block away."""
+        self.here.discard(row)
+        self.policy.remove(row)
+
+
+class TierReplay:
+    """A fast tier above a slow one. Rows are blocks, 1 and up; a block has one parent for good.
+
+    A request finds its longest prefix on either tier. Then what is on the slow one comes up,
+    what is missing is stored on the fast one, head first, and victims of the fast tier without
+    a copy are offered to the slow one. A request's own blocks are never its victims: when nothing
+    else may go, the rest of it is not stored.
+    """
+
+    def __init__(
+        self,
+        fast: EvictionPolicy,
+        slow: EvictionPolicy,
+        terms: TierTerms,
+        admission: TierAdmission,
+        forecast: ReuseForecast,
+    ) -> None:
+        self._fast = Tier(fast, terms.fast_blocks)
+        self._slow = Tier(slow, terms.slow_blocks)
+        self._exclusive = terms.is_exclusive
+        self._admission = admission
+        self._forecast = forecast
+        self._parents: dict[int, int] = {}
+        self._children: Counter[int] = Counter()
+        """Blocks on any tier that continue each."""
+        self.counts = TierCounts()
+
+    def request(
+        self, rows: Sequence[int], now_s: float, *, is_full: bool = True
+    ) -> tuple[int, int]:
+        """Ask for a chain of blocks; return how many of its prefix were on each tier.
+
+        *is_full*: whether the last fills its block.
+        """
+        fast, slow = self._found(rows)
+        counts = self.counts
+        counts.asked += len(rows)
+        counts.fast += fast
+        counts.slow += slow
+        known: Rows = np.array(rows, np.intp)
+        self._remember(known, is_full, now_s)
+        self._fast.policy.touch(known, now_s)
+        self._slow.policy.touch(known, now_s)
+        mine = set(rows)
+        parent = NO_ROW
+        for row in rows:
+            self._parents.setdefault(row, parent)
+            parent = row
+            if not self._bring(row, mine, now_s):
+                break
+        return fast, slow
+
+    def _remember(self, rows: Rows, is_full: bool, now_s: float) -> None:
+        forecast, history = self._forecast, self._forecast.history
+        new = next(
+            (at for at, row in enumerate(rows.tolist()) if not forecast.hits(row)), len(rows)
+        )
+        forecast.asked(rows[:new], len(rows), now_s)
+        history.asked(rows[:new], len(rows), now_s)
+        parent = int(rows[new - 1]) if new else NO_ROW
+        facts = Facts(is_full, prompt_chunks=len(rows))
+        history.seen_chain(rows[new:], parent, facts, now_s)
+        for row in rows[new:].tolist():
+            forecast.seen(row, parent, FULL if row != rows[-1] else facts, now_s)
+            parent = row
+
+    def _found(self, rows: Sequence[int]) -> tuple[int, int]:
+        fast = slow = 0
+        for row in rows:
+            if row in self._fast.here:
+                fast += 1
+            elif row in self._slow.here:
+                slow += 1
+            else:
+                break
+        return fast, slow
+
+    def _bring(self, row: int, mine: set[int], now_s: float) -> bool:
+        """Have a block on the fast tier. False when there is no room."""
+        if row in self._fast.here:
+            self._offer(row, Moment.asked, mine, now_s)
+            return True
+        while len(self._fast.here) >= self._fast.places:
+            victim = next(self._fast.policy.victims(mine.__contains__, now_s), NO_ROW)
+            if not victim:
+                return False
+            self._offer(victim, Moment.leaving, mine, now_s)
+            self._remove(self._fast, victim)
+        self._insert(self._fast, row, now_s)
+        if row not in self._slow.here:
+            self._offer(row, Moment.stored, mine, now_s)
+        elif self._exclusive:
+            self._remove(self._slow, row)
+        return True
+
+    def _insert(self, tier: Tier, row: int, now_s: float) -> None:
+        if row not in self._fast.here and row not in self._slow.here:
+            self._children[self._parents[row]] += 1
+        tier.insert(row, self._parents[row], now_s)
+
+    def _remove(self, tier: Tier, row: int) -> None:
+        tier.remove(row)
+        if row not in self._fast.here and row not in self._slow.here:
+            self._children[self._parents[row]] -= 1
+
+    def _offer(self, row: int, moment: Moment, mine: set[int], now_s: float) -> None:
+        if row in self._slow.here or not self._slow.places:
+            return
+        forecast = self._forecast
+        chance = forecast.chance(row, now_s) if moment is Moment.leaving else 1.0
+        is_needed = self._children[row] > 0
+        offer = Offer(moment, 1, forecast.hits(row), chance, is_needed=is_needed)
+        if not self._admission.admits(offer, 0.0):
+            return
+        if len(self._slow.here) >= self._slow.places and not self._make_room(mine, now_s):
+            return
+        self._insert(self._slow, row, now_s)
+        self.counts.written += 1
+
+    def _make_room(self, mine: set[int], now_s: float) -> bool:
+        def keep(row: int) -> bool:
+            # Its one copy is the way to blocks of the fast tier.
+            return row in mine or (self._children[row] > 0 and row not in self._fast.here)
+
+        victim = next(self._slow.policy.victims(keep, now_s), NO_ROW)
+        if victim:
+            self._forecast.gave_up(victim, now_s)
+            self._remove(self._slow, victim)
+        return victim != NO_ROW
+
+    def orphans(self) -> list[int]:
+        """Return the blocks on a tier whose parent is on none."""
+        here = self._fast.here | self._slow.here | {NO_ROW}
+        return [row for row in sorted(here) if row and self._parents[row] not in here]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Seconds that a request takes until its prompt is there.
+
+    Computing token t takes ``token_s + pair_s * t``; a block loads in its bytes over a tier's
+    bytes per second. The defaults are of a model of 8 billion parameters on one GPU: 9000 tokens
+    a second, 131072 bytes a token.
+    """
+
+    token_s: float = 1 / 9000
+    pair_s: float = 4 * 32 * 4096 / 1.6e10 / 9000
+    block_tokens: int = 512
+    block_bytes: int = 512 * 131_072
+    fast_bytes_per_s: float = 20e9
+    slow_bytes_per_s: float = 3e9
+
+    def seconds(self, tokens: int, fast: int, slow: int) -> float:
+        """Return what a prompt takes of which so many blocks are found."""
+        found = min((fast + slow) * self.block_tokens, tokens)
+        compute_s = self._compute_s(tokens) - self._compute_s(found)
+        load_s = fast * self.block_bytes / self.fast_bytes_per_s
+        return compute_s + load_s + slow * self.block_bytes / self.slow_bytes_per_s
+
+    def _compute_s(self, tokens: int) -> float:
+        return self.token_s * tokens + self.pair_s * tokens * tokens / 2
+
+    def mean_s(self, times: Sequence[float]) -> float:
+        """Return the mean of *times*; 0 of none."""
+        return math.fsum(times) / len(times) if times else 0.0

@@ -1,0 +1,68 @@
+"""Opening the tiers that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.server.config import ServerConfig
+from kvstore.server.gpu_config import GpuConfig
+from kvstore.tiers.base import Tier
+from kvstore.tiers.cpu import CpuTier
+
+if TYPE_CHECKING:  # its file loads torch
+    from kvstore.tiers.gpu import GpuTier
+
+
+def open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> list[Tier]:
+    """Return the configured tiers, fastest first; *closers* learns how to close them."""
+    tiers: list[Tier] = []
+    register = None
+    if "gpu" in config.tiers:
+        gpu = open_gpu_tier(config.gpu)
+        tiers.append(gpu)
+        closers.append(gpu.close)
+        register = gpu.device.register
+    tiers.append(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
+    closers.append(tiers[-1].close)
+    if "disk" in config.tiers:
+        tiers.append(_open_disk_tier(config))
+        closers.append(tiers[-1].close)
+    if "redis" in config.tiers:
+        from kvstore.tiers.redis import RedisTier
+
+        url = config.redis_url or ""
+        timeout_ms, connections = config.redis_timeout_ms, config.redis_connections
+        tiers.append(
+            RedisTier(url, config.redis_size, timeout_ms=timeout_ms, connections=connections)
+        )
+        closers.append(tiers[-1].close)
+    return tiers
+
+
+def _open_disk_tier(config: ServerConfig) -> Tier:
+    from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.disk_set import DiskShare
+    from kvstore.tiers.disk_start import DiskOptions
+
+    options = DiskOptions(
+        tuple(DiskShare(folder.path, folder.capacity_bytes) for folder in config.disk.others),
+        is_direct=config.disk_direct,
+        largest_frame_bytes=config.max_frame_bytes,
+    )
+    return DiskTier(config.disk.path, config.disk.capacity_bytes, options=options)
+
+
+def open_gpu_tier(config: GpuConfig) -> GpuTier:
+    """Return the gpu tier on its CUDA device. Raises TierUnavailableError with the fix."""
+    try:
+        import torch
+
+        from kvstore.tiers.device import open_device
+        from kvstore.tiers.gpu import GpuTier
+    except ImportError as error:
+        raise TierUnavailableError(
+            "gpu", f"needs torch and cupy ({error}): install kvstore[gpu], or start without gpu"
+        ) from None
+    return GpuTier(config.capacity_bytes, open_device(torch.device("cuda", config.device)))

@@ -1,0 +1,291 @@
+"""Pages of SGLang's host pools, by what its pools are in memory; SGLang itself is not needed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from local_server import LocalServer
+
+from kvstore.client.engines.sglang_pages import (
+    PageSettings,
+    PageStore,
+    RankTerms,
+    representation_of,
+)
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.types import LayerKind
+
+ServerMaker = Callable[..., LocalServer]
+LAYERS, HEADS, DIM, SIZE, PAGES = 3, 2, 8, 16, 6
+TOKENS = SIZE * PAGES
+MHA_SHAPES = {
+    "layer_first": (2, LAYERS, TOKENS, HEADS, DIM),
+    "page_first": (2, TOKENS, LAYERS, HEADS, DIM),
+    "page_first_direct": (2, PAGES, LAYERS, SIZE, HEADS, DIM),
+    "page_head": (2, PAGES, HEADS, SIZE, LAYERS, DIM),
+}
+MLA_SHAPES = {
+    "layer_first": (LAYERS, TOKENS, 1, DIM),
+    "page_first": (TOKENS, LAYERS, 1, DIM),
+    "page_first_direct": (PAGES, LAYERS, SIZE, 1, DIM),
+}
+CASES = [(False, layout) for layout in MHA_SHAPES] + [(True, layout) for layout in MLA_SHAPES]
+RANK = RankTerms("models/tiny", is_mla=False)
+HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(PAGES)]
+
+
+@dataclass
+class Pool:
+    """A host pool as SGLang lays it out: its buffer, and how."""
+
+    layout: str
+    kv_buffer: torch.Tensor
+    page_size: int = SIZE
+    start_layer: int = 0
+    layer_num: int = LAYERS
+
+    @classmethod
+    def make(cls, layout: str, is_mla: bool, dtype: torch.dtype = torch.bfloat16) -> Pool:
+        shape = (MLA_SHAPES if is_mla else MHA_SHAPES)[layout]
+        return cls(layout, torch.zeros(shape, dtype=dtype))
+
+    def rows(self, is_mla: bool) -> torch.Tensor:
+        """Return a view (parts, layers, tokens, heads, dim) of the buffer, however it lies."""
+        whole = self.kv_buffer.unsqueeze(0) if is_mla else self.kv_buffer
+        if self.layout == "layer_first":
+            return whole
+        if self.layout == "page_first":
+            return whole.transpose(1, 2)
+        if self.layout == "page_first_direct":
+            return whole.permute(0, 2, 1, 3, 4, 5).flatten(2, 3)
+        return whole.permute(0, 4, 1, 3, 2, 5).flatten(2, 3)
+
+
+def numbers(is_mla: bool) -> torch.Tensor:
+    """Return what the pool is to hold: (parts, layers, tokens, heads, dim), all different."""
+    shape = (1 if is_mla else 2, LAYERS, TOKENS, 1 if is_mla else HEADS, DIM)
+    draw = torch.Generator().manual_seed(7)
+    return torch.randn(shape, generator=draw).to(torch.bfloat16)
+
+
+def fill(pool: Pool, is_mla: bool) -> None:
+    """Lay the numbers into the pool by its own indices, one by one."""
+    values = numbers(is_mla)
+    for part, layer, token, head in torch.cartesian_prod(
+        *map(torch.arange, values.shape[:4])
+    ).tolist():
+        row = values[part, layer, token, head]
+        page, slot = divmod(token, SIZE)
+        at = {
+            "layer_first": (part, layer, token, head),
+            "page_first": (part, token, layer, head),
+            "page_first_direct": (part, page, layer, slot, head),
+            "page_head": (part, page, head, slot, layer),
+        }[pool.layout]
+        pool.kv_buffer[at[1:] if is_mla else at] = row
+
+
+def settings_for(server: LocalServer, **changes: object) -> PageSettings:
+    return replace(PageSettings(server.address, "c" * 40, deadline_ms=20_000), **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def connect(server: LocalServer) -> Iterator[Callable[..., PageStore]]:
+    made: list[PageStore] = []
+
+    def make(pool: Pool, rank: RankTerms = RANK, **changes: object) -> PageStore:
+        made.append(PageStore(pool, rank, settings_for(server, **changes)))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.client.close()
+
+
+def pages(store: PageStore, *numbers: int) -> list[object]:
+    return [store.page(number) for number in numbers]
+
+
+@pytest.mark.parametrize(("is_mla", "layout"), CASES)
+def test_what_one_layout_stored_every_layout_reads(
+    connect: Callable[..., PageStore], is_mla: bool, layout: str
+) -> None:
+    rank = replace(RANK, is_mla=is_mla)
+    source = Pool.make(layout, is_mla)
+    fill(source, is_mla)
+    one = connect(source, rank)
+    assert one.count(HASHES) == 0
+    assert one.store(HASHES[:4], pages(one, 0, 1, 2, 3), ()) == [True] * 4  # type: ignore[arg-type]
+    assert one.count(HASHES) == 4
+    for other in MLA_SHAPES if is_mla else MHA_SHAPES:
+        pool = Pool.make(other, is_mla)
+        reader = connect(pool, rank)
+        assert reader.load(HASHES, pages(reader, 5, 1, 2, 3, 4, 0)) == 4  # type: ignore[arg-type]
+        wanted, found = numbers(is_mla), pool.rows(is_mla)
+        span = SIZE * 4
+        assert torch.equal(found[:, :, SIZE:span], wanted[:, :, SIZE:span])
+        assert torch.equal(found[:, :, -SIZE:], wanted[:, :, :SIZE]), "page 0 was put at 5"
+        assert not found[:, :, span:-SIZE].any(), "pages that nobody stored were written to"
+
+
+@pytest.mark.parametrize(("is_mla", "layout"), CASES)
+def test_flat_pages_are_the_pages_of_the_pool_in_its_own_order(
+    connect: Callable[..., PageStore], is_mla: bool, layout: str
+) -> None:
+    pool = Pool.make(layout, is_mla)
+    fill(pool, is_mla)
+    store = connect(pool, replace(RANK, is_mla=is_mla))
+    store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
+    start, first = (0, 0 if is_mla else 1)
+    whole = pool.kv_buffer
+    if layout in ("layer_first", "page_first"):
+        axis = first + (layout == "layer_first")
+        wanted = whole.narrow(axis, start, SIZE).flatten()
+    else:
+        wanted = whole.narrow(first, start, 1).flatten()
+    flat = torch.zeros_like(wanted)
+    assert store.load(HASHES[:1], [store.flat(flat)]) == 1
+    assert torch.equal(flat, wanted)
+
+
+def test_the_same_pages_are_known_by_any_number_of_writers(
+    connect: Callable[..., PageStore],
+) -> None:
+    pool = Pool.make("page_first", is_mla=False)
+    fill(pool, is_mla=False)
+    one, other = connect(pool), connect(pool)
+    assert one.store(HASHES[:2], pages(one, 0, 1), ()) == [True, True]  # type: ignore[arg-type]
+    assert other.store(HASHES[:3], pages(other, 0, 1, 2), ()) == [True] * 3  # type: ignore[arg-type]
+    assert (other.stats().existing_chunks, other.stats().stored_chunks) == (2, 1)
+
+
+def test_pages_are_stored_as_what_follows_the_pages_before_them(
+    connect: Callable[..., PageStore], server: LocalServer
+) -> None:
+    pool = Pool.make("page_first", is_mla=False)
+    store = connect(pool)
+    store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
+    store.store(HASHES[2:4], pages(store, 2, 3), HASHES[:2])  # type: ignore[arg-type]
+    stats = store.client.stat(store._named(HASHES[:4]))
+    parents = [one.parent.hex() for one in stats]
+    assert parents == [bytes(16).hex(), *(name[:32] for name in HASHES[:3])]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(RANK, tp_rank=1, tp_size=2),
+        replace(RANK, tp_size=2),
+        replace(RANK, pp_rank=1, pp_size=2),
+        replace(RANK, cp_rank=1, cp_size=2),
+        replace(RANK, model_name="models/other"),
+    ],
+    ids=str,
+)
+def test_ranks_and_models_never_read_each_others_pages(
+    connect: Callable[..., PageStore], changed: RankTerms
+) -> None:
+    pool = Pool.make("page_first", is_mla=False)
+    fill(pool, is_mla=False)
+    store = connect(pool)
+    store.store(HASHES[:1], pages(store, 0), ())  # type: ignore[arg-type]
+    other = connect(Pool.make("page_first", is_mla=False), changed)
+    assert other.count(HASHES[:1]) == 0
+    assert other.store(HASHES[:1], pages(other, 0), ()) == [True]  # type: ignore[arg-type]
+    assert store.load(HASHES[:1], pages(store, 5)) == 1  # type: ignore[arg-type]
+    rows = pool.rows(is_mla=False)
+    assert torch.equal(rows[:, :, -SIZE:], rows[:, :, :SIZE]), "another rank's page was read"
+
+
+def test_ranks_of_a_latent_model_share_their_pages(connect: Callable[..., PageStore]) -> None:
+    rank = replace(RANK, is_mla=True, tp_size=2)
+    pool = Pool.make("page_first", is_mla=True)
+    writer, reader = connect(pool, rank), connect(pool, replace(rank, tp_rank=1))
+    writer.store(HASHES[:1], pages(writer, 0), ())  # type: ignore[arg-type]
+    assert reader.count(HASHES[:1]) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"model_revision": "d" * 40}, {"adapter_digest": "lora"}], ids=str
+)
+def test_other_weights_have_other_pages(
+    connect: Callable[..., PageStore], change: dict[str, str]
+) -> None:
+    pool = Pool.make("page_first", is_mla=False)
+    store = connect(pool)
+    store.store(HASHES[:1], pages(store, 0), ())  # type: ignore[arg-type]
+    assert connect(pool, **change).count(HASHES[:1]) == 0
+
+
+def test_another_dtype_is_another_representation() -> None:
+    settings = PageSettings("127.0.0.1:1", "c" * 40)
+    half, full = (
+        representation_of(Pool.make("page_head", False, dtype), RANK, settings)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert half.layer_groups[0].dtype.name == "bfloat16"
+    assert full.layer_groups[0].dtype.name == "float32"
+    group = half.layer_groups[0]
+    assert (group.kind, group.kv_heads, group.head_dim) == (LayerKind.attention, HEADS, DIM)
+
+
+@pytest.mark.parametrize(
+    ("pool", "rank", "words"),
+    [
+        (Pool("page_unified", torch.zeros(1)), RANK, "layout='page_unified': use one of"),
+        (Pool("page_head", torch.zeros(1)), replace(RANK, is_mla=True), "layout='page_head'"),
+        (Pool("page_first", torch.zeros(1), page_size=1), RANK, "page_size=1: start SGLang with"),
+    ],
+)
+def test_pools_that_are_not_understood_are_refused_by_name(
+    pool: Pool, rank: RankTerms, words: str
+) -> None:
+    with pytest.raises(RepresentationError) as caught:
+        representation_of(pool, rank, PageSettings("127.0.0.1:1", "c" * 40))
+    assert words in str(caught.value)
+
+
+def test_settings_are_read_and_refused_by_name() -> None:
+    path = f"/models/hub/models--tiny/snapshots/{'a' * 40}"
+    assert PageSettings.parse({}, path).model_revision == "a" * 40
+    extra = {"address": "h:1", "model_revision": "r", "interface_v1": 1, "prefetch_threshold": 9}
+    found = PageSettings.parse(extra, "tiny")
+    assert (found.address, found.model_revision, found.deadline_ms) == ("h:1", "r", 2000)
+    with pytest.raises(InvalidRequestError, match="model_revision='tiny': give model_revision"):
+        PageSettings.parse({}, "tiny")
+    with pytest.raises(InvalidRequestError, match="adress='h:1': use"):
+        PageSettings.parse({"adress": "h:1"}, path)
+
+
+def test_a_name_that_is_no_hash_is_a_counted_miss(connect: Callable[..., PageStore]) -> None:
+    store = connect(Pool.make("page_first", is_mla=False))
+    assert store.count(["no hash"]) == 0
+    assert store.store(["ab"], pages(store, 0), ()) == [False]  # type: ignore[arg-type]
+    assert store.stats().load_errors == {"InvalidRequestError": 1}
+    assert store.stats().store_errors == {"InvalidRequestError": 1}
+
+
+def test_without_a_server_pages_are_missed_and_not_kept_and_nothing_raises() -> None:
+    pool = Pool.make("page_first", is_mla=False)
+    store = PageStore(pool, RANK, PageSettings("127.0.0.1:1", "c" * 40, deadline_ms=500))
+    try:
+        assert store.count(HASHES) == 0
+        assert store.load(HASHES[:1], pages(store, 0)) == 0  # type: ignore[arg-type]
+        assert store.store(HASHES[:1], pages(store, 0), ()) == [False]  # type: ignore[arg-type]
+        store.clear()
+        assert store.stats().miss_tokens == SIZE
+    finally:
+        store.client.close()
+
+
+def test_clearing_forgets_this_ranks_pages_alone(connect: Callable[..., PageStore]) -> None:
+    pool = Pool.make("page_first", is_mla=False)
+    one, other = connect(pool), connect(pool, replace(RANK, tp_rank=1, tp_size=2))
+    for store in (one, other):
+        store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
+    one.clear()
+    assert (one.count(HASHES), other.count(HASHES)) == (0, 2)

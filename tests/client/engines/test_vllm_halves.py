@@ -1,0 +1,437 @@
+"""Both halves of the vLLM connector on a real server, stepped as vLLM steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from client.engines.vllm_pages import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    CHUNK_TOKENS,
+    SHAPE,
+    compute,
+    empty_pages,
+    holds,
+    representation,
+    scrambled,
+    writer,
+)
+from client.engines.vllm_stand_ins import FakeRequest, step
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import tokens as prompt_tokens
+from redis_process import free_port
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_layout import PACKINGS, Packing
+from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
+from kvstore.client.engines.vllm_scheduler import VllmScheduler
+from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.proto.types import Representation
+
+QUEUE_BYTES = 64 << 20
+
+
+def options(retry_after_ms: int = 1) -> ClientOptions:
+    return ClientOptions(
+        chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS, retry_after_ms=retry_after_ms
+    )
+
+
+class Engine:
+    """What vLLM does around the connector: blocks, steps, and a forward pass that follows from
+    tokens. *identities*: one a rank."""
+
+    def __init__(
+        self,
+        address: str,
+        identities: tuple[Representation, ...] = (representation(),),
+        packing: Packing = PACKINGS[0],
+        queue_bytes: int = QUEUE_BYTES,
+        opts: ClientOptions | None = None,
+        loads: bool = True,
+        stores: bool = True,
+    ) -> None:
+        opts = opts or options()
+        self.packing = packing
+        lookups = [Connector(Client(address, identity, opts)) for identity in identities]
+        self.scheduler = VllmScheduler(lookups, BLOCK_TOKENS, loads=loads, stores=stores)
+        self.workers = [
+            VllmWorker(Connector(Client(address, identity, opts)), SHAPE, queue_bytes)
+            for identity in identities
+        ]
+        self.pages = [empty_pages() for _ in identities]
+        for worker, pages in zip(self.workers, self.pages, strict=True):
+            assert worker.register(pages, writer(packing)) == ""
+        self._next_block = 1
+
+    def blocks(self, tokens: int) -> list[int]:
+        """Hand out blocks in no order."""
+        count = -(-tokens // BLOCK_TOKENS)
+        first, self._next_block = self._next_block, self._next_block + count
+        assert self._next_block <= BLOCKS
+        return list(reversed(range(first, first + count)))
+
+    def matched(self, request: FakeRequest, computed: int = 0) -> int:
+        """Ask until there is an answer."""
+        found: list[int | None] = []
+
+        def is_known() -> bool:
+            found.append(self.scheduler.matched_tokens(request, computed))
+            return found[-1] is not None
+
+        assert eventually(is_known)
+        return found[-1] or 0
+
+    def step(self, request: FakeRequest, blocks: list[int], tokens: int) -> StepOrders:
+        """Run one step that computes *tokens* of the request."""
+        orders = self.scheduler.orders(step(**{request.request_id: tokens}), lambda _: blocks)
+        stop = request.num_computed_tokens + tokens
+        for worker, pages in zip(self.workers, self.pages, strict=True):
+            worker.load(orders)
+            known = request.all_token_ids[:stop]
+            compute(pages, self.packing, known, blocks, request.num_computed_tokens)
+            worker.store(orders)
+        request.num_computed_tokens = stop
+        return orders
+
+    def load(self, request: FakeRequest, blocks: list[int], tokens: int) -> set[int]:
+        """Load what ``matched`` promised; return the blocks that failed, as vLLM joins them."""
+        self.scheduler.allocated(request, tokens, blocks)
+        orders = self.scheduler.orders(step(), lambda _: [])
+        failed: set[int] = set()
+        news: WorkerNews | None = None
+        for worker in self.workers:
+            worker.load(orders)
+            assert worker.settled(20.0)
+            assert worker.finished_loads(is_idle=True) == {request.request_id}
+            failed |= worker.failed_blocks()
+            said = worker.news()
+            news = said if news is None else news.joined(said) if said else news
+        if news is not None:
+            self.scheduler.learn(news)
+        return failed
+
+    def run(self, name: str, tokens: list[int]) -> int:
+        """Take a prompt from its arrival to its end; return how many tokens were loaded."""
+        request = FakeRequest(name, list(tokens))
+        self.scheduler.arrived(request)
+        hit, blocks = self.matched(request), self.blocks(len(tokens))
+        tracked = self.scheduler._tracked[name]
+        assert eventually(lambda: tracked.ticket.ready is not None)
+        if hit:
+            assert self.load(request, blocks, hit) == set()
+            request.num_computed_tokens = hit
+        if hit < len(tokens):
+            self.step(request, blocks, len(tokens) - hit)
+        assert all(holds(pages, self.packing, tokens, blocks) for pages in self.pages)
+        self.scheduler.finished(request)
+        assert all(worker.settled(20.0) for worker in self.workers)
+        return hit
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
+    """Start engines on the server, closed in the end."""
+
+    def make(*arguments: object, **settings: object) -> Engine:
+        engine = Engine(server.address, *arguments, **settings)  # type: ignore[arg-type]
+        request.addfinalizer(engine.close)
+        return engine
+
+    return make
+
+
+PROMPT = prompt_tokens(1, 200)
+
+
+def test_what_one_engine_computed_another_loads(start: Start) -> None:
+    assert start().run("a", PROMPT) == 0
+    assert start().run("b", PROMPT) == 192
+
+
+def test_engines_that_pack_otherwise_share_too(start: Start) -> None:
+    start().run("a", PROMPT)
+    assert start(packing=PACKINGS[1]).run("b", PROMPT) == 192
+
+
+def test_a_load_is_asynchronous_only_when_there_is_something_to_load(start: Start) -> None:
+    engine = start()
+    assert engine.matched(FakeRequest("a", PROMPT)) == 0
+    engine.run("b", PROMPT[:CHUNK_TOKENS])
+    assert engine.matched(FakeRequest("c", PROMPT), computed=CHUNK_TOKENS) == 0
+
+
+def test_blocks_that_the_engine_had_are_not_written_to(start: Start) -> None:
+    start().run("a", PROMPT)
+    engine = start()
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    kept = blocks[:3]  # one chunk and a half
+    for whole in engine.pages[0].values():
+        whole[torch.tensor(kept)] = 7.0
+    assert engine.matched(request, computed=96) == 96
+    assert engine.load(request, blocks, 96) == set()
+    loaded = {name: whole.clone() for name, whole in engine.pages[0].items()}
+    for whole in loaded.values():
+        assert bool((whole[torch.tensor(kept)] == 7.0).all())
+    compute(loaded, engine.packing, PROMPT[:96], blocks)
+    assert holds(loaded, engine.packing, PROMPT[:192], blocks)
+
+
+def test_every_block_that_a_load_left_without_kv_is_reported_and_stored_again(
+    start: Start,
+) -> None:
+    start().run("a", PROMPT)
+    engine = start()
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    client = engine.workers[0]._connector.client
+    client.delete(client.keys(PROMPT)[1:2])
+    assert engine.load(request, blocks, 192) == set(blocks[2:6])
+    request.num_computed_tokens = CHUNK_TOKENS
+    assert engine.matched(request) == 0, "a load that failed is not tried again"
+    orders = engine.step(request, blocks, 200 - CHUNK_TOKENS)
+    assert [chunk.position for order in orders.stores for chunk in order.chunks] == [64, 128]
+    assert engine.workers[0].settled(20.0)
+    assert start().run("c", PROMPT) == 192
+
+
+def test_a_load_beside_kept_blocks_that_fails_reports_none_of_them(start: Start) -> None:
+    start().run("a", PROMPT)
+    engine = start()
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request, computed=32) == 160
+    client = engine.workers[0]._connector.client
+    client.delete(client.keys(PROMPT))
+    assert engine.load(request, blocks, 160) == set(blocks[1:6])
+
+
+def test_ranks_of_one_engine_do_not_overwrite_each_other(start: Start) -> None:
+    ranks = (representation("r+tp=0/2"), representation("r+tp=1/2"))
+    assert start(ranks).run("a", PROMPT) == 0
+    assert start(ranks).run("b", PROMPT) == 192
+    assert start(ranks[:1]).run("c", PROMPT) == 192
+    assert start().run("d", PROMPT) == 0
+
+
+def test_a_chunk_that_a_rank_lacks_is_no_hit(start: Start) -> None:
+    ranks = (representation("r+tp=0/2"), representation("r+tp=1/2"))
+    engine = start(ranks)
+    engine.run("a", PROMPT)
+    client = engine.workers[1]._connector.client
+    client.delete(client.keys(PROMPT)[2:])
+    assert engine.matched(FakeRequest("b", PROMPT)) == 128
+
+
+def test_a_rank_that_could_not_read_a_chunk_fails_its_blocks_for_all(start: Start) -> None:
+    ranks = (representation("r+tp=0/2"), representation("r+tp=1/2"))
+    engine = start(ranks)
+    engine.run("a", PROMPT)
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    client = engine.workers[1]._connector.client
+    client.delete(client.keys(PROMPT)[2:])
+    assert engine.load(request, blocks, 192) == set(blocks[4:6])
+
+
+def test_chunks_are_stored_in_the_step_that_fills_them(start: Start) -> None:
+    engine = start()
+    request, blocks = FakeRequest("a", list(PROMPT[:130])), engine.blocks(200)
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+
+    def positions(tokens: int) -> list[int]:
+        orders = engine.step(request, blocks, tokens)
+        return [chunk.position for order in orders.stores for chunk in order.chunks]
+
+    assert positions(40) == []
+    assert positions(60) == [0]
+    assert positions(30) == [64]
+    for token in PROMPT[130:191]:
+        request.all_token_ids.append(token)
+        assert positions(1) == []
+    request.all_token_ids.append(PROMPT[191])
+    assert positions(1) == [128]
+    assert engine.workers[0].settled(20.0)
+    assert start().run("b", PROMPT) == 192
+
+
+def test_tokens_that_are_only_guessed_are_not_stored(start: Start) -> None:
+    engine = start()
+    request, blocks = FakeRequest("a", PROMPT[:126]), engine.blocks(200)
+    engine.scheduler.arrived(request)
+    engine.matched(request)
+    compute(engine.pages[0], engine.packing, PROMPT[:126], blocks)
+    orders = engine.scheduler.orders(step(a=130), lambda _: blocks)
+    assert [chunk.position for order in orders.stores for chunk in order.chunks] == [0]
+
+
+def test_a_preempted_request_loads_what_was_stored_of_it(start: Start) -> None:
+    engine = start()
+    request, blocks = FakeRequest("a", PROMPT), engine.blocks(200)
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+    engine.step(request, blocks, 150)
+    assert engine.workers[0].settled(20.0)
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert engine.matched(request) == 128
+    again = engine.blocks(200)
+    assert engine.load(request, again, 128) == set()
+    assert holds(engine.pages[0], engine.packing, PROMPT[:128], again)
+    request.num_computed_tokens = 128
+    orders = engine.step(request, again, 72)
+    assert [chunk.position for order in orders.stores for chunk in order.chunks] == [128]
+
+
+def test_a_request_given_up_while_it_loads_is_reported_all_the_same(start: Start) -> None:
+    start().run("a", PROMPT)
+    engine = start()
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    engine.scheduler.allocated(request, 192, blocks)
+    orders = engine.scheduler.orders(step(), lambda _: [])
+    engine.scheduler.finished(request)
+    worker = engine.workers[0]
+    worker.load(orders)
+    assert worker.settled(20.0)
+    assert worker.finished_loads(is_idle=True) == {"b"}
+
+
+def test_what_is_copied_is_not_what_the_blocks_have_later(start: Start) -> None:
+    engine = start()
+    request, blocks = FakeRequest("a", PROMPT), engine.blocks(200)
+    engine.scheduler.arrived(request)
+    engine.matched(request)
+    engine.step(request, blocks, 200)
+    for whole in engine.pages[0].values():
+        whole.fill_(9.0)  # another request's, from the next step on
+    assert engine.workers[0].settled(20.0)
+    assert start().run("b", PROMPT) == 192
+
+
+def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Start) -> None:
+    chunk_bytes = 3 * 2 * CHUNK_TOKENS * SHAPE.kv_heads * SHAPE.head_dim * 4
+    engine = start(queue_bytes=2 * chunk_bytes)
+    engine.run("a", PROMPT)
+    assert engine.workers[0].counted["dropped_chunks"] == 1
+    assert engine.workers[0].counted["stored_chunks"] == 2
+    assert start().run("b", PROMPT) == 128
+
+
+def test_roles_load_only_or_store_only(start: Start) -> None:
+    start(stores=False).run("a", PROMPT)
+    assert start(loads=False).run("b", PROMPT) == 0
+    assert start(loads=False).run("c", PROMPT) == 0
+    assert start(stores=False).run("d", PROMPT) == 192
+
+
+def test_who_wants_no_cached_prefix_gets_none(start: Start) -> None:
+    engine = start()
+    engine.run("a", PROMPT)
+    unwilling = replace(FakeRequest("b", PROMPT), skip_reading_prefix_cache=True)
+    assert engine.matched(unwilling) == 0
+
+
+def test_after_a_reset_nothing_older_is_loaded_nor_what_was_under_way_stored(start: Start) -> None:
+    engine = start()
+    engine.run("a", PROMPT)
+    request, blocks = FakeRequest("b", prompt_tokens(2, 200)), engine.blocks(200)
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+    engine.scheduler.reset()
+    assert engine.step(request, blocks, 200).stores == ()
+    assert engine.run("c", PROMPT) == 0
+    assert engine.matched(FakeRequest("d", PROMPT)) == 192, "what came after it is loaded"
+    assert start().matched(FakeRequest("e", prompt_tokens(2, 200))) == 0
+
+
+def test_a_request_preempted_by_a_reset_is_of_the_new_time(start: Start) -> None:
+    engine = start()
+    engine.run("a", PROMPT)
+    request = FakeRequest("b", PROMPT)
+    assert engine.matched(request) == 192
+    engine.scheduler.reset()
+    request.num_preemptions = 1
+    assert engine.matched(request) == 0
+
+
+def test_pages_that_are_not_understood_fail_loads_at_once_and_end_them(
+    start: Start,
+) -> None:
+    start().run("a", PROMPT)
+    engine = start()
+    reason = engine.workers[0].register(empty_pages(), scrambled)
+    assert "packs otherwise" in reason
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    assert engine.load(request, blocks, 192) == set(blocks[:6])
+    assert engine.matched(FakeRequest("c", PROMPT)) == 0
+    engine.scheduler.arrived(FakeRequest("d", PROMPT))
+    assert engine.scheduler.counted["miss_pages"] == 1
+
+
+def test_a_dead_server_is_a_counted_miss_and_costs_no_copies() -> None:
+    engine = Engine(f"127.0.0.1:{free_port()}", opts=options(retry_after_ms=600_000))
+    assert eventually(lambda: engine.scheduler._desk.is_down)
+    for name in "abc":
+        assert engine.run(name, PROMPT[:100]) == 0
+    assert engine.scheduler.counted["miss_down"] == 3
+    assert engine.workers[0].counted["dropped_chunks"] == 0
+    assert engine.workers[0]._connector.stats().store_errors == {}
+    engine.close()
+
+
+def test_a_server_that_is_back_is_used_again(server: LocalServer) -> None:
+    engine = Engine(server.address)
+    assert engine.run("a", PROMPT[:70]) == 0
+    find, engine.scheduler._desk._find = engine.scheduler._desk._find, lambda _: None
+    assert engine.run("b", PROMPT[:70]) == 0
+    engine.scheduler._desk._find = find
+    assert eventually(lambda: engine.matched(FakeRequest("c", PROMPT)) == 64 or _forget(engine))
+    engine.close()
+
+
+def _forget(engine: Engine) -> bool:
+    engine.scheduler.finished(FakeRequest("c", PROMPT))
+    return False
+
+
+def test_the_reasons_of_misses_are_counted_once_a_request(start: Start) -> None:
+    engine = start()
+    for _ in range(3):
+        engine.matched(FakeRequest("a", PROMPT))
+    engine.matched(FakeRequest("b", PROMPT, prompt_embeds=object()))
+    assert engine.scheduler.counts() == {
+        "lookups": 2, "prompt_tokens": 400, "miss_absent": 1, "miss_prompt_embeds": 1,
+    }  # fmt: skip
+    assert engine.scheduler.counts() == {}
+
+
+def test_nothing_is_kept_of_requests_that_ended(start: Start) -> None:
+    engine = start()
+    for number in range(3):
+        engine.run(f"r{number}", PROMPT[:100])
+    assert engine.scheduler._tracked == {}
+
+
+def test_of_requests_that_share_a_prefix_and_come_together_one_stores_it(start: Start) -> None:
+    engine = start()
+    stored = []
+    for name in "ab":
+        request, blocks = FakeRequest(name, PROMPT), engine.blocks(200)
+        engine.scheduler.arrived(request)
+        assert engine.matched(request) == 0
+        orders = engine.scheduler.orders(step(**{name: 200}), {name: blocks}.__getitem__)
+        stored += [chunk.position for order in orders.stores for chunk in order.chunks]
+    assert stored == [0, 64, 128]

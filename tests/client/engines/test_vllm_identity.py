@@ -1,0 +1,231 @@
+"""What makes a vLLM engine's KV interchangeable, what names a request, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from client.engines.vllm_stand_ins import (
+    FakeLora,
+    FakeRequest,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    cache_config,
+    engine_config,
+    feature,
+)
+
+from kvstore.client.engines.vllm_identity import representation_of, shape_of
+from kvstore.client.engines.vllm_names import ChunkChain, Identity, RequestNames
+from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.keys import chain_digests
+from kvstore.proto.types import Representation
+
+SIZE = 64
+TOKENS = list(range(300))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def identity(config: Any, rank: int = 0, revision: str = "") -> Representation:
+    shape = shape_of(config, cache_config(FullAttentionSpec()))
+    return representation_of(config, shape, rank, revision)
+
+
+def digests(identity: Identity) -> list[bytes]:
+    chain = ChunkChain(identity, SIZE)
+    chain.extend(TOKENS, len(TOKENS) // SIZE)
+    return list(chain.digests)
+
+
+# --- the engine
+
+
+def test_two_engines_over_the_same_model_share(model: Path) -> None:
+    assert identity(engine_config(model)) == identity(engine_config(model))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization": "fp8"},
+        {"dtype": "bfloat16"},
+        {"hf_sliding_window": 64},
+        {"rope": {"rope_theta": 20000.0}},
+        {"rope": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_settings_that_change_the_kv_change_the_identity(
+    model: Path, changes: dict[str, Any]
+) -> None:
+    assert identity(engine_config(model)) != identity(engine_config(model, **changes))
+
+
+def test_other_weights_are_another_model(model: Path) -> None:
+    before = identity(engine_config(model))
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert identity(engine_config(model)) != before
+
+
+def test_ranks_of_several_never_share_an_identity(model: Path) -> None:
+    alone = identity(engine_config(model))
+    two = engine_config(model, tensor_parallel_size=2)
+    four = engine_config(model, tensor_parallel_size=4)
+    named = [alone, identity(two, 0), identity(two, 1), identity(four, 0), identity(four, 1)]
+    assert len(set(named)) == len(named)
+
+
+def test_a_model_of_a_hub_is_named_by_its_commit_and_one_of_no_commit_is_refused() -> None:
+    assert identity(engine_config("org/model", hf__commit_hash="abc")).model_revision.startswith(
+        "abc+settings="
+    )
+    with pytest.raises(RepresentationError, match="model_revision"):
+        identity(engine_config("org/model"))
+    assert identity(engine_config("org/model"), revision="v7").model_revision.startswith("v7+")
+
+
+def test_random_weights_and_folders_without_weights_are_refused(model: Path) -> None:
+    with pytest.raises(RepresentationError, match="dummy"):
+        identity(engine_config(model, load_format="dummy"))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(RepresentationError, match="model_revision"):
+        identity(engine_config(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"rope": {"rope_type": "longrope"}}, "rope_type"),
+        ({"hf_rope_parameters": {"full_attention": {}, "sliding": {}}}, "rope_parameters"),
+    ],
+)
+def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(
+    model: Path, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(RepresentationError) as caught:
+        identity(engine_config(model, **changes))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("cache", "field"),
+    [
+        (cache_config(FullAttentionSpec(), SlidingWindowSpec()), "kv_cache_groups"),
+        (cache_config(SlidingWindowSpec()), "kv_cache_spec"),
+        (cache_config(FullAttentionSpec(non_causal=True)), "non_causal"),
+        (cache_config(FullAttentionSpec(head_size_v=4)), "kv_cache_spec"),
+        (cache_config(FullAttentionSpec(num_head_slots=7)), "kv_cache_spec"),
+        (cache_config(FullAttentionSpec(), layers=4), "layers"),
+    ],
+)
+def test_caches_of_another_kind_are_refused_by_name(model: Path, cache: Any, field: str) -> None:
+    with pytest.raises(RepresentationError) as caught:
+        shape_of(engine_config(model), cache)
+    assert caught.value.field == field
+
+
+# --- a request
+
+
+def test_plain_prompts_have_the_stores_own_names() -> None:
+    plain = RequestNames().identity(FakeRequest("a", TOKENS), b"")
+    assert digests(plain) == chain_digests(TOKENS, SIZE)[:4]
+
+
+def test_names_extend_as_tokens_come() -> None:
+    chain = ChunkChain(Identity((b"salt:x",)), SIZE)
+    chain.extend(TOKENS[:130], 2)
+    chain.extend(TOKENS, 4)
+    assert list(chain.digests) == digests(Identity((b"salt:x",)))
+    assert [chunk.position for chunk in chain.chunks] == [0, 64, 128, 192]
+    assert chain.chunks[2].parent == chain.chunks[1].digest
+
+
+def test_salts_epochs_and_adapters_separate_whole_prompts(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_text(name)
+    names = RequestNames()
+    asked = [
+        (FakeRequest("a", TOKENS), b""),
+        (FakeRequest("b", TOKENS), b"epoch"),
+        (FakeRequest("c", TOKENS, cache_salt="alice"), b""),
+        (FakeRequest("d", TOKENS, cache_salt="bob"), b""),
+        (FakeRequest("e", TOKENS, lora_request=FakeLora(str(tmp_path / "one"))), b""),
+        (FakeRequest("f", TOKENS, lora_request=FakeLora(str(tmp_path / "two"))), b""),
+    ]
+    found = [digests(names.identity(request, epoch)) for request, epoch in asked]
+    assert all(len({chain[place] for chain in found}) == len(asked) for place in range(4))
+
+
+def test_an_image_separates_from_the_chunk_on_that_it_begins_in() -> None:
+    names = RequestNames()
+    plain = digests(names.identity(FakeRequest("a", TOKENS), b""))
+    cat, dog = (
+        digests(names.identity(FakeRequest(name, TOKENS, mm_features=[feature(name, 70, 80)]), b""))
+        for name in ("cat", "dog")
+    )
+    assert plain[0] == cat[0] == dog[0]
+    assert all(len({plain[place], cat[place], dog[place]}) == 3 for place in (1, 2, 3))
+    moved = names.identity(FakeRequest("c", TOKENS, mm_features=[feature("cat", 71, 80)]), b"")
+    assert digests(moved)[1] != cat[1]
+
+
+def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
+    names = RequestNames()
+    refused = {
+        "prompt_embeds": FakeRequest("a", TOKENS, prompt_embeds=SimpleNamespace()),
+        "mm_features": FakeRequest("b", TOKENS, mm_features=[feature("", 0, 4)]),
+        "lora_path": FakeRequest("c", TOKENS, lora_request=FakeLora(str(tmp_path))),
+        "load_inplace": FakeRequest("d", TOKENS, lora_request=FakeLora("x", load_inplace=True)),
+    }
+    for field, request in refused.items():
+        with pytest.raises(RepresentationError) as caught:
+            names.identity(request, b"")
+        assert caught.value.field == field
+
+
+def test_an_adapter_whose_files_change_under_the_engine_is_refused_from_then_on(
+    tmp_path: Path,
+) -> None:
+    names, file = RequestNames(), tmp_path / "adapter_model.safetensors"
+    file.write_text("old")
+    request = FakeRequest("a", TOKENS, lora_request=FakeLora(str(tmp_path)))
+    assert names.identity(request, b"") == names.identity(request, b"")
+    file.write_text("newer")
+    with pytest.raises(RepresentationError, match="changed"):
+        names.identity(request, b"")
+
+
+# --- settings
+
+
+def test_settings_that_nobody_knows_or_of_another_type_are_refused_by_name() -> None:
+    for extra in ({"adress": "x"}, {"deadline_ms": "50"}, {"deadline_ms": 0}, {"durable": 1}):
+        with pytest.raises(InvalidRequestError):
+            VllmSettings.of(extra)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "block", "expected"), [(0, 16, 256), (0, 96, 288), (64, 32, 64)]
+)
+def test_chunks_are_whole_blocks(chosen: int, block: int, expected: int) -> None:
+    assert VllmSettings(chunk_tokens=chosen).chunk_tokens_for(block) == expected
+
+
+def test_chunks_that_are_no_whole_blocks_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="multiple of the block size, 32"):
+        VllmSettings(chunk_tokens=100).chunk_tokens_for(32)

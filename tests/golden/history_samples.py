@@ -1,0 +1,31 @@
+"""What the golden history file holds."""
+
+from __future__ import annotations
+
+import numpy as np
+from golden.samples import FOLDER
+
+from kvstore.server.history_file import SavedHistory
+from kvstore.server.policy.history_state import CHUNK, CLASS, COARSER, HistoryState
+
+PATH = FOLDER / "history-v1.kvh"
+
+
+def saved() -> SavedHistory:
+    """Return two groups, three classes and four chunks, every field with something in it."""
+    classes = np.zeros(3, CLASS)
+    classes["code"] = (COARSER | 4, 100, 1_300)
+    classes["asked"] = np.arange(120).reshape(3, 40)
+    classes["forgotten"] = np.arange(120).reshape(3, 40) / 2
+    chunks = np.zeros(4, CHUNK)
+    chunks["key"] = [np.void(bytes(16) + bytes([1] * 15) + bytes([n + 1])) for n in range(4)]
+    chunks["age_s"] = (1_000.5, 30.25, 0.0, 2.0**20)
+    chunks["flops"] = (0.0, 1e12, 2.5e15, 7.0)
+    chunks["left_s"] = (0.0, 60.0, 0.0, 0.5)
+    chunks["chunks"] = (1, 64, 65_535, 9)
+    chunks["hits"] = (1, 2, 255, 3)
+    chunks["turns"] = (0, 4, 255, 1)
+    chunks["own"] = (0, 7, 59, 12)
+    chunks["priority"] = (0, 90, 0, 1)
+    groups = [("default", ""), ("acme", "batch")]
+    return SavedHistory(groups, HistoryState((1, 2), classes, chunks))

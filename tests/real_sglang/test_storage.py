@@ -1,0 +1,169 @@
+"""The storage backend inside SGLang's own factory, over SGLang's own host pools and hashes."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from local_server import LocalServer
+from real_sglang.stand_ins import import_sglang
+
+import_sglang()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of kernels that only run on GPUs
+    from sglang.srt.mem_cache import device_pool_info
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        HiCacheStorageFailureInjector,
+    )
+    from sglang.srt.mem_cache.pool_host import base as pool_base
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+LAYERS, HEADS, DIM, PAGE, TOKENS = 4, 2, 64, 16, 128
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+REVISION = "c" * 40
+
+
+def make_pool(layout: str) -> Any:
+    """Return SGLang's own host pool over device buffers that lie on the CPU."""
+    pool_base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    k, v = (
+        tuple(torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS))
+        for _ in range(2)
+    )
+    pointers = [torch.tensor([t.data_ptr() for t in one], dtype=torch.uint64) for one in (k, v)]
+    buffers = device_pool_info.KVBuffers(
+        k=k, v=v, k_data_ptrs=pointers[0], v_data_ptrs=pointers[1],
+        layout=device_pool_info.KVBufferLayout.NHD,
+    )  # fmt: skip
+    info = device_pool_info.MHABufferInfo(
+        buffers=buffers, page_size=PAGE, head_num=HEADS, head_dim=DIM, v_head_dim=DIM,
+        dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
+    return MHATokenToKVPoolHost(
+        info, 2.0, 0, PAGE, layout, pin_memory=False, device="cpu",
+        device_capacity_tokens=TOKENS, start_layer=0, end_layer=LAYERS,
+    )  # fmt: skip
+
+
+def make_backend(server: LocalServer, pool: Any, **changes: Any) -> Any:
+    """Return the backend as ``--hicache-storage-backend dynamic`` makes it."""
+    config = HiCacheStorageConfig(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
+        is_mla_model=False, enable_storage_metrics=False,
+        is_page_first_layout=pool.layout == "page_first", model_name="tiny",
+        extra_config={
+            "backend_name": "kvstore",
+            "module_path": "kvstore.client.engines.sglang",
+            "class_name": "KVStoreStorage",
+            "interface_v1": 1,
+            "address": server.address,
+            "model_revision": REVISION,
+            "deadline_ms": 20_000,
+        },
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(config, name, value)
+    backend = StorageBackendFactory.create_backend("dynamic", config, pool)
+    backend.register_mem_pool_host(pool)
+    backend.on_host_pools_registered()
+    return backend
+
+
+def page_hashes(count: int) -> list[str]:
+    """Return SGLang's own hashes of the pages of a prompt."""
+    hashes: list[str] = get_hash_str(array("q", range(100, 100 + PAGE * count)), None, PAGE)
+    return hashes
+
+
+@pytest.fixture(params=LAYOUTS)
+def pool(request: pytest.FixtureRequest) -> Any:
+    pool = make_pool(request.param)
+    draw = torch.Generator().manual_seed(3)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=draw).to(torch.bfloat16))
+    return pool
+
+
+@pytest.fixture
+def backend(server: LocalServer, pool: Any) -> Iterator[Any]:
+    backend = make_backend(server, pool)
+    yield backend
+    backend.close()
+
+
+def indices(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(PAGE * page, PAGE * (page + 1)) for page in pages])
+
+
+def test_pages_come_back_into_the_pool_they_came_from(backend: Any, pool: Any) -> None:
+    hashes = page_hashes(4)
+    before = [pool.get_data_page(PAGE * page).clone() for page in range(4)]
+    assert backend.batch_exists(hashes) == 0
+    assert backend.batch_set_v1(hashes, indices(0, 1, 2, 3)) == [True] * 4
+    assert backend.batch_exists([*hashes, "0" * 64]) == 4
+    assert backend.exists(hashes[2])
+    pool.kv_buffer.zero_()
+    assert backend.batch_get_v1([*hashes, "0" * 64], indices(3, 2, 1, 0, 4)) == [True] * 4 + [False]
+    for page in range(4):
+        assert torch.equal(pool.get_data_page(PAGE * (3 - page)), before[page])
+    assert not pool.get_data_page(PAGE * 4).any()
+
+
+def test_flat_pages_are_what_the_pool_calls_one(backend: Any, pool: Any) -> None:
+    hashes = page_hashes(3)
+    pages = [pool.get_data_page(PAGE * page).clone() for page in range(3)]
+    assert backend.batch_set(hashes, pages)
+    found = backend.batch_get(hashes, [pool.get_dummy_flat_data_page() for _ in hashes])
+    assert all(map(torch.equal, found, pages))
+    assert torch.equal(backend.get(hashes[1], pool.get_dummy_flat_data_page()), pages[1])
+    assert backend.get("0" * 64, pool.get_dummy_flat_data_page()) is None
+    pool.set_from_flat_data_page(PAGE * 5, found[0])
+    assert backend.batch_set_v1([page_hashes(5)[4]], indices(5)) == [True]
+    backend.clear()
+    assert backend.batch_exists(hashes) == 0
+
+
+def test_what_one_layout_stored_every_other_reads(
+    server: LocalServer, backend: Any, pool: Any
+) -> None:
+    hashes = page_hashes(2)
+    extra = HiCacheStorageExtraInfo(prefix_keys=[])
+    backend.batch_set_v1(hashes, indices(0, 1), extra)
+    for layout in LAYOUTS:
+        other = make_pool(layout)
+        reader = make_backend(server, other)
+        try:
+            assert reader.batch_get_v1(hashes, indices(0, 1), extra) == [True, True]
+            again = make_pool(pool.layout)
+            back = make_backend(server, again)
+            back.batch_get_v1(hashes, indices(0, 1))
+            assert torch.equal(again.get_data_page(0), pool.get_data_page(0))
+            back.close()
+        finally:
+            reader.close()
+
+
+def test_replicas_of_a_latent_write_once(server: LocalServer, pool: Any) -> None:
+    idle = make_backend(server, make_pool("page_first"), tp_rank=1, tp_size=2)
+    assert idle._is_writer, "each rank of a model with heads writes its own"
+    idle.close()
+
+
+def test_faults_that_sglang_injects_are_misses(server: LocalServer, pool: Any) -> None:
+    backend = HiCacheStorageFailureInjector(make_backend(server, pool), 0.0, 1.0)
+    assert backend.batch_exists(page_hashes(2)) == 0
+    backend._backend.close()
+
+
+def test_more_than_one_pool_is_refused_when_it_is_attached(backend: Any, pool: Any) -> None:
+    from kvstore.proto.errors import RepresentationError
+
+    with pytest.raises(RepresentationError, match="host pool='mamba'"):
+        backend.register_mem_host_pool_v2(pool, "mamba")

@@ -1,0 +1,23 @@
+"""Prompts, and answers that have to be the same."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+
+Answers: TypeAlias = list[dict[str, Any]]
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Return a prompt that shares nothing with that of another seed."""
+    return [3 + seed, *map(int, np.random.default_rng(seed).integers(3, 250, tokens - 1))]
+
+
+def assert_same(found: Answers, expected: Answers) -> None:
+    """Fail unless tokens are identical and log probabilities are as near as another batch's."""
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+    assert {one["finish"] for one in found} == {"length"}
+    for one, other in zip(found, expected, strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)

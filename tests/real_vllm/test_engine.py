@@ -1,0 +1,248 @@
+"""A real vLLM with the store generates what it generates without it, and computes less."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from real_vllm.engine_process import CHUNK_TOKENS, EngineMaker, EngineProcess
+from real_vllm.prompts import assert_same, prompt
+from server_process import ServerProcess
+
+
+@pytest.fixture
+def same(engine: EngineProcess, oracle: EngineProcess) -> Callable[..., list[int]]:
+    """Generate with the store and without it; return how many tokens were cached."""
+
+    def generate(*prompts: list[int], **arguments: Any) -> list[int]:
+        found = engine.generate(*prompts, **arguments)
+        expected = oracle.generate(*prompts, **arguments)
+        oracle.forget()
+        assert_same(found, expected)
+        return [one["cached"] for one in found]
+
+    engine.fresh()
+    return generate
+
+
+Same = Callable[..., list[int]]
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+# --- hits
+
+
+def test_what_was_computed_once_is_loaded(engine: EngineProcess, same: Same) -> None:
+    before = engine.ask("counts")
+    assert same(prompt(1, 300)) == [0]
+    engine.fresh()
+    assert same(prompt(1, 300)) == [256]
+    after = engine.ask("counts")
+    assert after["hits"] - before["hits"] == 256
+    assert after["worker_loaded_chunks"] - before.get("worker_loaded_chunks", 0) == 4
+
+
+def test_a_prompt_that_is_stored_to_its_last_token_still_has_a_next_one(
+    engine: EngineProcess, same: Same
+) -> None:
+    same(prompt(2, 256))
+    engine.fresh()
+    assert same(prompt(2, 256))[0] in (255, 256)
+
+
+def test_a_prompt_hits_the_chunks_it_shares_with_another(engine: EngineProcess, same: Same) -> None:
+    same(prompt(3, 300))
+    engine.fresh()
+    assert same([*prompt(3, 300)[:160], *prompt(4, 140)]) == [128]
+
+
+def test_a_prompt_below_one_chunk_is_neither_stored_nor_hit(
+    engine: EngineProcess, same: Same
+) -> None:
+    assert same(prompt(5, 40)) == [0]
+    engine.fresh()
+    assert same(prompt(5, 40)) == [0]
+
+
+def test_a_chunk_that_the_engine_has_half_of_is_loaded_beside_that_half(
+    engine: EngineProcess, same: Same
+) -> None:
+    whole = prompt(6, 140)
+    same(whole)
+    engine.fresh()
+    assert same(whole[:96]) == [64]
+    assert same(whole) == [128]
+
+
+def test_what_was_generated_is_stored_too(engine: EngineProcess, same: Same) -> None:
+    first = prompt(7, 100)
+    (answer,) = engine.generate(first, max_tokens=40)
+    engine.fresh()
+    assert same([*first, *answer["tokens"], *prompt(8, 20)]) == [128]
+
+
+def test_a_cache_salt_separates(engine: EngineProcess, same: Same) -> None:
+    one = prompt(9, 200)
+    same(one, salts=["alice"])
+    engine.fresh()
+    assert same(one, salts=["bob"]) == [0]
+    engine.fresh()
+    assert same(one) == [0]
+    engine.fresh()
+    assert same(one, salts=["alice"]) == [192]
+
+
+def test_a_prefill_in_pieces_is_stored_and_loaded(engine: EngineProcess, same: Same) -> None:
+    long = prompt(10, 1500)
+    assert same(long) == [0]
+    engine.fresh()
+    assert same(long) == [1500 // CHUNK_TOKENS * CHUNK_TOKENS]
+
+
+def test_requests_at_once_each_get_their_own(engine: EngineProcess, same: Same) -> None:
+    prompts = [prompt(20 + number, 200 + 10 * number) for number in range(8)]
+    same(*prompts)
+    engine.fresh()
+    assert same(*prompts) == [len(one) // CHUNK_TOKENS * CHUNK_TOKENS for one in prompts]
+
+
+def test_preempted_requests_go_on_where_they_were(engine: EngineProcess, same: Same) -> None:
+    before = engine.ask("counts")["preemptions"]
+    prompts = [prompt(40 + number, 450) for number in range(8)]
+    same(*prompts, max_tokens=150)
+    assert engine.ask("counts")["preemptions"] > before
+    engine.fresh()
+    same(*prompts, max_tokens=150)
+
+
+def test_requests_given_up_while_they_load_harm_nothing(engine: EngineProcess, same: Same) -> None:
+    prompts = [prompt(60 + number, 400) for number in range(4)]
+    same(*prompts)
+    for steps in range(6):
+        engine.fresh()
+        assert engine.ask("abort", prompts=prompts, steps=steps) == 0
+    engine.fresh()
+    assert same(*prompts) == [384] * 4
+
+
+def test_another_engine_finds_what_this_one_stored(
+    engine: EngineProcess, same: Same, make_engine: EngineMaker
+) -> None:
+    same(prompt(70, 500))
+    engine.fresh()
+    other = make_engine({})
+    found = other.generate(prompt(70, 500))
+    assert found[0]["cached"] == 448
+    assert_same(found, engine.generate(prompt(70, 500)))
+    other.close()
+
+
+# --- the store fails, the engine does not
+
+
+def test_a_server_killed_and_gone_is_a_miss_until_it_is_back(
+    engine: EngineProcess, same: Same, store: ServerProcess
+) -> None:
+    prompts = [prompt(80 + number, 300) for number in range(8)]
+    same(*prompts)
+    engine.fresh()
+    killer = threading.Timer(0.03, store.kill)
+    killer.start()
+    same(*prompts)
+    killer.join()
+    engine.fresh()
+    assert same(*prompts) == [0] * 8
+    assert same(prompt(90, 300)) == [0]
+    store.start()
+
+    def hits() -> bool:
+        engine.fresh()
+        return same(*prompts) == [256] * 8
+
+    assert eventually(hits), engine.ask("counts")
+
+
+def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
+    make_engine: EngineMaker, oracle: EngineProcess, store: ServerProcess
+) -> None:
+    engine = make_engine({"lookup_deadline_ms": 300, "deadline_ms": 300, "retry_after_ms": 60_000})
+    usual_s = engine.generate(prompt(100, 300))[0]["took_s"]
+    engine.fresh()
+    store.send_signal(signal.SIGSTOP)
+    try:
+        took = [engine.generate(prompt(101 + number, 300))[0]["took_s"] for number in range(4)]
+    finally:
+        store.send_signal(signal.SIGCONT)
+    print(f"usual {usual_s:.3f} s, hung {[round(one, 3) for one in took]}")
+    assert_same(engine.generate(prompt(100, 300)), oracle.generate(prompt(100, 300)))
+    counts = engine.ask("counts")
+    assert counts["scheduler_miss_down"] >= 3, counts
+    engine.close()
+
+
+def test_a_damaged_chunk_is_computed_again_and_stored_again(
+    engine: EngineProcess, same: Same, store: ServerProcess
+) -> None:
+    one = prompt(110, 300)
+    same(one)
+    engine.fresh()
+    store.kill()
+    damage(store.socket_path.parent / "disk")
+    store.start()
+    before = engine.ask("counts").get("worker_lost_chunks", 0)
+
+    def was_lost() -> bool:
+        engine.fresh()
+        same(one)
+        return bool(engine.ask("counts").get("worker_lost_chunks", 0) > before)
+
+    assert eventually(was_lost), engine.ask("counts")
+
+    def hits() -> bool:
+        engine.fresh()
+        return same(one) == [256]
+
+    assert eventually(hits), engine.ask("counts")
+
+
+def damage(folder: Path) -> None:
+    """Change a byte in each half kilobyte of the frames on disk."""
+    extents = [
+        path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1 << 22
+    ]
+    assert extents
+    for path in extents:
+        if "mdb" in path.name:
+            continue
+        data = np.memmap(path, np.uint8, "r+")
+        data[4096 + 300 :: 512] ^= 0x5A
+        data.flush()
+
+
+# --- resets
+
+
+def test_after_its_caches_are_reset_an_engine_loads_nothing_older(
+    engine: EngineProcess, same: Same
+) -> None:
+    one = prompt(120, 300)
+    same(one)
+    assert engine.ask("settle")
+    assert engine.ask("reset", reset_connector=True)
+    assert same(one) == [0]
+    engine.fresh()
+    assert same(one) == [256], "what is computed after it is loaded again"

@@ -1,0 +1,206 @@
+"""The adaptive policy: whom it follows, on what evidence, and that it costs little."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from contracts.policy import NODE_BYTES, PolicyContract, everyone, keep_none
+from typing_extensions import override
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.policy.adaptive import AdaptiveEviction
+from kvstore.server.policy.history import NO_FACTS, Facts, History
+from kvstore.server.policy.mirror import Mirror
+from kvstore.server.policy.registry import make_policy
+from kvstore.server.policy.replay import BlockReplay
+
+
+class TestAdaptiveContract(PolicyContract):
+    @override
+    def make_pair(self) -> tuple[AdaptiveEviction, History]:
+        history = History()
+        return AdaptiveEviction(history, limit_nodes=8), history
+
+    @override
+    def test_a_chunk_takes_no_more_than_its_bytes(self) -> None:
+        """Shadows take what they do, however many chunks there are: so of many chunks here."""
+        count = 100_000
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            history = History()
+            policy = AdaptiveEviction(history)
+            for start in range(1, count, 10):
+                rows = np.arange(start, start + 10)
+                history.seen_chain(rows, NO_ROW, Facts(), float(start))
+                policy.insert_chain(rows, NO_ROW, 1 << 20, float(start))
+                history.asked(rows, 10, start + 1.0)
+                policy.touch(rows, start + 1.0)
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert len(policy) == count
+        assert grown < NODE_BYTES * count
+
+
+def hot_set_and_scan(turns: int) -> Iterable[list[int]]:
+    """Ten blocks, each twice in a row, and so many new ones that LRU hits only the second."""
+    new = 1000
+    for turn in range(turns):
+        yield [turn % 10]
+        yield [turn % 10]
+        for _ in range(3):
+            yield [new]
+            new += 1
+
+
+def moving_window(turns: int) -> Iterable[list[int]]:
+    """Blocks that come thrice close together, and never again."""
+    for turn in range(turns):
+        yield [500_000 + turn]
+        if turn > 8:
+            yield [500_000 + turn - 4]
+            yield [500_000 + turn - 8]
+
+
+def replay(
+    policy: str | AdaptiveEviction, history: History, prompts: Iterable[list[int]], capacity: int
+) -> int:
+    made = make_policy(policy, history) if isinstance(policy, str) else policy
+    cache = BlockReplay(made, history, capacity)
+    return sum(cache.request(chain, 1, float(at)) for at, chain in enumerate(prompts))
+
+
+def test_it_starts_with_the_first_and_says_that_nothing_is_known() -> None:
+    why = AdaptiveEviction(History()).why()
+    assert (why.policy, why.switches, why.sampled, why.sample_rate) == ("hit_density", 0, 0, 1.0)
+    assert why.hit_ratios == {"hit_density": None, "lru": None, "s3fifo": None, "lfu": None}
+
+
+@pytest.mark.parametrize("limit_nodes", [1 << 13, 16])
+def test_it_follows_the_policy_that_hits_more_and_hits_as_much(limit_nodes: int) -> None:
+    prompts = list(hot_set_and_scan(2000))
+    alone = {name: replay(name, History(), prompts, 20) for name in ("lru", "lfu")}
+    assert alone["lfu"] > 3900 > 2010 > alone["lru"]
+    history = History()
+    policy = AdaptiveEviction(history, ("lru", "lfu"), limit_nodes)
+    hits = replay(policy, history, prompts, 20)
+    why = policy.why()
+    assert (why.policy, why.switches) == ("lfu", 1)
+    assert 0 < why.since_s < 0.7 * len(prompts)
+    lfu, lru = why.hit_ratios["lfu"], why.hit_ratios["lru"]
+    assert lfu is not None
+    assert lru is not None
+    assert lfu > lru + 0.1
+    assert hits > 0.7 * alone["lru"] + 0.3 * alone["lfu"]
+
+
+def test_it_goes_back_when_times_change() -> None:
+    history = History()
+    policy = AdaptiveEviction(history, ("lru", "lfu"))
+    cache = BlockReplay(policy, history, 20)
+    for at, chain in enumerate([*hot_set_and_scan(600), *moving_window(3_000)]):
+        cache.request(chain, 1, float(at))
+    assert (policy.why().policy, policy.why().switches) == ("lru", 2)
+
+
+def test_candidates_that_do_the_same_are_never_switched() -> None:
+    history = History()
+    policy = AdaptiveEviction(history, ("lru", "lru"))
+    replay(policy, history, hot_set_and_scan(1000), 20)
+    assert (policy.why().switches, policy.why().since_s) == (0, 0.0)
+
+
+def test_its_shadows_hit_what_their_policies_hit_alone() -> None:
+    """Everything is sampled, so the shadow of each candidate is the cache with that policy."""
+    prompts = [[a, 10 + b % 7, 100 + b] for a in (1, 2, 3) for b in range(400)]
+    history = History()
+    policy = AdaptiveEviction(history, ("lru", "s3fifo"))
+    # It looks full when a victim is first asked for, one prompt late: fill it with one to spare.
+    replay(policy, history, prompts, 60)
+    for name in ("lru", "s3fifo"):
+        alone = replay(name, History(), prompts, 60) / (3 * len(prompts))
+        assert policy.why().hit_ratios[name] == pytest.approx(alone, abs=0.02)
+
+
+def test_the_same_events_give_the_same_choice_and_the_same_victims() -> None:
+    results = []
+    for _ in range(2):
+        history = History()
+        policy = AdaptiveEviction(history, ("lru", "lfu"), 16)
+        hits = replay(policy, history, hot_set_and_scan(600), 20)
+        results.append((hits, policy.why(), everyone(policy)))
+    assert results[0] == results[1]
+
+
+def test_a_chunk_that_was_looked_up_on_another_tier_is_counted_once() -> None:
+    history = History()
+    policy = AdaptiveEviction(history)
+    policy.insert(1, NO_ROW, 10, 0.0)
+    policy.remove(1)
+    policy.touch(np.array([1]), 1.0)
+    policy.insert(1, NO_ROW, 10, 1.0)
+    assert policy.why().sampled == 2
+    policy.insert(1, NO_ROW, 10, 1.0)
+    assert policy.why().sampled == 2, "a chunk that is here already was not asked for by a put"
+
+
+def test_a_row_that_became_another_chunks_is_not_taken_for_a_hit() -> None:
+    history = History()
+    policy = AdaptiveEviction(history, ("lru",))
+    history.seen(1, NO_ROW, NO_FACTS, 0.0)
+    policy.insert(1, NO_ROW, 10, 0.0)
+    policy.remove(1)
+    history.forget(1)
+    history.seen(1, NO_ROW, NO_FACTS, 5.0)
+    policy.insert(1, NO_ROW, 10, 5.0)
+    assert policy.why().hit_ratios["lru"] == 0.0
+    policy.remove(1)
+    history.asked(np.array([1]), 1, 6.0)
+    policy.insert(1, NO_ROW, 10, 6.0)
+    assert policy.why().hit_ratios["lru"] == pytest.approx(1 / 3)
+
+
+def test_hints_reach_the_shadows() -> None:
+    history = History()
+    policy = AdaptiveEviction(history)
+    history.seen(1, NO_ROW, NO_FACTS, 0.0)
+    policy.insert(1, NO_ROW, 10, 0.0)
+    mirror = policy._mirror
+    row = policy._shadows.row(1)
+    before = mirror.classes[row]
+    history.hint(np.array([1]), 1)
+    assert mirror.classes[row] == history.classes[1] != before
+
+
+def test_it_names_the_victims_of_the_one_it_follows() -> None:
+    history = History()
+    policy = AdaptiveEviction(history, ("lfu", "lru"))
+    alone = make_policy("lfu", history)
+    for made in (policy, alone):
+        for row in (1, 2, 3):
+            made.insert(row, NO_ROW, 1, 0.0)
+        made.touch(np.array([1]), 1.0)
+    assert list(policy.victims(keep_none, 2.0)) == list(alone.victims(keep_none, 2.0)) == [2, 3, 1]
+
+
+@pytest.mark.parametrize("names", [(), ("adaptive",), ("lru", "adaptive"), ("best",)])
+def test_candidates_have_to_be_policies_that_stand_alone(names: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequestError):
+        AdaptiveEviction(History(), names)
+
+
+def test_a_mirror_keeps_the_clock_and_the_classes_of_what_it_mirrors() -> None:
+    history = History()
+    mirror = Mirror(history)
+    history.seen(5, NO_ROW, Facts(tokens_full=False, flops=7.0), 3.0)
+    mirror.copy(5, 1)
+    assert (mirror.last_s[1], mirror.classes[1], mirror.flops[1]) == (3.0, history.classes[5], 7.0)
+    assert mirror.is_partial(1)
+    assert mirror.time_s(1.0) == history.time_s(1.0) == 3.0
+    mirror.copy(10_000, 2)
+    assert not mirror.knows(2)
