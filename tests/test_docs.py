@@ -43,17 +43,21 @@ OTHER_FLAGS = {
     "--capacity": "kvstore simulate",
     "--chunk-bytes": "kvstore trace replay",
     "--curves": "bench.codecs",
+    "--every": "kvstore top",
     "--from": "kvstore simulate",
     "--disable-hybrid-kv-cache-manager": "vLLM",
     "--json": "kvstore status, kvstore demo and the benchmarks",
     "--kv-bytes-per-token": "kvstore simulate",
     "--model": "kvstore simulate, vLLM",
     "--kv-transfer-config": "vLLM",
+    "--once": "kvstore top",
     "--plot": "kvstore simulate, bench.codecs, bench.peers and bench.scaling",
     "--seconds": "kvstore trace record",
     "--venvs": "bench.codecs and bench.peers",
-    "--enable-hierarchical-cache", "--hicache-storage-backend",
-    "--hicache-storage-backend-extra-config", "--page-size",
+    "--enable-hierarchical-cache": "SGLang",
+    "--hicache-storage-backend": "SGLang",
+    "--hicache-storage-backend-extra-config": "SGLang",
+    "--page-size": "SGLang",
 }
 """Flags in the documentation that are not kvstore-server's."""
 

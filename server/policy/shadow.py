@@ -136,9 +136,9 @@ class ShadowSet:
     A sampled chunk's parent is the sampled chunk before it in the prompt that brought it, so the
     chains of the shadows are those of the cache with the chunks between left out. Shadows share
     rows, which are small however large the cache is: a row is a chunk's while a shadow has it or
-    a known chunk continues it. *remember* is told ``(identity, row)`` of every chunk asked for,
-    before the shadows are: there what policies rank by is brought to the row. *hashes* are of
-    identities, evenly spread.
+    a known chunk continues it, and a while longer, as policies remember what they evicted.
+    *remember* is told ``(identity, row)`` of every chunk asked for, before the shadows are: there
+    what policies rank by is brought to the row. *hashes* are of identities, evenly spread.
 
     The same requests give the same hits, bit for bit. Not thread-safe: the owner locks.
     """
@@ -164,7 +164,9 @@ class ShadowSet:
         self._free: list[int] = []
         self._parents = array("I", [NO_ROW])
         self._uses = array("I", [0])
-        """Shadows that have the row's chunk, and rows that continue it."""
+        """Shadows that have the row's chunk, rows that continue it, and one for a ghost's."""
+        self._ghosts: dict[int, None] = {}
+        """Rows of chunks that are in no shadow any more, the oldest first."""
         self._kept: set[int] = set()
         """Rows of the prompt that was asked for last, as far as it was."""
 
@@ -215,11 +217,7 @@ class ShadowSet:
             for row in came:
                 self._uses[row] += 1
             gone += left
-        for row in gone:
-            self._let_go(row)
-        for row, one in zip(reversed(rows), reversed(asked.ids), strict=True):
-            if self._rows.get(one) == row:
-                self._free_row(row)
+        self._settle(rows, gone)
         while max(len(shadow.policy) for shadow in self._shadows) > self._limit_nodes:
             self._halve()
         return hits
@@ -232,6 +230,9 @@ class ShadowSet:
             row = self._rows.get(one)
             if row is None:
                 row = self._new_row(one, above)
+            elif row in self._ghosts:
+                del self._ghosts[row]
+                self._uses[row] -= 1
             above = row
             rows.append(row)
         return rows
@@ -250,9 +251,18 @@ class ShadowSet:
         self._uses[parent] += 1
         return row
 
-    def _let_go(self, row: int) -> None:
-        self._uses[row] -= 1
-        if not self._uses[row]:
+    def _settle(self, rows: Sequence[int], gone: Sequence[int]) -> None:
+        """Make ghosts of those that no shadow has any more, and forget the oldest of them."""
+        for row in gone:
+            self._uses[row] -= 1
+        for row in (*gone, *reversed(rows)):
+            if not self._uses[row]:
+                self._ghosts[row] = None
+                self._uses[row] = 1
+        while len(self._ghosts) > self._limit_nodes:
+            row = next(iter(self._ghosts))
+            del self._ghosts[row]
+            self._uses[row] -= 1
             self._free_row(row)
 
     def _free_row(self, row: int) -> None:
@@ -267,9 +277,13 @@ class ShadowSet:
     def forget(self, one: int) -> None:
         """Take a chunk out of every shadow, as one that was deleted; unknown ones are ignored."""
         row = self._rows.get(one, NO_ROW)
-        if row:
-            for _ in range(sum(shadow.remove(row) for shadow in self._shadows)):
-                self._let_go(row)
+        if not row:
+            return
+        self._uses[row] -= sum(shadow.remove(row) for shadow in self._shadows)
+        if row in self._ghosts:
+            del self._ghosts[row]
+            self._uses[row] -= 1
+        self._free_row(row)
 
     def clear(self) -> None:
         """Take everything out of every shadow."""
@@ -281,7 +295,7 @@ class ShadowSet:
         return self._rows.get(one, NO_ROW)
 
     def __len__(self) -> int:
-        """Rows in use: of all shadows together, as most of their chunks are the same."""
+        """Rows in use, ghosts' included."""
         return len(self._rows)
 
     def used_bytes(self) -> list[int]:

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.policy.history import History
 from kvstore.server.policy.lru import LruEviction
+from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.shadow import Asked, Cast, ShadowSet, mix
 
 
@@ -133,13 +135,32 @@ def test_a_chunk_continues_the_one_that_is_named_above_it() -> None:
 
 
 def test_rows_are_given_back_with_the_chunks() -> None:
-    shadows = one_lru()
+    shadows = one_lru(64)
     for chain in prompts(4, 600):
         shadows.request(asked(*chain), 60)
-    assert len(shadows) <= 60 + 30, "what is here, and what begins it"
+        assert len(shadows) <= 60 + 2 * 64 + 30, "what is here, ghosts, and what begins them"
     shadows.clear()
     assert len(shadows) == 0
     assert shadows.used_bytes() == [0]
+
+
+def test_a_chunk_that_comes_back_soon_has_its_row_still() -> None:
+    shadows = one_lru()
+    shadows.request(asked(1, 2), 2)
+    row = shadows.row(2)
+    shadows.request(asked(7, 8), 2)
+    assert shadows.row(2) == row
+    assert shadows.request(asked(1, 2), 2) == [0]
+    assert shadows.row(2) == row
+
+
+def test_a_prompt_that_goes_on_does_not_push_itself_out() -> None:
+    shadows = ShadowSet([Cast(make_policy("lfu", History()))])
+    for _ in range(3):
+        shadows.request(asked(9), 3)
+    shadows.request(asked(1, 2), 3)
+    shadows.request(asked(3, above=2), 3)
+    assert shadows.request(asked(1, 2), 3) == [2], "the one to go was 9, often as it was used"
 
 
 def test_what_is_forgotten_is_a_miss_and_comes_again() -> None:

@@ -1,0 +1,130 @@
+"""The tier below vLLM's own offloading, on vLLM's real classes and a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from local_server import LocalServer, eventually
+from redis_process import free_port
+from vllm.v1.kv_offload.base import LookupResult, make_offload_key
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+from kvstore.client.engines.vllm_tier import KVStoreTier
+from kvstore.proto.errors import RepresentationError
+
+CHUNKS, CHUNK_BYTES = 8, 4096
+CONFIG = SimpleNamespace(
+    model=SimpleNamespace(name="tiny", dtype="float32"),
+    kv_cache_layout="LBHNC",
+    canonical_layout=False,
+    groups=(SimpleNamespace(tokens_per_block=32, layer_names=("a",), group_id=0),),
+    cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
+    parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
+)
+REQUEST = SimpleNamespace(req_id="r", kv_transfer_params=None)
+KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(CHUNKS)]
+
+
+class Tier:
+    """A tier and the primary memory it works on."""
+
+    def __init__(self, address: str, fill: int = 0, **settings: Any) -> None:
+        self.memory = np.full((CHUNKS, CHUNK_BYTES), fill, np.int8)
+        spec = SimpleNamespace(config=CONFIG)
+        stated = {"deadline_ms": 5000, "lookup_deadline_ms": 5000, "model_revision": "r1"}
+        self.tier = KVStoreTier(
+            spec, memoryview(self.memory), "KVStoreTier",
+            **{"address": address, **stated, **settings},
+        )  # fmt: skip
+
+    def run(self, rows: list[int], *, is_promotion: bool) -> JobResult:
+        """Submit a job for the keys and the places numbered *rows*; return how it ended."""
+        keys = [KEYS[row] for row in rows]
+        job = TransferJob(7, keys, np.asarray(rows), is_promotion, REQUEST)
+        (self.tier.submit_load if is_promotion else self.tier.submit_store)(job)
+        results: list[JobResult] = []
+        assert eventually(lambda: bool(results.extend(self.tier.get_finished_jobs()) or results))
+        (result,) = results
+        return result
+
+    def found(self, row: int) -> LookupResult:
+        """Ask step by step until the answer is known."""
+        answers: list[LookupResult] = []
+
+        def is_known() -> bool:
+            answers.append(self.tier.lookup(KEYS[row], REQUEST))
+            self.tier.on_schedule_end(SimpleNamespace())
+            return answers[-1] is not LookupResult.RETRY
+
+        assert eventually(is_known)
+        return answers[-1]
+
+
+Start = Callable[..., Tier]
+
+
+@pytest.fixture
+def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
+    def make(address: str = server.address, **settings: Any) -> Tier:
+        tier = Tier(address, **settings)
+        request.addfinalizer(tier.tier.shutdown)
+        return tier
+
+    return make
+
+
+def test_what_one_tier_stores_another_promotes(start: Start) -> None:
+    one, other = start(), start()
+    one.memory[:] = np.arange(CHUNKS, dtype=np.int8)[:, None] + 1
+    assert other.found(2) is LookupResult.MISS
+    assert one.run([1, 2, 3], is_promotion=False).success
+    third = start()
+    assert third.tier.lookup(KEYS[2], REQUEST) is LookupResult.RETRY
+    assert third.found(2) is LookupResult.HIT
+    assert third.run([1, 2, 3], is_promotion=True).success
+    assert third.memory[:5, 0].tolist() == [0, 2, 3, 4, 0]
+    assert (third.memory[1:4] == one.memory[1:4]).all()
+
+
+def test_a_promotion_that_fails_in_part_says_which_keys_came_and_is_not_tried_again(
+    start: Start,
+) -> None:
+    one = start()
+    one.run([1, 2], is_promotion=False)
+    other = start()
+    assert other.found(1) is LookupResult.HIT
+    result = other.run([1, 2, 3], is_promotion=True)
+    assert (result.success, result.successful_keys) == (False, (KEYS[1], KEYS[2]))
+    result = other.run([3], is_promotion=True)
+    assert (result.success, result.successful_keys) == (False, None)
+    assert other.found(1) is LookupResult.HIT
+
+
+def test_a_dead_server_is_misses_and_failed_jobs_and_nothing_worse(start: Start) -> None:
+    tier = start(f"127.0.0.1:{free_port()}")
+    assert tier.found(1) is LookupResult.MISS
+    assert not tier.run([1], is_promotion=False).success
+    assert not tier.run([1], is_promotion=True).success
+    tier.tier.drain_jobs()
+    assert not tier.tier.has_pending_work()
+
+
+def test_stores_beyond_the_queue_fail_at_once(start: Start) -> None:
+    tier = start(queue_bytes=2 * CHUNK_BYTES)
+    assert not tier.run([1, 2, 3], is_promotion=False).success
+    assert tier.run([1, 2], is_promotion=False).success
+
+
+def test_engines_of_other_layouts_or_weights_do_not_share(start: Start) -> None:
+    start().run([1], is_promotion=False)
+    assert start(model_revision="r2").found(1) is LookupResult.MISS
+    assert start().found(1) is LookupResult.HIT
+
+
+def test_a_tier_that_is_not_told_the_weights_is_refused(start: Start) -> None:
+    with pytest.raises(RepresentationError, match="model_revision"):
+        start(model_revision="")
