@@ -20,7 +20,7 @@ from kvstore.server.policy.history import Facts, History
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.registry import make_policy
 
-MEMORY_CHUNKS = 200_000
+MEMORY_CHUNKS = 100_000
 _PROMPT_CHUNKS = 16
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.cli.trace_blocks import DEFAULT_BLOCK_TOKENS, BlockTrace, make_blocks
 from kvstore.cli.trace_files import SegmentLine, TraceLines, read_trace
@@ -154,12 +155,13 @@ def replay_blocks(
     rows = trace.rows.tolist()
     is_full = (trace.tokens == trace.block_tokens).tolist()
     hits = np.zeros(trace.requests, np.int64)
+    flops = flops_by_place(int(np.diff(trace.starts).max(initial=0)), trace.block_tokens)
     started = time.perf_counter()
     for at, now_s in enumerate(times):
         chain = rows[starts[at] : starts[at + 1]]
         if chain:
             facts = Facts(tokens_full=is_full[chain[-1]], prompt_chunks=len(chain))
-            hits[at] = replay.request(chain, block_bytes, now_s, facts)
+            hits[at] = replay.request(chain, block_bytes, now_s, facts, flops[: len(chain)])
     spent_s = time.perf_counter() - started
     first = trace.requests // 2 if terms.from_half else 0
     hit_blocks = np.minimum(hits, trace.known)[first:]
@@ -174,6 +176,12 @@ def replay_blocks(
         block_hit_rate=_share(int(hit_blocks.sum()), int(trace.known[first:].sum())),
         evictions=replay.evictions,
     )
+
+
+def flops_by_place(blocks: int, block_tokens: int) -> NDArray[np.float64]:
+    """Return what the prefill of the first block of a prompt costs, of the second, and so on."""
+    ends = np.arange(blocks + 1, dtype=np.float64) * block_tokens
+    return np.diff(_LINEAR_FLOPS * ends + _SQUARE_FLOPS * ends**2)
 
 
 def _share(part: int, whole: int) -> float:

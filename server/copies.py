@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -20,6 +21,10 @@ from kvstore.server.policy.journal import Journal, Stored
 from kvstore.server.policy.radix import RadixIndex, Rows
 from kvstore.server.policy_report import PolicyReport
 from kvstore.server.uses import AnnouncedUses
+
+QUIET_S = 0.004
+"""Requests have paused when none came for so long."""
+_LOOKS_FOR_QUIET = 64
 
 _UNKNOWN = Origin()
 
@@ -116,13 +121,17 @@ class Copies:
             self.knowledge.hints.forget(row)
 
     def catch_up(self, timeout_s: float) -> bool:
-        """Wait for events that the policies were not told of yet, and tell them; a thread that
-        does so spares the others the time. Return whether there were any.
+        """Wait until requests pause, and tell the policies what happened; a thread that does so
+        spares the next requests the time. Return whether there was anything.
         """
         is_any = self._news.wait(timeout_s)
-        self._news.clear()
-        while self._step():
-            pass
+        for _ in range(_LOOKS_FOR_QUIET):
+            if not self._news.is_set():
+                break
+            self._news.clear()
+            time.sleep(QUIET_S)
+        while not self._news.is_set() and self._step():
+            time.sleep(0)  # lets go of the interpreter, which a request may be waiting for
         return is_any
 
     def _step(self) -> bool:

@@ -52,7 +52,6 @@ if TYPE_CHECKING:  # its file loads torch
 
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
 TICK_S = 0.25
-LEARN_PAUSE_S = 0.002
 MAX_STAGING_BYTES = 1 << 30
 MESSAGE_SLACK_BYTES = 1 << 20
 REQUESTS_PER_WORKER = 8
@@ -228,8 +227,7 @@ class Node:
     def _learn(self) -> None:
         """Tell the policies what happened, so that no request has to wait for that."""
         while not self._stopping.is_set():
-            if self.manager.catalog.catch_up(TICK_S):
-                self._stopping.wait(LEARN_PAUSE_S)  # what comes together costs less
+            self.manager.catalog.catch_up(TICK_S)
             if self._keeper is not None:
                 self._keeper.save_if_due()
 

@@ -9,6 +9,8 @@ from kvstore.proto.types import ChunkKey
 
 MAX_ANNOUNCED = 1 << 18
 """Chunks in announcements at once; of more nothing is kept."""
+MAX_BATCHES = 256
+"""Announcements at once; of more nothing is kept."""
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class AnnouncedUses:
         """A batch will use chunks so often."""
         room = MAX_ANNOUNCED - self._count
         left = dict(list(uses.items())[:room])
-        if left:
+        if left and len(self._batches) < MAX_BATCHES:
             self._batches.append(_Batch(session_id, until, left))
             self._count += len(left)
 

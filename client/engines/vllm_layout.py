@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from kvstore.client.engines.vllm_identity import EngineShape
 from kvstore.client.pages import PageAxes, PagedKV
-from kvstore.client.tensors import LayerTensors
+from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import Representation
 
@@ -131,18 +132,34 @@ class EnginePages:
         """Return the tensors of the tokens in *block_ids*, as they lie."""
         return self.paged.tensors(block_ids, 0, len(block_ids) * self.paged.block_tokens)
 
-    def copy(self, block_ids: Sequence[int]) -> EnginePages:
-        """Return a copy of *block_ids*, whose blocks are 0, 1, ... of it."""
-        ids = torch.tensor(block_ids)
-        layers = tuple(pages.index_select(0, ids) for pages in self.layers)
-        paged = _paged(self.representation, layers, self.packing)
-        return EnginePages(self.representation, layers, self.packing, paged)
 
-    def fill(self, block_ids: Sequence[int], other: EnginePages, first: int) -> None:
-        """Copy the blocks of *other* from *first* on to *block_ids*."""
-        ids = torch.tensor(block_ids)
-        for pages, brought in zip(self.layers, other.layers, strict=True):
-            pages.index_copy_(0, ids, brought[first : first + len(block_ids)])
+class PageCopy:
+    """A copy of some blocks, in memory that is used again and again.
+
+    ``tensors``: those of the blocks' tokens. numpy copies here: torch would start its threads,
+    which are the engine's.
+    """
+
+    def __init__(self, pages: EnginePages, blocks: int) -> None:
+        self._pages = [to_array(layer) for layer in pages.layers]
+        layers = [
+            torch.empty((blocks, *layer.shape[1:]), dtype=layer.dtype) for layer in pages.layers
+        ]
+        self._copies = [to_array(layer) for layer in layers]
+        paged = _paged(pages.representation, layers, pages.packing)
+        self.tensors = paged.tensors(range(blocks), 0, blocks * paged.block_tokens)
+
+    def take(self, block_ids: Sequence[int]) -> None:
+        """Copy the blocks *block_ids*, as many as there are here."""
+        ids = np.asarray(block_ids)
+        for pages, copied in zip(self._pages, self._copies, strict=True):
+            np.take(pages, ids, 0, out=copied, mode="clip")
+
+    def give(self, block_ids: Sequence[int], first: int) -> None:
+        """Copy the blocks from number *first* on to the engine's *block_ids*."""
+        ids = np.asarray(block_ids)
+        for pages, copied in zip(self._pages, self._copies, strict=True):
+            pages[ids] = copied[first : first + len(ids)]
 
 
 def _paged(

@@ -62,6 +62,8 @@ class RequestNames:
         """
         if getattr(request, "prompt_embeds", None) is not None:
             raise RepresentationError("prompt_embeds", "given", "such prompts are not stored")
+        if getattr(request, "resumable", False):
+            raise RepresentationError("resumable", True, "a stream takes tokens back")
         first = [b"epoch:" + epoch] if epoch else []
         salt = getattr(request, "cache_salt", None)
         if salt:

@@ -31,6 +31,9 @@ LATE_S = 0.05
 
 EPOCH_BYTES = 16
 
+MAX_LOOKUP_CHUNKS = 4096
+"""What is looked up of one prompt: as many as a server takes in one question."""
+
 RECENT_S = 10.0
 """Requests that share a prefix and come together: one of them stores it."""
 
@@ -279,4 +282,5 @@ def _ready(rank: Connector, digests: Sequence[ChainDigest]) -> int:
     space = rank.client.namespace
     if not digests:
         return 0
-    return rank.client.lookup([chunk_key(space, digest) for digest in digests]).ready
+    keys = [chunk_key(space, digest) for digest in digests[:MAX_LOOKUP_CHUNKS]]
+    return rank.client.lookup(keys).ready

@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -21,7 +20,7 @@ import torch
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_identity import EngineShape
-from kvstore.client.engines.vllm_layout import BlockWriter, EnginePages
+from kvstore.client.engines.vllm_layout import BlockWriter, EnginePages, PageCopy
 from kvstore.client.engines.vllm_orders import (
     LoadOrder,
     NamedChunk,
@@ -68,15 +67,6 @@ class WorkThread:
             self._thread.join(within_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """Chunks to be stored, and a copy of their blocks."""
-
-    chunks: tuple[NamedChunk, ...]
-    pages: EnginePages
-    size_bytes: int
-
-
 class VllmWorker:
     """Loads and stores for one rank. For the engine's thread; its own threads stay inside.
 
@@ -92,7 +82,8 @@ class VllmWorker:
         self._pages: EnginePages | None = None
         self._loader, self._storer = WorkThread("kvstore-load"), WorkThread("kvstore-store")
         self._loading = 0
-        self._waiting_bytes = 0
+        self._storing = 0
+        self._copies: list[PageCopy] = []
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._done: set[str] = set()
@@ -150,13 +141,13 @@ class VllmWorker:
         ]
         if not rooms:
             return 0
-        beside = pages.copy(rooms[0]) if kept else None
+        beside = PageCopy(pages, size) if kept else None
         out = [pages.room(ids) for ids in rooms]
         if beside is not None:
-            out[0] = beside.room(range(size))
+            out[0] = beside.tensors
         read = self._connector.read(order.digests, out)
         if beside is not None and read:
-            pages.fill(rooms[0][kept:], beside, kept)
+            beside.give(rooms[0][kept:], kept)
         return read
 
     def finished_loads(self, *, is_idle: bool) -> set[str]:
@@ -185,44 +176,45 @@ class VllmWorker:
                 self._store(self._pages, order)
 
     def _store(self, pages: EnginePages, order: StoreOrder) -> None:
-        chunk_bytes = self._chunk_blocks * pages.block_bytes
+        size = self._chunk_blocks
+        most = max(1, self._queue_bytes // (size * pages.block_bytes))
         with self._news:
-            room = (self._queue_bytes - self._waiting_bytes) // chunk_bytes
             # The first ones: later ones are of no use without them.
-            chunks = order.chunks[:room]
+            chunks = order.chunks[: most - self._storing]
             self.counted["dropped_chunks"] += len(order.chunks) - len(chunks)
-            self._waiting_bytes += len(chunks) * chunk_bytes
+            self._storing += len(chunks)
+            copies = [self._copies.pop() for _ in chunks[: len(self._copies)]]
+        copies += [PageCopy(pages, size) for _ in chunks[len(copies) :]]
+        for number, copied in enumerate(copies):
+            copied.take(order.block_ids[number * size : (number + 1) * size])
         if chunks:
-            blocks = order.block_ids[: len(chunks) * self._chunk_blocks]
-            copied = _Snapshot(chunks, pages.copy(blocks), len(chunks) * chunk_bytes)
-            self._storer.do(partial(self._send, copied))
+            self._storer.do(partial(self._send, chunks, copies))
 
-    def _send(self, copied: _Snapshot) -> None:
-        new = self._connector.write(lambda: self._chunks(copied))
+    def _send(self, chunks: Sequence[NamedChunk], copies: Sequence[PageCopy]) -> None:
+        new = self._connector.write(lambda: self._chunks(chunks, copies))
         with self._news:
-            self._waiting_bytes -= copied.size_bytes
+            self._storing -= len(chunks)
+            self._copies += copies
             self.counted["stored_chunks"] += new
             self._news.notify_all()
 
-    def _chunks(self, copied: _Snapshot) -> list[Chunk]:
-        space, size = self._connector.client.namespace, self._chunk_blocks
+    def _chunks(self, chunks: Sequence[NamedChunk], copies: Sequence[PageCopy]) -> list[Chunk]:
+        space = self._connector.client.namespace
         return [
             Chunk(
                 chunk_key(space, named.digest),
-                copied.pages.room(range(number * size, (number + 1) * size)),
+                copied.tensors,
                 named.parent,
                 position=named.position,
                 content=named.content,
             )
-            for number, named in enumerate(copied.chunks)
+            for named, copied in zip(chunks, copies, strict=True)
         ]
 
     def settled(self, within_s: float) -> bool:
         """Wait until nothing is being loaded or stored; return whether that is so."""
         with self._news:
-            return self._news.wait_for(
-                lambda: not self._loading and not self._waiting_bytes, within_s
-            )
+            return self._news.wait_for(lambda: not self._loading and not self._storing, within_s)
 
     # --- news
 

@@ -20,7 +20,7 @@ from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.shadow import NODES, Asked, Cast, ShadowSet
 
-CANDIDATES = ("hit_density", "s3fifo", "lfu")
+CANDIDATES = ("hit_density", "lru", "lfu")
 """The policies that are tried; the first is followed until another has shown itself better."""
 
 ROUND_CHUNKS = 256

@@ -155,8 +155,8 @@ class Pressure:
     """How far behind a tier's writes are, from 0 to 1.
 
     The greater of two: the share of time it was writing of late, from one half (none) to four
-    fifths (full), and the share of its queue that is full. *window_s* is what "of late" means: the time in which a burst is
-    forgotten to about a third.
+    fifths (full), and the share of its queue that is full. *window_s* is what "of late" means:
+    the time in which a burst is forgotten to about a third.
     """
 
     def __init__(self, window_s: float = 10.0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 from kvstore.server.policy.radix import Rows
 
@@ -16,8 +17,12 @@ class EvictionPolicy(ABC):
     made with. Its caller holds a lock, and keeps the row of a chunk's parent for as long as the
     chunk is known. ``victims`` only answers: nothing changes until ``remove`` is called.
 
+    One that does not ``ranks_by_history`` needs no History to be told of events.
+
     ``now_s`` is in seconds on a clock of the caller's; a policy bears one that jumps, either way.
     """
+
+    ranks_by_history: ClassVar[bool] = True
 
     @abstractmethod
     def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:

@@ -135,8 +135,9 @@ def pack_own(group: int, reuse: int) -> int:
 
 def with_hint(own: NDArray[np.uint8], reuse: int) -> NDArray[np.uint8]:
     """Return what is the chunks' own after *reuse* was said of them."""
-    others = own - own % np.uint8(HINTS * 2) + own % np.uint8(2) + np.uint8(2 * reuse)
-    return others.astype(np.uint8)
+    of_group = own - own % np.uint8(HINTS * 2)
+    hinted: NDArray[np.uint8] = of_group + own % np.uint8(2) + np.uint8(2 * reuse)
+    return hinted
 
 
 def hint_of(own: int) -> int:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kvstore.server.policy.history import Report
 
-BUDGET, BUDGET_PROMPTS = 0.003, 8
+BUDGET, BUDGET_PROMPTS = 0.003, 2
 """Hits that may be lost to LRU: a share of what is asked for, and this many whole prompts."""
 
 WARM_REQUESTS = 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,7 @@ class BlockReplay:
         """The bytes of the blocks that are here, by row."""
         self._free: list[int] = []
         self._row_limit = least_rows
+        self._largest_bytes = 1
         self.used_bytes = 0
         self.requests = 0
         self.blocks = 0
@@ -79,20 +81,27 @@ class BlockReplay:
         self.hit_blocks += hit
         if not found:
             return 0
-        history = self._history
-        asked = np.array(found[:known], np.intp)
-        history.asked(asked, len(found), now_s)
-        if facts.reuse:
-            history.hint(asked, facts.reuse)
-        rows = asked
+        rows = np.array(found[:known], np.intp)
+        self._note_asked(rows, len(found), now_s, facts)
         if known < len(found):
             fresh = self._name(blocks[known:], found)
-            history.seen_chain(fresh, found[known - 1] if known else NO_ROW, facts, now_s)
-            rows = np.concatenate((asked, fresh))
-        if flops is not None:
-            np.frombuffer(history.flops)[rows] = flops
+            self._note_seen(fresh, found[known - 1] if known else NO_ROW, facts, now_s)
+            rows = np.concatenate((rows, fresh))
+        if flops is not None and self._policy.ranks_by_history:
+            self._history.reach(int(rows.max()))
+            np.frombuffer(self._history.flops)[rows] = flops
         self._store(rows, hit, block_bytes, now_s)
         return hit
+
+    def _note_asked(self, rows: NDArray[np.intp], blocks: int, now_s: float, facts: Facts) -> None:
+        if self._policy.ranks_by_history:
+            self._history.asked(rows, blocks, now_s)
+            if facts.reuse:
+                self._history.hint(rows, facts.reuse)
+
+    def _note_seen(self, rows: NDArray[np.intp], parent: int, facts: Facts, now_s: float) -> None:
+        if self._policy.ranks_by_history:
+            self._history.seen_chain(rows, parent, facts, now_s)
 
     def _measure(self, found: list[int]) -> tuple[int, int]:
         """Return how many of a prompt's first blocks are here, and how many are known."""
@@ -136,6 +145,7 @@ class BlockReplay:
         here[0] = True
         here[self._free] = True
         gone = np.flatnonzero(~here)
+        self._history.reach(len(self._ids))
         asked_s = np.frombuffer(self._history.last_s)[gone]
         oldest = gone[np.argsort(asked_s, kind="stable")[: len(gone) // _FORGOTTEN_SHARE + 1]]
         self._history.forget_all(oldest)
@@ -160,6 +170,7 @@ class BlockReplay:
             self._evict(need_bytes, set(rows.tolist()), now_s)
             missing = missing[: (self._capacity_bytes - self.used_bytes) // block_bytes]
         sizes[missing] = block_bytes
+        self._largest_bytes = max(self._largest_bytes, block_bytes)
         self.used_bytes += len(missing) * block_bytes
         if has_gaps:
             self._fill_gaps(rows, set(missing.tolist()), block_bytes, now_s)
@@ -178,15 +189,21 @@ class BlockReplay:
             parent = row
 
     def _evict(self, need_bytes: int, kept: set[int], now_s: float) -> None:
-        sizes, victims, freed = self._sizes, [], 0
-        for row in self._policy.victims(kept.__contains__, now_s):
-            victims.append(row)
-            freed += sizes[row]
-            sizes[row] = 0
-            if freed >= need_bytes:
+        sizes = np.frombuffer(self._sizes, np.uint64)
+        victims: list[int] = []
+        freed_bytes = 0
+        candidates = self._policy.victims(kept.__contains__, now_s)
+        while freed_bytes < need_bytes:
+            # No more than are needed, however large they are.
+            least = -((freed_bytes - need_bytes) // self._largest_bytes)
+            more = list(islice(candidates, least))
+            if not more:
                 break
+            freed_bytes += int(sizes[more].sum())
+            victims += more
+        sizes[victims] = 0
         self._policy.remove_all(victims)
-        self.used_bytes -= freed
+        self.used_bytes -= freed_bytes
         self.evictions += len(victims)
 
     @property

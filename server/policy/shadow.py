@@ -256,9 +256,9 @@ class ShadowSet:
         for row in gone:
             self._uses[row] -= 1
         for row in (*gone, *reversed(rows)):
-            if not self._uses[row]:
+            if row not in self._ghosts and not any(x.sizes[row] for x in self._shadows):
                 self._ghosts[row] = None
-                self._uses[row] = 1
+                self._uses[row] += 1
         while len(self._ghosts) > self._limit_nodes:
             row = next(iter(self._ghosts))
             del self._ghosts[row]

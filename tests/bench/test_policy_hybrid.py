@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from bench.policy_hybrid import BARS, TRACES, HybridRow, hybrid_keys, hybrid_rows, read_tokens
+from bench.policy_hybrid import (
+    BARS,
+    TRACES,
+    HybridRow,
+    hybrid_keys,
+    hybrid_rows,
+    learn_prior,
+    read_tokens,
+)
 from bench.report import Report
+
+from kvstore.server.policy.checkpoint_prior import asked_before, forgotten_before
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +32,14 @@ def test_every_point_is_at_most_a_quarter_of_a_point_below_its_bar(rows: list[Hy
 @pytest.mark.slow
 def test_the_mean_is_two_and_a_half_points_above_the_bars(rows: list[HybridRow]) -> None:
     assert sum(row.difference for row in rows) / len(rows) >= 2.5
+
+
+@pytest.mark.slow
+def test_the_prior_that_is_shipped_is_the_one_that_is_learnt() -> None:
+    asked, forgotten = learn_prior()
+
+    assert np.array_equal(asked, asked_before())
+    assert np.array_equal(forgotten, forgotten_before())
 
 
 def test_traces_are_read_as_the_tokens_their_lines_count() -> None:

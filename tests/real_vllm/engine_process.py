@@ -52,7 +52,7 @@ class EngineProcess:
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(_HERE / "engine_worker.py")],
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(_HERE.parent)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

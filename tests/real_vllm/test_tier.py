@@ -37,7 +37,7 @@ class Tier:
         spec = SimpleNamespace(config=CONFIG)
         stated = {"deadline_ms": 5000, "lookup_deadline_ms": 5000, "model_revision": "r1"}
         self.tier = KVStoreTier(
-            spec, memoryview(self.memory), "KVStoreTier",
+            spec, self.memory.data, "KVStoreTier",
             **{"address": address, **stated, **settings},
         )  # fmt: skip
 
@@ -47,7 +47,12 @@ class Tier:
         job = TransferJob(7, keys, np.asarray(rows), is_promotion, REQUEST)
         (self.tier.submit_load if is_promotion else self.tier.submit_store)(job)
         results: list[JobResult] = []
-        assert eventually(lambda: bool(results.extend(self.tier.get_finished_jobs()) or results))
+
+        def is_over() -> bool:
+            results.extend(self.tier.get_finished_jobs())
+            return bool(results)
+
+        assert eventually(is_over)
         (result,) = results
         return result
 

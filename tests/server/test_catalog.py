@@ -272,3 +272,61 @@ def test_a_session_that_ends_releases_its_leases(catalog: Catalog) -> None:
     catalog.grant(CHAIN, LeaseTerms(SESSION + 1, 10.0))
     assert catalog.release_session(SESSION) == 2
     assert catalog.held_count() == 3
+
+
+# --- what policies are told later
+
+
+def test_who_catches_up_tells_the_policies_and_the_history() -> None:
+    catalog = make_catalog(FakeClock())
+    for number in range(3):
+        catalog.note_sealed("cpu", info(number, number - 1 if number else None))
+    catalog.match(CHAIN, Fidelity.exact, TIERS)
+    history = catalog.knowledge.history
+    row = catalog._index.row(key(0))
+    assert history.hits_of(row) == 0
+    assert catalog.catch_up(0.0)
+    assert history.hits_of(row) == 2
+    assert not catalog.catch_up(0.0)
+
+
+def test_catching_up_ends_though_requests_never_pause() -> None:
+    catalog = make_catalog(FakeClock())
+    busy, is_over = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            catalog.match(CHAIN, Fidelity.exact, TIERS)
+            busy.set()
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    busy.wait()
+    assert catalog.catch_up(1.0)
+    is_over.set()
+    asker.join()
+
+
+def test_evicted_chunks_are_ghosts_that_lookups_tell_of(catalog: Catalog) -> None:
+    catalog.forget("cpu", key(2))
+    found = catalog.match(CHAIN, Fidelity.exact, TIERS)
+    assert (found.known, found.ghosts) == (2, 1)
+    assert catalog.ghost_count() == 1
+    catalog.note_sealed("cpu", info(2, 1))
+    assert catalog.match(CHAIN, Fidelity.exact, TIERS).ghosts == 0
+
+
+def test_the_same_lookup_asked_again_is_counted_once(catalog: Catalog) -> None:
+    catalog.match(CHAIN, Fidelity.exact, TIERS)
+    catalog.match(CHAIN, Fidelity.exact, TIERS, again=True)
+    holding = catalog.holding(key(0))
+    assert holding is not None
+    assert holding.hits == 1
+
+
+def test_a_chunk_that_may_not_be_read_and_nobody_writes_is_missing_and_not_pending(
+    catalog: Catalog,
+) -> None:
+    catalog.note_sealed("cpu", replace(info(3, 2), fidelity=Fidelity.bounded))
+    found = catalog.match(CHAIN, Fidelity.exact, TIERS)
+    assert (found.known, found.pending, found.first_missing) == (3, 0, 3)

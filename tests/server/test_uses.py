@@ -17,7 +17,7 @@ from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
 from kvstore.server.policy.batch_plan import plan_batch
 from kvstore.server.sessions import Session
-from kvstore.server.uses import MAX_ANNOUNCED, AnnouncedUses
+from kvstore.server.uses import MAX_ANNOUNCED, MAX_BATCHES, AnnouncedUses
 
 MEMORY_CHUNKS = 12
 
@@ -74,6 +74,14 @@ def test_announcements_beyond_the_limit_are_cut() -> None:
     uses = AnnouncedUses(1 << 60)
     uses.announce(1, {key(n): 1 for n in range(MAX_ANNOUNCED + 5)}, 10.0)
     assert sum(uses.keep(key(n), 1) and key(n) in uses for n in (0, MAX_ANNOUNCED + 1)) == 1
+
+
+def test_so_many_announcements_stand_at_once_and_no_more() -> None:
+    uses = AnnouncedUses(1 << 60)
+    for number in range(MAX_BATCHES + 1):
+        uses.announce(1, {key(number): 1}, 10.0)
+    kept = [uses.keep(key(n), 1) and key(n) in uses for n in (0, MAX_BATCHES - 1, MAX_BATCHES)]
+    assert kept == [True, True, False]
 
 
 @given(st.lists(st.tuples(st.sampled_from("audgex"), st.integers(0, 3), st.integers(0, 3))))

@@ -24,10 +24,10 @@ ELSEWHERE = {
     "lossy_victims", "replaced_copies", "lossless_instead",
     "unworthy_copies", "left_copies", "announced_chunks", "unkept_chunks",
     "prefetched_chunks", "prefetch_used_chunks", "unusable_histories", "evicted_for_quota_chunks",
-    "expired_chunks", "ignored_pins",
+    "expired_chunks", "ignored_pins", "unreadable_chunks",
 }  # fmt: skip
 """What the bulk channel, a tier's start, lossy codecs, admissions, plans, prefetches, quotas,
-lifetimes and the history file count:
+lifetimes, the history file and codecs that only others have count:
 none is in a schedule; for lossy codecs tests/server/test_fidelity.py has schedules of its own."""
 
 

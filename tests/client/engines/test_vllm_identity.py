@@ -189,6 +189,7 @@ def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
     refused = {
         "prompt_embeds": FakeRequest("a", TOKENS, prompt_embeds=SimpleNamespace()),
         "mm_features": FakeRequest("b", TOKENS, mm_features=[feature("", 0, 4)]),
+        "resumable": FakeRequest("e", TOKENS, resumable=True),
         "lora_path": FakeRequest("c", TOKENS, lora_request=FakeLora(str(tmp_path))),
         "load_inplace": FakeRequest("d", TOKENS, lora_request=FakeLora("x", load_inplace=True)),
     }

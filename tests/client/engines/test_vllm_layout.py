@@ -19,6 +19,7 @@ from kvstore.client.engines.vllm_layout import (
     PACKINGS,
     EnginePages,
     Packing,
+    PageCopy,
     find_packing,
     in_model_order,
 )
@@ -56,12 +57,13 @@ def test_a_copy_keeps_what_the_blocks_had() -> None:
     registered = empty_pages()
     compute(registered, packing, TOKENS, [5, 2])
     pages = EnginePages.of(representation(), SHAPE, registered, writer(packing))
-    copied = pages.copy([5, 2])
+    copied = PageCopy(pages, 2)
+    copied.take([5, 2])
     for whole in registered.values():
         whole.zero_()
-    pages.fill([7, 9], copied, 0)
+    copied.give([7, 9], 0)
     assert holds(registered, packing, TOKENS, [7, 9])
-    pages.fill([11], copied, 1)
+    copied.give([11], 1)
     assert torch.equal(registered["model.layers.1.attn"][11], registered["model.layers.1.attn"][9])
     assert not any(bool(whole[[0, 5, 2]].any()) for whole in registered.values())
 

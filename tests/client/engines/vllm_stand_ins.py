@@ -23,6 +23,7 @@ class FakeRequest:
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
+    resumable: bool = False
 
     @property
     def num_tokens(self) -> int:

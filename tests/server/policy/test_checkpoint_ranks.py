@@ -181,7 +181,7 @@ class Waiting(DensityTable):
     def __init__(self) -> None:
         super().__init__(np.zeros(STATE_CLASSES, np.intp))
         self.now: Counter[tuple[int, float]] = Counter()
-        self.ended = 0
+        self.gone = 0
 
     @override
     def wait(self, classes: NDArray[np.uint16], now_s: float) -> None:
@@ -193,7 +193,7 @@ class Waiting(DensityTable):
     ) -> None:
         self.now.subtract(zip(classes.tolist(), since_s.tolist(), strict=True))
         assert min(self.now.values()) >= 0
-        self.ended += len(classes)
+        self.gone += len(classes)
 
     @override
     def forgotten(
@@ -227,7 +227,7 @@ def test_the_table_is_told_of_every_position_that_waits_and_of_none_that_does_no
         ever = np.flatnonzero(known.ever)
         there = zip(known.classes[ever].tolist(), known.last_s[ever].tolist(), strict=True)
         assert +told.now == Counter(there)
-    assert told.ended > 600
+    assert told.gone > 600
 
 
 def test_the_prior_is_the_one_that_was_measured() -> None:

@@ -212,9 +212,9 @@ def test_who_falls_behind_lru_does_as_lru_until_the_budget_has_grown() -> None:
     guard = RegretGuard()
     guard.lru_age_s = 50.0
     guard.judge(*report([], 1000, WARM_REQUESTS))
-    guard.judge(*report([1.0] * 60 + [90.0] * 40, 1000))
-    assert not guard.prefers_lru  # within eight prompts
-    guard.judge(*report([1.0] * 160, 1000))
+    guard.judge(*report([1.0] * 20 + [90.0] * 40, 1000))
+    assert not guard.prefers_lru  # within two prompts
+    guard.judge(*report([1.0] * 60, 1000))
     assert guard.prefers_lru
     for _ in range(5):
         guard.judge(*report([], 1000))

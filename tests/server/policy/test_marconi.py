@@ -64,7 +64,7 @@ class PlainMarconi(PlainLeaves):
 
 
 @pytest.mark.parametrize("is_linear", [False, True])
-@pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0, 5.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.7, 1.0, 1.5, 5.0])
 @pytest.mark.parametrize("seed", range(6))
 def test_queues_by_class_name_whom_the_score_of_every_candidate_does(
     seed: int, alpha: float, *, is_linear: bool
@@ -191,6 +191,40 @@ def test_the_first_alpha_stays_unless_another_saves_clearly_more() -> None:
         terms = TunerTerms(alphas=ALPHAS, hysteresis=hysteresis)
         assert tune(0.5, terms, twice=True)[0].alpha == alpha
     assert tune(7.0, TunerTerms(alphas=ALPHAS))[0].alpha == 0.0
+
+
+def test_only_the_last_requests_count() -> None:
+    """The chunk that one alpha would have kept was asked for in the first requests alone."""
+    for scored, alpha in ((500, 0.5), (20, 0.0)):
+        terms = TunerTerms(alphas=ALPHAS, scored_requests=scored)
+        tuner = AlphaTuner(
+            lambda kinds, alpha: Favourite(kinds, is_good=alpha == 0.5), [1, 2], terms
+        )
+        for number in range(400):
+            is_again = number % 5 == 0 and number < 30
+            tuner.asked([(1, 10, 1)] if is_again else [])
+            if not is_again:
+                tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
+            if number == 10:
+                tuner.evicting(30)
+        assert tuner.alpha == alpha
+
+
+def test_what_continues_nothing_that_was_asked_for_is_a_request_of_its_own() -> None:
+    """As when prompts of several clients are stored at once."""
+    tuner = AlphaTuner(
+        lambda kinds, alpha: Favourite(kinds, is_good=alpha == 0.5),
+        [1, 2],
+        TunerTerms(alphas=ALPHAS),
+    )
+    for number in range(400):
+        tuner.asked([])
+        for other in range(5):
+            tuner.stored(NO_ROW, 2 + (5 * number + other) % 90, 10, 0)
+        tuner.stored(NO_ROW, 1, 10, 1)
+        if number == 10:
+            tuner.evicting(30)
+    assert tuner.alpha == 0.5
 
 
 def test_nothing_is_tuned_before_the_window_is_full() -> None:

@@ -138,7 +138,7 @@ def test_rows_are_given_back_with_the_chunks() -> None:
     shadows = one_lru(64)
     for chain in prompts(4, 600):
         shadows.request(asked(*chain), 60)
-        assert len(shadows) <= 60 + 2 * 64 + 30, "what is here, ghosts, and what begins them"
+        assert len(shadows) <= 60 + 64 + 30, "what is here, ghosts, and what begins them"
     shadows.clear()
     assert len(shadows) == 0
     assert shadows.used_bytes() == [0]

@@ -1,0 +1,110 @@
+"""One vLLM engine that does what lines of JSON on its standard input say, and answers in kind.
+
+Run by ``EngineProcess``; the first line has the arguments of ``vllm.LLM``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+
+def generate(
+    llm: LLM, prompts: list[list[int]], max_tokens: int = 8, salts: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return what greedily follows each prompt, with log probabilities, and what was cached."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+    inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    for one, salt in zip(inputs, salts or [], strict=False):
+        one["cache_salt"] = salt
+    began = time.perf_counter()
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    took_s = time.perf_counter() - began
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [
+                round(next(iter(p.values())).logprob, 6) for p in output.outputs[0].logprobs
+            ],
+            "cached": output.num_cached_tokens or 0,
+            "finish": output.outputs[0].finish_reason,
+            "took_s": took_s,
+        }
+        for output in outputs
+    ]
+
+
+def abort(llm: LLM, prompts: list[list[int]], steps: int) -> int:
+    """Begin with each prompt and give all of them up after *steps*; return what is unfinished."""
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    names = [f"given-up-{number}" for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+    for _ in range(steps):
+        engine.step()
+    engine.abort_request(names)
+    for _ in range(200):
+        engine.step()
+    return int(engine.get_num_unfinished_requests())
+
+
+def sides(llm: LLM) -> tuple[Any, Any]:
+    """Return the scheduler's connector and the worker's, which are in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    core = llm.llm_engine.engine_core.engine_core
+    return core.scheduler.connector, get_kv_transfer_group()
+
+
+def settle(llm: LLM) -> bool:
+    """Wait until everything is stored."""
+    _, worker = sides(llm)
+    return worker._worker is None or worker._worker.settled(30.0)
+
+
+def counts(llm: LLM) -> dict[str, int]:
+    """Return what the engine's metrics counted of the store since it began."""
+    names = {
+        "vllm:external_prefix_cache_queries": "queries",
+        "vllm:external_prefix_cache_hits": "hits",
+        "vllm:num_preemptions": "preemptions",
+    }
+    found = {names[m.name]: m.value for m in llm.get_metrics() if m.name in names}
+    scheduler, worker = sides(llm)
+    for side, name in ((scheduler._scheduler, "scheduler"), (worker._worker, "worker")):
+        if side is not None:
+            found.update({f"{name}_{key}": count for key, count in side.counted.items()})
+            errors = (side._ranks[0] if name == "scheduler" else side._connector).stats()
+            found.update({f"{name}_error_{key}": n for key, n in errors.load_errors.items()})
+            found.update({f"{name}_store_error_{key}": n for key, n in errors.store_errors.items()})
+    return found
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    llm = LLM(**json.loads(sys.stdin.readline()))
+    does: dict[str, Callable[..., Any]] = {
+        "generate": generate,
+        "abort": abort,
+        "settle": settle,
+        "counts": counts,
+        "reset": lambda llm, **how: llm.reset_prefix_cache(**how),
+    }
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(does[request.pop("do")](llm, **request)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
