@@ -55,7 +55,7 @@ $(VLLM_STAMP): tests/real_vllm/requirements.txt pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM_STAMP) ## a real vLLM with the store and without; ARGS=... goes to pytest
-	$(VLLM)/venv/bin/pytest tests/real_vllm -o filterwarnings=default -o timeout=900 $(ARGS)
+	$(VLLM)/venv/bin/python -m pytest tests/real_vllm -o filterwarnings=default -o timeout=900 $(ARGS)
 
 sglang-env: $(SGLANG_STAMP) ## that of vLLM and SGLang's wheel beside it: 300 MB in build/sglang
 

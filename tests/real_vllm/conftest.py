@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_vllm import tiny_model
-from real_vllm.engine_process import CHUNK_TOKENS, EngineMaker, EngineProcess
+from bench.vllm_engine import EngineProcess, make_model
+from real_vllm.prompts import CHUNK_TOKENS, EngineMaker
 from server_process import ServerProcess
 
 SMALL_CACHE = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 128}
@@ -24,7 +24,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(home: Path) -> Path:
-    tiny_model.make(home / "model")
+    make_model(home / "model")
     return home / "model"
 
 

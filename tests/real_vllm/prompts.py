@@ -1,11 +1,19 @@
-"""Prompts, and answers that have to be the same."""
+"""Prompts, answers that have to be the same, and what engines are started with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+from bench.vllm_engine import EngineProcess
+
+CHUNK_TOKENS = 64
+"""Of the connector in these tests: two blocks."""
+
+EngineMaker: TypeAlias = Callable[..., EngineProcess]
+"""Starts an engine with these settings of the connector, or None, and of the engine."""
 
 Answers: TypeAlias = list[dict[str, Any]]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_vllm.engine_process import CHUNK_TOKENS, EngineMaker, EngineProcess
-from real_vllm.prompts import assert_same, prompt
+from bench.vllm_engine import EngineProcess
+from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, assert_same, prompt
 from server_process import ServerProcess
 
 

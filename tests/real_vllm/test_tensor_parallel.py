@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bench.vllm_engine import EngineProcess
 from local_server import eventually
-from real_vllm.engine_process import EngineMaker, EngineProcess
-from real_vllm.prompts import assert_same, prompt
+from real_vllm.prompts import EngineMaker, assert_same, prompt
 
 
 def test_two_ranks_load_what_both_stored_and_one_alone_does_not(
