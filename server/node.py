@@ -276,7 +276,8 @@ def build_manager(
 ) -> TierManager:
     """Open the configured tiers and put a manager over them; *closers* learns how to close."""
     tiers = open_tiers(config, closers)
-    policies = Policies(config, {tier.name: tier.capacity_bytes for tier in tiers})
+    capacities = {tier.name: tier.capacity_bytes for tier in tiers}
+    policies = Policies(config, capacities, time.perf_counter)
     shelves = [_shelf(config, tier, policies, clock, models) for tier in tiers]
     counters.add("dropped_rows", sum(shelf.tier.dropped_rows for shelf in shelves))
     lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.config import ServerConfig
@@ -21,13 +21,19 @@ from kvstore.server.units import format_size
 class Policies:
     """The eviction policy of each tier, and the knowledge that all of them rank by."""
 
-    def __init__(self, config: ServerConfig, capacities: Mapping[str, int]) -> None:
-        """*capacities* has the bytes of each tier that is used.
+    def __init__(
+        self,
+        config: ServerConfig,
+        capacities: Mapping[str, int],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """*capacities* has the bytes of each tier that is used; *clock* ends long decisions.
 
         Raises InvalidRequestError when more of a tier is guaranteed than it has.
         """
         self._names = config.policy
         self._capacities = capacities
+        self._clock = clock
         self._tenants = config.tenant_quotas or TenantQuotas()
         terms = config.category_terms or CategoryTerms()
         self._categories = terms.quotas
@@ -68,4 +74,4 @@ class Policies:
             raise InvalidRequestError("tenant_quotas", str(self._tenants), fix)
 
     def _plain(self, tier: str) -> EvictionPolicy:
-        return make_policy(self.name(tier), self.knowledge.history)
+        return make_policy(self.name(tier), self.knowledge.history, self._clock)
