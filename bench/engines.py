@@ -1,8 +1,8 @@
 """A real vLLM on this machine's CPU: without a store, with ours, and with vLLM's own offloading.
 
-The same tiny model in a process each, asked in turns, medians compared. Needs the environment of
-``make vllm-env``. A tiny model computes a token in the time that a large one takes for a layer,
-so what a store adds weighs more here than anywhere else.
+The same small model in a process each, asked in turns, medians compared. Needs the environment of
+``make vllm-env``. For each byte of KV a small model computes far less than a large one, so what a
+store adds weighs more here than anywhere else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bench.vllm_engine import PYTHON, EngineProcess, make_model
 from kvstore.server.config import load_config
 from kvstore.server.node import Node
 
+MODEL_SCALE = 2
 PROMPT_TOKENS = 1536
 CHUNK_TOKENS = 128
 ROUNDS = 12
@@ -111,7 +112,7 @@ def measure(report: Report, folder: Path) -> None:
         ]))  # fmt: skip
         node.start()
         stack.callback(node.stop, 5.0)
-        make_model(folder / "model")
+        make_model(folder / "model", MODEL_SCALE)
 
         def start(name: str, **settings: object) -> EngineProcess:
             engine = EngineProcess(folder / "model", folder / f"{name}.log", **settings)  # type: ignore[arg-type]

@@ -103,6 +103,8 @@ class EngineProcess:
         self._process.stdout.close()
 
 
-def make_model(folder: Path) -> None:
-    """Write the tiny model, in the engines' environment."""
-    subprocess.run([PYTHON, "-m", "bench.vllm_tiny_model", folder], cwd=ROOT, check=True)
+def make_model(folder: Path, scale: int = 1) -> None:
+    """Write the tiny model, in the engines' environment; see ``bench.vllm_tiny_model``."""
+    subprocess.run(
+        [PYTHON, "-m", "bench.vllm_tiny_model", folder, str(scale)], cwd=ROOT, check=True
+    )

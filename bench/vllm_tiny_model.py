@@ -1,4 +1,7 @@
-"""A tiny Llama with random weights for a real vLLM: ``python -m bench.vllm_tiny_model FOLDER``."""
+"""A tiny Llama with random weights for a real vLLM.
+
+``python -m bench.vllm_tiny_model FOLDER SCALE``
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,17 @@ SPECIALS = ("<unk>", "<s>", "</s>")
 SEED = 20_26
 
 
-def make(folder: Path) -> None:
-    """Write the model, 2.6 million parameters in float32, and a byte-level tokenizer."""
+def make(folder: Path, scale: int = 1) -> None:
+    """Write the model, 2.6 million parameters in float32, and a byte-level tokenizer.
+
+    *scale* multiplies its width, its heads and its layers: 2 makes it about eight times as large.
+    """
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-5,
+        vocab_size=512, hidden_size=256 * scale, intermediate_size=512 * scale,
+        num_hidden_layers=4 * scale,
+        num_attention_heads=4 * scale, num_key_value_heads=2 * scale, head_dim=64,
+        rms_norm_eps=1e-5,
         max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = LlamaForCausalLM(config).float()  # type: ignore[no-untyped-call]
@@ -43,4 +51,4 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), int(sys.argv[2]))

@@ -35,6 +35,10 @@ from kvstore.proto.types import Representation
 IDLE_WAIT_S = 0.002
 """What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
 
+BREATH_S = 0.005
+"""What a store waits before it begins: the step that filled its chunks has a token to give out,
+and would share the interpreter with it."""
+
 SHUTDOWN_S = 5.0
 """What the end of an engine waits for stores that are under way."""
 
@@ -191,6 +195,7 @@ class VllmWorker:
             self._storer.do(partial(self._send, chunks, copies))
 
     def _send(self, chunks: Sequence[NamedChunk], copies: Sequence[PageCopy]) -> None:
+        time.sleep(BREATH_S)
         new = self._connector.write(lambda: self._chunks(chunks, copies))
         with self._news:
             self._storing -= len(chunks)
