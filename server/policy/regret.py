@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from kvstore.server.policy.history import Report
 
-BUDGET, BUDGET_PROMPTS = 0.003, 2
-"""Hits that may be lost to LRU: a share of what is asked for, and this many whole prompts."""
+BUDGET, BUDGET_PROMPTS = 0.002, 1
+"""Hits that may be lost to LRU: a share of what is asked for, and so many whole prompts."""
 
 WARM_REQUESTS = 100
 """Requests from which to learn before anything is done otherwise than LRU does it."""
