@@ -77,7 +77,10 @@ def counts(llm: LLM) -> dict[str, int]:
         "vllm:external_prefix_cache_hits": "hits",
         "vllm:num_preemptions": "preemptions",
     }
-    found = {names[m.name]: m.value for m in llm.get_metrics() if m.name in names}
+    metrics = llm.get_metrics()
+    found = {names[m.name]: m.value for m in metrics if m.name in names}
+    events = (m for m in metrics if m.name.startswith("vllm:kvstore_events"))
+    found.update({f"event_{m.labels['event']}": int(m.value) for m in events})
     scheduler, worker = sides(llm)
     for side, name in ((scheduler._scheduler, "scheduler"), (worker._worker, "worker")):
         if side is not None:
@@ -104,6 +107,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(does[request.pop("do")](llm, **request)), file=answers, flush=True)
+    llm.llm_engine.engine_core.shutdown()  # or vLLM leaves shared memory behind
 
 
 if __name__ == "__main__":

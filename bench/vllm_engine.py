@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,11 @@ class EngineProcess:
                 "kv_connector_extra_config": store,
             }
         self.log = log
+        settled = [f"{name}={value}" for name, value in _ENVIRONMENT.items()]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [str(PYTHON), "-m", "bench.vllm_child"],
+                ["env", *settled, str(PYTHON), "-m", "bench.vllm_child"],
                 cwd=ROOT,
-                env={**os.environ, **_ENVIRONMENT},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -20,6 +20,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
 
     def __init__(self, caches: Any, chunk_blocks: int, region: Any) -> None:
         self._caches = caches
+        self._region = region
         self._chunk_blocks = chunk_blocks
         self._done: list[Any] = []
         self._pages = [
@@ -77,6 +78,11 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
 
     def wait(self, job_ids: Any) -> None:
         """Return at once: a job is over when it is submitted."""
+
+    def shutdown(self) -> None:
+        """Give the shared memory back."""
+        self._primary = []
+        self._region.cleanup()
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]

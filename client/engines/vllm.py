@@ -26,7 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.logger import init_logger
 
 from kvstore.client.client import Client
@@ -35,7 +38,8 @@ from kvstore.client.engines.vllm_identity import EngineShape, representation_of,
 from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
 from kvstore.client.engines.vllm_settings import VllmSettings
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm_stats import StoreMetrics, StoreStats
+from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, RepresentationError
 
 __all__ = ["KVStoreConnector"]
@@ -64,28 +68,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return WorkerMetadata(self.news.joined(other.news))
 
 
-class StoreStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts by name, summed over ranks and time."""
-
-    def reset(self) -> None:
-        """Begin again from nothing."""
-        self.data: dict[str, int] = {}
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the counts of *other*."""
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Return the counts for vLLM's log."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        """Whether nothing was counted."""
-        return not self.data
-
-
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One side of the connector: the scheduler's, or that of one worker."""
 
@@ -96,7 +78,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         settings = VllmSettings.of(transfer.kv_connector_extra_config)
         self._scheduler: VllmScheduler | None = None
-        self._worker: VllmWorker | None = None
+        self._worker: VllmWorker | RefusedWorker | None = None
         self._layers = vllm_config.compilation_config.static_forward_context
         if not vllm.__version__.startswith(TESTED_VERSION):
             logger.warning("kvstore is tested with vLLM %s, not %s", TESTED_VERSION,
@@ -112,6 +94,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._worker = VllmWorker(connector, shape, settings.queue_bytes)
         except KVStoreError as error:
             logger.error("running without the store: %s", error)
+            if role == KVConnectorRole.WORKER:
+                self._worker = RefusedWorker(str(error))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -251,6 +235,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         """Return counts that came from another process."""
         return StoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Return what exports the counts with vLLM's own metrics."""
+        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End the threads and the clients, after a moment for stores under way."""

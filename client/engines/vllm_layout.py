@@ -70,7 +70,11 @@ def find_packing(pages: torch.Tensor, write: BlockWriter) -> Packing:
         torch.randn(tokens, heads, width // 2, generator=noise).to(pages.dtype) for _ in "KV"
     )
     slots = torch.arange(tokens) + _PROBED_BLOCK * tokens
-    write(keys, values, scratch, slots)
+    try:
+        write(keys, values, scratch, slots)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        fix = f"this attention backend does not write it: {error}"
+        raise LayoutMismatchError("pages", str(pages.dtype), fix) from None
     for packing in PACKINGS:
         found = [part[_PROBED_BLOCK].permute(1, 0, 2) for part in packing(scratch)]
         if all(map(torch.equal, found, (keys, values))):

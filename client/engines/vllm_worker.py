@@ -243,3 +243,49 @@ class VllmWorker:
         self._loader.stop(SHUTDOWN_S)
         self._storer.stop(SHUTDOWN_S)
         self._connector.client.close()
+
+
+class RefusedWorker:
+    """What stands in for a rank whose KV has no name: it fails every load and stores nothing.
+
+    The scheduler, which may be on another host, learns of it with the first step.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._refusal = reason
+        self._loads: list[LoadOrder] = []
+        self._failed_blocks: set[int] = set()
+
+    def register(self, registered: Mapping[str, torch.Tensor], write: BlockWriter) -> str:
+        """Return why there is no use for pages."""
+        return self._refusal
+
+    def load(self, orders: StepOrders) -> None:
+        """Fail the loads of a step."""
+        self._loads += orders.loads
+        for order in orders.loads:
+            self._failed_blocks.update(order.block_ids[order.kept_blocks :])
+
+    def store(self, orders: StepOrders) -> None:
+        """Store nothing."""
+
+    def finished_loads(self, *, is_idle: bool) -> set[str]:
+        """Return the requests whose loads failed since the last call."""
+        loads, self._loads = self._loads, []
+        return {order.request_id for order in loads}
+
+    def failed_blocks(self) -> set[int]:
+        """Return the blocks that they left without KV."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def news(self) -> WorkerNews:
+        """Return the reason."""
+        return WorkerNews(refusal=self._refusal)
+
+    def counts(self) -> dict[str, int]:
+        """Return no counts."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""

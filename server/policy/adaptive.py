@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,13 @@ from kvstore.proto.key_table import NO_ROW, spare_rows
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import History, Report
 from kvstore.server.policy.hit_density import HitDensityEviction
+from kvstore.server.policy.leaves import LeafFirstEviction
 from kvstore.server.policy.mirror import Mirror
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.shadow import NODES, Asked, Cast, ShadowSet
 
-CANDIDATES = ("hit_density", "lru", "lfu")
+CANDIDATES = ("hit_density", "lru", "s3fifo")
 """The policies that are tried; the first is followed until another has shown itself better."""
 
 ROUND_CHUNKS = 256
@@ -32,6 +34,9 @@ _KEPT = 1 - 1 / 32
 _MARGIN = 1.01
 _LEAST_MORE_HITS = 32
 _LEAST_ASKED = 4 * ROUND_CHUNKS
+_COST = 0.3
+"""Hits that are lost for each chunk that the new one's cache would have and the old one's not."""
+
 _AWAITED = 1 << 14
 
 
@@ -58,8 +63,12 @@ class AdaptiveEviction(EvictionPolicy):
     The idea of choosing among experts by what they would have hit is that of ACME (Ari et al.,
     2002) and LeCaR (Vietri et al., HotStorage 2018); here each candidate runs in small over a
     hashed sample of the chunks (see ``shadow``), so that what is compared is what each would do
-    by itself. Another is followed when it had at least 1 % more hits, 32 more, and 1024 sampled
-    chunks were asked for, all weighted by age; decisions are 256 sampled chunks apart.
+    by itself. Another is followed when it had at least 1 % more hits, 32 more, and 0.3 more for
+    each chunk that it has and the one followed has not, which is what a switch may cost; and 1024
+    sampled chunks were asked for, all weighted by age. Decisions are 256 sampled chunks apart.
+
+    While all chunks are in the sample, victims are such that what stays is what the shadow would
+    have: a policy works badly for long on what another one left, its shadow does not.
 
     How large the cache is shows when a victim is first asked for: what is here then is what
     fits. Until then all candidates would hit the same. Twelve bytes a row, and the candidates'.
@@ -94,6 +103,8 @@ class AdaptiveEviction(EvictionPolicy):
         self._full_bytes = 0.0
         self._awaited: set[int] = set()
         """Sampled rows that were asked for while not here: when they come, it was counted."""
+        self._strays: set[int] = set()
+        """Chunks here that the shadow of the chosen has not, while that has all it would have."""
         self._chosen = 0
         self._since_s = 0.0
         self._switches = 0
@@ -190,6 +201,10 @@ class AdaptiveEviction(EvictionPolicy):
         for at, hits in enumerate(self._shadows.request(asked, capacity_bytes)):
             self._round[at] += hits
         self._round_asked += len(rows)
+        if self._shadows.rate == 1.0:
+            self._strays.difference_update(rows)
+            left = self._shadows.left[self._chosen]
+            self._strays.update(row for row in left if self._sizes[row])
         if self._round_asked >= ROUND_CHUNKS:
             self._decide(now_s)
         if self._shadows.rate != rate:
@@ -197,6 +212,7 @@ class AdaptiveEviction(EvictionPolicy):
             share = self._shadows.rate / rate
             self._hits = [hits * share for hits in self._hits]
             self._asked *= share
+            self._strays = set()
 
     @override
     def remove(self, row: int) -> None:
@@ -211,6 +227,7 @@ class AdaptiveEviction(EvictionPolicy):
             if row < len(sizes):
                 self._used_bytes -= sizes[row]
                 sizes[row] = 0
+        self._strays.difference_update(rows)
 
     def _follow(self, rows: Rows) -> None:
         """Bring what was hinted of chunks to their shadows."""
@@ -228,6 +245,8 @@ class AdaptiveEviction(EvictionPolicy):
         self._mirror.watch(report, rows[is_known], is_known)
         for policy, shadow in self._pairs:
             # What is hit here is the doing of the one that is followed, and tells of no other.
+            if policy is self._policies[self._chosen] and self._shadows.rate < 1.0:
+                continue  # it sees more than its shadow does
             if isinstance(policy, HitDensityEviction) and isinstance(shadow, HitDensityEviction):
                 policy.decide_as(shadow)
 
@@ -242,17 +261,61 @@ class AdaptiveEviction(EvictionPolicy):
         best = max(range(len(self._names)), key=lambda at: (self._hits[at], -at))
         ours = self._hits[self._chosen]
         more = self._hits[best] - ours
-        if self._asked >= _LEAST_ASKED and more >= max(_LEAST_MORE_HITS, ours * (_MARGIN - 1)):
-            self._chosen = best
-            self._since_s = now_s
-            self._switches += 1
+        if self._asked < _LEAST_ASKED or more < max(_LEAST_MORE_HITS, ours * (_MARGIN - 1)):
+            return
+        if more < _COST * self._shadows.count_only(best, self._chosen):
+            return
+        self._chosen = best
+        self._since_s = now_s
+        self._switches += 1
+        self._find_strays()
+
+    def _find_strays(self) -> None:
+        """Note which chunks the shadow of the chosen would not have, if all are in the sample."""
+        self._strays = set()
+        if self._shadows.rate < 1.0:
+            return
+        here = np.flatnonzero(np.frombuffer(self._sizes, np.uint64)).tolist()
+        holds = self._shadows.holds
+        self._strays = {row for row in here if not holds(self._chosen, row)}
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         # The tier is full now. Where it is asked for room before it is, the size comes down slowly.
         less = (self._used_bytes - self._full_bytes) / 64
         self._full_bytes = max(float(self._used_bytes), self._full_bytes + less)
-        return self._policies[self._chosen].victims(keep, now_s)
+        policy = self._policies[self._chosen]
+        if self._shadows.rate == 1.0 and isinstance(policy, LeafFirstEviction):
+            return self._name_as_shadow(policy, keep, now_s)
+        return policy.victims(keep, now_s)
+
+    def _name_as_shadow(
+        self, policy: LeafFirstEviction, keep: Callable[[int], bool], now_s: float
+    ) -> Iterator[int]:
+        """Yield victims so that what stays here is what the shadow of the chosen would have.
+
+        First those that it has not, then whom it would evict itself, then the rest.
+        """
+        sizes, strays = self._sizes, self._strays
+        named: dict[int, None] = {}
+        if strays:
+            for row in policy.victims(lambda row: row not in strays or keep(row), now_s):
+                named[row] = None
+                yield row
+
+        def is_kept(row: int) -> bool:
+            return row not in named and keep(row)
+
+        rows = self._shadows.victims(
+            self._chosen, lambda row: row < len(sizes) and sizes[row] > 0 and is_kept(row), now_s
+        )
+        for row in policy.in_order(chain(list(named), rows), is_kept):
+            if row not in named:
+                named[row] = None
+                yield row
+        for row in policy.victims(keep, now_s):
+            if row not in named:
+                yield row
 
     @override
     def __len__(self) -> int:

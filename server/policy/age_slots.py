@@ -41,31 +41,39 @@ class AgeSlots:
         starts_s = starts_s[starts_s > self._until_s]
         if np.isfinite(self._until_s):
             starts_s = np.concatenate(([np.nextafter(self._until_s, np.inf)], starts_s))
-        none = np.zeros((len(starts_s), self._counts.shape[1]), np.int32)
-        self._starts_s = np.concatenate((self._starts_s, starts_s))
-        self._counts = np.concatenate((self._counts, none))
+        self._merge(now_s, np.concatenate((self._starts_s, starts_s)))
         self._until_s = now_s
-        self._merge(now_s)
 
-    def _merge(self, now_s: float) -> None:
+    def _merge(self, now_s: float, starts_s: NDArray[np.float64]) -> None:
+        """Keep those of *starts_s* that are apart; nobody is in those behind the present ones."""
         kept = [0]
         most_s = np.inf
         # From old to young, so that a start that was kept once is kept as it ages.
-        ages_s = (now_s - self._starts_s).tolist()
+        ages_s = (now_s - starts_s).tolist()
         first = max(1, bisect_left(ages_s, -_OLDEST_S, key=neg) - 1)
         for slot in range(first, len(ages_s)):
             age_s = ages_s[slot]
             if _NEWEST_S <= age_s <= most_s:
                 kept.append(slot)
                 most_s = age_s / _KEPT_RATIO
-        self._starts_s = self._starts_s[kept]
-        self._counts = np.add.reduceat(self._counts, kept, axis=0)
+        counts = self._counts
+        old = bisect_left(kept, len(counts))
+        merged = np.zeros((len(kept), counts.shape[1]), np.int32)
+        merged[:old] = counts[kept[:old]]
+        for at, slot in enumerate(kept[:old]):
+            until = kept[at + 1] if at + 1 < old else len(counts)
+            if slot + 1 < until:
+                merged[at] += np.add.reduce(counts[slot + 1 : until], axis=0, dtype=np.int32)
+        self._starts_s, self._counts = starts_s[kept], merged
 
     def add(self, classes: NDArray[np.uint16], came_s: NDArray[np.float64], sign: int) -> None:
         """Count members (sign 1) or count them no more (sign -1), by when they came."""
         self._widen(int(classes.max(initial=0)) + 1)
         slots = np.searchsorted(self._starts_s, came_s, side="right") - 1
-        np.add.at(self._counts, (slots, classes), np.int32(sign))
+        places = slots * self._counts.shape[1]
+        places += classes
+        # By one index, which numpy adds at several times as fast as by two.
+        np.add.at(self._counts.reshape(-1), places, np.int32(sign))
 
     def _widen(self, classes: int) -> None:
         slots, width = self._counts.shape
@@ -89,8 +97,12 @@ class AgeSlots:
         bins = np.searchsorted(ends_s, middles_s)
         first = np.flatnonzero(np.diff(bins, prepend=-1))
         found = np.zeros((len(ends_s) + 1, classes))
-        found[bins[first]] = np.add.reduceat(self._counts[:, :classes], first, axis=0)
-        return found.T
+        counts = self._counts[:, :classes]
+        ends = [*first[1:].tolist(), len(bins)]
+        # Row by row, which is faster along this axis than reduceat.
+        for slot, end, age in zip(first.tolist(), ends, bins[first].tolist(), strict=True):
+            found[age] = np.add.reduce(counts[slot:end], axis=0, dtype=np.int32)
+        return np.ascontiguousarray(found.T)
 
     def age_s(self, now_s: float, count: float) -> float:
         """Return how long ago the earliest of the last *count* members came; inf for all."""

@@ -35,6 +35,9 @@ class ClassQueues:
         self._oldest = array("I", bytes(4 * limit))
         self._newest = array("I", bytes(4 * limit))
         self._places = array("I", [0])
+        # Views, as these two never grow.
+        self._oldest_seen = np.frombuffer(self._oldest, np.uint32)
+        self._newest_seen = np.frombuffer(self._newest, np.uint32)
         self._late: dict[int, RowHeap] = {}
         """Heaps with at least one row."""
 
@@ -124,14 +127,14 @@ class ClassQueues:
 
         A last row is none of the late ones, of which there may be some behind it.
         """
-        first = np.frombuffer(self._oldest, np.uint32)[:count].astype(np.intp)
-        last = np.frombuffer(self._newest, np.uint32)[:count]
+        first = self._oldest_seen[:count].astype(np.intp)
+        last = self._newest_seen[:count]
         order = self._order
         for kind, late in self._late.items():
             row = late.first()
             if not first[kind] or order[row] < order[first[kind]]:
                 first[kind] = row
-        kinds = np.flatnonzero(first)
+        kinds = first.nonzero()[0]
         return kinds, first[kinds], last[kinds].astype(np.intp)
 
     def walk(self, kind: int = 0) -> Iterator[int]:

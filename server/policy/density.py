@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,14 +26,19 @@ _FIRST_HAZARDS = np.full(AGE_BINS, 0.01)
 """What is taken for true before anything happened: the older, the less there is to hope for."""
 
 _FIRST_HAZARDS[0] *= WIDTHS_S[0] / WIDTHS_S[1]
-_CLASSES_AT_ONCE = 256
+_CLASSES_AT_ONCE = 128
 """Classes that one refresh works out; of more, it takes turns."""
 
 _NOTED = 1 << 13
 """Events that are kept until they are counted."""
 
+Classes = NDArray[np.uint16] | Sequence[int]
+Times = NDArray[np.float64] | Sequence[float]
+
 _Left = tuple[NDArray[np.uint16], NDArray[np.float64], float]
 """Classes of chunks that waited, since when, and until when."""
+
+_Columns = tuple[NDArray[np.uint16], NDArray[np.float64], NDArray[np.float64]]
 
 
 def bins_of(ages_s: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -48,19 +56,48 @@ def gittins(hazards: NDArray[np.float64], widths_s: NDArray[np.float64]) -> NDAr
     """
     by_age = np.ascontiguousarray(hazards.T)
     best = np.empty_like(by_age)
-    hits = np.zeros_like(by_age)
-    time_s = np.zeros_like(by_age)
+    stays = 1.0 - by_age
+    # Hits and seconds, of the bin itself and of the time from it to the end of each.
+    steps = np.stack((by_age, widths_s[: len(by_age), None] * (1.0 - 0.5 * by_age)), axis=1)
+    sums = np.zeros((2, *by_age.shape))
+    ratios = np.empty_like(by_age)
     for age in range(len(by_age) - 1, -1, -1):
-        now = by_age[age]
-        stays = 1.0 - now
         # Behind *age*, what lies ahead counts for those that are still waiting then.
-        ahead_hits, ahead_s = hits[age:], time_s[age:]
-        ahead_hits *= stays
-        ahead_hits += now
-        ahead_s *= stays
-        ahead_s += widths_s[age] * (1.0 - 0.5 * now)
-        (ahead_hits / ahead_s).max(axis=0, out=best[age])
+        ahead, ratio = sums[:, age:], ratios[age:]
+        ahead *= stays[age]
+        ahead += steps[age][:, None]
+        np.divide(ahead[0], ahead[1], out=ratio)
+        np.maximum.reduce(ratio, axis=0, out=best[age])
     return best.T
+
+
+class _Notes:
+    """Events that are not counted yet: classes of chunks, since when they waited, and when."""
+
+    def __init__(self) -> None:
+        self._classes, self._since_s = array("H"), array("d")
+        self._counts: list[int] = []
+        self._times_s: list[float] = []
+
+    def note(self, classes: Classes, since_s: Times, now_s: float) -> None:
+        if isinstance(classes, np.ndarray):
+            self._classes.frombytes(classes.astype(np.uint16, copy=False).tobytes())
+        else:
+            self._classes.extend(classes)
+        if isinstance(since_s, np.ndarray):
+            self._since_s.frombytes(since_s.tobytes())
+        else:
+            self._since_s.extend(since_s)
+        self._counts.append(len(classes))
+        self._times_s.append(now_s)
+
+    def take(self) -> _Columns:
+        """Return a column of each of the three, and begin anew."""
+        classes, since_s = np.frombuffer(self._classes, np.uint16), np.frombuffer(self._since_s)
+        times_s = np.repeat(np.array(self._times_s), self._counts)
+        self._classes, self._since_s = array("H"), array("d")
+        self._counts, self._times_s = [], []
+        return classes, since_s, times_s
 
 
 class DensityTable:
@@ -91,10 +128,7 @@ class DensityTable:
         """Chunks forgotten while they waited, by the age they had."""
         self._waiting = AgeSlots()
         self._turn = 0
-        self._came: list[tuple[NDArray[np.uint16], float]] = []
-        """Classes of those who begin to wait, and when."""
-        self._asked_for: list[_Left] = []
-        self._lost: list[_Left] = []
+        self._came, self._asked_for, self._lost = _Notes(), _Notes(), _Notes()
         self._moved: list[tuple[NDArray[np.uint16], _Left]] = []
         self._noted = 0
         hazards = _FIRST_HAZARDS[None]
@@ -117,23 +151,21 @@ class DensityTable:
 
     # --- events
 
-    def wait(self, classes: NDArray[np.uint16], now_s: float) -> None:
+    def wait(self, classes: Classes, now_s: float) -> None:
         """Chunks begin to wait."""
-        self._came.append((classes, now_s))
+        self._came.note(classes, (), now_s)
         self._note(len(classes), now_s)
 
-    def asked(
-        self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
-    ) -> None:
+    def asked(self, classes: Classes, since_s: Times, now_s: float) -> None:
         """Chunks were asked for that waited since then, and wait no longer."""
-        self._asked_for.append((classes, since_s, now_s))
+        self._asked_for.note(classes, since_s, now_s)
         self._note(len(classes), now_s)
 
     def forgotten(
         self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
     ) -> None:
         """Chunks that waited are known no longer: nobody will see what becomes of them."""
-        self._lost.append((classes, since_s, now_s))
+        self._lost.note(classes, since_s, now_s)
         self._note(len(classes), now_s)
 
     def moved(
@@ -156,21 +188,17 @@ class DensityTable:
         """Count the events noted."""
         waiting = self._waiting
         waiting.open(now_s)
-        if self._came:
-            classes, came_s = zip(*self._came, strict=True)
-            waiting.add(np.concatenate(classes), np.repeat(came_s, list(map(len, classes))), 1)
+        came, _, came_s = self._came.take()
+        waiting.add(came, came_s, 1)
         for others, (left, since_s, _) in self._moved:
             waiting.add(left, since_s, -1)
             waiting.add(others, since_s, 1)
         for ended, counts in ((self._asked_for, self._asked), (self._lost, self._forgotten)):
-            if ended:
-                lists = zip(*ended, strict=True)
-                left, since_s = np.concatenate(next(lists)), np.concatenate(next(lists))
-                left_s = np.repeat(next(lists), [len(one[0]) for one in ended])
-                waiting.add(left, since_s, -1)
-                np.add.at(counts, (left, bins_of(left_s - since_s)), 1.0)
-                ended.clear()
-        self._came.clear()
+            left, since_s, left_s = ended.take()
+            waiting.add(left, since_s, -1)
+            places = bins_of(left_s - since_s)
+            places += left * np.intp(AGE_BINS)
+            np.add.at(counts.reshape(-1), places, 1.0)
         self._moved.clear()
         self._noted = 0
 
@@ -182,11 +210,11 @@ class DensityTable:
         Of many classes, a part by each call.
         """
         self.settle(now_s)
-        hazards = self._hazards(now_s, classes)
         first = self._turn if self._turn < classes else 0
         last = min(first + _CLASSES_AT_ONCE, classes)
-        self.values[first:last] = gittins(hazards[first:last], WIDTHS_S)
-        self.hazards[first:last] = hazards[first:last]
+        hazards = self._hazards(now_s, classes, first, last)
+        self.values[first:last] = gittins(hazards, WIDTHS_S)
+        self.hazards[first:last] = hazards
         self._turn = last
 
     def counts(self, now_s: float, classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -201,16 +229,21 @@ class DensityTable:
         """Return how long ago the *count* chunks that wait least were asked for; inf for all."""
         return self._waiting.age_s(now_s, count)
 
-    def _hazards(self, now_s: float, classes: int) -> NDArray[np.float64]:
-        asked, ends = self.counts(now_s, classes)
+    def _hazards(self, now_s: float, classes: int, first: int, last: int) -> NDArray[np.float64]:
+        """Return the hazards of some of the classes, which all of them tell."""
+        asked, ends = self._asked[:classes], self._waiting.by_bin(now_s, EDGES_S, classes)
+        ends += self._forgotten[:classes]
         ends += asked
-        coarse = self._coarse[:classes]
         all_hazards = self._shrunk(asked.sum(0), ends.sum(0), _FIRST_HAZARDS)
-        groups = np.zeros((2, classes, AGE_BINS))
-        np.add.at(groups[0], coarse, asked)
-        np.add.at(groups[1], coarse, ends)
+        coarse = self._coarse[:classes]
+        places = (coarse * AGE_BINS)[:, None] + np.arange(AGE_BINS)
+        shape = int(coarse.max()) + 1, AGE_BINS
+        groups = [
+            np.bincount(places.ravel(), counts.ravel(), shape[0] * shape[1]).reshape(shape)
+            for counts in (asked, ends)
+        ]
         coarser = self._shrunk(groups[0], groups[1], all_hazards)
-        return self._shrunk(asked, ends, coarser[coarse])
+        return self._shrunk(asked[first:last], ends[first:last], coarser[coarse[first:last]])
 
     def _shrunk(
         self,

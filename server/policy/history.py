@@ -33,6 +33,9 @@ LEAST_REFRESH_REQUESTS = 10
 """Requests between two refreshes, at least."""
 
 _FIRST_REQUESTS = 2_000
+_FEW = 24
+"""Rows from which on numpy is faster than Python."""
+
 _MOST = 255
 _MOST_CHUNKS = 65_535
 
@@ -152,8 +155,11 @@ class History:
         the next turn of the prompt that the last of them was asked for in, if it begins with all
         of that but its end. Now and then the table is refreshed.
         """
+        self.asked_known(self._known(rows), chunks, now_s)
+
+    def asked_known(self, rows: Rows, chunks: int, now_s: float) -> None:
+        """As ``asked`` of rows that are all known, each named once: for who knows that."""
         time_s = self.time_s(now_s)
-        rows = self._known(rows)
         if len(rows):
             self._ask(rows, min(chunks, _MOST_CHUNKS), time_s)
         self._requests += 1
@@ -187,9 +193,13 @@ class History:
         return _distinct(rows)
 
     def _ask(self, rows: Rows, chunks: int, time_s: float) -> None:
-        last, seen = int(rows[-1]), self._seen
+        last = int(rows[-1])
         is_next = len(rows) > 1 and len(rows) >= self.chunks[last] - 1
         turn = min(self.turns[last] + 1, _MOST) if is_next else 0
+        if len(rows) < _FEW:
+            self._ask_few(rows, turn, chunks, time_s)
+            return
+        seen = self._seen
         since_s = seen.last_s[rows]
         self.table.asked(seen.classes[rows], since_s, time_s)
         if self.watchers:
@@ -200,6 +210,30 @@ class History:
         self._stamp(rows, turn, chunks, time_s)
         context = self.kinds.context(turn, chunks)
         self._file(rows, self.kinds.of(seen.own[rows], hits, context), time_s)
+
+    def _ask_few(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
+        """Do as ``_ask`` does, row by row."""
+        names, last_s, classes = rows.tolist(), self.last_s, self.classes
+        since_s = [last_s[row] for row in names]
+        left = [classes[row] for row in names]
+        kinds = self.kinds
+        context = kinds.context(turn, chunks)
+        kind, last_own, last_count = 0, -1, 0
+        for row in names:
+            count = self.hits[row]
+            if count < _MOST:
+                self.hits[row] = count = count + 1
+            own = self.own[row]
+            if own != last_own or count != last_count:
+                kind, last_own, last_count = kinds.of_one(own, count, context), own, count
+            classes[row] = kind
+            last_s[row] = time_s
+            self.turns[row] = turn
+            self.chunks[row] = chunks
+        self.table.asked(left, since_s, time_s)
+        if self.watchers:
+            self._answers.append((rows, time_s - np.array(since_s)))
+        self.table.wait([classes[row] for row in names], time_s)
 
     def _stamp(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
         self._seen.last_s[rows] = time_s
@@ -239,21 +273,41 @@ class History:
         if len(fresh):
             self._meet(_distinct(fresh), parent, facts, time_s)
 
+    def meet(self, rows: Rows, parent: int, facts: Facts, now_s: float) -> None:
+        """As ``seen_chain`` of rows that are all unknown, each named once: for who knows that."""
+        time_s = self.time_s(now_s)
+        self.reach(max(int(rows.max()), parent))
+        if facts.flops:
+            self._seen.flops[rows] = facts.flops
+        self._meet(rows, parent, facts, time_s)
+
     def _meet(self, rows: Rows, parent: int, facts: Facts, time_s: float) -> None:
         """Begin to remember chunks that came in the context of *parent*."""
-        seen, kinds = self._seen, self.kinds
+        kinds = self.kinds
         own = pack_own(kinds.group(facts.group), facts.reuse)
-        seen.own[rows] = own
-        seen.hits[rows] = 1
         turn = self.turns[parent]
         chunks = min(facts.prompt_chunks or self.chunks[parent] or len(rows), _MOST_CHUNKS)
-        self._stamp(rows, turn, chunks, time_s)
         context = kinds.context(turn, chunks)
-        classes = np.full(len(rows), kinds.of_one(own, 1, context), np.uint16)
+        kind, last = kinds.of_one(own, 1, context), int(rows[-1])
+        if len(rows) < _FEW:
+            for row in rows.tolist():
+                self.own[row] = own
+                self.hits[row] = 1
+                self.classes[row] = kind
+                self.last_s[row] = time_s
+                self.turns[row] = turn
+                self.chunks[row] = chunks
+        else:
+            seen = self._seen
+            seen.own[rows] = own
+            seen.hits[rows] = 1
+            seen.classes[rows] = kind
+            self._stamp(rows, turn, chunks, time_s)
+        classes = [kind] * len(rows)
         if not facts.tokens_full:
-            self.own[int(rows[-1])] = own + 1
-            classes[-1] = kinds.of_one(own + 1, 1, context)
-        self._file(rows, classes, time_s)
+            self.own[last] = own + 1
+            self.classes[last] = classes[-1] = kinds.of_one(own + 1, 1, context)
+        self.table.wait(classes, time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
         """An engine says of chunks that they are of no more use (1) or will be (2).

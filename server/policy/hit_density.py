@@ -14,16 +14,15 @@ from typing_extensions import override
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.chunk_classes import MAX_CLASSES
 from kvstore.server.policy.class_queues import ClassQueues
-from kvstore.server.policy.density import EDGES_S, bins_of
+from kvstore.server.policy.density import AGE_BINS, EDGES_S
 from kvstore.server.policy.history import History, Report
-from kvstore.server.policy.leaves import LeafFirstEviction
+from kvstore.server.policy.leaves import FEW, LeafFirstEviction
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.regret import RegretGuard
 
 CAP_S = 500e-6
 """How long one decision may take, before those after it are made as LRU makes them."""
 
-_RANKED_AT_ONCE = 16
 _EDGES_S: list[float] = EDGES_S.tolist()
 _Entry = tuple[float, int, int, bool]
 """What an end of a queue promises, when it was used, its class, and whether it is the last."""
@@ -98,13 +97,22 @@ class HitDensityEviction(LeafFirstEviction):
         if self._weighs_flops:
             super()._came_chain(rows, size_bytes, now_s)
             return
-        ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        np.frombuffer(self._used, np.uint64)[rows] = ticks
-        self._tick += len(rows)
         size_bytes = max(size_bytes, 1)
-        np.frombuffer(self._worth, np.float32)[rows] = 1.0 / size_bytes
+        worth = 1.0 / size_bytes
+        if len(rows) < FEW:
+            for tick, row in enumerate(rows.tolist(), self._tick + 1):
+                self._used[row] = tick
+                self._worth[row] = worth
+        else:
+            self._stamp(rows)
+            np.frombuffer(self._worth, np.float32)[rows] = worth
+        self._tick += len(rows)
         last = int(rows[-1])
         self._worth[last] = self._worth_of(last, size_bytes)
+
+    def _stamp(self, rows: Rows) -> None:
+        ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
+        np.frombuffer(self._used, np.uint64)[rows] = ticks
 
     @override
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
@@ -124,11 +132,19 @@ class HitDensityEviction(LeafFirstEviction):
         # From the last to the first: what begins a chain is to go after what ends it.
         rows = rows[::-1]
         queues, kinds = self._queues, self._history.classes
-        for row in rows[np.frombuffer(self._children, np.uint32)[rows] == 0].tolist():
+        if len(rows) < FEW:
+            names = rows.tolist()
+            leaves = [row for row in names if not self._children[row]]
+        else:
+            leaves = rows[np.frombuffer(self._children, np.uint32)[rows] == 0].tolist()
+        for row in leaves:
             queues.remove(row)
             queues.append(row, kinds[row])
-        ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        np.frombuffer(self._used, np.uint64)[rows] = ticks
+        if len(rows) < FEW:
+            for tick, row in enumerate(names, self._tick + 1):
+                self._used[row] = tick
+        else:
+            self._stamp(rows)
         self._tick += len(rows)
 
     def _requeue(self, rows: Rows) -> None:
@@ -164,11 +180,12 @@ class HitDensityEviction(LeafFirstEviction):
         history = self._history
         kinds, first, last = self._queues.ends(history.kinds.count)
         rows = np.concatenate((first, last))
-        bins = bins_of(time_s - np.frombuffer(history.last_s)[rows])
+        places = EDGES_S.searchsorted(time_s - np.frombuffer(history.last_s)[rows])
         kinds = np.concatenate((kinds, kinds))
-        values = history.table.values[kinds, bins]
+        places += kinds * AGE_BINS
+        values = history.table.values.reshape(-1)[places]
         values *= np.frombuffer(self._worth, np.float32)[rows]
-        return _Ends(values, np.frombuffer(self._used, np.uint64)[rows], kinds)
+        return _Ends(values, rows, kinds, self._used)
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
@@ -178,6 +195,9 @@ class HitDensityEviction(LeafFirstEviction):
             choice.fall_back()
         clock = self._clock
         started_s = clock() if clock else 0.0
+        parents, children, here = self._parents, self._children, self._here
+        used, worth = self._used, self._worth
+        classes, last_s = self._history.classes, self._history.last_s
         row = choice.take()
         while row:
             if clock and not choice.is_lru and clock() - started_s > CAP_S:
@@ -189,7 +209,20 @@ class HitDensityEviction(LeafFirstEviction):
             yield row
             if clock:
                 started_s = clock()
-            row = choice.parent_like(row) or choice.take_after(row)
+            # The parent goes next where it promises the same, as it does if it has no other
+            # child, was used right before or after the row, and is of its class and worth.
+            parent = parents[row]
+            if (
+                children[parent] == 1
+                and here[parent]
+                and -2 < used[parent] - used[row] < 2
+                and classes[parent] == classes[row]
+                and worth[parent] == worth[row]
+                and last_s[parent] == last_s[row]
+            ):
+                row = parent
+            else:
+                row = choice.take_after(row)
 
 
 class _Ends:
@@ -199,28 +232,43 @@ class _Ends:
     """
 
     def __init__(
-        self, values: NDArray[np.float64], used: NDArray[np.uint64], kinds: NDArray[np.intp]
+        self,
+        values: NDArray[np.float64],
+        rows: Rows,
+        kinds: NDArray[np.intp],
+        used: array[int],
     ) -> None:
-        self._values, self._used, self._kinds = values, used, kinds
-        self._left: NDArray[np.intp] | None = np.arange(len(values))
+        self._values, self._rows, self._kinds, self._used = values, rows, kinds, used
+        self._left = len(values)
 
     def ranked(self) -> list[_Entry]:
-        """Return the few that go before all others, then the others, then nothing.
+        """Return those that go before all others, which promise the same; then the next.
 
-        As entries, the one to go first at the end.
+        As entries, the one to go first at the end. Most often few are asked for, so they are
+        looked up and not sorted.
         """
-        places = self._left
-        if places is None:
+        if not self._left:
             return []
-        self._left = None
         values = self._values
-        if len(places) == len(values) > 2 * _RANKED_AT_ONCE:
-            is_first = values <= np.partition(values, _RANKED_AT_ONCE)[_RANKED_AT_ONCE]
-            places, self._left = np.flatnonzero(is_first), np.flatnonzero(~is_first)
-        values, used, kinds = values[places], self._used[places], self._kinds[places]
-        is_last = places >= len(self._values) // 2
-        entries = zip(values.tolist(), used.tolist(), kinds.tolist(), is_last.tolist(), strict=True)
-        return sorted(entries, reverse=True)
+        least = values.item(values.argmin())
+        places: list[int] = (values == least).nonzero()[0].tolist()
+        self._left -= len(places)
+        for place in places:
+            values[place] = np.inf
+        if len(places) == 1:
+            return [self._entry(places[0], least)]
+        return sorted((self._entry(place, least) for place in places), reverse=True)
+
+    def _entry(self, place: int, value: float) -> _Entry:
+        used = self._used[self._rows.item(place)]
+        return value, used, self._kinds.item(place), 2 * place >= len(self._values)
+
+    def kinds(self) -> set[int]:
+        """Return the classes of those that ``ranked`` has not returned yet."""
+        return set(self._kinds[self._values < np.inf].tolist())
+
+
+_NO_ENDS = _Ends(np.empty(0), np.empty(0, np.intp), np.empty(0, np.intp), array("Q"))
 
 
 class _Queue:
@@ -228,9 +276,11 @@ class _Queue:
 
     __slots__ = ("back", "bared", "first", "last", "walk")
 
-    def __init__(self, walk: Iterator[int], back: Iterator[int]) -> None:
-        self.walk, self.back = walk, back
-        self.first, self.last = next(walk, NO_ROW), next(back, NO_ROW)
+    def __init__(self, queues: ClassQueues, kind: int) -> None:
+        self.walk = queues.walk(kind)
+        self.first = next(self.walk, NO_ROW)
+        self.back = queues.walk_back(kind)
+        self.last = next(self.back, NO_ROW)
         self.bared: list[tuple[int, int]] = []
 
 
@@ -244,9 +294,9 @@ class _Choice:
     def __init__(self, policy: HitDensityEviction, time_s: float) -> None:
         self._policy = policy
         self._time_s = time_s
-        self._used, self._worth, self._here = policy._used, policy._worth, policy._here
+        self._used, self._here = policy._used, policy._here
         self._parents, self._children = policy._parents, policy._children
-        self._classes, self._last_s = policy._history.classes, policy._history.last_s
+        self._classes = policy._history.classes
         self._left: dict[int, int] = {}
         """Children not yet named, of parents that have lost some."""
         self._opened: dict[int, _Queue] = {}
@@ -260,39 +310,22 @@ class _Choice:
         """The class, and which end of it, that is not ranked."""
         self.is_lru = False
 
-    def parent_like(self, row: int) -> int:
-        """Return the parent of a row just named where it goes next, as it promises the same.
-
-        So it does if it has no other child, was used right before or after the row, and is of
-        its class and worth. NO_ROW where that is to be found out.
-        """
-        parent = self._parents[row]
-        if self._children[parent] != 1 or not self._here[parent]:
-            return NO_ROW
-        if (
-            -2 < self._used[parent] - self._used[row] < 2
-            and self._classes[parent] == self._classes[row]
-            and self._worth[parent] == self._worth[row]
-            and self._last_s[parent] == self._last_s[row]
-        ):
-            return parent
-        return NO_ROW
-
     def take(self) -> int:
         """Return whom to evict next, who is not named again; NO_ROW where nobody is left."""
         if self._due is not None:
             self._rank(*self._due)
             self._due = None
+        used, taken = self._used, self._taken
         while entry := self._next():
-            _, used, kind, is_last = entry
-            queue = self._open(kind)
+            _, when, kind, is_last = entry
+            queue = self._opened.get(kind) or self._open(kind)
             row = queue.last if is_last else self._first(queue)
-            if not row or row in self._taken or self._used[row] != used:
+            if not row or row in taken or used[row] != when:
                 continue  # another has come to this end, and is ranked
             if queue.bared and queue.bared[0][1] == row:
                 heapq.heappop(queue.bared)
             else:
-                self._taken.add(row)
+                taken.add(row)
             self._due = kind, is_last
             return row
         return NO_ROW
@@ -326,16 +359,15 @@ class _Choice:
     def fall_back(self) -> None:
         """Name the rest by their last use only."""
         self.is_lru = True
-        entries = [*self._ranked, *self._ahead, *self._ends.ranked()]
-        self._ranked, self._ahead = [], []
-        for kind in {entry[2] for entry in entries}:
+        kinds = {entry[2] for entry in (*self._ranked, *self._ahead)} | self._ends.kinds()
+        self._ranked, self._ahead, self._ends = [], [], _NO_ENDS
+        for kind in kinds:
             self._rank(kind, False)
 
     def _open(self, kind: int) -> _Queue:
         queue = self._opened.get(kind)
         if queue is None:
-            queues = self._policy._queues
-            queue = self._opened[kind] = _Queue(queues.walk(kind), queues.walk_back(kind))
+            queue = self._opened[kind] = _Queue(self._policy._queues, kind)
         return queue
 
     def _first(self, queue: _Queue) -> int:

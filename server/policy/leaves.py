@@ -6,6 +6,7 @@ import heapq
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 from typing_extensions import override
@@ -13,6 +14,9 @@ from typing_extensions import override
 from kvstore.proto.key_table import NO_ROW, spare_rows
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.radix import Rows
+
+FEW = 24
+"""Rows from which on numpy is faster than Python."""
 
 
 class LeafFirstEviction(EvictionPolicy):
@@ -111,22 +115,42 @@ class LeafFirstEviction(EvictionPolicy):
     def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
         if not len(rows):
             return
-        names = set(rows.tolist())
-        self._reach(max(parent, *names))
-        is_new = not (self._here_seen[rows].any() or self._children_seen[rows].any())
-        if not is_new or len(names) < len(rows) or parent in names:
+        listed = rows.tolist()
+        names = set(listed)
+        self._reach(max(parent, max(listed)))
+        if len(names) < len(rows) or parent in names or self._touches(rows, listed):
             super().insert_chain(rows, parent, size_bytes, now_s)
             return
         # Rows without continuations close no circle.
-        self._here_seen[rows] = 1
-        self._parents_seen[rows[0]] = parent
-        self._parents_seen[rows[1:]] = rows[:-1]
-        self._children_seen[rows[:-1]] = 1
+        if len(listed) < FEW:
+            before = parent
+            for row in listed:
+                self._here[row] = 1
+                self._parents[row] = before
+                self._children[row] = 1
+                before = row
+            self._children[before] = 0
+        else:
+            self._here_seen[rows] = 1
+            self._parents_seen[rows[0]] = parent
+            self._parents_seen[rows[1:]] = rows[:-1]
+            self._children_seen[rows[:-1]] = 1
         self._count += len(rows)
         self._came_chain(rows, size_bytes, now_s)
-        self._add_leaf(int(rows[-1]), is_new=True)
+        self._add_leaf(listed[-1], is_new=True)
         if parent:
             self._adopt(parent)
+
+    def _touches(self, rows: Rows, listed: list[int]) -> bool:
+        """Whether any is here already, or continued."""
+        if len(listed) < FEW:
+            here, children = self._here, self._children
+            return any([here[row] or children[row] for row in listed])
+        # A fifth of what any() takes.
+        known = np.count_nonzero(self._here_seen[rows]) + np.count_nonzero(
+            self._children_seen[rows]
+        )
+        return bool(known)
 
     def _is_leaf(self, row: int) -> bool:
         return self._here[row] != 0 and not self._children[row]
@@ -147,7 +171,7 @@ class LeafFirstEviction(EvictionPolicy):
         if not len(rows):
             return
         here = self._here_seen.take(rows, mode="clip")
-        if not here.all():
+        if np.count_nonzero(here) < len(here):
             rows = rows[here > 0]
         if len(rows):
             self._use(rows, now_s)
@@ -159,8 +183,9 @@ class LeafFirstEviction(EvictionPolicy):
     @override
     def remove_all(self, rows: Sequence[int]) -> None:
         here, parents, children = self._here, self._parents, self._children
-        known, is_named, last = len(here), True, len(rows) - 1
-        for at, row in enumerate(rows):
+        known, is_named = len(here), True
+        tells_gone = type(self)._gone is not LeafFirstEviction._gone
+        for row, following in zip(rows, chain(rows[1:], (NO_ROW,)), strict=False):
             if row >= known or not here[row]:
                 continue
             if is_named and not children[row]:
@@ -169,14 +194,15 @@ class LeafFirstEviction(EvictionPolicy):
             here[row] = 0
             self._count -= 1
             parent = parents[row]
-            self._gone(row)
+            if tells_gone:
+                self._gone(row)
             if not parent:
                 continue
             parents[row] = NO_ROW
             left = children[parent] = children[parent] - 1
             if not left and here[parent]:
                 # A parent that is the next to go need not be named a leaf in between.
-                is_named = at == last or rows[at + 1] != parent
+                is_named = following != parent
                 if is_named:
                     self._add_leaf(parent, is_new=False)
 
@@ -226,6 +252,22 @@ class LeafFirstEviction(EvictionPolicy):
                 row = parent
             else:
                 heapq.heappush(bared, (rank(parent), parent))
+
+    def in_order(self, rows: Iterator[int], keep: Callable[[int], bool]) -> Iterator[int]:
+        """Yield those of *rows*, each named once, that are here and may go in that order.
+
+        Left out are those that are kept, and those that come before what continues them.
+        """
+        left: dict[int, int] = {}
+        for row in rows:
+            if not row < len(self._here) or not self._here[row]:
+                continue
+            if left.get(row, self._children[row]) or keep(row):
+                continue
+            yield row
+            parent = self._parents[row]
+            if parent:
+                left[parent] = left.get(parent, self._children[parent]) - 1
 
     @override
     def __len__(self) -> int:

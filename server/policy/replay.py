@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,49 +74,46 @@ class BlockReplay:
         """
         if block_bytes < 1:
             raise InvalidRequestError("block_bytes", block_bytes, "at least 1")
-        found = [self._rows.get(block, NO_ROW) for block in blocks]
-        hit, known = self._measure(found)
+        names = list(map(self._rows.get, blocks, repeat(NO_ROW)))
         self.requests += 1
-        self.blocks += len(found)
-        self.hit_blocks += hit
-        if not found:
+        self.blocks += len(names)
+        if not names:
             return 0
-        rows = np.array(found[:known], np.intp)
-        self._note_asked(rows, len(found), now_s, facts)
-        if known < len(found):
-            fresh = self._name(blocks[known:], found)
-            self._note_seen(fresh, found[known - 1] if known else NO_ROW, facts, now_s)
-            rows = np.concatenate((rows, fresh))
+        known = len(names) if all(names) else names.index(NO_ROW)
+        self._note_asked(names[:known], len(names), now_s, facts)
+        if known < len(names):
+            fresh, is_new = self._name(blocks[known:], names)
+            parent = names[known - 1] if known else NO_ROW
+            names[known:] = fresh
+            self._note_seen(fresh, parent, facts, now_s, is_new=is_new)
+        rows = np.array(names, np.intp)
         if flops is not None and self._policy.ranks_by_history:
-            self._history.reach(int(rows.max()))
             np.frombuffer(self._history.flops)[rows] = flops
-        self._store(rows, hit, block_bytes, now_s)
+        hit = self._store(rows, names, block_bytes, now_s)
+        self.hit_blocks += hit
         return hit
 
-    def _note_asked(self, rows: NDArray[np.intp], blocks: int, now_s: float, facts: Facts) -> None:
-        if self._policy.ranks_by_history:
+    def _note_asked(self, names: list[int], blocks: int, now_s: float, facts: Facts) -> None:
+        if not self._policy.ranks_by_history:
+            return
+        rows = np.array(names, np.intp)
+        if len(set(names)) == len(names):
+            self._history.asked_known(rows, blocks, now_s)
+        else:
             self._history.asked(rows, blocks, now_s)
-            if facts.reuse:
-                self._history.hint(rows, facts.reuse)
+        if facts.reuse:
+            self._history.hint(rows, facts.reuse)
 
-    def _note_seen(self, rows: NDArray[np.intp], parent: int, facts: Facts, now_s: float) -> None:
-        if self._policy.ranks_by_history:
-            self._history.seen_chain(rows, parent, facts, now_s)
+    def _note_seen(
+        self, names: list[int], parent: int, facts: Facts, now_s: float, *, is_new: bool
+    ) -> None:
+        if not self._policy.ranks_by_history:
+            return
+        note = self._history.meet if is_new else self._history.seen_chain
+        note(np.array(names, np.intp), parent, facts, now_s)
 
-    def _measure(self, found: list[int]) -> tuple[int, int]:
-        """Return how many of a prompt's first blocks are here, and how many are known."""
-        sizes = self._sizes
-        hit = known = len(found)
-        if not all(found):
-            known = found.index(NO_ROW)
-        for count in range(known):
-            if not sizes[found[count]]:
-                hit = count
-                break
-        return min(hit, known), known
-
-    def _name(self, blocks: Sequence[int], found: list[int]) -> NDArray[np.intp]:
-        """Return the rows of *blocks*, new ones for those without."""
+    def _name(self, blocks: Sequence[int], found: list[int]) -> tuple[list[int], bool]:
+        """Return the rows of *blocks*, new ones for those without, and whether all are new."""
         rows, ids, free = self._rows, self._ids, self._free
         if len(rows) + len(blocks) > self._row_limit:
             self._forget(set(found))
@@ -131,8 +128,8 @@ class BlockReplay:
         if len(ids) > len(self._sizes):
             self._sizes.frombytes(bytes(8 * (len(ids) - len(self._sizes) + spare_rows(len(ids)))))
         if len(new) == len(blocks):
-            return np.array(numbers, np.intp)
-        return np.array([rows[block] for block in blocks], np.intp)
+            return numbers, True
+        return [rows[block] for block in blocks], False
 
     def _forget(self, kept: set[int]) -> None:
         """Forget an eighth of what is not here, but for those of *kept*."""
@@ -153,43 +150,50 @@ class BlockReplay:
             del self._rows[self._ids[row]]
             self._free.append(row)
 
-    def _store(self, rows: NDArray[np.intp], hit: int, block_bytes: int, now_s: float) -> None:
-        policy = self._policy
-        sizes = np.frombuffer(self._sizes, np.uint64)
-        here = sizes[rows[hit:]] > 0
-        has_gaps = bool(here.any())
-        policy.touch(rows[sizes[rows] > 0] if has_gaps else rows[:hit], now_s)
-        missing = rows[hit:]
-        names = missing.tolist()
-        if has_gaps or len(set(names)) < len(names):
-            missing = _distinct(missing[~here])
-        if not len(missing) or block_bytes > self._capacity_bytes:
-            return
+    def _store(
+        self, rows: NDArray[np.intp], names: list[int], block_bytes: int, now_s: float
+    ) -> int:
+        """Touch and insert the blocks of a prompt; return how many of the first were here."""
+        policy, sizes = self._policy, self._sizes
+        held = [sizes[row] for row in names]
+        hit = held.index(0) if 0 in held else len(held)
+        has_gaps = any(held[hit:])
+        policy.touch(rows[np.array(held) > 0] if has_gaps else rows[:hit], now_s)
+        missing = names[hit:]
+        kept = set(names)
+        is_plain = not has_gaps and len(kept) == len(names)
+        if not is_plain:
+            missing = list(dict.fromkeys(row for row in missing if not sizes[row]))
+        if not missing or block_bytes > self._capacity_bytes:
+            return hit
         need_bytes = self.used_bytes + len(missing) * block_bytes - self._capacity_bytes
         if need_bytes > 0:
-            self._evict(need_bytes, set(rows.tolist()), now_s)
-            missing = missing[: (self._capacity_bytes - self.used_bytes) // block_bytes]
-        sizes[missing] = block_bytes
+            self._evict(need_bytes, kept, now_s)
+            del missing[(self._capacity_bytes - self.used_bytes) // block_bytes :]
+        for row in missing:
+            sizes[row] = block_bytes
         self._largest_bytes = max(self._largest_bytes, block_bytes)
         self.used_bytes += len(missing) * block_bytes
         if has_gaps:
-            self._fill_gaps(rows, set(missing.tolist()), block_bytes, now_s)
+            self._fill_gaps(names, set(missing), block_bytes, now_s)
         else:
-            parent = int(rows[hit - 1]) if hit else NO_ROW
-            policy.insert_chain(missing, parent, block_bytes, now_s)
+            parent = names[hit - 1] if hit else NO_ROW
+            fresh = rows[hit : hit + len(missing)] if is_plain else np.array(missing, np.intp)
+            policy.insert_chain(fresh, parent, block_bytes, now_s)
+        return hit
 
     def _fill_gaps(
-        self, rows: NDArray[np.intp], missing: set[int], block_bytes: int, now_s: float
+        self, names: list[int], missing: set[int], block_bytes: int, now_s: float
     ) -> None:
         parent = NO_ROW
-        for row in rows.tolist():
+        for row in names:
             if row in missing:
                 self._policy.insert(row, parent, block_bytes, now_s)
                 missing.discard(row)
             parent = row
 
     def _evict(self, need_bytes: int, kept: set[int], now_s: float) -> None:
-        sizes = np.frombuffer(self._sizes, np.uint64)
+        sizes = self._sizes
         victims: list[int] = []
         freed_bytes = 0
         candidates = self._policy.victims(kept.__contains__, now_s)
@@ -199,9 +203,10 @@ class BlockReplay:
             more = list(islice(candidates, least))
             if not more:
                 break
-            freed_bytes += int(sizes[more].sum())
+            freed_bytes += sum([sizes[row] for row in more])
             victims += more
-        sizes[victims] = 0
+        for row in victims:
+            sizes[row] = 0
         self._policy.remove_all(victims)
         self.used_bytes -= freed_bytes
         self.evictions += len(victims)
@@ -214,7 +219,3 @@ class BlockReplay:
     def __len__(self) -> int:
         """Blocks remembered, here or not."""
         return len(self._rows)
-
-
-def _distinct(rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    return np.array(list(dict.fromkeys(rows.tolist())), np.intp)

@@ -10,7 +10,7 @@ any policy, in miniature: Waldspurger, Saemundsson, Ahmad and Park (ATC 2017).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,11 +98,26 @@ class _Shadow:
             row, size = rows[at], asked.sizes[at]
             if self.used_bytes + size > limit_bytes:
                 break
-            self.policy.insert(row, parents[row], size, now_s)
             sizes[row] = size
             self.used_bytes += size
             came.append(row)
+        self._insert(came, parents, now_s)
         return hits, came, gone
+
+    def _insert(self, rows: Sequence[int], parents: Sequence[int], now_s: float) -> None:
+        """Tell the policy who came: at once those that continue each other and are of a size."""
+        start = 0
+        for end in range(1, len(rows) + 1):
+            row = rows[end - 1]
+            if (
+                end < len(rows)
+                and parents[rows[end]] == row
+                and self.sizes[rows[end]] == self.sizes[row]
+            ):
+                continue
+            chain = np.array(rows[start:end], np.intp)
+            self.policy.insert_chain(chain, parents[rows[start]], self.sizes[row], now_s)
+            start = end
 
     def evict(self, need_bytes: float, kept: set[int], now_s: float) -> list[int]:
         """Evict until *need_bytes* are free or none may go; return who went."""
@@ -169,6 +184,8 @@ class ShadowSet:
         """Rows of chunks that are in no shadow any more, the oldest first."""
         self._kept: set[int] = set()
         """Rows of the prompt that was asked for last, as far as it was."""
+        self.left: list[list[int]] = [[] for _ in casts]
+        """Identities of the chunks that left each shadow in the last request."""
 
     # --- the sample
 
@@ -210,6 +227,7 @@ class ShadowSet:
         prompt = _Prompt(rows, self._kept)
         hits = []
         gone: list[int] = []
+        self.left = []
         for shadow in self._shadows:
             limit_bytes = capacity_bytes * self.rate * shadow.scale
             count, came, left = shadow.request(asked, prompt, self._parents, limit_bytes)
@@ -217,6 +235,7 @@ class ShadowSet:
             for row in came:
                 self._uses[row] += 1
             gone += left
+            self.left.append([self._ids[row] for row in left])
         self._settle(rows, gone)
         while max(len(shadow.policy) for shadow in self._shadows) > self._limit_nodes:
             self._halve()
@@ -293,6 +312,21 @@ class ShadowSet:
     def row(self, one: int) -> int:
         """Return the row of a chunk; NO_ROW if it has none."""
         return self._rows.get(one, NO_ROW)
+
+    def holds(self, at: int, one: int) -> bool:
+        """Whether a chunk is in the shadow of the cast at place *at*."""
+        return self._shadows[at].sizes[self._rows.get(one, NO_ROW)] > 0
+
+    def count_only(self, at: int, other: int) -> int:
+        """Return how many chunks are in the shadow at place *at*, and not in that at *other*."""
+        ours, theirs = (np.frombuffer(self._shadows[x].sizes, np.uint64) for x in (at, other))
+        return int(np.count_nonzero((ours > 0) & (theirs == 0)))
+
+    def victims(self, at: int, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        """Yield the identities of whom the shadow at place *at* would evict, in order."""
+        ids = self._ids
+        for row in self._shadows[at].policy.victims(lambda row: keep(ids[row]), now_s):
+            yield ids[row]
 
     def __len__(self) -> int:
         """Rows in use, ghosts' included."""

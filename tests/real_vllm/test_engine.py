@@ -53,6 +53,7 @@ def test_what_was_computed_once_is_loaded(engine: EngineProcess, same: Same) -> 
     assert same(prompt(1, 300)) == [256]
     after = engine.ask("counts")
     assert after["hits"] - before["hits"] == 256
+    assert after["event_hit_tokens"] - before.get("event_hit_tokens", 0) == 256
     assert after["worker_loaded_chunks"] - before.get("worker_loaded_chunks", 0) == 4
 
 

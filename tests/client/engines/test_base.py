@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from local_server import LocalServer, eventually
 from prompts import MEDIUM, SMALL, tokens
 
-from kvstore.client import ClientOptions
+from kvstore.client import Chunk, ClientOptions
 from kvstore.client.engines.base import Connector, Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
-from kvstore.proto.keys import chunk_spans
-from kvstore.proto.types import KVLayout, Representation
+from kvstore.proto.keys import chain_digests, chunk_spans
+from kvstore.proto.types import ChainDigest, KVLayout, Representation
 
 CHUNK_TOKENS = 16
 
@@ -260,6 +260,35 @@ def test_a_row_of_failures_is_logged_once_until_the_store_works_again(
         engine.store(tokens(14, 16))
         engine.connector.store_chunks(tokens(15, 16), broken)
     assert len(caplog.records) == 2
+
+
+# --- for engines that keep names themselves
+
+
+def test_what_is_written_under_names_is_read_under_them(connect: Connect) -> None:
+    prompt = tokens(18, 3 * CHUNK_TOKENS)
+    one, other = connect().connector, connect().connector
+    assert (
+        one.write(lambda: one._chunks(prompt, lambda span: tensors_for(prompt, span), 0, ())) == 3
+    )
+    out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(4)]
+    digests = chain_digests(tokens(18, 3 * CHUNK_TOKENS) + [7] * CHUNK_TOKENS, CHUNK_TOKENS)
+    assert other.read(digests, out) == 3
+    assert np.array_equal(out[2][0][0][0], tensors_for(prompt, (32, 48))[0][0][0])
+    assert (one.stats().stored_chunks, other.stats().lost_chunks) == (3, 1)
+
+
+def test_asking_reading_and_writing_never_raise(connect: Connect) -> None:
+    def broken() -> list[Chunk]:
+        raise BrokenError
+
+    connector = connect().connector
+    assert connector.ask(broken, None) is None
+    assert connector.write(broken) == 0
+    assert connector.read([ChainDigest(bytes(16))], []) == 0
+    stats = connector.stats()
+    assert stats.load_errors == {"BrokenError": 1, "InvalidRequestError": 1}
+    assert stats.store_errors == {"BrokenError": 1}
 
 
 # --- counting

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from client.engines.vllm_pages import (
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import tokens as prompt_tokens
+from redis_process import free_port
+from vllm_pages import (
     BLOCK_TOKENS,
     BLOCKS,
     CHUNK_TOKENS,
@@ -19,17 +23,14 @@ from client.engines.vllm_pages import (
     scrambled,
     writer,
 )
-from client.engines.vllm_stand_ins import FakeRequest, step
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import tokens as prompt_tokens
-from redis_process import free_port
+from vllm_stand_ins import FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_layout import PACKINGS, Packing
 from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
 from kvstore.proto.types import Representation
 
 QUEUE_BYTES = 64 << 20
@@ -59,7 +60,7 @@ class Engine:
         self.packing = packing
         lookups = [Connector(Client(address, identity, opts)) for identity in identities]
         self.scheduler = VllmScheduler(lookups, BLOCK_TOKENS, loads=loads, stores=stores)
-        self.workers = [
+        self.workers: list[Any] = [
             VllmWorker(Connector(Client(address, identity, opts)), SHAPE, queue_bytes)
             for identity in identities
         ]
@@ -106,7 +107,7 @@ class Engine:
         news: WorkerNews | None = None
         for worker in self.workers:
             worker.load(orders)
-            assert worker.settled(20.0)
+            assert isinstance(worker, RefusedWorker) or worker.settled(20.0)
             assert worker.finished_loads(is_idle=True) == {request.request_id}
             failed |= worker.failed_blocks()
             said = worker.news()
@@ -435,3 +436,15 @@ def test_of_requests_that_share_a_prefix_and_come_together_one_stores_it(start: 
         orders = engine.scheduler.orders(step(**{name: 200}), {name: blocks}.__getitem__)
         stored += [chunk.position for order in orders.stores for chunk in order.chunks]
     assert stored == [0, 64, 128]
+
+
+def test_a_rank_without_a_name_fails_loads_at_once_and_says_so(start: Start) -> None:
+    start().run("a", PROMPT)
+    engine = start()
+    engine.workers[0].close()
+    engine.workers = [RefusedWorker("the weights are not here")]
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request, computed=32) == 160
+    assert engine.load(request, blocks, 160) == set(blocks[1:6])
+    assert engine.matched(FakeRequest("c", PROMPT)) == 0
+    assert engine.step(request, blocks, 200).stores == ()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from client.engines.vllm_stand_ins import (
+from vllm_stand_ins import (
     FakeLora,
     FakeRequest,
     FullAttentionSpec,

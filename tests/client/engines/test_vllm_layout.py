@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from client.engines.vllm_pages import (
+from vllm_pages import (
     BLOCK_TOKENS,
     SHAPE,
     compute,
@@ -39,6 +39,14 @@ def test_a_packing_is_found_by_what_the_engine_writes(packing: Packing, dtype: t
 def test_a_packing_that_nobody_knows_is_refused() -> None:
     with pytest.raises(LayoutMismatchError, match="packs otherwise"):
         find_packing(empty_pages()["model.layers.0.attn"], scrambled)
+
+
+def test_a_backend_that_cannot_write_a_block_is_refused() -> None:
+    def write(*_: torch.Tensor) -> None:
+        raise NotImplementedError("no such kernel")
+
+    with pytest.raises(LayoutMismatchError, match="no such kernel"):
+        find_packing(empty_pages()["model.layers.0.attn"], write)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

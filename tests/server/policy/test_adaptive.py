@@ -78,7 +78,7 @@ def replay(
 def test_it_starts_with_the_first_and_says_that_nothing_is_known() -> None:
     why = AdaptiveEviction(History()).why()
     assert (why.policy, why.switches, why.sampled, why.sample_rate) == ("hit_density", 0, 0, 1.0)
-    assert why.hit_ratios == {"hit_density": None, "lru": None, "lfu": None}
+    assert why.hit_ratios == {"hit_density": None, "lru": None, "s3fifo": None}
 
 
 @pytest.mark.parametrize("limit_nodes", [1 << 13, 16])
@@ -125,6 +125,30 @@ def test_its_shadows_hit_what_their_policies_hit_alone() -> None:
     for name in ("lru", "s3fifo"):
         alone = replay(name, History(), prompts, 60) / (3 * len(prompts))
         assert policy.why().hit_ratios[name] == pytest.approx(alone, abs=0.02)
+
+
+def test_after_a_switch_it_holds_what_the_policy_would_hold_alone() -> None:
+    prompts = list(hot_set_and_scan(2000))
+    history = History()
+    policy = AdaptiveEviction(history, ("lru", "lfu"))
+    cache = BlockReplay(policy, history, 20)
+    for at, chain in enumerate(prompts):
+        cache.request(chain, 1, float(at))
+    shadows = policy._shadows
+    here = set(everyone(policy))
+    assert (policy.why().policy, policy.why().switches, len(here)) == ("lfu", 1, 20)
+    assert {row for row in here if shadows.holds(1, row)} == here
+    assert not all(shadows.holds(0, row) for row in here)
+
+
+def test_a_switch_that_costs_more_than_it_gains_is_not_made() -> None:
+    """The two hold other chunks altogether, and one hits a little more."""
+    prompts = [[at % 400] for at in range(4000)]
+    history = History()
+    policy = AdaptiveEviction(history, ("lru", "lfu"))
+    replay(policy, history, prompts, 200)
+    names = policy.why().hit_ratios
+    assert (names["lru"], policy.why().policy) == (0.0, "lru" if names["lfu"] == 0.0 else "lfu")
 
 
 def test_the_same_events_give_the_same_choice_and_the_same_victims() -> None:

@@ -216,7 +216,7 @@ def test_who_falls_behind_lru_does_as_lru_until_the_budget_has_grown() -> None:
     assert not guard.prefers_lru  # within two prompts
     guard.judge(*report([1.0] * 60, 1000))
     assert guard.prefers_lru
-    for _ in range(5):
+    for _ in range(10):
         guard.judge(*report([], 1000))
     assert not guard.prefers_lru
 

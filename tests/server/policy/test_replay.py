@@ -160,7 +160,7 @@ def test_learning_beats_lru_where_some_prompts_come_back_and_most_never_do() -> 
 
 def test_flops_given_with_a_prompt_are_remembered() -> None:
     history = History()
-    replay = BlockReplay(make_policy("lru", history), history, 100)
+    replay = BlockReplay(make_policy("gdsf", history), history, 100)
     replay.request([7, 8], 10, 0.0, NO_FACTS, np.array([3.0, 4.0]))
     assert [history.flops_of(row) for row in (1, 2)] == [3.0, 4.0]
 
