@@ -33,9 +33,12 @@ _KEPT = 1 - 1 / 32
 
 _MARGIN = 1.01
 _LEAST_MORE_HITS = 32
-_LEAST_ASKED = 4 * ROUND_CHUNKS
-_COST = 0.3
+_LEAST_ASKED = 10 * ROUND_CHUNKS
+_COST = 0.4
 """Hits that are lost for each chunk that the new one's cache would have and the old one's not."""
+
+_MUCH_MORE = 0.1
+"""The share of more hits at which that is no matter."""
 
 _AWAITED = 1 << 14
 
@@ -63,9 +66,10 @@ class AdaptiveEviction(EvictionPolicy):
     The idea of choosing among experts by what they would have hit is that of ACME (Ari et al.,
     2002) and LeCaR (Vietri et al., HotStorage 2018); here each candidate runs in small over a
     hashed sample of the chunks (see ``shadow``), so that what is compared is what each would do
-    by itself. Another is followed when it had at least 1 % more hits, 32 more, and 0.3 more for
-    each chunk that it has and the one followed has not, which is what a switch may cost; and 1024
-    sampled chunks were asked for, all weighted by age. Decisions are 256 sampled chunks apart.
+    by itself. Another is followed when it had at least 1 % more hits, 32 more, and 0.4 more for
+    each chunk that it has and the one followed has not, which is what a switch may cost, or a
+    tenth more in all; and 2560 sampled chunks were asked for, all weighted by age. Decisions are
+    256 sampled chunks apart.
 
     While all chunks are in the sample, victims are such that what stays is what the shadow would
     have: a policy works badly for long on what another one left, its shadow does not.
@@ -263,7 +267,8 @@ class AdaptiveEviction(EvictionPolicy):
         more = self._hits[best] - ours
         if self._asked < _LEAST_ASKED or more < max(_LEAST_MORE_HITS, ours * (_MARGIN - 1)):
             return
-        if more < _COST * self._shadows.count_only(best, self._chosen):
+        cost = _COST * self._shadows.count_only(best, self._chosen)
+        if more < min(cost, _MUCH_MORE * ours):
             return
         self._chosen = best
         self._since_s = now_s

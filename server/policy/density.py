@@ -238,10 +238,10 @@ class DensityTable:
         coarse = self._coarse[:classes]
         places = (coarse * AGE_BINS)[:, None] + np.arange(AGE_BINS)
         shape = int(coarse.max()) + 1, AGE_BINS
-        groups = [
-            np.bincount(places.ravel(), counts.ravel(), shape[0] * shape[1]).reshape(shape)
-            for counts in (asked, ends)
-        ]
+        groups = np.zeros((2, *shape))
+        for group, counts in zip(groups, (asked, ends), strict=True):
+            sums = np.bincount(places.ravel(), counts.ravel(), shape[0] * shape[1])
+            group[:] = sums.reshape(shape)
         coarser = self._shrunk(groups[0], groups[1], all_hazards)
         return self._shrunk(asked[first:last], ends[first:last], coarser[coarse[first:last]])
 

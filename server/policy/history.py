@@ -209,7 +209,8 @@ class History:
         seen.hits[rows] = hits
         self._stamp(rows, turn, chunks, time_s)
         context = self.kinds.context(turn, chunks)
-        self._file(rows, self.kinds.of(seen.own[rows], hits, context), time_s)
+        classes = seen.classes[rows] = self.kinds.of(seen.own[rows], hits, context)
+        self.table.wait(classes, time_s)
 
     def _ask_few(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
         """Do as ``_ask`` does, row by row."""
@@ -239,10 +240,6 @@ class History:
         self._seen.last_s[rows] = time_s
         self._seen.turns[rows] = turn
         self._seen.chunks[rows] = chunks
-
-    def _file(self, rows: Rows, classes: NDArray[np.uint16], time_s: float) -> None:
-        self._seen.classes[rows] = classes
-        self.table.wait(classes, time_s)
 
     def seen(self, row: int, parent: int, facts: Facts, now_s: float) -> None:
         """A chunk is stored that continues *parent*, which may be NO_ROW or unknown.

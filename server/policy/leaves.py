@@ -145,7 +145,7 @@ class LeafFirstEviction(EvictionPolicy):
         """Whether any is here already, or continued."""
         if len(listed) < FEW:
             here, children = self._here, self._children
-            return any([here[row] or children[row] for row in listed])
+            return any(here[row] or children[row] for row in listed)
         # A fifth of what any() takes.
         known = np.count_nonzero(self._here_seen[rows]) + np.count_nonzero(
             self._children_seen[rows]

@@ -22,7 +22,7 @@ from kvstore.server.policy.checkpoint_ranks import (
     MarconiRank,
 )
 from kvstore.server.policy.checkpoints import CheckpointTree, Node, Tokens
-from kvstore.server.policy.density import DensityTable
+from kvstore.server.policy.density import Classes, DensityTable, Times
 from kvstore.server.policy.hybrid_model import HybridModel
 from kvstore.server.policy.state_cache import StateCache
 from kvstore.server.policy.steady_clock import SteadyClock
@@ -184,14 +184,12 @@ class Waiting(DensityTable):
         self.gone = 0
 
     @override
-    def wait(self, classes: NDArray[np.uint16], now_s: float) -> None:
-        self.now.update((kind, now_s) for kind in classes.tolist())
+    def wait(self, classes: Classes, now_s: float) -> None:
+        self.now.update((int(kind), now_s) for kind in classes)
 
     @override
-    def asked(
-        self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
-    ) -> None:
-        self.now.subtract(zip(classes.tolist(), since_s.tolist(), strict=True))
+    def asked(self, classes: Classes, since_s: Times, now_s: float) -> None:
+        self.now.subtract(zip(map(int, classes), map(float, since_s), strict=True))
         assert min(self.now.values()) >= 0
         self.gone += len(classes)
 

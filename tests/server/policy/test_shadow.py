@@ -205,3 +205,15 @@ def test_a_set_has_shadows_of_a_positive_size() -> None:
     for casts in ([], [Cast(LruEviction(), 0.0)]):
         with pytest.raises(InvalidRequestError):
             ShadowSet(casts)
+
+
+def test_a_set_says_what_each_shadow_holds_and_would_evict() -> None:
+    shadows = ShadowSet([Cast(LruEviction()), Cast(LruEviction(), 2.0)])
+    for one in (1, 2, 3, 4, 5):
+        shadows.request(asked(one), 2)
+    assert [one for one in range(1, 7) if shadows.holds(0, one)] == [4, 5]
+    assert [one for one in range(1, 7) if shadows.holds(1, one)] == [2, 3, 4, 5]
+    assert (shadows.count_only(1, 0), shadows.count_only(0, 1)) == (2, 0)
+    assert shadows.left == [[3], [1]]
+    assert list(shadows.victims(1, lambda one: one == 3, 9.0)) == [2, 4, 5]
+    assert [one for one in range(1, 7) if shadows.holds(1, one)] == [2, 3, 4, 5]
