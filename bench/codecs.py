@@ -32,8 +32,8 @@ from bench.codecs_rates import (
 from bench.codecs_speeds import ROUNDS, Measured, SpeedBench, measure_speeds
 from bench.opponents import LMCacheCodecs, lmcache_codecs, lossless_coder
 from bench.peer_process import PeerSkippedError
-from bench.plot import line_chart
 from bench.report import Report
+from kvstore.cli.plot import line_chart
 from kvstore.codecs.background import make_at_once
 from kvstore.proto.types import RopeParameters
 

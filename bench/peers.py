@@ -30,9 +30,9 @@ from bench.peer_ours import (
 from bench.peer_process import PeerSkippedError
 from bench.peer_run import BARS, Run, Side
 from bench.peer_survival import lmcache_burst, lmcache_readable, measure_burst, measure_readable
-from bench.plot import bar_chart
 from bench.report import Report, best_s
 from bench.workload import MIB, redis_server
+from kvstore.cli.plot import bar_chart
 from kvstore.server.main import keep_freed_memory
 from kvstore.server.node import LOADS_AT_ONCE
 from kvstore.tiers.disk import DiskTier

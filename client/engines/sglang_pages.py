@@ -176,24 +176,14 @@ class PageStore(Connector):
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""
-
-        def work() -> int:
-            return self.client.lookup(self._named(hashes)).ready
-
-        return self._guarded(work, 0, self._load_errors)
+        return self.ask(lambda: self.client.lookup(self._named(hashes)).ready, 0)
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
         """Read the longest stored prefix of *hashes* into *places*; return how many pages.
 
         What lies in the places behind it is not to be used.
         """
-
-        def work() -> int:
-            keys = self._named(hashes)
-            ready = self.client.lookup(keys).ready
-            return len(self.client.get(keys[:ready], places[:ready])) if ready else 0
-
-        read = self._guarded(work, 0, self._load_errors)
+        read = self.ask(lambda: len(self.client.get(self._named(hashes), places)), 0)
         tokens = self._pool.page_size
         with self._lock:
             self._counts["lookups"] += 1

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
 
 import numpy as np
 from typing_extensions import override
 
 from kvstore.server.policy.flop_density import FlopDensity
+from kvstore.server.policy.heaped import HeapedEviction
 from kvstore.server.policy.history import History
-from kvstore.server.policy.leaves import LeafFirstEviction
 from kvstore.server.policy.radix import Rows
-from kvstore.server.policy.row_heap import RowHeap
 
 _ONE = 1 << 16
 """Priorities are whole numbers of 65536ths, so that sums are in any order the same."""
@@ -31,7 +29,7 @@ class _Keys:
         return self._priorities[row] << 64 | self._used[row]
 
 
-class GdsfEviction(LeafFirstEviction):
+class GdsfEviction(HeapedEviction):
     """Evict the leaf of the least priority: clock + uses x cost / size.
 
     Cherkasova, "Improving WWW proxies performance with greedy-dual-size-frequency caching
@@ -49,22 +47,19 @@ class GdsfEviction(LeafFirstEviction):
     """
 
     def __init__(self, history: History, *, weighs_flops: bool = True) -> None:
-        super().__init__()
-        self._density_of = FlopDensity(history).of if weighs_flops else _alike
         self._priorities = array("Q", [0])
         self._used = array("Q", [0])
+        super().__init__(_Keys(self._priorities, self._used))
+        self._density_of = FlopDensity(history).of if weighs_flops else _alike
         self._uses = array("H", [0])
         self._densities = array("f", [0.0])
-        self._keys = _Keys(self._priorities, self._used)
-        self._leaves = RowHeap(self._keys)
         self._clock = 0
-        self._tick = 0
 
     @override
     def _extend(self, count: int) -> None:
         for column in (self._priorities, self._used, self._uses, self._densities):
             column.frombytes(bytes(count * column.itemsize))
-        self._leaves.extend(count)
+        super()._extend(count)
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
@@ -75,20 +70,7 @@ class GdsfEviction(LeafFirstEviction):
         self._priorities[row] = self._clock + int(self._densities[row] * _ONE)
 
     @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        self._leaves.push(row)
-
-    @override
-    def _drop_leaf(self, row: int) -> None:
-        self._leaves.remove(row)
-
-    @override
-    def _use(self, rows: Rows, now_s: float) -> None:
-        # From the last to the first: what begins a chain is to go after what ends it.
-        rows = rows[::-1]
-        leaves = [row for row in dict.fromkeys(rows.tolist()) if row in self._leaves]
-        for row in leaves:
-            self._leaves.remove(row)
+    def _rank(self, rows: Rows) -> None:
         uses = np.frombuffer(self._uses, np.uint16)
         uses[rows] = np.minimum(uses[rows], _MOST_USES - 1) + 1
         gain = uses[rows] * np.frombuffer(self._densities, np.float32)[rows].astype(np.float64)
@@ -97,8 +79,6 @@ class GdsfEviction(LeafFirstEviction):
         used = np.frombuffer(self._used, np.uint64)
         used[rows] = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
         self._tick += len(rows)
-        for row in leaves:
-            self._leaves.push(row)
 
     @override
     def _gone(self, row: int) -> None:
@@ -106,10 +86,6 @@ class GdsfEviction(LeafFirstEviction):
         if len(self._leaves):
             least = min(least, self._priorities[self._leaves.first()])
         self._clock = max(self._clock, least)
-
-    @override
-    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        return self._name(self._leaves.sorted(), self._keys.__getitem__, keep)
 
 
 def _alike(row: int, size_bytes: int) -> float:

@@ -27,9 +27,9 @@ from bench.peer_process import (
     shared_libraries,
 )
 from bench.peer_run import BARS, Run, Side
-from bench.plot import bar_chart
 from bench.report import Report
 
+from kvstore.cli.plot import bar_chart
 from kvstore.tiers.cpu import CpuTier
 
 ROOT = Path(__file__).resolve().parents[2]
