@@ -17,7 +17,7 @@ SGLANG_STAMP := $(SGLANG)/.installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang check soak bench proto format format-check lint types floors redis clean
+.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang museum-long check soak bench proto format format-check lint types floors redis clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,7 +44,7 @@ demo: $(STAMP) ## a real engine's KV survives its process, and its server
 	$(BIN)/kvstore demo --json build/demo.json
 
 test: $(STAMP) redis ## run the test suite; ARGS=... goes to pytest
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 1.8 GB in build/vllm
 
@@ -69,6 +69,9 @@ $(SGLANG_STAMP): $(VLLM_STAMP) tests/real_sglang/requirements.txt
 test-sglang: $(SGLANG_STAMP) ## SGLang's own storage factory and host pools, with the store behind
 	PYTHONPATH=src:tests $(SGLANG)/bin/python -m pytest tests/real_sglang \
 		-o filterwarnings=default $(ARGS)
+
+museum-long: $(STAMP) redis ## the museum's tests, and where LMCache fails them: see tests/museum
+	$(BIN)/pytest tests/museum --peers $(ARGS)
 
 check: format-check lint types floors test ## everything that has to pass before a change lands
 

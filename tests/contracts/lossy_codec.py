@@ -229,7 +229,9 @@ class LossyCodecContract:
         assert (header.levels, header.asset) == (self.codec.levels, self.codec.asset)
         assert np.array_equal(header.segments, given_back.segments)
 
-    @pytest.mark.parametrize("fill", [*NUMBERS, None], ids=str)
+    @pytest.mark.parametrize(
+        "fill", [*NUMBERS, None], ids=lambda fill: getattr(fill, "__name__", "any")
+    )
     @_every_float
     def test_bounds_hold_and_such_rooms_are_enough(
         self, dtype: DType, fill: Numbers | None
