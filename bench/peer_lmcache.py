@@ -30,7 +30,9 @@ REQUEST_SHAPE = "(2,1024,16,8,128):float16:8"
 """Eight layers: 512 tokens of it are 16.8 MB, a request of its own benchmark."""
 Adapter = Mapping[str, str | int]
 """What its command line takes as JSON."""
-QUIET = ("env", "LMCACHE_DISABLE_BANNER=1", "LMCACHE_LOG_LEVEL=WARNING")
+QUIET = (
+    "env", "LMCACHE_DISABLE_BANNER=1", "LMCACHE_LOG_LEVEL=WARNING", "LMCACHE_TRACK_USAGE=false",
+)  # fmt: skip
 
 
 _L2_ROUND = re.compile(r"\[(Store|Load)\] Round (\d+): ([\d.]+) ms, \w+=(\d+)/(\d+)")
@@ -123,6 +125,25 @@ class LMCache:
             [*self._command("server"), *flags], [port, http], self.folder / "lmcache-server.log"
         ):
             yield Server(self, f"tcp://localhost:{port}", f"http://localhost:{http}")
+
+    @contextmanager
+    def engine_server(self, memory_bytes: int, chunk_tokens: int) -> Iterator[int]:
+        """Run its server for a vLLM on this host; yield its port.
+
+        The engine copies into memory that it shares with the server.
+        """
+        port, http = free_port(), free_port()
+        flags = [
+            "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1",
+            "--http-port", str(http), "--l1-size-gb", str(memory_bytes / (1 << 30)),
+            "--no-l1-use-lazy", "--eviction-policy", "LRU", "--chunk-size", str(chunk_tokens),
+            "--disable-observability", "--supported-transfer-mode", "auto",
+            "--shm-name", f"lmcache-{port}",
+        ]  # fmt: skip
+        with serving_peer(
+            [*self._command("server"), *flags], [port, http], self.folder / "lmcache-server.log"
+        ):
+            yield port
 
     def _command(self, *words: str) -> list[str]:
         return [*QUIET, str(self.python.with_name("lmcache")), *words]

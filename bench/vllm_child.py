@@ -24,9 +24,9 @@ def generate(
     inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     for one, salt in zip(inputs, salts or [], strict=False):
         one["cache_salt"] = salt
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     outputs = llm.generate(inputs, sampling, use_tqdm=False)
-    took_s = time.perf_counter() - began
+    took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
@@ -36,6 +36,7 @@ def generate(
             "cached": output.num_cached_tokens or 0,
             "finish": output.outputs[0].finish_reason,
             "took_s": took_s,
+            "cpu_s": cpu_s,
         }
         for output in outputs
     ]
@@ -70,6 +71,27 @@ def settle(llm: LLM) -> bool:
     return worker._worker is None or worker._worker.settled(30.0)
 
 
+def drain(llm: LLM, within_s: float = 10.0) -> bool:
+    """Step until whoever holds blocks to store them has let go, and forget what is cached."""
+    began = time.perf_counter()
+    while not llm.reset_prefix_cache():
+        if time.perf_counter() - began > within_s:
+            return False
+        llm.llm_engine.step()
+        time.sleep(0.002)
+    return True
+
+
+def lose(llm: LLM, chunks: int) -> bool:
+    """Have loads bring so many chunks at most, as if the others had been evicted; 0: all again."""
+    connector = sides(llm)[1]._worker._connector
+    vars(connector).pop("read_into", None)
+    read_into = connector.read_into
+    if chunks:
+        connector.read_into = lambda digests, room: read_into(digests[:chunks], room)
+    return True
+
+
 def counts(llm: LLM) -> dict[str, int]:
     """Return what the engine's metrics counted of the store since it began."""
     names = {
@@ -85,7 +107,7 @@ def counts(llm: LLM) -> dict[str, int]:
     for side, name in ((scheduler._scheduler, "scheduler"), (worker._worker, "worker")):
         if side is not None:
             found.update({f"{name}_{key}": count for key, count in side.counted.items()})
-            errors = (side._ranks[0] if name == "scheduler" else side._connector).stats()
+            errors = side._connector.stats()
             found.update({f"{name}_error_{key}": n for key, n in errors.load_errors.items()})
             found.update({f"{name}_store_error_{key}": n for key, n in errors.store_errors.items()})
     return found
@@ -100,6 +122,8 @@ def main() -> None:
         "generate": generate,
         "abort": abort,
         "settle": settle,
+        "drain": drain,
+        "lose": lose,
         "counts": counts,
         "reset": lambda llm, **how: llm.reset_prefix_cache(**how),
     }

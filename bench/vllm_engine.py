@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,17 @@ _ENVIRONMENT = {
 class EngineProcess:
     """One engine over *model*; *store* is its ``kv_connector_extra_config``, None for no store.
 
-    *settings* are further arguments of ``vllm.LLM``. What it wrote is in *log*.
+    *settings* are further arguments of ``vllm.LLM``, *child* the module that runs it and what it
+    is told. What it wrote is in *log*.
     """
 
     def __init__(
-        self, model: Path, log: Path, store: dict[str, Any] | None = None, **settings: Any
+        self,
+        model: Path,
+        log: Path,
+        store: dict[str, Any] | None = None,
+        child: Sequence[str] = ("bench.vllm_child",),
+        **settings: Any,
     ) -> None:
         arguments = {
             "model": str(model), "dtype": "float32", "enforce_eager": True, "block_size": 32,
@@ -49,7 +56,7 @@ class EngineProcess:
         settled = [f"{name}={value}" for name, value in _ENVIRONMENT.items()]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                ["env", *settled, str(PYTHON), "-m", "bench.vllm_child"],
+                ["env", *settled, str(PYTHON), "-m", *child],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

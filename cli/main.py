@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
+from kvstore.cli.blend import blend_app
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 EXIT_NOT_HELD = 1
@@ -51,6 +52,7 @@ trace_app = typer.Typer(
     help="What a server is asked for: recorded without anything of anybody's, and replayed.",
 )
 app.add_typer(trace_app, name="trace")
+app.add_typer(blend_app, name="blend")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -113,6 +115,54 @@ def top(
         show_once(address, as_json=as_json)
     else:
         show_live(address, every_s)
+
+
+@app.command()
+def explain(  # noqa: PLR0913 - each is an option
+    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = DEFAULT_ADDRESS,
+    representation: Annotated[
+        Path | None,
+        typer.Option(
+            "--model-representation", metavar="FILE", help="JSON, as --spaces --json prints it."
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Of the chunks; on the server's host.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Token ids of a prompt.")
+    ] = None,
+    keys: Annotated[
+        list[str] | None, typer.Option(metavar="HEX", help="A key or digest; give it repeatedly.")
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(metavar="N", help="Of the engine.")] = 256,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HEX", help="What else names the prompt, such as its salt."),
+    ] = None,
+    recent: Annotated[
+        int, typer.Option(metavar="N", min=0, help="The last N misses, and engines' own counts.")
+    ] = 0,
+    spaces: Annotated[
+        bool, typer.Option("--spaces", help="Each model's identity that is known there.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say why a prompt's chunks are hits or misses, or what missed lately and why."""
+    from kvstore.cli.explain import Question, ask_explain, explain_as_json, print_explain
+    from kvstore.proto.errors import RepresentationError
+
+    try:
+        question = Question(
+            representation, namespace, tokens, keys or (), chunk_tokens, extra or (), recent, spaces
+        )
+        reply = ask_explain(address, question)
+    except (InvalidRequestError, RepresentationError, OSError) as error:
+        _fail(error, EXIT_USAGE)
+    if as_json:
+        print(explain_as_json(address, reply))
+    else:
+        print_explain(reply)
 
 
 @config_app.command(context_settings=_AS_SERVER)

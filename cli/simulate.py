@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,7 +161,7 @@ def replay_blocks(
     for at, now_s in enumerate(times):
         chain = rows[starts[at] : starts[at + 1]]
         if chain:
-            facts = Facts(tokens_full=is_full[chain[-1]], prompt_chunks=len(chain))
+            facts = _facts(is_full[chain[-1]], len(chain))
             hits[at] = replay.request(chain, block_bytes, now_s, facts, flops[: len(chain)])
     spent_s = time.perf_counter() - started
     first = trace.requests // 2 if terms.from_half else 0
@@ -176,6 +177,11 @@ def replay_blocks(
         block_hit_rate=_share(int(hit_blocks.sum()), int(trace.known[first:].sum())),
         evictions=replay.evictions,
     )
+
+
+@lru_cache(maxsize=1024)
+def _facts(tokens_full: bool, prompt_chunks: int) -> Facts:
+    return Facts(tokens_full=tokens_full, prompt_chunks=prompt_chunks)
 
 
 def flops_by_place(blocks: int, block_tokens: int) -> NDArray[np.float64]:

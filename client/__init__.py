@@ -7,3 +7,4 @@ from kvstore.client.client import Client as Client
 from kvstore.client.options import ClientOptions as ClientOptions
 from kvstore.client.pages import PageAxes as PageAxes
 from kvstore.client.pages import PagedKV as PagedKV
+from kvstore.client.rectangle import Rectangle as Rectangle

@@ -17,6 +17,7 @@ from kvstore.client.levelled_get import Levelled
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.pages import PagedKV
+from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, TensorLike
 from kvstore.client.transport import Put
 from kvstore.codecs.base import ChunkTensors
@@ -72,10 +73,17 @@ class AsyncClient:
         return await asyncio.to_thread(self.sync.keys, tokens, extra)
 
     async def put(
-        self, chunks: Sequence[Chunk], *, durable: bool = False, hints: Hints = NO_HINTS
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        durable: bool = False,
+        hints: Hints = NO_HINTS,
+        rectangle: Rectangle | None = None,
     ) -> list[Put]:
-        """Store chunks."""
-        return await asyncio.to_thread(self.sync.put, chunks, durable=durable, hints=hints)
+        """Store chunks, or what one rank has of them."""
+        return await asyncio.to_thread(
+            self.sync.put, chunks, durable=durable, hints=hints, rectangle=rectangle
+        )
 
     async def lookup(
         self,
@@ -84,6 +92,7 @@ class AsyncClient:
         min_fidelity: Fidelity = Fidelity.exact,
         prefill: PrefillModel | None = None,
         prompt_tokens: int = 0,
+        wait_ms: int = 0,
     ) -> Match:
         """Find the longest prefix of *keys* that can be read now, and plan its loads."""
         return await asyncio.to_thread(
@@ -92,7 +101,12 @@ class AsyncClient:
             min_fidelity=min_fidelity,
             prefill=prefill,
             prompt_tokens=prompt_tokens,
+            wait_ms=wait_ms,
         )
+
+    async def promise(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
+        """Say that *keys* will be put within *within_ms*."""
+        return await asyncio.to_thread(self.sync.promise, keys, within_ms)
 
     async def plan(self, chains: Sequence[Sequence[ChunkKey]], ttl_ms: int = 0) -> PlannedBatch:
         """Announce a batch of prompts."""
@@ -104,9 +118,12 @@ class AsyncClient:
         out: Sequence[LayerTensors] | None = None,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
+        rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified."""
-        return await asyncio.to_thread(self.sync.get, keys, out, min_fidelity=min_fidelity)
+        return await asyncio.to_thread(
+            self.sync.get, keys, out, min_fidelity=min_fidelity, rectangle=rectangle
+        )
 
     async def get_pages(
         self,

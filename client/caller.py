@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -58,6 +58,8 @@ class Caller:
         self._connection = Connection(address, self.options.retry_after_ms)
         self._reader = Reader(self.options.copy_threads)
         self._link = LinkMeter(FIRST_GUESS_BYTES_PER_S)
+        self.counts: Callable[[], Mapping[str, int]] = dict
+        """Returns what the engine counted, for ``kvstore explain``; each heartbeat tells it."""
         self._transport: Transport | None = None
         self._closed = False
         # Guards the two fields above; held while a session opens, which happens once.
@@ -72,7 +74,9 @@ class Caller:
             return self._transport
 
     def _connect(self) -> Transport:
-        session = Session(self._connection, self.representation, self.options)
+        session = Session(
+            self._connection, self.representation, self.options, lambda: self.counts()
+        )
         wanted = self.options.transport
         if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
             try:

@@ -13,6 +13,7 @@ from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import (
     DIGEST_BYTES,
+    END_KINDS,
     ROOT,
     ChainDigest,
     ChunkKey,
@@ -30,7 +31,8 @@ class Chunk:
     ``tensors``: components, then layers, then parts (K and V), each (kv_heads, tokens,
     head_dim), numpy or torch on the CPU, any strides, or in blocks (``PagedKV.tensors``).
     ``parent`` is the chain digest of the chunk before this one. ``position`` is the index of
-    the first token in its prompt.
+    the first token in its prompt. ``layout`` says what there is of the end of a chunk of a model
+    with window or state layers (``KVLayout.of``); None says all of it, which is told by attention.
     """
 
     key: ChunkKey
@@ -39,6 +41,7 @@ class Chunk:
     position: int = 0
     prefill_flops: float = 0.0
     content: bytes = bytes(DIGEST_BYTES)
+    layout: KVLayout | None = None
 
     def __post_init__(self) -> None:
         check_naming(self)
@@ -48,18 +51,30 @@ class Chunk:
 
         Raises LayoutMismatchError when they are not what *representation* states.
         """
+        layout = self.layout or self._whole(representation)
+        if not layout.is_of(representation):
+            fix = "make it with KVLayout.of this client's Representation"
+            raise LayoutMismatchError("layout", layout, fix)
+        arrays = to_arrays(self.tensors)
+        self._check_dtypes(layout)
+        check_tensors(layout, arrays)
+        return layout, arrays
+
+    def _whole(self, representation: Representation) -> KVLayout:
+        """Return the layout of a chunk that has everything, by its attention's tokens."""
+        kinds = [group.kind for group in representation.layer_groups]
+        plain = [index for index, kind in enumerate(kinds) if kind not in END_KINDS]
+        if not plain:
+            fix = "say which: without attention the tensors do not tell"
+            raise LayoutMismatchError("layout", None, fix)
         try:
-            tokens = int(self.tensors[0][0][0].shape[1])
+            tokens = int(self.tensors[plain[0]][0][0].shape[1])
         except (AttributeError, IndexError, TypeError):
             raise LayoutMismatchError(
                 "tensors", type(self.tensors).__name__,
                 "give components, layers, parts of (kv_heads, tokens, head_dim)",
             ) from None  # fmt: skip
-        layout = KVLayout.of(representation, tokens)
-        arrays = to_arrays(self.tensors)
-        self._check_dtypes(layout)
-        check_tensors(layout, arrays)
-        return layout, arrays
+        return KVLayout.of(representation, tokens)
 
     def _check_dtypes(self, layout: KVLayout) -> None:
         for component, layers in zip(layout.components, self.tensors, strict=False):

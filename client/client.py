@@ -9,9 +9,12 @@ from typing_extensions import override
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engine_calls import EngineCalls, check_frame_bytes, check_out
-from kvstore.client.keeping import Keeping
+from kvstore.client.keeping import Keeping, check_wait
 from kvstore.client.lease import ChunkLease
+from kvstore.client.outgoing import OutgoingPortion
 from kvstore.client.reader import given
+from kvstore.client.rectangle import Rectangle
+from kvstore.client.resolving import Resolving
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Outgoing, Put, Transport
@@ -24,6 +27,7 @@ from kvstore.proto.keys import chain_digests, chunk_key
 from kvstore.proto.places import PlaceRows
 from kvstore.proto.plan_wire import engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
+from kvstore.proto.portion import Portion
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -35,7 +39,7 @@ from kvstore.proto.types import (
 from kvstore.proto.wire import fidelity_number, hints_to_message, match_from_message
 
 
-class Client(Keeping, EngineCalls):
+class Client(Keeping, EngineCalls, Resolving):
     """Put, look up and get chunks of one Representation. Thread-safe.
 
     Connects at the first call, and again after the server restarted. Every method raises
@@ -53,11 +57,18 @@ class Client(Keeping, EngineCalls):
 
     @override
     def put(
-        self, chunks: Sequence[Chunk], *, durable: bool = False, hints: Hints = NO_HINTS
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        durable: bool = False,
+        hints: Hints = NO_HINTS,
+        rectangle: Rectangle | None = None,
     ) -> list[Put]:
         """Store chunks; with *durable* return once they would survive a power cut.
 
-        *hints* are of all of them; who has nothing to say leaves them out.
+        *hints* are of all of them; who has nothing to say leaves them out. With a *rectangle* the
+        tensors are those of one rank: the outcome is ``pending`` until other ranks have put the
+        rest of a chunk, and ``stored`` for the one that makes it whole.
         Raises LayoutMismatchError or RepresentationError before anything is sent when a
         chunk is not of this client's Representation.
         """
@@ -65,7 +76,7 @@ class Client(Keeping, EngineCalls):
             return []
 
         def work(transport: Transport) -> list[Put]:
-            outgoing = [self._outgoing(transport.session, chunk) for chunk in chunks]
+            outgoing = [self._outgoing(transport.session, chunk, rectangle) for chunk in chunks]
             results: list[Put] = []
             for batch in _batches(outgoing, transport.session.terms.max_batch_chunks):
                 results += transport.put(
@@ -78,14 +89,23 @@ class Client(Keeping, EngineCalls):
 
         return self._with_session(work)
 
-    def _outgoing(self, session: Session, chunk: Chunk) -> Outgoing:
+    def _outgoing(
+        self, session: Session, chunk: Chunk, rectangle: Rectangle | None = None
+    ) -> Outgoing:
         self._digest(chunk.key)
-        layout, arrays = chunk.arrays(self.representation)
+        portion: Portion | None = None
+        if rectangle is None:
+            layout, arrays = chunk.arrays(self.representation)
+        else:
+            portion, arrays = rectangle.arrays(self.representation, chunk)
+            layout = portion.whole
         template = FrameTemplate(
             chunk.key, chunk.parent, session.representation_digest, chunk.content, layout,
             chunk.position, chunk.prefill_flops,
         )  # fmt: skip
         check_frame_bytes(session, layout)
+        if portion is not None:
+            return OutgoingPortion(template, arrays, portion)
         return Outgoing(template, arrays)
 
     def lookup(
@@ -96,6 +116,7 @@ class Client(Keeping, EngineCalls):
         min_fidelity: Fidelity = Fidelity.exact,
         prefill: PrefillModel | None = None,
         prompt_tokens: int = 0,
+        wait_ms: int = 0,
     ) -> Match:
         """Find the longest prefix of *keys* that can be read now; one round trip.
 
@@ -105,12 +126,18 @@ class Client(Keeping, EngineCalls):
         to ``get_levelled``, which also weighs at which level to load each chunk:
 
             client.get_levelled(keys, PlanTerms(deadline_s, prefill, decode_bytes_per_s))
+
+        With *wait_ms* the answer waits, for so long at most, until the chunks are here that
+        others are putting or have promised.
         """
         least = fidelity_number(min_fidelity)
         tokens = prompt_tokens or len(keys) * self.options.chunk_tokens
         engine = EngineTerms(prefill, tokens) if prefill is not None else None
         request = pb.LookupRequest(
-            lease=lease, min_fidelity=least, prefill=engine_to_message(engine)
+            lease=lease,
+            min_fidelity=least,
+            prefill=engine_to_message(engine),
+            wait_ms=check_wait(wait_ms),
         )
         return self._look(keys, request)[0]
 
@@ -122,10 +149,8 @@ class Client(Keeping, EngineCalls):
         def work(transport: Transport) -> tuple[Match, bytes, Transport]:
             request.session_id = transport.session.terms.session_id
             request.digests = self._digests(keys)
-            request.deadline_ms = self.options.deadline_ms
-            reply = transport.calls.call(
-                "Lookup", request, self.options.deadline_ms, pb.LookupResponse
-            )
+            request.deadline_ms = self.options.deadline_ms + request.wait_ms
+            reply = transport.calls.call("Lookup", request, request.deadline_ms, pb.LookupResponse)
             match = match_from_message(reply, len(keys))
             return match, reply.places, transport
 
@@ -137,6 +162,7 @@ class Client(Keeping, EngineCalls):
         out: Sequence[LayerTensors] | None = None,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
+        rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified.
 
@@ -144,9 +170,10 @@ class Client(Keeping, EngineCalls):
         are written into *out*, one entry a key, numpy or torch. What lies in *out* past the
         returned length is not to be used. Below an exact *min_fidelity* any of them may be
         restored from a lossy copy: neither they nor what is computed from them is to be put.
+        With a *rectangle* tensors, and *out*, are what one rank has of each chunk.
         """
         check_out(keys, out)
-        return self._read_prefix(keys, given(out), min_fidelity)
+        return self._read_prefix(keys, self._room(given(out), rectangle), min_fidelity)
 
     def lease(
         self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact

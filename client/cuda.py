@@ -180,7 +180,9 @@ class CudaClient(Client):
 
     @override
     def _connect(self) -> Transport:
-        session = Session(self._connection, self.representation, self.options)
+        session = Session(
+            self._connection, self.representation, self.options, lambda: self.counts()
+        )
         try:
             return CudaTransport(session)
         except (KVStoreError, OSError):

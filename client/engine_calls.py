@@ -17,13 +17,16 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.pages import PagedKV
 from kvstore.client.reader import Room, given
+from kvstore.client.rectangle import Rectangle
+from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Put, Transport
-from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
+from kvstore.codecs.base import ChunkTensors
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import END_KINDS, ChunkKey, Fidelity, KVLayout
 
 LAYERED_PUT_MS = 60_000
 """What a forward pass over a long prompt may take."""
@@ -34,9 +37,36 @@ class EngineCalls(Caller, ABC):
 
     @abstractmethod
     def put(
-        self, chunks: Sequence[Chunk], *, durable: bool = False, hints: Hints = NO_HINTS
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        durable: bool = False,
+        hints: Hints = NO_HINTS,
+        rectangle: Rectangle | None = None,
     ) -> list[Put]:
         """Store chunks."""
+
+    def get_into(
+        self,
+        keys: Sequence[ChunkKey],
+        room: Room,
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
+        rectangle: Rectangle | None = None,
+    ) -> list[ChunkTensors]:
+        """Read like ``get``, into what *room* gives for each chunk once its layout is known.
+
+        ``room(i, layout)`` returns tensors of that layout; a window or state that is not wanted
+        has no layers there, and is neither read from shared memory or a file nor verified. It is
+        called by several threads, in any order. With a *rectangle* the layouts are those of what
+        one rank has.
+        """
+        return self._read_prefix(keys, self._room(room, rectangle), min_fidelity)
+
+    def _room(self, room: Room, rectangle: Rectangle | None) -> Room:
+        if rectangle is None:
+            return room
+        return RectangleRoom(room, rectangle, self.representation)
 
     def get_pages(
         self,
@@ -87,6 +117,10 @@ class EngineCalls(Caller, ABC):
         close it: it keeps the chunks from eviction.
         """
         check_out(keys, out)
+        for group in self.representation.layer_groups:
+            if group.kind in END_KINDS:
+                fix = "not every chunk has such layers: read these models' chunks whole, by get"
+                raise LayoutMismatchError("kind", group.kind.name, fix)
         transport = self._connected()
         layers = self._layers(transport, keys, given(out), min_fidelity)
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from xxhash import xxh3_64
 
-from kvstore.codecs.base import AnyPart, AnyTensors, check_tensors
+from kvstore.codecs.base import AnyPart, AnyTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -82,11 +82,11 @@ class FileFrame:
         our own.
         """
         _RAW.check_header(header)
-        check_tensors(header.layout, out)
+        check_room(header.layout, out)
         starts = header.segments["offset"].tolist()
         sizes = header.segments["stored_bytes"].tolist()
-        layers = [parts for component in out for parts in component]
-        for index, (start, size, parts) in enumerate(zip(starts, sizes, layers, strict=True)):
+        for index, _, parts in each_wanted(header.layout, out):
+            start, size = starts[index], sizes[index]
             flat = _flat(parts)
             if flat is None:
                 _RAW.decode_checked(header, index, self[start : start + size], parts)

@@ -8,6 +8,7 @@ from kvstore.client.caller import Caller
 from kvstore.client.transport import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.hints import MAX_HANDOVER_MS
 from kvstore.proto.plan_wire import batch_from_message
 from kvstore.proto.plans import PlannedBatch
 from kvstore.proto.types import ChunkKey
@@ -26,6 +27,17 @@ class Keeping(Caller):
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
         """End pins; return how many there were."""
         return self._ask("Unpin", pb.UnpinRequest(), keys, pb.UnpinResponse).unpinned
+
+    def promise(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
+        """Say that this client will put *keys* within *within_ms*, at most ten minutes.
+
+        Until then lookups of others count them as pending, and may wait for them. 0 takes the
+        promise back; the end of the session does, too. Return how many are pending by that: not
+        those that are there, or that somebody else has promised.
+        """
+        _check_uint32("within_ms", within_ms)
+        request = pb.PromiseRequest(ttl_ms=within_ms)
+        return self._ask("Promise", request, keys, pb.PromiseResponse).pending
 
     def plan(self, chains: Sequence[Sequence[ChunkKey]], ttl_ms: int = 0) -> PlannedBatch:
         """Announce a batch of prompts, each by the keys of its chunks, in one round trip.
@@ -89,3 +101,10 @@ class Keeping(Caller):
 def _check_uint32(field: str, value: int) -> None:
     if not 0 <= value < 1 << 32:
         raise InvalidRequestError(field, value, "give 0 to 2^32-1")
+
+
+def check_wait(wait_ms: int) -> int:
+    """Return *wait_ms* if chunks may be waited for so long. Raises InvalidRequestError."""
+    if not 0 <= wait_ms <= MAX_HANDOVER_MS // 2:
+        raise InvalidRequestError("wait_ms", wait_ms, f"use 0 to {MAX_HANDOVER_MS // 2}")
+    return wait_ms

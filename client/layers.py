@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -67,6 +67,8 @@ class LayerReader:
         self._keys = keys
         self._feed = feed
         self._room = room
+        self.accepts: Callable[[int, FrameHeader], bool] | None = None
+        """Whether the frame of a chunk, by its place, is the one that is wanted; None: all are."""
         self._order = layer_order(session.representation)
         self._chunks: list[_Chunk] = []
         # Chunks from here on are lost. It only ever sinks; who reads it late does too much.
@@ -112,6 +114,8 @@ class LayerReader:
             key = self._keys[opened.index]
             try:
                 header = check_header(self._session, key, opened.header, opened.frame_bytes)
+                if self.accepts is not None and not self.accepts(opened.index, header):
+                    break
                 codec = codec_by_id(header.codec_id)
                 codec.check_header(header)
             except (ChunkCorruptError, InvalidFrameError):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from kvstore.codecs.base import AnyTensors
+from kvstore.codecs.portions import encode_portion, portion_frame_bytes
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.portion import Portion
+from kvstore.proto.types import KVLayout
 
 RAW = RawCodec()
 
@@ -24,7 +29,34 @@ class Outgoing:
         """Size of its raw frame."""
         return raw_frame_bytes(self.template.layout)
 
+    @property
+    def extent(self) -> KVLayout | Portion:
+        """The layout of the chunk, or what there is of it."""
+        return self.template.layout
+
     def encode(self, out: Bytes, flags: int = 0) -> None:
         """Write the raw frame into *out*, with *flags* in its header."""
         template = replace(self.template, flags=flags) if flags else self.template
         RAW.encode(template, self.tensors, out)
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingPortion(Outgoing):
+    """The same of what one rank has: the template is the chunk's, the tensors are its own."""
+
+    portion: Portion
+
+    @property
+    @override
+    def frame_bytes(self) -> int:
+        return portion_frame_bytes(self.portion)
+
+    @property
+    @override
+    def extent(self) -> KVLayout | Portion:
+        return self.portion
+
+    @override
+    def encode(self, out: Bytes, flags: int = 0) -> None:
+        """Write the frame, always summed and without *flags*."""
+        encode_portion(self.template, self.portion, self.tensors, out)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.client.chunk import Chunk, stated_dtype
 from kvstore.client.reader import Room
@@ -23,6 +24,7 @@ from kvstore.proto.types import (
     ChunkKey,
     KVLayout,
     LayerGroup,
+    LayerKind,
     Representation,
 )
 
@@ -80,6 +82,10 @@ class PagedKV:
         self, representation: Representation, tensors: PageTensors, axes: PageAxes
     ) -> None:
         self.representation = representation
+        for group in representation.layer_groups:
+            if group.kind is LayerKind.state:
+                fix = "pages hold tokens: move states through tensors of their own"
+                raise LayoutMismatchError("kind", group.kind.name, fix)
         layers = _layers(tensors, axes)
         count = sum(len(group.layer_ids) for group in representation.layer_groups)
         if len(layers) != count:
@@ -104,13 +110,19 @@ class PagedKV:
         Raises InvalidRequestError for blocks that are not there, named twice or too few.
         """
         ids = check_block_ids(block_ids, self.blocks)
-        return self._tensors(BlockSpan.of(ids, self.block_tokens, start, stop))
+        return self._tensors(ids, start, stop)
 
-    def _tensors(self, span: BlockSpan) -> LayerTensors:
-        return [
-            [[BlockPart(pages, span) for pages in parts] for parts in layers]
-            for layers in self._groups
-        ]
+    def _tensors(self, ids: NDArray[np.intp], start: int, stop: int) -> LayerTensors:
+        whole = BlockSpan.of(ids, self.block_tokens, start, stop)
+        found = []
+        groups = self.representation.layer_groups
+        for group, layers in zip(groups, self._groups, strict=True):
+            span = whole
+            if group.kind is LayerKind.window:
+                first = max(start, stop - max(1, group.window_tokens - 1))
+                span = BlockSpan.of(ids, self.block_tokens, first, stop)
+            found.append([[BlockPart(pages, span) for pages in parts] for parts in layers])
+        return found
 
     def room(
         self, block_ids: Sequence[int], token_count: int, chunk_tokens: int
@@ -118,7 +130,7 @@ class PagedKV:
         """Return where each chunk of a prompt of *token_count* tokens goes, as ``out`` of a get."""
         ids = check_block_ids(block_ids, self.blocks)
         return [
-            self._tensors(BlockSpan.of(ids, self.block_tokens, start, stop))
+            self._tensors(ids, start, stop)
             for start, stop in chunk_spans(token_count, chunk_tokens)
         ]
 
@@ -130,8 +142,7 @@ class PagedKV:
             if index < chunks - 1 and layout.tokens != chunk_tokens:
                 raise LayoutMismatchError("tokens", layout.tokens, f"give {chunk_tokens}")
             start = index * chunk_tokens
-            stop = start + layout.tokens
-            return self._tensors(BlockSpan.of(ids, self.block_tokens, start, stop))
+            return self._tensors(ids, start, start + layout.tokens)
 
         return room
 

@@ -20,8 +20,9 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
+from kvstore.proto.portion import Portion
 from kvstore.proto.types import DIGEST_BYTES, PutOutcome
-from kvstore.proto.wire import hints_to_message, join_digests, layout_to_message
+from kvstore.proto.wire import hints_to_message, join_digests, layout_to_message, portion_to_message
 
 _GROUPS_PER_RESERVE = 4
 _UNANSWERED = (DeadlineError, TierUnavailableError, LeaseExpiredError)
@@ -192,14 +193,17 @@ class _Group:
 def _reserve_request(
     session_id: int, group: Sequence[Outgoing], terms: PutTerms
 ) -> pb.ReserveRequest:
-    layouts = list(dict.fromkeys(chunk.template.layout for chunk in group))
+    layouts = list(dict.fromkeys(chunk.extent for chunk in group))
     return pb.ReserveRequest(
         session_id=session_id,
         digests=join_digests(chunk.template.key[DIGEST_BYTES:] for chunk in group),
         parents=join_digests(chunk.template.parent for chunk in group),
         frame_bytes=[chunk.frame_bytes for chunk in group],
-        layout=[layouts.index(chunk.template.layout) for chunk in group],
-        layouts=[layout_to_message(layout) for layout in layouts],
+        layout=[layouts.index(chunk.extent) for chunk in group],
+        layouts=[
+            portion_to_message(one) if isinstance(one, Portion) else layout_to_message(one)
+            for one in layouts
+        ],
         durable=terms.durable,
         deadline_ms=terms.within_ms,
         hints=hints_to_message(terms.hints),

@@ -11,10 +11,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvstore.client.file_frame import FileFrame
 from kvstore.client.layer_feed import in_time
+from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.client.transport import Arrived
 from kvstore.codecs.base import AnyTensors, ChunkTensors, codec_by_id, empty_tensors
+from kvstore.codecs.portions import cut
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Sliced
 from kvstore.proto.errors import (
@@ -185,7 +187,9 @@ def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> Chu
         header = check_header(session, key, arrived.frame, len(arrived.frame))
         tensors: ChunkTensors = room(arrived.index, header.layout)
         frame = arrived.frame
-        if isinstance(frame, FileFrame) and header.codec_id == RawCodec.codec_id:
+        if isinstance(room, RectangleRoom):
+            cut(header, frame, room.portion(header.layout), tensors)
+        elif isinstance(frame, FileFrame) and header.codec_id == RawCodec.codec_id:
             frame.decode_into(header, tensors)
         else:
             codec_by_id(header.codec_id).decode_into(header, frame[:], tensors)

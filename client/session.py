@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvstore.client.connection import Connection
@@ -35,12 +36,24 @@ class SessionTerms:
     arena_bytes: int
 
 
+def _nothing() -> Mapping[str, int]:
+    return {}
+
+
 class Session:
-    """One open session. A daemon thread beats for it until ``close``."""
+    """One open session. A daemon thread beats for it until ``close``.
+
+    *counts* returns what the engine counted since its birth, which each beat tells the server.
+    """
 
     def __init__(
-        self, connection: Connection, representation: Representation, options: ClientOptions
+        self,
+        connection: Connection,
+        representation: Representation,
+        options: ClientOptions,
+        counts: Callable[[], Mapping[str, int]] = _nothing,
     ) -> None:
+        self._counts = counts
         self.connection = connection
         self.representation = representation
         self.representation_digest = representation_digest(representation)
@@ -87,7 +100,8 @@ class Session:
 
         Raises LeaseExpiredError when it does not know the session any more.
         """
-        request = pb.HeartbeatRequest(session_id=self.terms.session_id)
+        counts = {name: count for name, count in dict(self._counts()).items() if count > 0}
+        request = pb.HeartbeatRequest(session_id=self.terms.session_id, counts=counts)
         reply = self.connection.call(
             "Heartbeat", request, self.options.deadline_ms, pb.HeartbeatResponse
         )

@@ -25,6 +25,7 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
 )
 from kvstore.proto.places import Place
+from kvstore.proto.portion import Portion
 from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout
 
 if TYPE_CHECKING:
@@ -131,6 +132,16 @@ class ChunkView:
         return [
             [list(self.layer(index, number)) for index in range(component.layers)]
             for number, component in enumerate(self.layout.components)
+        ]
+
+    def cut(self, portion: Portion) -> ChunkTensors:
+        """Return what *portion* covers of every layer, as slices of the server's memory."""
+        return [
+            [
+                list(self.layer(index, number)[:, extent.first_head : extent.head_stop])
+                for index in range(extent.first_layer, extent.layer_stop)
+            ]
+            for number, extent in portion.numbered
         ]
 
     def confirm(self) -> None:

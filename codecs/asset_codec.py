@@ -27,7 +27,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import NO_ASSET, FrameHeader, FrameTemplate
-from kvstore.proto.types import Component, Fidelity, LayerKind
+from kvstore.proto.types import Component, Fidelity, KVLayout, LayerKind
 
 HEAD_BYTES = 24
 CODED = 1
@@ -73,7 +73,7 @@ class AssetCodec(LossyCodec):
     ) -> tuple[Bytes, float] | None:
         """Return a layer's bytes, the first of them CODED, and its largest error, or None.
 
-        *bits* are finite floats as ``<u2`` or ``<u4``; ``layer_id`` counts the chunk's layers.
+        *bits* are finite floats as ``<u2`` or ``<u4``; ``layer_id`` is the asset's number.
         None keeps the layer as it is. Raises LayoutMismatchError when the asset is for
         layers of another shape.
         """
@@ -83,6 +83,10 @@ class AssetCodec(LossyCodec):
         self, data: Bytes, component: Component, out: Sequence[Part], position: int | None
     ) -> None:
         """Decode what ``coded`` returned, at least HEAD_BYTES. Raises as ``decode_layer``."""
+
+    @abstractmethod
+    def layer_count(self, asset: Asset) -> int:
+        """Return how many layers *asset* has tables for. Raises InvalidRequestError."""
 
     @override
     def check_asset(self, header: FrameHeader) -> None:
@@ -99,8 +103,7 @@ class AssetCodec(LossyCodec):
 
     @override
     def max_segment_bytes(self, component: Component) -> int:
-        """Upper bound of one encoded layer: what it has as it is. Raises LayoutMismatchError."""
-        self._check_kind(component)
+        """Upper bound of one encoded layer: what it has as it is."""
         return HEAD_BYTES + component.layer_bytes
 
     @override
@@ -113,22 +116,37 @@ class AssetCodec(LossyCodec):
     ) -> FrameHeader:
         """Write the frame of *layers* by the newest asset of the template's model.
 
-        Raises UnknownCodecError when there is none. Nothing in *terms* is used: what they
-        would say of the model stands in the asset.
+        Raises UnknownCodecError when there is none, LayoutMismatchError when it has tables for
+        more layers or fewer than the chunk has keys and values of. Nothing in *terms* is used:
+        what they would say of the model stands in the asset.
         """
         if self._bound is not None:
             # Terms of another layout are refused all the same.
             next((terms or EncodeTerms()).layers(template.layout, template.position))
-            return super().encode_layers(template, layers, out)
+            mine = EncodeTerms(layer_ids=self._numbers(template.layout, self._bound))
+            return super().encode_layers(template, layers, out, mine)
         asset = self._shelf.for_model(self.kind, template.representation)
         bound = type(self)(self.quality, self._shelf, asset)
         return bound.encode_layers(template, layers, out, terms)
 
+    def _numbers(self, layout: KVLayout, asset: Asset) -> tuple[int, ...]:
+        """Number the layers as the asset does, which has none for states. Raises as it says."""
+        numbers, count = [], 0
+        for component in layout.components:
+            is_state = component.kind is LayerKind.state
+            numbers += [0 if is_state else count + layer for layer in range(component.layers)]
+            count += 0 if is_state else component.layers
+        known = self.layer_count(asset)
+        codable = any(_is_float(component) for component in layout.components)
+        if codable and count != known:
+            fix = f"the asset has tables for {known}: only chunks with all of them are coded"
+            raise LayoutMismatchError("layers", count, fix)
+        return tuple(numbers)
+
     @override
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
-        """Encode one layer; exact when it cannot be coded. ``layer_id`` counts the chunk's."""
+        """Encode one layer; exact when it cannot be coded. ``layer_id`` is the asset's number."""
         component = layer.component
-        self._check_kind(component)
         if self._bound is None:
             raise UnknownCodecError(f"{self.name} without an asset", "encode whole frames")
         bits = [part.view(f"<u{part.dtype.itemsize}") for part in parts]
@@ -153,12 +171,11 @@ class AssetCodec(LossyCodec):
         Raises InvalidFrameError on bad contents, UnknownCodecError when the layer's asset is
         not here, InvalidRequestError for a *position* where keys cannot be rotated.
         """
-        self._check_kind(component)
         body = data[0]
         if len(body) < HEAD_BYTES:
             raise InvalidFrameError("stored_bytes", len(body), f"at least {HEAD_BYTES}")
         views = [part.view(f"<u{part.dtype.itemsize}") for part in out]
-        if body[0] == CODED and component.dtype in FLOAT_TYPES and component.head_dim <= MAX_DIM:
+        if body[0] == CODED and _is_float(component) and component.head_dim <= MAX_DIM:
             self.decode_coded(body, component, views, position)
             return
         if position is not None:
@@ -171,11 +188,6 @@ class AssetCodec(LossyCodec):
         for part, view in zip(views, _elements(body[HEAD_BYTES:], component), strict=True):
             np.copyto(part, view)
 
-    def _check_kind(self, component: Component) -> None:
-        if component.kind is LayerKind.state:
-            fix = f"{self.name} codes keys, values and latents; store states by a lossless codec"
-            raise LayoutMismatchError("kind", component.kind.name, fix)
-
     def another_model(self, layer: LayerTerms) -> LayoutMismatchError:
         """Return the error of a layer that the asset does not describe."""
         c = layer.component
@@ -183,8 +195,13 @@ class AssetCodec(LossyCodec):
         return LayoutMismatchError("layer", (c.parts, c.kv_heads, c.head_dim), fix)
 
 
+def _is_float(component: Component) -> bool:
+    """Whether it has numbers that may lose some of their precision: no states, no codes."""
+    return component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
+
+
 def _is_codable(bits: Sequence[Part], component: Component) -> bool:
-    if component.dtype not in FLOAT_TYPES or component.head_dim > MAX_DIM:
+    if not _is_float(component) or component.head_dim > MAX_DIM:
         return False
     return all(is_finite(part, component.dtype) for part in bits)
 

@@ -7,7 +7,7 @@ buffers and keeps no state: callers bring the memory, and may call from any thre
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -28,7 +28,7 @@ from kvstore.proto.frame import (
     header_bytes,
 )
 from kvstore.proto.registry import Registry
-from kvstore.proto.types import Component, Fidelity, KVLayout
+from kvstore.proto.types import END_KINDS, Component, Fidelity, KVLayout
 
 Part: TypeAlias = NDArray[Any]
 """One tensor of one layer: (kv_heads, tokens, head_dim), any strides, the dtype's item size.
@@ -175,21 +175,42 @@ class Codec(ABC):
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Verify each segment of *frame* and decode it into *out*.
 
+        A window or state for which *out* has no layers is not wanted, and not looked at.
         Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish. Raises
         UnknownCodecError for a frame of another codec or revision; *out* is then untouched.
         """
         self.check_header(header)
-        check_tensors(header.layout, out)
-        every_layer = (parts for layers in out for parts in layers)
-        for index, parts in enumerate(every_layer):
+        check_room(header.layout, out)
+        for index, _, parts in each_wanted(header.layout, out):
             self.decode_checked(header, index, header.segment(frame, index), parts)
 
 
-def check_tensors(layout: KVLayout, tensors: AnyTensors) -> None:
-    """Raise LayoutMismatchError unless *tensors* has exactly the shapes of *layout*."""
+def check_room(layout: KVLayout, out: AnyTensors) -> None:
+    """Raise LayoutMismatchError unless *out* has the shapes of *layout*, as far as it is wanted."""
+    check_tensors(layout, out, may_lack=True)
+
+
+def each_wanted(
+    layout: KVLayout, out: AnyTensors
+) -> Iterator[tuple[int, Component, Sequence[AnyPart]]]:
+    """Yield the segment, component and parts of each layer that *out* has room for."""
+    first = 0
+    for component, layers in zip(layout.components, out, strict=True):
+        for layer, parts in enumerate(layers):
+            yield first + layer, component, parts
+        first += component.layers
+
+
+def check_tensors(layout: KVLayout, tensors: AnyTensors, *, may_lack: bool = False) -> None:
+    """Raise LayoutMismatchError unless *tensors* has exactly the shapes of *layout*.
+
+    With *may_lack* windows and states may have no layers.
+    """
     if len(tensors) != len(layout.components):
         raise LayoutMismatchError("components", len(tensors), f"give {len(layout.components)}")
     for component, layers in zip(layout.components, tensors, strict=True):
+        if may_lack and not len(layers) and component.kind in END_KINDS:
+            continue
         if len(layers) != component.layers:
             raise LayoutMismatchError("layers", len(layers), f"give {component.layers}")
         for parts in layers:

@@ -116,6 +116,10 @@ class CachegenCodec(AssetCodec):
         symbols = _parse(data[HEAD_BYTES:], component, escapes, tables, layer)
         join(symbols, layer.widths, component, out)
 
+    @override
+    def layer_count(self, asset: Asset) -> int:
+        return sum(len(component[0]) for component in _tables(asset).components)
+
 
 @lru_cache(maxsize=16)
 def _tables(asset: Asset) -> CachegenTables:

@@ -181,7 +181,8 @@ class KvqKernels:
         for index, (layer, head) in enumerate(zip(layers, heads, strict=True)):
             coded = _checked(layer, head, component)
             if coded is not None and positions is not None:
-                coded = replace(coded, place=positions[index // component.layers])
+                place = positions[index // component.layers] + component.first_token
+                coded = replace(coded, place=place)
             found.append(coded or layer)
         return found
 

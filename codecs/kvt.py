@@ -98,6 +98,10 @@ class KvtCodec(AssetCodec):
         for parsed, mine, part in zip(parts, tables, out, strict=True):
             _decode(parsed, mine, mine.deviation * RATIOS[quality], (stored, place), part)
 
+    @override
+    def layer_count(self, asset: Asset) -> int:
+        return sum(len(component[0]) for component in _tables(asset).components)
+
 
 @lru_cache(maxsize=8)
 def _tables(asset: Asset) -> KvtTables:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.codecs.base import AnyPart, AnyTensors, Codec, Part, check_tensors
+from kvstore.codecs.base import (
+    AnyPart,
+    AnyTensors,
+    Codec,
+    Part,
+    check_room,
+    check_tensors,
+    each_wanted,
+)
 from kvstore.codecs.block_part import BlockPart, to_dense
 from kvstore.codecs.terms import EncodedLayer, EncodeTerms, LayerTerms
 from kvstore.proto.buffers import Bytes, checksum, copy_bytes
@@ -135,14 +143,15 @@ class LossyCodec(Codec):
         self.check_header(header)
         if not 0 <= level <= header.levels:
             raise InvalidFrameError("level", level, f"the frame has 0 to {header.levels}")
-        check_tensors(header.layout, out)
+        check_room(header.layout, out)
         count = header.layout.segment_count
-        for index, (component, places) in enumerate(_each(header.layout, out)):
+        for index, component, places in each_wanted(header.layout, out):
             data = []
             for segment in range(index, (level + 1) * count, count):
                 data.append(header.segment(prefix, segment))
                 check_segment(header, segment, checksum(data[-1]))
-            self._decode_places(data, component, places, position)
+            place = None if position is None else position + component.first_token
+            self._decode_places(data, component, places, place)
 
     @override
     def decode_checked(
@@ -165,9 +174,3 @@ class LossyCodec(Codec):
         for place, array in zip(places, dense, strict=True):
             if isinstance(place, BlockPart):
                 place.scatter(array)
-
-
-def _each(layout: KVLayout, tensors: AnyTensors) -> Iterator[tuple[Component, Sequence[AnyPart]]]:
-    for component, layers in zip(layout.components, tensors, strict=True):
-        for parts in layers:
-            yield component, parts

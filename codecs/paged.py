@@ -32,7 +32,7 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.types import Component, DType, KVLayout
+from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
 RAW = RawCodec()
 
@@ -96,6 +96,9 @@ class Paged:
         if len(self.pages) != len(layout.components):
             raise LayoutMismatchError("pages", len(self.pages), f"give {len(layout.components)}")
         for pages, component in zip(self.pages, layout.components, strict=True):
+            if component.first_token or component.kind is LayerKind.state:
+                fix = "pages hold every token: move ends of chunks through tensors"
+                raise LayoutMismatchError("kind", component.kind.name, fix)
             pages.check(component)
             count, _, block_tokens, _ = pages.first.shape
             check_block_ids(self.block_ids, count)

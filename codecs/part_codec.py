@@ -18,7 +18,7 @@ from kvstore.codecs.floats import FLOAT_TYPES, is_finite
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LayoutMismatchError
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Component, Fidelity, LayerKind
 
 HEAD_BYTES = 8
@@ -57,9 +57,9 @@ class PartCodec(LossyCodec):
         """Decode the ``coded_bytes`` *data* into *out*. Raises InvalidFrameError."""
 
     def max_segment_bytes(self, component: Component) -> int:
-        """Upper bound of one encoded layer. Raises LayoutMismatchError for states."""
+        """Upper bound of one encoded layer."""
         sizes = [component.part_bytes] * component.parts
-        if component.dtype in FLOAT_TYPES:
+        if _is_codable(component):
             sizes = [
                 max(component.part_bytes, self.coded_bytes(component, r))
                 for r in self.roles(component)
@@ -67,11 +67,8 @@ class PartCodec(LossyCodec):
         return HEAD_BYTES + sum(sizes)
 
     def roles(self, component: Component) -> Sequence[Role]:
-        """Return what each part of *component* is. Raises LayoutMismatchError for states."""
-        if component.kind is LayerKind.state:
-            fix = f"{self.name} codes keys, values and latents; store states by a lossless codec"
-            raise LayoutMismatchError("kind", component.kind.name, fix)
-        return (Role.values,) if component.kind is LayerKind.mla else (Role.keys, Role.values)
+        """Return what each part of *component* is."""
+        return (Role.values,) if component.parts == 1 else (Role.keys, Role.values)
 
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
         """Encode one layer into *out*; exact when no part of it could be coded."""
@@ -90,7 +87,7 @@ class PartCodec(LossyCodec):
         return EncodedLayer(end, fidelity, error)
 
     def _try(self, bits: Part, component: Component, role: Role, out: Bytes) -> float | None:
-        if component.dtype not in FLOAT_TYPES:
+        if not _is_codable(component):
             return None
         if not all(is_finite(bits[box], component.dtype) for box in boxes(component.shape)):
             return None
@@ -132,11 +129,16 @@ class PartCodec(LossyCodec):
         if len(data) < HEAD_BYTES:
             raise InvalidFrameError("stored_bytes", len(data), f"at least {HEAD_BYTES}")
         head: list[int] = data[:HEAD_BYTES].tolist()
-        known = _CODED if component.dtype in FLOAT_TYPES else _AS_IT_IS
+        known = _CODED if _is_codable(component) else _AS_IT_IS
         methods = head[: component.parts]
         if any(method > known for method in methods) or any(head[component.parts :]):
             raise InvalidFrameError("methods", head, f"at most {known} for each part, then zeros")
         return methods
+
+
+def _is_codable(component: Component) -> bool:
+    """Whether it has numbers that may lose some of their precision: no states, no codes."""
+    return component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
 
 
 def _elements(data: Bytes, component: Component) -> Part:

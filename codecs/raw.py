@@ -17,6 +17,7 @@ from kvstore.codecs.base import (
     ChunkTensors,
     Codec,
     Part,
+    check_room,
     check_tensors,
 )
 from kvstore.codecs.block_part import BlockPart
@@ -135,17 +136,17 @@ class RawCodec(Codec):
         tenth of the copies of a chunk.
         """
         self.check_header(header)
-        check_tensors(header.layout, out)
+        check_room(header.layout, out)
         starts = header.segments["offset"].tolist()
         checksums = header.segments["checksum"].tolist()
-        index = 0
+        first = 0
         for component, layers in zip(header.layout.components, out, strict=True):
             part_bytes = component.part_bytes
-            for parts in layers:
+            for index, parts in enumerate(layers, first):
                 found = _copy_layer(frame, starts[index], part_bytes, parts)
                 if found != checksums[index]:
                     check_segment(header, index, found)
-                index += 1
+            first += component.layers
 
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
         """Return the tensors inside a raw *frame* without copying, writable when it is.

@@ -3,7 +3,8 @@
 RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.4.2), in the half-split order of Llama:
 channel i of the rotated ones is paired with channel i + pairs. The frequencies follow the rules
 ``default``, ``linear`` (position interpolation), ``llama3`` and ``yarn`` (arXiv 2309.00071) as
-transformers computes them.
+transformers computes them, and ``ntk``, the fixed change of base that the last one starts from
+(its section 3.1); ``dynamic``, which changes the base with the prompt's length, is none of them.
 """
 
 from __future__ import annotations
@@ -62,6 +63,14 @@ def _linear(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> 
     return plain / factors["factor"]
 
 
+def _ntk(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
+    del plain
+    width = rope.rotary_dim
+    theta = rope.theta * factors["factor"] ** (width / (width - 2))
+    found: Doubles = theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    return found
+
+
 def _llama3(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
     del rope
     length = factors["original_max_position_embeddings"]
@@ -92,7 +101,30 @@ def _yarn(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Do
     return found
 
 
-_RULES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_RULES = {"default": _default, "linear": _linear, "ntk": _ntk, "llama3": _llama3, "yarn": _yarn}
+KNOWN_RULES = tuple(_RULES)
+
+
+def key_gain(rope: RopeParameters) -> float:
+    """Return what rotated keys are longer by, 1 but for ``yarn``: its attention temperature.
+
+    YaRN, section 3.4, as transformers computes it: ``attention_factor`` when stated, else from
+    ``mscale`` and ``mscale_all_dim``, else 0.1 ln(factor) + 1.
+    """
+    factors = dict(rope.factors)
+    if rope.scaling != "yarn":
+        return 1.0
+    if "attention_factor" in factors:
+        return factors["attention_factor"]
+    factor = factors.get("factor", 1.0)
+    over, under = factors.get("mscale", 0.0), factors.get("mscale_all_dim", 0.0)
+    if over and under:
+        return _temperature(factor, over) / _temperature(factor, under)
+    return _temperature(factor, 1.0)
+
+
+def _temperature(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rotation(frequencies: Floats, position: int, tokens: int) -> tuple[Floats, Floats]:

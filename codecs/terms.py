@@ -32,11 +32,24 @@ class EncodeTerms:
 
     @classmethod
     def of(
-        cls, representation: Representation, importance: Importance | None = None
+        cls,
+        representation: Representation,
+        importance: Importance | None = None,
+        layout: KVLayout | None = None,
     ) -> EncodeTerms:
-        """Return what *representation* says of every chunk of its model."""
-        ids = tuple(layer for group in representation.layer_groups for layer in group.layer_ids)
-        return cls(representation.rope, ids, 1 + max(ids), importance)
+        """Return what *representation* says of its model's chunks, of those of *layout* if given.
+
+        Without one they are chunks that have all that a chunk can have of its end.
+        """
+        groups = representation.layer_groups
+        last = max(layer for group in groups for layer in group.layer_ids)
+        ids = tuple(
+            layer
+            for group in groups
+            if layout is None or layout.has(group.kind)
+            for layer in group.layer_ids
+        )
+        return cls(representation.rope, ids, 1 + last, importance)
 
     def layers(self, layout: KVLayout, position: int) -> Iterator[LayerTerms]:
         """Yield the terms of each layer of *layout*, in the order of its segments.
@@ -48,9 +61,13 @@ class EncodeTerms:
         layer_count = max(self.model_layers, 1 + max(ids))
         layer_ids = iter(ids)
         for component in layout.components:
+            first = component.first_token
+            weights = self.importance
+            if weights is not None:
+                weights = weights[first : first + component.tokens]
             for _ in range(component.layers):
                 yield LayerTerms(
-                    component, next(layer_ids), layer_count, position, self.rope, self.importance
+                    component, next(layer_ids), layer_count, position + first, self.rope, weights
                 )
 
     def _check(self, layout: KVLayout) -> None:
@@ -72,7 +89,7 @@ class EncodeTerms:
 class LayerTerms:
     """The same for one layer: the model calls it ``layer_id`` and has ``model_layers``.
 
-    ``position`` is the index in the prompt of the chunk's first token.
+    ``position`` is the index in the prompt of the first token that the layer keeps.
     """
 
     component: Component

@@ -46,6 +46,8 @@ METHODS: dict[int, Method] = {
     5: Method("Commit", pb.CommitRequest, pb.CommitResponse),
     6: Method("Abort", pb.AbortRequest, pb.AbortResponse),
     7: Method("Plan", pb.PlanRequest, pb.PlanResponse),
+    8: Method("Resolve", pb.ResolveRequest, pb.ResolveResponse),
+    9: Method("ReportReuse", pb.ReportReuseRequest, pb.ReportReuseResponse),
 }
 """What may be called so: what every put and get needs. Numbers are never used again."""
 

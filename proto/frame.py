@@ -23,17 +23,20 @@ from kvstore.proto.component_table import (
     COMPONENT,
     MAX_COMPONENTS,
     pack_components,
-    unpack_components,
+    unpack_table,
 )
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
+from kvstore.proto.portion import Portion
+from kvstore.proto.segment_table import ALIGN_BYTES as ALIGN_BYTES
+from kvstore.proto.segment_table import MAX_FRAME_BYTES as MAX_FRAME_BYTES
+from kvstore.proto.segment_table import MAX_SEGMENTS as MAX_SEGMENTS
+from kvstore.proto.segment_table import SEGMENT_DTYPE as SEGMENT_DTYPE
+from kvstore.proto.segment_table import check_segments, empty_rows
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
 
 MAGIC = b"KVFR"
 VERSION = 1
-ALIGN_BYTES = 64
 FIXED_BYTES = 192
-MAX_SEGMENTS = 4096
-MAX_FRAME_BYTES = 1 << 30
 NO_ASSET = bytes(16)
 """What the header of a frame says that is read without tables from elsewhere."""
 
@@ -46,29 +49,20 @@ _KNOWN_FLAGS = FLAG_RESTORED
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd16s24xQ")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
 _HEADER_BYTES_OFFSET, FIDELITY_OFFSET, KEY_OFFSET = 8, 18, 48
-SEGMENT_DTYPE = np.dtype(
-    [
-        ("component", "<u2"),
-        ("section", "<u2"),
-        ("layer", "<u4"),
-        ("offset", "<u8"),
-        ("stored_bytes", "<u8"),
-        ("checksum", "<u8"),
-    ]
-)
-"""One row of the segment table. ``section`` is the level: 0 is the payload, 1 refines it."""
-
 assert _FIXED.size == FIXED_BYTES
-assert SEGMENT_DTYPE.itemsize == 32
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def header_bytes(layout: KVLayout, levels: int = 0) -> int:
-    """Size of the header of a frame of *layout* with *levels* refinements behind its base."""
-    table = COMPONENT.size * len(layout.components) + 32 * layout.segment_count * (1 + levels)
+def header_bytes(layout: KVLayout, levels: int = 0, portion: Portion | None = None) -> int:
+    """Size of the header of a frame of *layout* with *levels* refinements behind its base.
+
+    *portion* is which one of a chunk *layout* is, if it is not all of it.
+    """
+    components = layout.components if portion is None else portion.whole.components
+    table = COMPONENT.size * len(components) + 32 * layout.segment_count * (1 + levels)
     return _aligned(FIXED_BYTES + table)
 
 
@@ -88,7 +82,8 @@ class FrameHeader:
 
     ``position`` is the token index of the chunk's first token in its chain;
     ``error_bound`` is meaningful when ``fidelity`` is ``bounded``. ``levels`` counts the
-    refinements behind the base; ``asset`` names the tables that the codec needs.
+    refinements behind the base; ``asset`` names the tables that the codec needs. With a
+    ``portion``, ``layout`` is of what it covers, and segments bear the numbers of the whole.
     """
 
     key: ChunkKey
@@ -107,11 +102,12 @@ class FrameHeader:
     segments: NDArray[Any]
     levels: int = 0
     asset: bytes = NO_ASSET
+    portion: Portion | None = None
 
     @property
     def header_bytes(self) -> int:
         """Bytes before the first segment."""
-        return header_bytes(self.layout, self.levels)
+        return header_bytes(self.layout, self.levels, self.portion)
 
     def level_end(self, level: int) -> int:
         """Return how many of the frame's first bytes make it readable at *level*."""
@@ -125,7 +121,7 @@ class FrameHeader:
             self.fidelity, self.prefill_flops,
         )  # fmt: skip
 
-    def segment(self, frame: Bytes, index: int) -> Bytes:
+    def segment(self, frame: Sliced, index: int) -> Bytes:
         """Return the stored bytes of segment *index* as a view of *frame*."""
         row = self.segments[index]
         offset = int(row["offset"])
@@ -154,18 +150,6 @@ class FrameTemplate:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def _empty_rows(layout: KVLayout, levels: int) -> NDArray[Any]:
-    """Return the segment table of *layout* with everything but the names still zero."""
-    rows = np.zeros(layout.segment_count * (1 + levels), dtype=SEGMENT_DTYPE)
-    layers = [component.layers for component in layout.components]
-    rows["section"] = np.repeat(np.arange(1 + levels), layout.segment_count)
-    rows["component"] = np.tile(np.repeat(np.arange(len(layers)), layers), 1 + levels)
-    rows["layer"] = np.tile(np.concatenate([np.arange(n) for n in layers]), 1 + levels)
-    rows.flags.writeable = False
-    return rows
-
-
 class FrameWriter:
     """Fill a caller's buffer with one frame, segment by segment, in layer order.
 
@@ -180,7 +164,7 @@ class FrameWriter:
         layout = template.layout
         segment_count = layout.segment_count * (1 + levels)
         check_limits(len(layout.components), segment_count, layout.raw_bytes)
-        self._segments = _empty_rows(layout, levels).copy()
+        self._segments = empty_rows(layout, levels).copy()
         self._next = 0
         self._end = header_bytes(layout, levels)
 
@@ -231,10 +215,10 @@ class FrameWriter:
 
 def pack_header(header: FrameHeader) -> bytes:
     """Return the header's bytes, checksum included."""
-    layout = header.layout
-    size = header.header_bytes
+    layout, size = header.layout, header.header_bytes
+    whole = layout if header.portion is None else header.portion.whole
     fixed = (
-        MAGIC, VERSION, header.flags, size, len(layout.components), header.codec_id,
+        MAGIC, VERSION, header.flags, size, len(whole.components), header.codec_id,
         header.codec_revision, header.fidelity, header.levels, len(header.segments),
         header.frame_bytes, layout.raw_bytes, layout.tokens, header.position, header.key,
         header.parent, header.representation, header.content, header.prefill_flops,
@@ -242,15 +226,19 @@ def pack_header(header: FrameHeader) -> bytes:
     )  # fmt: skip
     body = bytearray(size)
     _FIXED.pack_into(body, 0, *fixed, 0)
-    end = FIXED_BYTES + COMPONENT.size * len(layout.components)
-    body[FIXED_BYTES:end] = pack_components(layout)
+    end = FIXED_BYTES + COMPONENT.size * len(whole.components)
+    body[FIXED_BYTES:end] = pack_components(layout, header.portion)
     body[end : end + header.segments.nbytes] = header.segments.tobytes()
     body[_CHECKSUM_OFFSET:FIXED_BYTES] = struct.pack("<Q", checksum(bytes(body)))
     return bytes(body)
 
 
-def parse_header(frame: Sliced, known_flags: int = _KNOWN_FLAGS) -> FrameHeader:
+def parse_header(
+    frame: Sliced, known_flags: int = _KNOWN_FLAGS, *, takes_portions: bool = False
+) -> FrameHeader:
     """Parse and check the header at the start of *frame*; segments are not read.
+
+    A frame of a portion of its chunk is refused, unless the caller *takes_portions*.
 
     Every length and offset is checked against the header's own sizes before it is used, and
     ``frame_bytes`` against MAX_FRAME_BYTES; compare it with ``len(frame)`` before reading
@@ -277,17 +265,19 @@ def parse_header(frame: Sliced, known_flags: int = _KNOWN_FLAGS) -> FrameHeader:
         raise InvalidFrameError("flags", (flags, fidelity), "set by a newer version")
     if not (0 <= fixed[18] < math.inf and 0 <= fixed[19] < math.inf):
         raise InvalidFrameError("cost or bound", fixed[18:20], "must be finite, not negative")
-    layout = unpack_components(bytes(head[FIXED_BYTES:table_end]))
+    layout, portion = unpack_table(bytes(head[FIXED_BYTES:table_end]))
+    if portion is not None and not takes_portions:
+        raise InvalidFrameError("rectangle", portion.extents, "whole chunks are taken here")
     segments = np.frombuffer(bytes(head), SEGMENT_DTYPE, segment_count, table_end)
     if (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens) != (
         segment_count, raw_bytes, tokens,
     ):  # fmt: skip
         raise InvalidFrameError("layout", (segment_count, raw_bytes, tokens), "contradicts itself")
-    _check_segments(_empty_rows(layout, levels), segments, size, frame_bytes)
+    check_segments(empty_rows(layout, levels, portion), segments, size, frame_bytes)
     return FrameHeader(
         ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, codec_id,
         revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,
-        levels, fixed[20],
+        levels, fixed[20], portion,
     )  # fmt: skip
 
 
@@ -305,23 +295,6 @@ def check_limits(component_count: int, segment_count: int, raw_bytes: int) -> No
         raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
     if raw_bytes > MAX_FRAME_BYTES:
         raise InvalidFrameError("raw_bytes", raw_bytes, f"at most {MAX_FRAME_BYTES}")
-
-
-def _check_segments(
-    names: NDArray[Any], segments: NDArray[Any], size: int, frame_bytes: int
-) -> None:
-    if frame_bytes > MAX_FRAME_BYTES:
-        raise InvalidFrameError("frame_bytes", frame_bytes, f"at most {MAX_FRAME_BYTES}")
-    # The first eight bytes of a row: component, section, layer.
-    if not np.array_equal(segments.view("<u8")[::4], names.view("<u8")[::4]):
-        raise InvalidFrameError("segments", len(segments), "must be one a layer, in order")
-    offset, stored = segments["offset"], segments["stored_bytes"]
-    if (offset > MAX_FRAME_BYTES).any() or (stored > MAX_FRAME_BYTES).any():
-        raise InvalidFrameError("segments", int(stored.max()), f"at most {MAX_FRAME_BYTES} bytes")
-    stop = offset + stored
-    starts = np.concatenate([[size], -(-stop[:-1] // ALIGN_BYTES) * ALIGN_BYTES])
-    if not np.array_equal(offset, starts.astype("<u8")) or int(stop[-1]) != frame_bytes:
-        raise InvalidFrameError("segments", frame_bytes, "must follow each other, 64-byte aligned")
 
 
 def check_frame(frame: Bytes, key: ChunkKey | None = None) -> FrameHeader:

@@ -13,6 +13,7 @@ NO_PRIORITY = 50
 MAX_CATEGORY_CHARS = 64
 MAX_HINT_MS = (1 << 32) - 1
 MAX_PROMPT_TOKENS = (1 << 32) - 1
+MAX_HANDOVER_MS = 600_000
 
 
 class Reuse(IntEnum):
@@ -32,6 +33,8 @@ class Hints:
     ``ttl_ms``: forgotten after this; 0: never. ``pin_ms``: not evicted for this long, within the
     server's limit of pins; 0: not pinned. ``category``: what kind of prompt this is, at most 64
     printable characters. ``prompt_tokens``: those of the whole prompt; 0: unknown.
+    ``handover_ms``: another engine is about to read them: not evicted until they were read once,
+    for so long at most, within the limit of pins; 0: not handed over.
 
     Raises InvalidRequestError.
     """
@@ -42,6 +45,7 @@ class Hints:
     pin_ms: int = 0
     category: str = ""
     prompt_tokens: int = 0
+    handover_ms: int = 0
 
     def __post_init__(self) -> None:
         if self.reuse not in Reuse.__members__.values():
@@ -65,6 +69,7 @@ _LIMITS = {
     "ttl_ms": MAX_HINT_MS,
     "pin_ms": MAX_HINT_MS,
     "prompt_tokens": MAX_PROMPT_TOKENS,
+    "handover_ms": MAX_HANDOVER_MS,
 }
 
 NO_HINTS = Hints()

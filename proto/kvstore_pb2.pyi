@@ -90,20 +90,22 @@ class Representation(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., model_revision: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., quantization: _Optional[str] = ..., layer_groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., rope: _Optional[_Union[Rope, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., layout_version: _Optional[int] = ...) -> None: ...
 
 class Component(_message.Message):
-    __slots__ = ("kind", "dtype", "layers", "kv_heads", "head_dim", "tokens")
+    __slots__ = ("kind", "dtype", "layers", "kv_heads", "head_dim", "tokens", "chunk_tokens")
     KIND_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     kind: int
     dtype: int
     layers: int
     kv_heads: int
     head_dim: int
     tokens: int
-    def __init__(self, kind: _Optional[int] = ..., dtype: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, kind: _Optional[int] = ..., dtype: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
     __slots__ = ("representation", "client")
@@ -148,10 +150,19 @@ class OpenSessionResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "counts")
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
-    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+    counts: _containers.ScalarMap[str, int]
+    def __init__(self, session_id: _Optional[int] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("server", "draining")
@@ -174,7 +185,7 @@ class CloseSessionResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity", "places", "prefill")
+    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity", "places", "prefill", "wait_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +193,7 @@ class LookupRequest(_message.Message):
     MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease: bool
@@ -189,7 +201,8 @@ class LookupRequest(_message.Message):
     min_fidelity: int
     places: bool
     prefill: Prefill
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("start_s", "token_s", "pair_s", "tokens")
@@ -216,7 +229,7 @@ class PlanRange(_message.Message):
     def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ..., load: bool = ..., ms: _Optional[float] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("server", "ready", "pending", "tiers", "tier_names", "lease_id", "lease_ttl_ms", "server_us", "places", "load_us", "plan", "plan_ms", "recompute_ms")
+    __slots__ = ("server", "ready", "pending", "tiers", "tier_names", "lease_id", "lease_ttl_ms", "server_us", "places", "load_us", "plan", "plan_ms", "recompute_ms", "shared")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +243,7 @@ class LookupResponse(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PLAN_MS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     server: Server
     ready: int
     pending: int
@@ -243,23 +257,26 @@ class LookupResponse(_message.Message):
     plan: _containers.RepeatedCompositeFieldContainer[PlanRange]
     plan_ms: float
     recompute_ms: float
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ..., places: _Optional[bytes] = ..., load_us: _Optional[bytes] = ..., plan: _Optional[_Iterable[_Union[PlanRange, _Mapping]]] = ..., plan_ms: _Optional[float] = ..., recompute_ms: _Optional[float] = ...) -> None: ...
+    shared: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., tiers: _Optional[bytes] = ..., tier_names: _Optional[_Iterable[str]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., server_us: _Optional[int] = ..., places: _Optional[bytes] = ..., load_us: _Optional[bytes] = ..., plan: _Optional[_Iterable[_Union[PlanRange, _Mapping]]] = ..., plan_ms: _Optional[float] = ..., recompute_ms: _Optional[float] = ..., shared: _Optional[int] = ...) -> None: ...
 
 class Hints(_message.Message):
-    __slots__ = ("reuse", "priority", "ttl_ms", "pin_ms", "category", "prompt_tokens")
+    __slots__ = ("reuse", "priority", "ttl_ms", "pin_ms", "category", "prompt_tokens", "handover_ms")
     REUSE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     PIN_MS_FIELD_NUMBER: _ClassVar[int]
     CATEGORY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_MS_FIELD_NUMBER: _ClassVar[int]
     reuse: Reuse
     priority: int
     ttl_ms: int
     pin_ms: int
     category: str
     prompt_tokens: int
-    def __init__(self, reuse: _Optional[_Union[Reuse, str]] = ..., priority: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pin_ms: _Optional[int] = ..., category: _Optional[str] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    handover_ms: int
+    def __init__(self, reuse: _Optional[_Union[Reuse, str]] = ..., priority: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pin_ms: _Optional[int] = ..., category: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., handover_ms: _Optional[int] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
     __slots__ = ("session_id", "chains", "lengths", "ttl_ms")
@@ -424,10 +441,24 @@ class ReserveRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., frame_bytes: _Optional[_Iterable[int]] = ..., layout: _Optional[_Iterable[int]] = ..., layouts: _Optional[_Iterable[_Union[Layout, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., durable: bool = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("components",)
+    __slots__ = ("components", "extents")
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
     components: _containers.RepeatedCompositeFieldContainer[Component]
-    def __init__(self, components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ...) -> None: ...
+    extents: _containers.RepeatedCompositeFieldContainer[Extent]
+    def __init__(self, components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
+
+class Extent(_message.Message):
+    __slots__ = ("first_layer", "layer_stop", "first_head", "head_stop")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    LAYER_STOP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    HEAD_STOP_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    layer_stop: int
+    first_head: int
+    head_stop: int
+    def __init__(self, first_layer: _Optional[int] = ..., layer_stop: _Optional[int] = ..., first_head: _Optional[int] = ..., head_stop: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("server", "outcomes", "reservation_ids", "reasons")
@@ -480,6 +511,24 @@ class AbortResponse(_message.Message):
     server: Server
     aborted: int
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., aborted: _Optional[int] = ...) -> None: ...
+
+class PromiseRequest(_message.Message):
+    __slots__ = ("session_id", "digests", "ttl_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    ttl_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PromiseResponse(_message.Message):
+    __slots__ = ("server", "pending")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    pending: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., pending: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("session_id", "digests", "ttl_ms")
@@ -681,7 +730,7 @@ class PartitionStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts")
+    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts", "gates")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -699,6 +748,7 @@ class StatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     GHOSTS_FIELD_NUMBER: _ClassVar[int]
+    GATES_FIELD_NUMBER: _ClassVar[int]
     server: Server
     version: str
     state: str
@@ -709,7 +759,8 @@ class StatusResponse(_message.Message):
     counters: _containers.ScalarMap[str, int]
     socket_path: str
     ghosts: int
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ..., ghosts: _Optional[int] = ...) -> None: ...
+    gates: _containers.RepeatedCompositeFieldContainer[Gate]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ..., ghosts: _Optional[int] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ms",)
@@ -758,3 +809,316 @@ class TraceResponse(_message.Message):
     last: int
     lost: int
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., recording: _Optional[int] = ..., records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., last: _Optional[int] = ..., lost: _Optional[int] = ...) -> None: ...
+
+class PromptSegment(_message.Message):
+    __slots__ = ("start", "stop", "chains", "contents", "tokens", "approximate")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    APPROXIMATE_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    stop: int
+    chains: bytes
+    contents: bytes
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    approximate: bool
+    def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ..., chains: _Optional[bytes] = ..., contents: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., approximate: bool = ...) -> None: ...
+
+class ResolveRequest(_message.Message):
+    __slots__ = ("session_id", "segments", "tag", "trial", "deadline_ms", "min_fidelity", "max_variants", "prefill")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    MAX_VARIANTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    segments: _containers.RepeatedCompositeFieldContainer[PromptSegment]
+    tag: str
+    trial: bool
+    deadline_ms: int
+    min_fidelity: int
+    max_variants: int
+    prefill: Prefill
+    def __init__(self, session_id: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[PromptSegment, _Mapping]]] = ..., tag: _Optional[str] = ..., trial: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., max_variants: _Optional[int] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
+
+class Variant(_message.Message):
+    __slots__ = ("digest", "parent", "position", "tier", "load_ms", "size_bytes", "fidelity", "context_impact", "overlap", "fix_overhead", "deviation", "reports")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_IMPACT_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    FIX_OVERHEAD_FIELD_NUMBER: _ClassVar[int]
+    DEVIATION_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    parent: bytes
+    position: int
+    tier: int
+    load_ms: float
+    size_bytes: int
+    fidelity: int
+    context_impact: float
+    overlap: float
+    fix_overhead: float
+    deviation: float
+    reports: int
+    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., tier: _Optional[int] = ..., load_ms: _Optional[float] = ..., size_bytes: _Optional[int] = ..., fidelity: _Optional[int] = ..., context_impact: _Optional[float] = ..., overlap: _Optional[float] = ..., fix_overhead: _Optional[float] = ..., deviation: _Optional[float] = ..., reports: _Optional[int] = ...) -> None: ...
+
+class ResolvedChunk(_message.Message):
+    __slots__ = ("exact", "variants", "priority")
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    VARIANTS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    exact: bool
+    variants: _containers.RepeatedCompositeFieldContainer[Variant]
+    priority: bytes
+    def __init__(self, exact: bool = ..., variants: _Optional[_Iterable[_Union[Variant, _Mapping]]] = ..., priority: _Optional[bytes] = ...) -> None: ...
+
+class ResolvedSegment(_message.Message):
+    __slots__ = ("chunks", "ratio", "load_ms", "recompute_ms")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[ResolvedChunk]
+    ratio: float
+    load_ms: float
+    recompute_ms: float
+    def __init__(self, chunks: _Optional[_Iterable[_Union[ResolvedChunk, _Mapping]]] = ..., ratio: _Optional[float] = ..., load_ms: _Optional[float] = ..., recompute_ms: _Optional[float] = ...) -> None: ...
+
+class Gate(_message.Message):
+    __slots__ = ("model", "tag", "open", "ratio", "agreement", "divergence", "shadows", "why", "calibrated", "speedup")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
+    SHADOWS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATED_FIELD_NUMBER: _ClassVar[int]
+    SPEEDUP_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tag: str
+    open: bool
+    ratio: float
+    agreement: float
+    divergence: float
+    shadows: int
+    why: str
+    calibrated: bool
+    speedup: float
+    def __init__(self, model: _Optional[str] = ..., tag: _Optional[str] = ..., open: bool = ..., ratio: _Optional[float] = ..., agreement: _Optional[float] = ..., divergence: _Optional[float] = ..., shadows: _Optional[int] = ..., why: _Optional[str] = ..., calibrated: bool = ..., speedup: _Optional[float] = ...) -> None: ...
+
+class ResolveResponse(_message.Message):
+    __slots__ = ("server", "segments", "exact_prefix", "lease_id", "lease_ttl_ms", "layer_order", "tier_names", "rope", "gate", "shadow", "server_us")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_ORDER_FIELD_NUMBER: _ClassVar[int]
+    TIER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    ROPE_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
+    SERVER_US_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    segments: _containers.RepeatedCompositeFieldContainer[ResolvedSegment]
+    exact_prefix: int
+    lease_id: int
+    lease_ttl_ms: int
+    layer_order: _containers.RepeatedScalarFieldContainer[int]
+    tier_names: _containers.RepeatedScalarFieldContainer[str]
+    rope: Rope
+    gate: Gate
+    shadow: bool
+    server_us: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., segments: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., exact_prefix: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., layer_order: _Optional[_Iterable[int]] = ..., tier_names: _Optional[_Iterable[str]] = ..., rope: _Optional[_Union[Rope, _Mapping]] = ..., gate: _Optional[_Union[Gate, _Mapping]] = ..., shadow: bool = ..., server_us: _Optional[int] = ...) -> None: ...
+
+class ContextMass(_message.Message):
+    __slots__ = ("content", "tokens", "mass")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MASS_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    tokens: int
+    mass: float
+    def __init__(self, content: _Optional[bytes] = ..., tokens: _Optional[int] = ..., mass: _Optional[float] = ...) -> None: ...
+
+class ChunkReport(_message.Message):
+    __slots__ = ("digest", "layer", "deviations", "selected", "query_attention", "context", "intra_mass")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    DEVIATIONS_FIELD_NUMBER: _ClassVar[int]
+    SELECTED_FIELD_NUMBER: _ClassVar[int]
+    QUERY_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    INTRA_MASS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    layer: int
+    deviations: bytes
+    selected: bytes
+    query_attention: bytes
+    context: _containers.RepeatedCompositeFieldContainer[ContextMass]
+    intra_mass: float
+    def __init__(self, digest: _Optional[bytes] = ..., layer: _Optional[int] = ..., deviations: _Optional[bytes] = ..., selected: _Optional[bytes] = ..., query_attention: _Optional[bytes] = ..., context: _Optional[_Iterable[_Union[ContextMass, _Mapping]]] = ..., intra_mass: _Optional[float] = ...) -> None: ...
+
+class ShadowResult(_message.Message):
+    __slots__ = ("divergence", "agreement", "tokens")
+    DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    divergence: float
+    agreement: float
+    tokens: int
+    def __init__(self, divergence: _Optional[float] = ..., agreement: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class ReportReuseRequest(_message.Message):
+    __slots__ = ("session_id", "tag", "chunks", "ratio", "load_ms", "compute_ms", "full_ms", "shadow")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    FULL_MS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    tag: str
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkReport]
+    ratio: float
+    load_ms: float
+    compute_ms: float
+    full_ms: float
+    shadow: ShadowResult
+    def __init__(self, session_id: _Optional[int] = ..., tag: _Optional[str] = ..., chunks: _Optional[_Iterable[_Union[ChunkReport, _Mapping]]] = ..., ratio: _Optional[float] = ..., load_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., full_ms: _Optional[float] = ..., shadow: _Optional[_Union[ShadowResult, _Mapping]] = ...) -> None: ...
+
+class ReportReuseResponse(_message.Message):
+    __slots__ = ("server", "gate")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    gate: Gate
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., gate: _Optional[_Union[Gate, _Mapping]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("session_id", "key_namespace", "digests", "min_fidelity", "recent", "spaces")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    SPACES_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    key_namespace: bytes
+    digests: bytes
+    min_fidelity: int
+    recent: int
+    spaces: bool
+    def __init__(self, session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., min_fidelity: _Optional[int] = ..., recent: _Optional[int] = ..., spaces: bool = ...) -> None: ...
+
+class ChunkReason(_message.Message):
+    __slots__ = ("digest", "state", "reason", "copies")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    state: str
+    reason: str
+    copies: _containers.RepeatedCompositeFieldContainer[Copy]
+    def __init__(self, digest: _Optional[bytes] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ...) -> None: ...
+
+class Difference(_message.Message):
+    __slots__ = ("field", "stored", "asked")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    stored: str
+    asked: str
+    def __init__(self, field: _Optional[str] = ..., stored: _Optional[str] = ..., asked: _Optional[str] = ...) -> None: ...
+
+class KnownSpace(_message.Message):
+    __slots__ = ("key_namespace", "representation", "client", "chunks", "differences", "same_tokens")
+    KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    REPRESENTATION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    SAME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key_namespace: bytes
+    representation: Representation
+    client: str
+    chunks: int
+    differences: _containers.RepeatedCompositeFieldContainer[Difference]
+    same_tokens: bool
+    def __init__(self, key_namespace: _Optional[bytes] = ..., representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., chunks: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., same_tokens: bool = ...) -> None: ...
+
+class Miss(_message.Message):
+    __slots__ = ("ago_s", "client", "model_id", "chunks", "ready", "pending", "state", "reason")
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ago_s: float
+    client: str
+    model_id: str
+    chunks: int
+    ready: int
+    pending: int
+    state: str
+    reason: str
+    def __init__(self, ago_s: _Optional[float] = ..., client: _Optional[str] = ..., model_id: _Optional[str] = ..., chunks: _Optional[int] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class EngineReport(_message.Message):
+    __slots__ = ("ago_s", "client", "model_id", "counts")
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ago_s: float
+    client: str
+    model_id: str
+    counts: _containers.ScalarMap[str, int]
+    def __init__(self, ago_s: _Optional[float] = ..., client: _Optional[str] = ..., model_id: _Optional[str] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "spaces")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    SPACES_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    hit_chunks: int
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkReason]
+    near: _containers.RepeatedCompositeFieldContainer[KnownSpace]
+    recent: _containers.RepeatedCompositeFieldContainer[Miss]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineReport]
+    spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ...) -> None: ...

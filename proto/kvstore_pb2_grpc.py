@@ -69,6 +69,16 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Resolve = channel.unary_unary(
+                '/kvstore.v1.KVStore/Resolve',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ResolveRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ResolveResponse.FromString,
+                _registered_method=True)
+        self.ReportReuse = channel.unary_unary(
+                '/kvstore.v1.KVStore/ReportReuse',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ReportReuseRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ReportReuseResponse.FromString,
+                _registered_method=True)
         self.Put = channel.stream_unary(
                 '/kvstore.v1.KVStore/Put',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PutRequest.SerializeToString,
@@ -88,6 +98,11 @@ class KVStoreStub(object):
                 '/kvstore.v1.KVStore/Abort',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.AbortRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.Promise = channel.unary_unary(
+                '/kvstore.v1.KVStore/Promise',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.FromString,
                 _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/kvstore.v1.KVStore/Pin',
@@ -133,6 +148,11 @@ class KVStoreStub(object):
                 '/kvstore.v1.KVStore/Trace',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.TraceRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.TraceResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvstore.v1.KVStore/Explain',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainResponse.FromString,
                 _registered_method=True)
 
 
@@ -183,6 +203,19 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resolve(self, request, context):
+        """Blending: KV of the same tokens behind others, of which a part is recomputed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportReuse(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Put(self, request_iterator, context):
         """Writing: Put streams frames; Reserve, Commit and Abort put through shared memory.
         """
@@ -203,6 +236,12 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Promise(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,6 +304,12 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -303,6 +348,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ReleaseRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ReleaseResponse.SerializeToString,
             ),
+            'Resolve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resolve,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ResolveRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ResolveResponse.SerializeToString,
+            ),
+            'ReportReuse': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportReuse,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ReportReuseRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ReportReuseResponse.SerializeToString,
+            ),
             'Put': grpc.stream_unary_rpc_method_handler(
                     servicer.Put,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PutRequest.FromString,
@@ -322,6 +377,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.AbortRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.AbortResponse.SerializeToString,
+            ),
+            'Promise': grpc.unary_unary_rpc_method_handler(
+                    servicer.Promise,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -367,6 +427,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.TraceRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.TraceResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -569,6 +634,60 @@ class KVStore(object):
             _registered_method=True)
 
     @staticmethod
+    def Resolve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Resolve',
+            kvstore_dot_proto_dot_kvstore__pb2.ResolveRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.ResolveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportReuse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/ReportReuse',
+            kvstore_dot_proto_dot_kvstore__pb2.ReportReuseRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.ReportReuseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Put(request_iterator,
             target,
             options=(),
@@ -666,6 +785,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Abort',
             kvstore_dot_proto_dot_kvstore__pb2.AbortRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Promise(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Promise',
+            kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -909,6 +1055,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Trace',
             kvstore_dot_proto_dot_kvstore__pb2.TraceRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.TraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Explain',
+            kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,8 +28,8 @@ def engine_to_message(engine: EngineTerms | None) -> pb.Prefill | None:
     )
 
 
-def engine_from_message(request: pb.LookupRequest) -> EngineTerms | None:
-    """Return what the engine takes, if the lookup says. Raises InvalidRequestError."""
+def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> EngineTerms | None:
+    """Return what the engine takes, if the request says. Raises InvalidRequestError."""
     if not request.HasField("prefill"):
         return None
     told = request.prefill

@@ -76,6 +76,10 @@ class LayerKind(IntEnum):
     state = 3
 
 
+END_KINDS = (LayerKind.window, LayerKind.state)
+"""Kinds whose memory of a prefix is of use at its end only; a chunk may be without them."""
+
+
 class Fidelity(IntEnum):
     """How far a copy may be from what was put. Belongs to the copy, never to the key."""
 
@@ -182,7 +186,11 @@ _IDENTITY_FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One layer group of one chunk. A layer's tensors: parts x (kv_heads, tokens, head_dim)."""
+    """One layer group of one chunk. A layer's tensors: parts x (kv_heads, tokens, head_dim).
+
+    A window keeps the last ``tokens`` of the chunk's ``chunk_tokens``, a state is one row of the
+    chunk's end. ``chunk_tokens`` is 0 where all of the chunk's tokens are kept.
+    """
 
     kind: LayerKind
     dtype: DType
@@ -190,16 +198,34 @@ class Component:
     kv_heads: int
     head_dim: int
     tokens: int
+    chunk_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "tokens"):
             if not 1 <= getattr(self, name) < 1 << 24:
                 raise LayoutMismatchError(name, getattr(self, name), "give a positive count")
+        if self.chunk_tokens:
+            self._check_chunk_tokens()
+
+    def _check_chunk_tokens(self) -> None:
+        if not self.tokens <= self.chunk_tokens < 1 << 24:
+            fix = f"no less than the {self.tokens} that are kept"
+            raise LayoutMismatchError("chunk_tokens", self.chunk_tokens, fix)
+        if self.chunk_tokens == self.tokens:
+            object.__setattr__(self, "chunk_tokens", 0)  # one way to say it
+        elif self.kind not in END_KINDS:
+            fix = f"{self.kind.name} layers keep every token of a chunk"
+            raise LayoutMismatchError("chunk_tokens", self.chunk_tokens, fix)
 
     @property
     def parts(self) -> int:
         """Tensors a layer keeps: K and V, or one latent or state."""
         return 2 if self.kind in (LayerKind.attention, LayerKind.window) else 1
+
+    @property
+    def first_token(self) -> int:
+        """The place in the chunk of the first token that is kept."""
+        return self.chunk_tokens - self.tokens if self.chunk_tokens else 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -228,33 +254,55 @@ class KVLayout:
             raise LayoutMismatchError("components", (), "a chunk has at least one component")
 
     @classmethod
-    def of(cls, representation: Representation, tokens: int) -> KVLayout:
-        """Return the layout of a chunk of *tokens* tokens.
+    def of(
+        cls, representation: Representation, tokens: int, *, window: bool = True, state: bool = True
+    ) -> KVLayout:
+        """Return the layout of a chunk of *tokens* tokens, with or without what is of its end.
 
-        Raises LayoutMismatchError for kinds whose chunks are not cut by token alone.
+        *window*: it has the last tokens for window layers, which keep w - 1 tokens for the next
+        one to see. *state*: it is a checkpoint, and has the states after its last token. Both
+        say nothing of models without such layers. Raises LayoutMismatchError.
         """
         if not MIN_CHUNK_TOKENS <= tokens <= MAX_CHUNK_TOKENS:
             raise LayoutMismatchError(
                 "tokens", tokens, f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
             )
+        left_out = {LayerKind.window: not window, LayerKind.state: not state}
         components = []
         for group in representation.layer_groups:
-            if group.kind not in (LayerKind.attention, LayerKind.mla):
-                raise LayoutMismatchError(
-                    "kind", group.kind.name, "this version stores attention and mla layers"
-                )
-            components.append(
-                Component(
-                    group.kind, group.dtype, len(group.layer_ids), group.kv_heads,
-                    group.head_dim, tokens,
-                )
-            )  # fmt: skip
+            if not left_out.get(group.kind, False):
+                kept = _kept_tokens(group, tokens)
+                components.append(
+                    Component(
+                        group.kind, group.dtype, len(group.layer_ids), group.kv_heads,
+                        group.head_dim, kept, tokens if group.kind in END_KINDS else 0,
+                    )
+                )  # fmt: skip
+        if not components:
+            fix = "each chunk of this model needs them: its layers keep nothing else"
+            raise LayoutMismatchError("window, state", (window, state), fix)
         return cls(tuple(components))
+
+    def is_of(self, representation: Representation) -> bool:
+        """Whether it is the layout of a chunk of *representation*."""
+        try:
+            return self == KVLayout.of(
+                representation,
+                self.tokens,
+                window=self.has(LayerKind.window),
+                state=self.has(LayerKind.state),
+            )
+        except LayoutMismatchError:
+            return False
+
+    def has(self, kind: LayerKind) -> bool:
+        """Whether there is a component of *kind*."""
+        return any(component.kind is kind for component in self.components)
 
     @property
     def tokens(self) -> int:
         """Tokens the chunk covers."""
-        return max(component.tokens for component in self.components)
+        return max(component.chunk_tokens or component.tokens for component in self.components)
 
     @property
     def raw_bytes(self) -> int:
@@ -265,6 +313,15 @@ class KVLayout:
     def segment_count(self) -> int:
         """Segments of its frame: one per layer of each component."""
         return sum(component.layers for component in self.components)
+
+
+def _kept_tokens(group: LayerGroup, tokens: int) -> int:
+    """Return how many of a chunk's last tokens a layer of *group* needs when the chunk ends."""
+    if group.kind is LayerKind.state:
+        return 1
+    if group.kind is LayerKind.window:
+        return min(tokens, max(1, group.window_tokens - 1))
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +373,8 @@ class Match:
     lease_ttl_ms: int = 0
     plan: LoadPlan | None = None
     """What to load and what to recompute; with a lookup that told the engine's speed."""
+    shared: int = 0
+    """For models with windows or states: chunks that are known, if not to be continued from."""
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -334,3 +393,5 @@ class PutOutcome(IntEnum):
     stored = 0
     exists = 1
     refused = 2
+    pending = 3
+    """A portion is there; the chunk is once its other portions are."""

@@ -19,6 +19,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.hints import NO_HINTS, Hints, Reuse
 from kvstore.proto.plan_wire import plan_from_message
+from kvstore.proto.portion import Extent, Portion
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -150,6 +151,7 @@ def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
         lease_id=message.lease_id,
         lease_ttl_ms=message.lease_ttl_ms,
         plan=plan_from_message(message, asked),
+        shared=min(message.shared, asked),
     )
 
 
@@ -228,6 +230,7 @@ def hints_to_message(hints: Hints | None) -> pb.Hints | None:
         pin_ms=hints.pin_ms,
         category=hints.category,
         prompt_tokens=hints.prompt_tokens,
+        handover_ms=hints.handover_ms,
     )
 
 
@@ -240,7 +243,7 @@ def hints_from_message(message: pb.Hints) -> Hints:
         raise InvalidRequestError("hints.reuse", message.reuse, fix)
     return Hints(
         Reuse(message.reuse), message.priority, message.ttl_ms, message.pin_ms, message.category,
-        message.prompt_tokens,
+        message.prompt_tokens, message.handover_ms,
     )  # fmt: skip
 
 
@@ -255,10 +258,46 @@ def layout_to_message(layout: KVLayout) -> pb.Layout:
                 kv_heads=c.kv_heads,
                 head_dim=c.head_dim,
                 tokens=c.tokens,
+                chunk_tokens=c.chunk_tokens,
             )
             for c in layout.components
         ]
     )
+
+
+def portion_to_message(portion: Portion) -> pb.Layout:
+    """Return the protobuf form of *portion*."""
+    message = layout_to_message(portion.whole)
+    for extent in portion.extents:
+        message.extents.append(
+            pb.Extent()
+            if extent is None
+            else pb.Extent(
+                first_layer=extent.first_layer,
+                layer_stop=extent.layer_stop,
+                first_head=extent.first_head,
+                head_stop=extent.head_stop,
+            )
+        )
+    return message
+
+
+def portion_from_message(message: pb.Layout) -> Portion | None:
+    """Return the portion that *message* is of; None for a whole chunk.
+
+    Raises InvalidRequestError or LayoutMismatchError.
+    """
+    whole = layout_from_message(message)
+    if not message.extents:
+        return None
+    extents = [
+        Extent(one.first_layer, one.layer_stop, one.first_head, one.head_stop)
+        if one.ByteSize()
+        else None
+        for one in message.extents
+    ]
+    portion = Portion(whole, tuple(extents))
+    return None if portion.is_whole else portion
 
 
 def layout_from_message(message: pb.Layout) -> KVLayout:
@@ -271,10 +310,12 @@ def layout_from_message(message: pb.Layout) -> KVLayout:
             raise InvalidRequestError(
                 "layout", str(error), "use a kind and dtype we know"
             ) from None
-        components.append(Component(kind, dtype, c.layers, c.kv_heads, c.head_dim, c.tokens))
+        components.append(
+            Component(kind, dtype, c.layers, c.kv_heads, c.head_dim, c.tokens, c.chunk_tokens)
+        )
     return KVLayout(tuple(components))
 
 
 def layout_fits(layout: KVLayout, representation: Representation) -> bool:
     """Whether *layout* is a chunk of *representation*."""
-    return layout == KVLayout.of(representation, layout.tokens)
+    return layout.is_of(representation)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.server.arrivals import Arrivals
 from kvstore.server.found import Found as Found
 from kvstore.server.found import Holding as Holding
 from kvstore.server.found import LeaseTerms as LeaseTerms
@@ -19,7 +20,6 @@ from kvstore.server.leases import Lease
 from kvstore.server.policy.journal import Asked
 from kvstore.server.policy.partitions import PartitionedEviction
 from kvstore.server.policy.radix import Rows
-from kvstore.server.prospects import Prospects
 
 _EXPIRED_AT_ONCE = 256
 
@@ -35,7 +35,7 @@ class Wanted:
 EVERYBODY = Wanted()
 
 
-class Catalog(Prospects):
+class Catalog(Arrivals):
     """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
 
     Invariants: a policy knows exactly the rows of the copies on its tier; a key with a lease,
@@ -69,17 +69,21 @@ class Catalog(Prospects):
                 self._index.count_hits(rows)
             self._journal.note(Asked(known, keys, now_s, again))
             pending = self._count_pending(keys, len(rows), now_s)
+            shared = len(known) if self._index.has_ends(keys) else 0
             ghosts = self._index.count_ghosts(known[len(rows) :])
             sources, sizes = self._choose(rows, min_fidelity, tiers)
             lease_id = 0
             if lease is not None and len(sources):
                 lease_id = self._lease(keys[: len(sources)], lease).lease_id
         self._news.set()
-        return Found(len(rows), pending, sources, sizes, lease_id, ghosts)
+        return Found(len(rows), pending, sources, sizes, lease_id, ghosts, shared)
 
     def _lease(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> Lease:
         if self.uses:
             self.uses.used(keys, terms.session_id)
+        if self._handed_over:
+            for key in keys:
+                self._handed_over.unpin(key)
         return self._leases.grant(terms.session_id, keys, self._clock() + terms.ttl_s)
 
     def held(
@@ -100,7 +104,7 @@ class Catalog(Prospects):
         """
         at, is_any = known, False
         while at < len(keys):
-            if keys[at] in self._pending:
+            if self._is_coming(keys[at]):
                 is_any = True
             else:
                 row = self._index.row(keys[at])
@@ -156,6 +160,8 @@ class Catalog(Prospects):
         """End all leases of a session, and what it announced."""
         with self._lock:
             self.uses.end(session_id)
+            if self._promises.end(session_id):
+                self._arrived.notify_all()
             return self._leases.release_session(session_id)
 
     def expire(self) -> int:
@@ -163,6 +169,9 @@ class Catalog(Prospects):
         with self._lock:
             now = self._clock()
             self._pinned.expire(now)
+            self._handed_over.expire(now)
+            if self._promises.expire(now):
+                self._arrived.notify_all()
             self.uses.expire(now)
             return self._leases.expire(now)
 
@@ -206,12 +215,13 @@ class Catalog(Prospects):
             self._journal.settle()
             rows = [row for key in keys if (row := self._index.row(key))]
             self.knowledge.hinted(np.array(rows, np.intp), hints, now)
-            if not hints.pin_ms:
-                return 0
-            until = now + hints.pin_ms / 1000
             return sum(
-                not self._pinned.extend(self._index.key(row), self._any_size(row), until)
-                for row in rows
+                not table.extend(self._index.key(row), self._any_size(row), now + ms / 1000)
+                for table, ms in (
+                    (self._pinned, hints.pin_ms),
+                    (self._handed_over, hints.handover_ms),
+                )
+                for row in (rows if ms else ())
             )
 
     def expired_keys(self) -> list[ChunkKey]:
@@ -234,30 +244,6 @@ class Catalog(Prospects):
         """Undo one ``hold``."""
         with self._lock:
             self._leases.unpin(key)
-
-    def begin_put(self, key: ChunkKey) -> bool:
-        """Count a writer of *key*; False, counting nothing, when an exact copy exists."""
-        with self._lock:
-            row = self._index.row(key)
-            if self._index.holders(row, Fidelity.exact):
-                self.knowledge.live_on(row, self._clock())
-                return False
-            self._pending[key] = self._pending.get(key, 0) + 1
-            return True
-
-    def end_put(self, key: ChunkKey) -> None:
-        """Undo one ``begin_put``."""
-        with self._lock:
-            left = self._pending[key] - 1
-            if left:
-                self._pending[key] = left
-            else:
-                del self._pending[key]
-
-    def pending_count(self) -> int:
-        """Writers at work."""
-        with self._lock:
-            return sum(self._pending.values())
 
     def partition(self, key: ChunkKey, tenant: str, category: str) -> int:
         """Return the partition that a chunk counts against, be it here or only to come."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from kvstore.codecs.base import codec_by_id
+from kvstore.codecs.portions import portion_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
 from kvstore.proto.errors import (
@@ -15,8 +16,9 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     RepresentationError,
 )
-from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.frame import FrameHeader, raw_frame_bytes
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
+from kvstore.server.assembly import Piece
 from kvstore.server.catalog import Holding
 from kvstore.server.intake import PutResult
 from kvstore.server.manager import ShelfStatus
@@ -107,16 +109,37 @@ class Checks:
         codec_by_id(info.codec_id)
         return info
 
-    def header(self, session: Session, header: FrameHeader, frame_bytes: int) -> ChunkInfo:
-        """Return the info of a frame that *session* may put."""
+    def header(
+        self, session: Session, header: FrameHeader, frame_bytes: int
+    ) -> tuple[ChunkInfo, Piece | None]:
+        """Return the info of the chunk whose frame *session* may put, or a piece of it."""
         if header.frame_bytes != frame_bytes:
             raise InvalidRequestError(
                 "frame_bytes", frame_bytes, f"its header: {header.frame_bytes}"
             )
-        return self.info(session, header.info())
+        portion = header.portion
+        if portion is None:
+            return self.info(session, header.info()), None
+        piece = Piece(portion, frame_bytes, is_streamed=True)
+        return self._whole(session, header.key, header.parent, piece), piece
 
-    def reserved_infos(self, session: Session, request: pb.ReserveRequest) -> list[ChunkInfo]:
-        """Return what a Reserve asks room for; all of it or an error."""
+    def _whole(
+        self, session: Session, key: ChunkKey, parent: ChainDigest, piece: Piece
+    ) -> ChunkInfo:
+        """Return the info of the raw chunk that *piece* is of."""
+        if piece.frame_bytes != portion_frame_bytes(piece.portion):
+            fix = f"a raw rectangle like this has {portion_frame_bytes(piece.portion)}"
+            raise InvalidRequestError("frame_bytes", piece.frame_bytes, fix)
+        whole = piece.portion.whole
+        return self.info(session, ChunkInfo(key, parent, whole, 0, raw_frame_bytes(whole)))
+
+    def reserved(
+        self, session: Session, request: pb.ReserveRequest
+    ) -> list[tuple[ChunkInfo, Piece | None]]:
+        """Return what a Reserve asks room for; all of it or an error.
+
+        A piece comes with the info of the chunk that it is of.
+        """
         keys = self.keys(session, request.digests)
         parents = wire.split_digests(request.parents, self.limits.max_batch_chunks)
         if not len(keys) == len(parents) == len(request.frame_bytes) == len(request.layout):
@@ -125,14 +148,20 @@ class Checks:
             )
         self.batch("layouts", len(request.layouts))
         layouts = [wire.layout_from_message(message) for message in request.layouts]
+        portions = [wire.portion_from_message(message) for message in request.layouts]
         if any(index >= len(layouts) for index in request.layout):
             raise InvalidRequestError("layout", max(request.layout), "index into layouts")
-        return [
-            self.info(session, ChunkInfo(key, parent, layouts[index], 0, size))
-            for key, parent, index, size in zip(
-                keys, parents, request.layout, request.frame_bytes, strict=True
-            )
-        ]
+        found: list[tuple[ChunkInfo, Piece | None]] = []
+        rows = zip(keys, parents, request.layout, request.frame_bytes, strict=True)
+        for key, parent, index, size in rows:
+            portion = portions[index]
+            if portion is None:
+                info = ChunkInfo(key, parent, layouts[index], 0, size)
+                found.append((self.info(session, info), None))
+            else:
+                piece = Piece(portion, size)
+                found.append((self._whole(session, key, parent, piece), piece))
+        return found
 
 
 def fidelity(value: int) -> Fidelity:
@@ -162,7 +191,7 @@ def chunk_stat(held: Holding) -> pb.ChunkStat:
         copies=[
             pb.Copy(
                 tier=tier,
-                codec=_codec_name(copy.codec_id),
+                codec=codec_name(copy.codec_id),
                 size_bytes=copy.size_bytes,
                 fidelity=copy.fidelity,
             )
@@ -174,7 +203,8 @@ def chunk_stat(held: Holding) -> pb.ChunkStat:
     )
 
 
-def _codec_name(codec_id: int) -> str:
+def codec_name(codec_id: int) -> str:
+    """Return what the codec of *codec_id* is called, be it known or not."""
     try:
         return codec_by_id(codec_id).name
     except KVStoreError:

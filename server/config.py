@@ -15,7 +15,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Field,
     ValidationError,
@@ -27,6 +26,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
 from kvstore.server import placement_config as placement
+from kvstore.server.blend_config import BlendSettings
 from kvstore.server.codec_config import CodecName, TenantCodecs
 from kvstore.server.disk_config import DiskFolders, absolute
 from kvstore.server.flags import flag_of, parse_flags
@@ -95,7 +95,7 @@ class DiskConfig(DiskFolders):
     path: Annotated[Path, AfterValidator(absolute)] = Field(default_factory=_disk_path)
 
 
-class ServerConfig(BaseModel):
+class ServerConfig(BlendSettings):
     """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

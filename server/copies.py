@@ -9,17 +9,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.found import Holding
 from kvstore.server.history_file import MAX_CHUNKS, SavedHistory
 from kvstore.server.knowledge import Knowledge, Origin
 from kvstore.server.leases import LeaseTable
 from kvstore.server.pins import PinTable
 from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.content_index import Named
 from kvstore.server.policy.history_state import HistoryState
 from kvstore.server.policy.journal import Journal, Stored
+from kvstore.server.policy.prefix_ends import EndNeeds
 from kvstore.server.policy.radix import RadixIndex, Rows
 from kvstore.server.policy_report import PolicyReport
+from kvstore.server.promises import Promises
 from kvstore.server.uses import AnnouncedUses
 
 QUIET_S = 0.004
@@ -57,35 +60,61 @@ class Copies:
         self._strays: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
         """Copies that were forgotten and that their tier has not freed yet."""
         self._pinned = PinTable(pin_limit_bytes)
+        self._handed_over = PinTable(pin_limit_bytes)
+        """Chunks that another engine is about to read."""
+        self._promises = Promises()
+        self._no_waits = False
         self.uses = AnnouncedUses(pin_limit_bytes)
         self.unkept = 0
         """Announced chunks that came and were not kept, for want of room."""
         # Guards all of the above; held for dictionary operations only.
         self._lock = threading.Lock()
         self._unclaimed = threading.Condition(self._lock)
+        self._arrived = threading.Condition(self._lock)
         self._news = threading.Event()
 
     # --- copies
 
-    def needs_checkpoints(self, space: Namespace) -> None:
-        """Chunks of *space* are of a model that goes on only from where its state was kept."""
+    def needs_ends(self, space: Namespace, needs: EndNeeds) -> None:
+        """Prefixes of *space* are of a model that goes on only where it has what it *needs*."""
         with self._lock:
-            self._index.needs_checkpoints(space)
+            self._index.needs_ends(space, needs)
+
+    def is_outgrown(self, key: ChunkKey, layout: KVLayout) -> bool:
+        """Whether the chunk is here with less of its end than *layout* has."""
+        with self._lock:
+            row = self._index.row(key)
+            return bool(row) and self._index.lacks(row, layout)
 
     def note_sealed(self, tier: str, info: ChunkInfo, origin: Origin | None = None) -> None:
         """A copy became visible on *tier*; *origin* says where it came from, if it was put."""
         with self._lock:
+            if self._contradicts(info):
+                self._strays[tier].add(info.key)
+                return
             self._strays[tier].discard(info.key)
             is_new = not self._index.row(info.key)
             row = self._index.add(tier, info)
             parent, now = self._index.parent(row), self._clock()
             facts = self.knowledge.facts(row, info, origin or _UNKNOWN) if is_new else None
             self.knowledge.hints.arrived(row)
+            if origin is not None:
+                self._name(info, origin)
             if is_new and self.uses:
                 self._came(info.key, info.size_bytes, origin)
             number = self._index.tiers.index(tier)
             self._journal.note(Stored(number, row, parent, info.size_bytes, facts, now))
         self._news.set()
+
+    def _name(self, info: ChunkInfo, origin: Origin) -> None:
+        tokens = info.layout.tokens
+        named = Named(info.key, info.parent, origin.content, tokens, origin.position)
+        self.knowledge.contents.note(named)
+
+    def _contradicts(self, info: ChunkInfo) -> bool:
+        """Whether there are copies with another layout: all copies of a chunk are alike."""
+        row = self._index.row(info.key)
+        return bool(row) and self._index.layout(row) != info.layout
 
     def _came(self, key: ChunkKey, size_bytes: int, origin: Origin | None) -> None:
         """Keep an announced chunk that is needed again; whoever put it has used it."""
@@ -111,6 +140,7 @@ class Copies:
         known = self._index.discard(tier, row)
         if not self._index.holders(row):
             self.knowledge.hints.forget(row)
+            self.knowledge.contents.forget(key)
             self.uses.gone(key)
         return known
 
@@ -257,4 +287,9 @@ class Copies:
         return len(self._index)
 
     def _is_held(self, key: ChunkKey) -> bool:
-        return key in self._leases.pins or key in self._pinned or key in self.uses
+        return (
+            key in self._leases.pins
+            or key in self._pinned
+            or key in self._handed_over
+            or key in self.uses
+        )

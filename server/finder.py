@@ -91,6 +91,7 @@ class Finder:
             lease_id=lease_id,
             lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
             plan=plan,
+            shared=found.shared,
         )
 
     def _after(self, keys: Sequence[ChunkKey]) -> None:
@@ -232,5 +233,7 @@ class Finder:
         return shelf.guarded(work)
 
     def _learn(self, shelf: Shelf, info: ChunkInfo) -> None:
+        if self._catalog.is_outgrown(info.key, info.layout) and not self._transfers.replace(info):
+            return
         if self._catalog.count_on(shelf.name) < MAX_SHARED_CHUNKS:
             self._catalog.note_sealed(shelf.name, info)

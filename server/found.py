@@ -39,6 +39,8 @@ class Found:
     lease_id: int = 0
     ghosts: int = 0
     """Chunks of the prompt that had been evicted, from its first on."""
+    shared: int = 0
+    """Chunks that are here or had been, where a prefix cannot end everywhere; else 0."""
 
     @property
     def first_missing(self) -> int:

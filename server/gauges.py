@@ -41,6 +41,15 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
         ("known_chunks", "chunks in the index", "", len(catalog)),
         ("ghost_chunks", "evicted chunks that policies remember", "", catalog.ghost_count()),
     ]
+    contents, variants, left_out, priority_bytes = catalog.content_counts()
+    gates = manager.blends.gates.open_count()
+    rows += [
+        ("blend_contents", "contents that blending finds chunks by", "", contents),
+        ("blend_variants", "chunks with these contents", "", variants),
+        ("blend_left_out", "chunks not taken in, contents being at their limit", "", left_out),
+        ("blend_priority_bytes", "what is known of their tokens", "", priority_bytes),
+        ("blend_open_gates", "models and tags whose variants are given", "", gates),
+    ]
     for status in manager.shelf_statuses():
         name, stats = status.name, status.stats
         rows += [

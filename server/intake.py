@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from kvstore.codecs.base import codec_by_id
 from kvstore.proto.buffers import Bytes
@@ -15,25 +16,15 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     QuotaExceededError,
     ShuttingDownError,
-    TierFullError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
 from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome
-from kvstore.server.knowledge import Origin
-from kvstore.server.policy.admission import Moment
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.server.assembly import Assembly, Piece, PortionTicket
+from kvstore.server.landing import Landing
+from kvstore.server.landing import PutResult as PutResult
 from kvstore.server.sessions import Session
-from kvstore.server.shelf import Room
-from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Reservation
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """What became of one chunk of a put; ``reason`` says why when it was not stored."""
-
-    outcome: PutOutcome
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,59 +36,71 @@ class PutTicket:
     reservation: Reservation
     hints: Hints = NO_HINTS
 
+    @property
+    def key(self) -> ChunkKey:
+        """The chunk's name."""
+        return self.reservation.info.key
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of the frame that is to come."""
+        return self.reservation.info.size_bytes
+
+
+AnyTicket: TypeAlias = PutTicket | PortionTicket
+"""A chunk that is being put, or a portion of one."""
+
 
 class Intake:
     """Puts at work, by ticket, each owned by a session. Thread-safe.
 
-    *new_id* returns unpredictable numbers below 2^64. ``headroom_bytes`` of CPU memory are
-    kept for loads: stores give way to them.
+    *new_id* returns unpredictable numbers below 2^64. Portions go to the *assembly*.
     """
 
     def __init__(
         self,
-        transfers: Transfers,
+        landing: Landing,
+        assembly: Assembly,
         limit_per_session: int,
-        headroom_percent: int,
         new_id: Callable[[], int],
     ) -> None:
-        self._transfers = transfers
-        self._catalog = transfers.catalog
-        self._counters = transfers.counters
+        self._landing = landing
+        self.assembly = assembly
+        self._counters = landing.counters
         self._limit = limit_per_session
         self._new_id = new_id
-        cpu = transfers.cpu_tier
-        wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
-        self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
-        self._tickets: dict[int, PutTicket] = {}
+        self._tickets: dict[int, AnyTicket] = {}
         self._by_session: dict[int, set[int]] = {}
         self._draining = False
         # Guards the three fields above; held for dictionary operations only.
         self._lock = threading.Lock()
 
     def begin(
-        self, session: Session, info: ChunkInfo, deadline: float, hints: Hints = NO_HINTS
-    ) -> PutTicket | PutResult:
+        self,
+        session: Session,
+        info: ChunkInfo,
+        deadline: float,
+        hints: Hints = NO_HINTS,
+        piece: Piece | None = None,
+    ) -> AnyTicket | PutResult:
         """Reserve room for a frame, or say why there is nothing to write.
 
+        *info* is that of the whole chunk, also where only a *piece* of it is put.
         Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
         """
         if self._draining:
             raise ShuttingDownError("the server drains; no new puts")
-        if not self._catalog.begin_put(info.key):
-            self._counters.add("put_existing_chunks")
-            self._hint(info.key, hints)
-            return PutResult(PutOutcome.exists)
-        try:
-            room = Room(info, session.tenant, deadline, self._headroom_bytes, hints.category)
-            reservation = self._transfers.reserve_for_put(room)
-        except TierFullError as error:
-            self._catalog.end_put(info.key)
-            self._counters.add("put_refused_chunks")
-            return PutResult(PutOutcome.refused, str(error))
-        except KVStoreError:
-            self._catalog.end_put(info.key)
-            raise
-        ticket = PutTicket(self._new_id(), session, reservation, hints)
+        ticket: AnyTicket
+        if piece is not None:
+            ticket = PortionTicket(self._new_id(), session, info, piece, hints)
+            answer = self.assembly.begin(ticket, deadline)
+            if answer is not None:
+                return answer
+        else:
+            reserved = self._landing.reserve(session, info, deadline, hints)
+            if isinstance(reserved, PutResult):
+                return reserved
+            ticket = PutTicket(self._new_id(), session, reserved, hints)
         try:
             self._own(ticket)
         except (QuotaExceededError, LeaseExpiredError):
@@ -105,30 +108,27 @@ class Intake:
             raise
         return ticket
 
-    def _hint(self, key: ChunkKey, hints: Hints) -> None:
-        if hints != NO_HINTS:
-            self._counters.add("ignored_pins", self._catalog.hint([key], hints))
-
     def begin_all(
         self,
         session: Session,
         infos: Sequence[ChunkInfo],
         deadline: float,
         hints: Hints = NO_HINTS,
-    ) -> list[PutTicket | PutResult]:
+        pieces: Sequence[Piece | None] | None = None,
+    ) -> list[AnyTicket | PutResult]:
         """Begin a batch; all of its room is given back when one of it is invalid."""
-        begun: list[PutTicket | PutResult] = []
+        begun: list[AnyTicket | PutResult] = []
         try:
-            for info in infos:
-                begun.append(self.begin(session, info, deadline, hints))  # noqa: PERF401
+            for info, piece in zip(infos, pieces or [None] * len(infos), strict=True):
+                begun.append(self.begin(session, info, deadline, hints, piece))
         except KVStoreError:
             for result in begun:
-                if isinstance(result, PutTicket):
+                if not isinstance(result, PutResult):
                     self.abort(session, result.ticket_id)
             raise
         return begun
 
-    def _own(self, ticket: PutTicket) -> None:
+    def _own(self, ticket: AnyTicket) -> None:
         limit = self._limit
         session_id = ticket.session.session_id
         with self._lock:
@@ -143,11 +143,14 @@ class Intake:
             owned.add(ticket.ticket_id)
             self._tickets[ticket.ticket_id] = ticket
 
-    def view(self, ticket: PutTicket) -> Bytes:
-        """Return the reserved memory to write the frame into."""
-        return self._transfers.cpu_tier.view(ticket.reservation)
+    def view(self, ticket: AnyTicket) -> Bytes:
+        """Return the memory to write the frame into."""
+        if isinstance(ticket, PutTicket):
+            return self._landing.view(ticket.reservation)
+        assert ticket.frame is not None
+        return ticket.frame
 
-    def claim(self, session: Session, ticket_id: int) -> PutTicket:
+    def claim(self, session: Session, ticket_id: int) -> AnyTicket:
         """Take a put out of the table to finish it. Raises LeaseExpiredError."""
         with self._lock:
             ticket = self._tickets.get(ticket_id)
@@ -159,17 +162,19 @@ class Intake:
             self._disown(ticket)
             return ticket
 
-    def _disown(self, ticket: PutTicket) -> None:
+    def _disown(self, ticket: AnyTicket) -> None:
         del self._tickets[ticket.ticket_id]
         owned = self._by_session[ticket.session.session_id]
         owned.discard(ticket.ticket_id)
         if not owned:
             del self._by_session[ticket.session.session_id]
 
-    def discard(self, ticket: PutTicket) -> None:
+    def discard(self, ticket: AnyTicket) -> None:
         """Give back the room of a claimed put."""
-        self._transfers.cpu_tier.abort(ticket.reservation)
-        self._catalog.end_put(ticket.reservation.info.key)
+        if isinstance(ticket, PutTicket):
+            self._landing.give_back(ticket.reservation)
+        else:
+            self.assembly.discard(ticket)
 
     def abort(self, session: Session, ticket_id: int) -> bool:
         """Give up a put. Return whether the session had it."""
@@ -180,13 +185,15 @@ class Intake:
         self.discard(ticket)
         return True
 
-    def commit(self, ticket: PutTicket) -> PutResult:
+    def commit(self, ticket: AnyTicket) -> PutResult:
         """Verify what was written into a claimed put and make it visible, or abort it.
 
         Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
         for frames that are not what was reserved; nothing of them stays.
         """
-        return self._finish(ticket, check_frame)
+        if isinstance(ticket, PutTicket):
+            return self._finish(ticket, check_frame)
+        return self.assembly.take(ticket, self.view(ticket))
 
     def _finish(
         self, ticket: PutTicket, receive: Callable[[Bytes, ChunkKey], FrameHeader]
@@ -195,33 +202,15 @@ class Intake:
         try:
             header = receive(self.view(ticket), info.key)
             _check_put(header, info, ticket.session)
-        except KVStoreError:
+        except KVStoreError as error:
             self._counters.add("put_invalid_chunks")
+            self._landing.note_invalid(info.key, error)
             self.discard(ticket)
             raise
-        sealed = self._transfers.cpu_tier.seal(ticket.reservation)
-        if sealed:
-            origin = Origin(ticket.session.tenant, ticket.hints)
-            self._catalog.note_sealed(self._transfers.cpu.name, header.info(), origin)
-            self._hint(info.key, ticket.hints)
-        self._catalog.end_put(info.key)
-        if not sealed:
-            self._counters.add("put_existing_chunks")
-            return PutResult(PutOutcome.exists)
-        self._counters.add("put_stored_chunks")
-        self._counters.add("put_bytes", info.size_bytes)
-        self._transfers.settle_quota(self._transfers.cpu, info.key)
-        self._copy_through(info.key)
-        return PutResult(PutOutcome.stored)
+        session = ticket.session
+        return self._landing.seal(ticket.reservation, header, session.tenant, ticket.hints)
 
-    def _copy_through(self, key: ChunkKey) -> None:
-        for shelf in self._transfers.lower_shelves():
-            if not self._transfers.placement.admits(shelf, key, Moment.stored):
-                continue
-            if shelf.breaker.is_open or self._transfers.copy_down(key, shelf) is None:
-                self._counters.add("skipped_copies")
-
-    def ingest(self, tickets: Sequence[PutTicket], frames: Sequence[Bytes]) -> list[PutResult]:
+    def ingest(self, tickets: Sequence[AnyTicket], frames: Sequence[Bytes]) -> list[PutResult]:
         """Copy frames into claimed puts and commit them, in order.
 
         At the first bad frame its error is raised and the rest is aborted.
@@ -229,8 +218,10 @@ class Intake:
         results: list[PutResult] = []
         try:
             for ticket, frame in zip(tickets, frames, strict=True):
-                receive = partial(_copy_from, frame)
-                results.append(self._finish(ticket, receive))
+                if isinstance(ticket, PutTicket):
+                    results.append(self._finish(ticket, partial(_copy_from, frame)))
+                else:
+                    results.append(self.assembly.take(ticket, frame))
         except KVStoreError:
             for ticket in tickets[len(results) + 1 :]:
                 self.discard(ticket)
@@ -243,6 +234,7 @@ class Intake:
             owned = list(self._by_session.get(session.session_id, ()))
         for ticket_id in owned:
             self.abort(session, ticket_id)
+        self.assembly.end_session(session.session_id)
 
     def drain(self) -> None:
         """Refuse new puts from now on."""

@@ -8,27 +8,34 @@ from dataclasses import dataclass, field
 
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
+from kvstore.server.policy.content_index import UNKNOWN_CONTENT, ContentIndex
 from kvstore.server.policy.groups import GroupTable
 from kvstore.server.policy.hint_table import NEVER, HintTable
 from kvstore.server.policy.history import Facts, History
 from kvstore.server.policy.partitions import PartitionTable
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.reuse import ReuseForecast
+from kvstore.server.policy.token_priority import TokenPriorities
 from kvstore.server.policy.what_if import WhatIf
 from kvstore.tiers.base import DEFAULT_TENANT
 
 GHOST_LIMIT = 1 << 18
 """Chunks without a copy that are remembered at least, if there were so many."""
 
+CONTENT_LIMIT = 1 << 18
+"""Contents that blending finds chunks by."""
+
 _SPACES_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose chunk it is, and what was said when it was put."""
+    """Whose chunk it is, what was said when it was put, and what its frame says of its tokens."""
 
     tenant: str = DEFAULT_TENANT
     hints: Hints = NO_HINTS
+    content: bytes = UNKNOWN_CONTENT
+    position: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +55,8 @@ class Knowledge:
     what_ifs: Mapping[str, WhatIf] = field(default_factory=dict)
     policy_names: Mapping[str, str] = field(default_factory=dict)
     groups: GroupTable = field(default_factory=GroupTable)
+    contents: ContentIndex = field(default_factory=lambda: ContentIndex(CONTENT_LIMIT))
+    priorities: TokenPriorities = field(default_factory=TokenPriorities)
     forecast: ReuseForecast | None = None
     """Of the same history; None where no tier's admission asks for chances."""
     _full_tokens: dict[bytes, int] = field(default_factory=dict)

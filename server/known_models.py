@@ -20,7 +20,7 @@ class KnownModels:
     """
 
     def __init__(self) -> None:
-        self._terms: dict[bytes, EncodeTerms] = {}
+        self._models: dict[bytes, Representation] = {}
         self._lock = threading.Lock()  # guards the dictionary
 
     def note(self, session: Session) -> None:
@@ -29,16 +29,17 @@ class KnownModels:
 
     def learn(self, digest: bytes, representation: Representation) -> None:
         """Remember *representation*, whose digest is *digest*."""
-        terms = EncodeTerms.of(representation)
         with self._lock:
-            self._terms.pop(digest, None)
-            self._terms[digest] = terms
-            if len(self._terms) > MAX_KNOWN_MODELS:
-                del self._terms[next(iter(self._terms))]
+            self._models.pop(digest, None)
+            self._models[digest] = representation
+            if len(self._models) > MAX_KNOWN_MODELS:
+                del self._models[next(iter(self._models))]
 
     def terms_of(self, header: FrameHeader) -> EncodeTerms | None:
         """Return the terms of the model that the frame of *header* is of; None if not known."""
         with self._lock:
-            terms = self._terms.get(header.representation)
-        fits = terms is not None and len(terms.layer_ids) == header.layout.segment_count
-        return terms if fits else None
+            model = self._models.get(header.representation)
+        if model is None:
+            return None
+        terms = EncodeTerms.of(model, layout=header.layout)
+        return terms if len(terms.layer_ids) == header.layout.segment_count else None

@@ -133,11 +133,15 @@ class LayeredGet:
             return None
         if opening.fill is not None:
             fill = opening.fill
+            if fill.header.layout.segment_count != len(self._order):
+                return None
             return _Source(index, opening.tier, fill.header, fill.frame, fill)
         frame = self._transfers.cpu_tier.peek(key)
         header = None if frame is None else parse_header(frame)
         if frame is None or header is None or header.fidelity < self._least:
             return None
+        if header.layout.segment_count != len(self._order):
+            return None  # without what is of its end
         return _Source(index, opening.tier, header, frame, None)
 
     def _is_done(self, ticket: Ticket | None) -> bool:

@@ -12,7 +12,7 @@ from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
 from kvstore.proto.hints import NO_HINTS
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.checks import Checks
-from kvstore.server.intake import PutResult, PutTicket
+from kvstore.server.intake import AnyTicket, PutResult
 from kvstore.server.manager import TierManager
 from kvstore.server.sessions import Session, SessionTable
 
@@ -22,7 +22,7 @@ class _Incoming:
     """A frame being received: its answer if it needs none of its bytes, else where they go."""
 
     result: PutResult | None
-    ticket: PutTicket | None
+    ticket: AnyTicket | None
     header: FrameHeader
     is_whole: bool = False
 
@@ -71,7 +71,7 @@ class LayeredPutStream:
         header = parse_header(as_bytes(message.data), FLAG_UNSUMMED)
         if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
             raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
-        info = self._checks.header(session, header, message.frame_bytes)
+        info, _ = self._checks.header(session, header, message.frame_bytes)
         begun = self._manager.puts.begin(session, info, deadline, self._hints)
         if isinstance(begun, PutResult):
             self._frames.append(_Incoming(begun, None, header))

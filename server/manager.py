@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -14,16 +14,23 @@ from kvstore.proto.errors import (
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
+from kvstore.server.assembly import UNFINISHED_S, Assembly, AssemblyLimits
+from kvstore.server.blending import Blending
 from kvstore.server.catalog import Holding, LeaseTerms
 from kvstore.server.delivery import Delivery
 from kvstore.server.finder import Finder
+from kvstore.server.gates import Gates
+from kvstore.server.hand_over import HandOver
 from kvstore.server.intake import Intake, PutResult
 from kvstore.server.knowledge import Origin
+from kvstore.server.landing import Landing
 from kvstore.server.mover import Ticket
+from kvstore.server.outcomes import Fate
 from kvstore.server.placement import Placement
 from kvstore.server.policy.admission import WriteBack, WriteThrough
 from kvstore.server.policy.batch_plan import BatchPlan, plan_batch
-from kvstore.server.policy.radix import EXACT_MATCH
+from kvstore.server.policy.blend_gate import GateTerms
+from kvstore.server.policy.prefix_ends import EndNeeds
 from kvstore.server.prefetch import Prefetch
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
@@ -42,6 +49,9 @@ class ManagerLimits:
     write_through: bool = True
     """What shelves do that have no admission of their own."""
     prefetch_bytes: int = 0
+    blend: GateTerms = field(default_factory=GateTerms)
+    unfinished_s: float = UNFINISHED_S
+    waiting_lookups: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +79,11 @@ class TierManager:
         self.transfers = transfers
         self.catalog = transfers.catalog
         self.counters = transfers.counters
+        landing = Landing(transfers, limits.load_headroom_percent)
         self.puts = Intake(
-            transfers,
+            landing,
+            Assembly(landing, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
             limits.max_reservations_per_session,
-            limits.load_headroom_percent,
             new_id,
         )
         prefetch = Prefetch(transfers, limits.prefetch_bytes)
@@ -93,7 +104,10 @@ class TierManager:
         self._durable = [
             shelf for shelf in self._keepers if shelf.encoder.is_exact and not shelf.is_exclusive
         ]
+        self.hand_over = HandOver(self.catalog, self.counters, limits.waiting_lookups)
         self._finder = Finder(transfers, limits.lease_ttl_ms, prefetch)
+        gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
+        self.blends = Blending(transfers, self._finder, limits.lease_ttl_ms, gates)
 
     @property
     def can_be_durable(self) -> bool:
@@ -111,7 +125,7 @@ class TierManager:
         accepted = [
             key
             for key, result in zip(keys, results, strict=True)
-            if result.outcome is not PutOutcome.refused
+            if result.outcome in (PutOutcome.stored, PutOutcome.exists)
         ]
         reasons = dict(zip(accepted, self._make_durable(accepted, deadline), strict=True))
         return [
@@ -246,6 +260,8 @@ class TierManager:
             self._settle(key, deadline)
             names = list(self.catalog.copies(key))
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
+            if gone:
+                self.transfers.outcomes.note(key, Fate.deleted)
             self._sweep(key, deadline)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
@@ -305,8 +321,9 @@ class TierManager:
 
     def begin_session(self, session: Session) -> None:
         """Take note of the model of a session that was opened."""
-        if any(group.kind in EXACT_MATCH for group in session.representation.layer_groups):
-            self.catalog.needs_checkpoints(session.namespace)
+        needs = EndNeeds.of_groups(session.representation.layer_groups)
+        if any(needs):
+            self.catalog.needs_ends(session.namespace, needs)
 
     def end_session(self, session: Session) -> None:
         """Release every lease and put of a session that ended."""
@@ -317,6 +334,7 @@ class TierManager:
         """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
         self.counters.add("unkept_chunks", self.catalog.take_unkept())
+        self.puts.assembly.expire()
         self._drop_expired()
         self.gets.promote_due()
         self.transfers.leave_doubles()
@@ -327,6 +345,7 @@ class TierManager:
             for name in self.catalog.holders(key):
                 if self.catalog.cast_out(name, key, even_if_held=False):
                     self.counters.add("expired_chunks")
+                    self.transfers.outcomes.note(key, Fate.expired, name)
                     with suppress(TierUnavailableError):  # a stray; it is swept later
                         self.transfers.delete_from(self.transfers.shelves[name], key)
 
@@ -336,6 +355,7 @@ class TierManager:
         Return whether everything was copied by the deadline.
         """
         self.puts.drain()
+        self.hand_over.end()
         if not self._keepers:
             return False
         shelf = self._keepers[0]

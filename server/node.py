@@ -21,6 +21,7 @@ from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.shm import ARENA_SLAB, host_id
 from kvstore.server.auto_codec import LANE, begin_choices
+from kvstore.server.blend_keeper import BlendKeeper
 from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
 from kvstore.server.checks import Checks, ServiceLimits
@@ -56,6 +57,8 @@ MAX_STAGING_BYTES = 1 << 30
 MESSAGE_SLACK_BYTES = 1 << 20
 REQUESTS_PER_WORKER = 8
 PIN_LIMIT_PERCENT = 50
+WORKERS_PER_WAITER = 4
+"""One of so many threads may wait in a lookup for chunks that are about to come."""
 LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "redis": 2}
 """Loading threads of each tier: one reads while the other verifies what it read."""
 
@@ -90,6 +93,7 @@ class Node:
         self.manager = build_manager(config, clock, self.counters, self._closers, models)
         self._keeper = self._open_keeper()
         self.recovered_chunks = self.manager.recover()
+        self._blends = self._open_blends()
         self.sessions = SessionTable(
             config.max_sessions, config.session_ttl_ms, tenant_salts(config), clock, os.urandom
         )
@@ -132,6 +136,12 @@ class Node:
         keeper = HistoryKeeper(catalog, folder, self.counters, self._clock, time.time)
         keeper.load()
         return keeper
+
+    def _open_blends(self) -> BlendKeeper | None:
+        if "disk" not in self._config.tiers:
+            return None
+        folder, limit = self._config.disk.path, self._config.blend_contents
+        return BlendKeeper(self.manager, folder, limit, self._clock)
 
     def _open_data_plane(self) -> DataPlane | None:
         path = self._config.socket_path_for(self.port)
@@ -230,6 +240,8 @@ class Node:
             self.manager.catalog.catch_up(TICK_S)
             if self._keeper is not None:
                 self._keeper.save_if_due()
+            if self._blends is not None:
+                self._blends.step()
 
     def stop(self, grace_s: float) -> bool:
         """Drain, let running calls end, release everything. Return whether the drain was clean."""
@@ -248,6 +260,8 @@ class Node:
         clean = self.manager.drain(deadline)
         if self._keeper is not None:
             self._keeper.save()
+        if self._blends is not None:
+            self._blends.save()
         self._close()
         return clean
 
@@ -301,6 +315,8 @@ def build_manager(
         load_headroom_percent=config.load_headroom_percent,
         loose_bytes=config.max_frame_bytes,
         prefetch_bytes=config.prefetch_bytes,
+        waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
+        blend=config.blend_terms,
     )
     return TierManager(transfers, limits, _new_id)
 

@@ -17,6 +17,9 @@ class PinTable:
         self._used_bytes = 0
         self._pinned: dict[ChunkKey, tuple[float, int]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._pinned)
+
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._pinned
 

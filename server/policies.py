@@ -10,6 +10,7 @@ from kvstore.server.knowledge import Knowledge
 from kvstore.server.placement_config import write_rules
 from kvstore.server.policy.admission import make_admission
 from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.content_index import ContentIndex
 from kvstore.server.policy.partitions import PartitionedEviction, PartitionTable, Quota
 from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.reuse import ReuseForecast
@@ -43,6 +44,7 @@ class Policies:
             category_ttls_s=terms.ttls_s,
             ghost_limit=config.ghost_limit,
             what_ifs={tier: WhatIf(size) for tier, size in capacities.items()},
+            contents=ContentIndex(config.blend_contents),
             policy_names={tier: self.name(tier) for tier in capacities},
         )
         rules = write_rules(config.disk_write, config.redis_write)

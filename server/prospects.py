@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.copies import Copies
 
 
@@ -24,6 +24,17 @@ class Prospect:
     hits: int
     chance: float
     is_needed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What is known of one chunk now: its copies by tier, and what it is where it has none."""
+
+    copies: Mapping[str, ChunkInfo]
+    is_pending: bool
+    is_promised: bool
+    is_ghost: bool
+    is_expired: bool
 
 
 class Prospects(Copies):
@@ -55,6 +66,23 @@ class Prospects(Copies):
         """Return the tokens of each of *keys*; 0 for those that no tier has."""
         with self._lock:
             return [self._index.tokens(self._index.row(key)) for key in keys]
+
+    def sighting(self, key: ChunkKey) -> Sighting:
+        """Return what is known of a chunk; nobody's use of it is counted."""
+        with self._lock:
+            index, row = self._index, self._index.row(key)
+            return Sighting(
+                index.copies(row),
+                key in self._pending,
+                key in self._promises,
+                not row and len(index.known_prefix([key])) > 0,
+                bool(row) and self.knowledge.hints.is_expired(row, self._clock()),
+            )
+
+    def count_in(self, space: Namespace) -> int:
+        """Return how many chunks of a namespace are here."""
+        with self._lock:
+            return len(self._index.keys_of(space))
 
     def asked_again(self, keys: Sequence[ChunkKey], tier: str) -> list[ChunkKey]:
         """Return those of a chain that were asked for before and that *tier* does not have."""

@@ -14,7 +14,7 @@ from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.checks import Checks
-from kvstore.server.intake import PutResult, PutTicket
+from kvstore.server.intake import AnyTicket, PutResult
 from kvstore.server.manager import TierManager
 from kvstore.server.sessions import Session, SessionTable
 
@@ -23,7 +23,7 @@ from kvstore.server.sessions import Session, SessionTable
 class _Incoming:
     """The frame being received: where it goes (None: nowhere, it exists) and how far it is."""
 
-    ticket: PutTicket | None
+    ticket: AnyTicket | None
     frame_bytes: int
     received_bytes: int = 0
 
@@ -119,17 +119,17 @@ class PutStream:
         if not frame_bytes:
             raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
         self._checks.batch("frames", len(self._keys) + 1)
-        header = parse_header(data)
-        info = self._checks.header(session, header, frame_bytes)
-        begun = self._manager.puts.begin(session, info, self._deadline, self._hints)
+        header = parse_header(data, takes_portions=True)
+        info, piece = self._checks.header(session, header, frame_bytes)
+        begun = self._manager.puts.begin(session, info, self._deadline, self._hints, piece)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)
-            self._incoming = _Incoming(None, info.size_bytes)
+            self._incoming = _Incoming(None, frame_bytes)
         else:
             # Ours from here on: the end of the session must not free what we write into.
             ticket = self._manager.puts.claim(session, begun.ticket_id)
-            self._incoming = _Incoming(ticket, info.size_bytes)
+            self._incoming = _Incoming(ticket, frame_bytes)
 
     def _write(self, data: Bytes) -> None:
         incoming = self._incoming

@@ -21,6 +21,7 @@ from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.catalog import Catalog, Wanted
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
+from kvstore.server.outcomes import Fate, Outcomes
 from kvstore.server.placement import Placement
 from kvstore.server.policy.admission import Moment
 from kvstore.server.shelf import Room, Shelf
@@ -65,6 +66,7 @@ class Reclaim(ABC):
         self.counters = counters
         self.clock = clock
         self.placement = Placement(shelves, catalog, mover, clock)
+        self.outcomes = Outcomes(clock)
 
     def reserve(self, shelf: Shelf, room: Room) -> Reservation:
         """Reserve on *shelf*, evicting what is in the way.
@@ -207,6 +209,7 @@ class Reclaim(ABC):
         return None
 
     def _give_up(self, shelf: Shelf, key: ChunkKey, ticket: Ticket | None, deadline: float) -> None:
+        why = "no tier below took a copy" if self._below(shelf) else ""
         if ticket is not None:
             try:
                 self.mover.wait(ticket, deadline)
@@ -214,12 +217,14 @@ class Reclaim(ABC):
                 if isinstance(error, DeadlineError):
                     raise
                 # Counted where it failed; the victim has to go all the same.
+                why = str(error)
         holders, exact = (self.catalog.holders(key, f) for f in (Fidelity.none, Fidelity.exact))
         if shelf.name not in holders:
             return
         if shelf not in (self.cpu, self.gpu):
             self.catalog.gave_up(key)
         if self.catalog.cast_out(shelf.name, key, even_if_held=False):
+            self.outcomes.note(key, Fate.evicted, shelf.name, why if len(holders) == 1 else "")
             self._discard(shelf, key)
             self.counters.add("evicted_chunks")
             if len(holders) == 1:

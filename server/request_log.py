@@ -142,9 +142,9 @@ class RequestLog:
         self._last = 0
 
 
-def check_local(peer: str) -> None:
-    """Raise PermissionDeniedError unless gRPC's *peer* is on this host."""
+def check_local(peer: str, what: str = "Trace") -> None:
+    """Raise PermissionDeniedError, about *what*, unless gRPC's *peer* is on this host."""
     kind, _, address = peer.partition(":")
     host = unquote(address).rpartition(":")[0].strip("[]")
     if kind != "unix" and not (kind in ("ipv4", "ipv6") and is_loopback(host)):
-        raise PermissionDeniedError("Trace: call from the server's own host")
+        raise PermissionDeniedError(f"{what}: call from the server's own host")

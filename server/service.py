@@ -12,12 +12,16 @@ from typing_extensions import override
 from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
+from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
+from kvstore.server.blend_calls import BlendCalls
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
 from kvstore.server.dataplane import DataPlane
+from kvstore.server.explain_wire import ExplainDesk
 from kvstore.server.get_stream import REACH, GetStream
-from kvstore.server.intake import PutResult, PutTicket
+from kvstore.server.hand_over_calls import HandOverCalls
+from kvstore.server.intake import PutResult
 from kvstore.server.layered_put import LayeredPutStream
 from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
@@ -45,7 +49,7 @@ class Identity:
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 
-class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
+class KVStoreService(BlendCalls, HandOverCalls, kvstore_pb2_grpc.KVStoreServicer):
     """Every RPC of kvstore.v1."""
 
     def __init__(
@@ -63,6 +67,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         self._identity = identity
         self._clock = checks.clock
         self._log = RequestLog(checks.clock)
+        self._explain = ExplainDesk(manager, sessions, checks)
         features = wire.FEATURE_SHARED_MEMORY if data_plane is not None else 0
         features |= wire.FEATURE_DURABLE_PUT if manager.can_be_durable else 0
         self._stamp = pb.Server(boot_id=identity.boot_id, features=features)
@@ -100,7 +105,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatResponse:
-        self._sessions.get(request.session_id)
+        self._explain.heard(request, self._sessions.get(request.session_id))
         return pb.HeartbeatResponse(server=self._stamp, draining=self._sessions.is_draining)
 
     @override
@@ -117,15 +122,19 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         started = self._clock()
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
+        deadline = self._checks.deadline(request.deadline_ms)
+        if request.wait_ms:
+            self._manager.hand_over.wait(keys, min(deadline, started + request.wait_ms / 1000))
         match = self._manager.lookup(
             session,
             keys,
-            self._checks.deadline(request.deadline_ms),
+            deadline,
             lease=request.lease,
             min_fidelity=fidelity(request.min_fidelity),
             engine=plan_wire.engine_from_message(request),
         )
         self._log.note(keys, match.ready, request.prefill.tokens)
+        self._explain.looked_up(session, keys, match)
         wants_places = request.places and match.lease_id and self._data_plane is not None
         reply = pb.LookupResponse(
             server=self._stamp,
@@ -137,6 +146,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             lease_id=match.lease_id,
             lease_ttl_ms=match.lease_ttl_ms,
             places=self._leased_places(keys, match.sources) if wants_places else b"",
+            shared=match.shared,
         )
         plan_wire.add_plan(reply, match.plan)
         reply.server_us = int(1e6 * (self._clock() - started))
@@ -225,12 +235,13 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     ) -> pb.ReserveResponse:
         session = self._sessions.get(request.session_id)
         self._checks.durable(request.durable, is_possible=self._manager.can_be_durable)
-        infos = self._checks.reserved_infos(session, request)
+        asked = self._checks.reserved(session, request)
+        infos, pieces = [info for info, _ in asked], [piece for _, piece in asked]
         deadline = self._checks.deadline(request.deadline_ms)
         hints = wire.hints_from_message(request.hints)
-        begun = self._manager.puts.begin_all(session, infos, deadline, hints)
-        tickets = [r.ticket_id if isinstance(r, PutTicket) else 0 for r in begun]
-        answers = [PutResult(PutOutcome.stored) if isinstance(r, PutTicket) else r for r in begun]
+        begun = self._manager.puts.begin_all(session, infos, deadline, hints, pieces)
+        tickets = [0 if isinstance(r, PutResult) else r.ticket_id for r in begun]
+        answers = [r if isinstance(r, PutResult) else PutResult(PutOutcome.stored) for r in begun]
         if request.durable:
             existing = [r for r in begun if isinstance(r, PutResult)]
             keys = [i.key for i, r in zip(infos, begun, strict=True) if isinstance(r, PutResult)]
@@ -259,9 +270,9 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
                 request.reservation_ids, request.offsets, strict=True
             ):
                 ticket = puts.claim(session, reservation_id)
-                info = ticket.reservation.info
-                results += puts.ingest([ticket], [staging[offset : offset + info.size_bytes]])
-                keys.append(info.key)
+                frame = staging[offset : offset + ticket.frame_bytes]
+                results += puts.ingest([ticket], [frame])
+                keys.append(ticket.key)
         except KVStoreError:
             for reservation_id in request.reservation_ids:
                 puts.abort(session, reservation_id)
@@ -338,6 +349,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             uptime_s=self._clock() - self._identity.started_at,
             tiers=self._tier_statuses(),
             ghosts=self._manager.catalog.ghost_count(),
+            gates=map(gate_to_message, self._manager.blends.gates.views()),
             sessions=len(self._sessions),
             leases=self._manager.catalog.lease_count(),
             counters=self._manager.counters.snapshot(),
@@ -355,6 +367,12 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         self._sessions.drain()
         clean = self._manager.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
+
+    @override
+    def Explain(
+        self, request: pb.ExplainRequest, context: grpc.ServicerContext
+    ) -> pb.ExplainResponse:
+        return self._explain.answer(request, context.peer(), self._stamp)
 
     @override
     def Trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceResponse:

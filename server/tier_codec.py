@@ -55,8 +55,9 @@ class NamedCodec:
 class TierCodec:
     """Encodes frames for one tier. Thread-safe; ``use`` may change the codec while it is at work.
 
-    A lossy codec is given originals of floating point only: recurrent states, integers and fp8
-    have no precision to spare, and loss on top of loss has no bound. These go without loss.
+    A lossy codec is given originals of floating point only: integers and fp8 have no precision
+    to spare, and loss on top of loss has no bound. These go without loss, and so do recurrent
+    states, which the codecs keep as they are beside keys and values.
     """
 
     def __init__(
@@ -126,10 +127,11 @@ class TierCodec:
 
 
 def may_lose(layout: KVLayout) -> bool:
-    """Whether a lossy codec may be given chunks of *layout*: some floats, and no states."""
-    kinds = {component.kind for component in layout.components}
-    dtypes = {component.dtype for component in layout.components}
-    return LayerKind.state not in kinds and bool(dtypes & FLOAT_TYPES)
+    """Whether a lossy codec may be given chunks of *layout*: some have floats beside states."""
+    return any(
+        component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
+        for component in layout.components
+    )
 
 
 def _transcoded(

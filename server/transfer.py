@@ -30,6 +30,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.catalog import Catalog
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
+from kvstore.server.outcomes import Fate
 from kvstore.server.reclaim import Reclaim
 from kvstore.server.shelf import Room, Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
@@ -151,6 +152,18 @@ class Transfers(Reclaim):
             self.counters.add("replaced_copies")
             self._discard(self.cpu, key)
         return self.reserve(self.cpu, room)
+
+    def replace(self, info: ChunkInfo) -> bool:
+        """Cast out the copies of a chunk that has more of its end in *info*.
+
+        False when somebody reads one.
+        """
+        for name in self.catalog.holders(info.key):
+            if not self.catalog.cast_out(name, info.key, even_if_held=False):
+                return not self.catalog.is_outgrown(info.key, info.layout)
+            self.counters.add("replaced_copies")
+            self.delete_from(self.shelves[name], info.key)
+        return True
 
     def _owner(self, key: ChunkKey, copies: Mapping[str, ChunkInfo]) -> str:
         """Return whose chunk it is, by the nearest of its *copies*."""
@@ -278,6 +291,7 @@ class Transfers(Reclaim):
         """Part with a copy that only a server with other codecs or tables can read."""
         if source.tier.shared:  # not ours alone to delete
             self.catalog.forget(source.name, key)
+            self.outcomes.note(key, Fate.unreadable, source.name)
             self.counters.add("unreadable_chunks")
         else:
             self.quarantine(source, key)
@@ -297,6 +311,7 @@ class Transfers(Reclaim):
             header = None  # others have put a frame of another size in its place
         if header is None:
             self.catalog.forget(source.name, stored.key)
+            self.outcomes.note(stored.key, Fate.lost, source.name)
             self.counters.add("lost_chunks")
             return False
         return True
@@ -304,6 +319,7 @@ class Transfers(Reclaim):
     def quarantine(self, shelf: Shelf, key: ChunkKey) -> None:
         """Drop a copy that failed verification, so that the chunk can be put again at once."""
         self.counters.add("corrupt_chunks")
+        self.outcomes.note(key, Fate.corrupt, shelf.name)
         if self.catalog.cast_out(shelf.name, key):
             self.delete_from(shelf, key)
 

@@ -38,7 +38,17 @@ PAGES = sorted(
 DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
-    "--address": "kvstore trace",
+    "--address": "kvstore trace, kvstore explain",
+    "--chunk-tokens": "kvstore explain",
+    "--extra": "kvstore explain",
+    "--keys": "kvstore explain",
+    "--model-representation": "kvstore explain",
+    "--namespace": "kvstore explain",
+    "--recent": "kvstore explain",
+    "--spaces": "kvstore explain",
+    "--tag": "kvstore blend calibrate",
+    "--text": "kvstore blend calibrate",
+    "--tokens": "kvstore explain",
     "--block-tokens": "kvstore simulate",
     "--capacity": "kvstore simulate",
     "--chunk-bytes": "kvstore trace replay",

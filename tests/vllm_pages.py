@@ -2,92 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from kvstore.client.engines.vllm_identity import EngineShape
-from kvstore.client.engines.vllm_layout import Packing
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
+from kvstore.client.engines.vllm_layout import BlockWriter, Packing, rows
+from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
+from kvstore.client.rectangle import Rectangle
+from kvstore.proto.types import DType, LayerKind, Representation, RopeParameters
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
-BLOCKS = 24
-SHAPE = EngineShape(3, 2, 8, BLOCK_TOKENS, DType.float32, ranks=1)
+BLOCKS = 48
+HEADS, HEAD_DIM = 2, 8
 
-Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
-def representation(revision: str = "r1") -> Representation:
-    group = LayerGroup(LayerKind.attention, SHAPE.dtype, (0, 1, 2), SHAPE.kv_heads, SHAPE.head_dim)
-    rope = RopeParameters(10000.0, SHAPE.head_dim)
-    return Representation("tiny", revision, "none", "none", (group,), rope, "t")
+Tables: TypeAlias = Sequence[Sequence[int]]
 
 
-def writer(packing: Packing) -> Writer:
-    """Return how an engine writes that packs as *packing* reads."""
+def _group(kind: LayerKind, window_tokens: int, **tables: int) -> KeptGroup:
+    """Return layers by their number, ``n0=table``."""
+    layers = tuple(
+        KeptLayer(f"model.layers.{name[1:]}.attn", int(name[1:]), table)
+        for name, table in tables.items()
+    )
+    heads = 1 if kind is LayerKind.mla else HEADS
+    return KeptGroup(kind, DType.float32, heads, HEAD_DIM, window_tokens, layers)
 
-    def write(
-        keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        for part, whole in zip((keys, values), packing(pages), strict=True):
+
+SHAPE = EngineShape((_group(LayerKind.attention, 0, n0=0, n1=0, n2=0),), BLOCK_TOKENS)
+LATENT = EngineShape((_group(LayerKind.mla, 0, n0=0, n1=0),), BLOCK_TOKENS)
+HYBRID = EngineShape(
+    (_group(LayerKind.window, 33, n0=0, n2=1), _group(LayerKind.attention, 0, n1=2)), BLOCK_TOKENS
+)
+"""Two tables of window layers that look one block back, and one of full attention."""
+SLIDING = EngineShape((_group(LayerKind.window, 97, n0=0, n1=0),), BLOCK_TOKENS)
+"""Windows of a chunk and a half."""
+
+
+def representation(revision: str = "r1", shape: EngineShape = SHAPE) -> Representation:
+    groups = tuple(group.layer_group for group in shape.groups)
+    rope = RopeParameters(10000.0, HEAD_DIM)
+    return Representation("tiny", revision, "none", "none", groups, rope, "t")
+
+
+def writer(packing: Packing) -> Callable[[str], BlockWriter]:
+    """Return how the layers of an engine write that packs as *packing* reads."""
+
+    def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
+        packed = packing(pages) if len(parts) == 2 else rows(pages)
+        for part, whole in zip(parts, packed, strict=True):
             for token, slot in enumerate(slots.tolist()):
                 whole[slot // pages.shape[2], :, slot % pages.shape[2]] = part[token]
+
+    return lambda _: write
+
+
+def scrambled(_: str) -> BlockWriter:
+    """Return one that writes K and V where no known packing looks for them."""
+
+    def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
+        block = int(slots[0]) // pages.shape[2]
+        both = torch.cat(list(parts), 2).permute(1, 0, 2)
+        pages[block] = both.flip(1)
 
     return write
 
 
-def scrambled(
-    keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Write K and V where no known packing looks for them."""
-    block = int(slots[0]) // pages.shape[2]
-    both = torch.cat([keys, values], 2).permute(1, 0, 2)
-    pages[block] = both.flip(1)
+def empty_pages(value: float = 0.0, shape: EngineShape = SHAPE) -> dict[str, torch.Tensor]:
+    """Return the pages of every layer, as vLLM registers them, in no order."""
+    return {
+        layer.name: torch.full(
+            (BLOCKS, group.kv_heads, BLOCK_TOKENS, group.layer_group.parts * group.head_dim), value
+        )
+        for group in shape.groups
+        for layer in reversed(group.layers)
+    }
 
 
-def empty_pages(value: float = 0.0) -> dict[str, torch.Tensor]:
-    """Return the pages of every layer, as vLLM registers them."""
-    shape = (BLOCKS, SHAPE.kv_heads, BLOCK_TOKENS, 2 * SHAPE.head_dim)
-    return {f"model.layers.{number}.attn": torch.full(shape, value) for number in (1, 0, 2)}
-
-
-def kv_of(token: int, position: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def kv_of(token: int, position: int, layer: int) -> torch.Tensor:
     """Return K and V, each (kv_heads, head_dim), that follow from a token and its place."""
     seed = np.random.default_rng([token, position, layer])
-    noise = torch.from_numpy(seed.random((2, SHAPE.kv_heads, SHAPE.head_dim), np.float32))
-    return noise[0], noise[1]
+    return torch.from_numpy(seed.random((2, HEADS, HEAD_DIM), np.float32))
+
+
+def _places(
+    pages: dict[str, torch.Tensor], packing: Packing, shape: EngineShape
+) -> list[tuple[int, int, tuple[torch.Tensor, ...]]]:
+    """Return number, table and parts of each layer."""
+    return [
+        (layer.number, layer.table, (rows if group.kind is LayerKind.mla else packing)(whole))
+        for group in shape.groups
+        for layer in group.layers
+        for whole in (pages[layer.name],)
+    ]
+
+
+def tables_of(blocks: Sequence[int] | Tables) -> Tables:
+    """Return block tables of what may be a single one."""
+    return blocks if isinstance(blocks[0], Sequence) else [blocks]  # type: ignore[list-item,return-value]
 
 
 def compute(
     pages: dict[str, torch.Tensor],
     packing: Packing,
     tokens: list[int],
-    block_ids: list[int],
+    blocks: Sequence[int] | Tables,
     start: int = 0,
+    shape: EngineShape = SHAPE,
 ) -> None:
     """Fill the slots of *tokens* from *start* on, as a forward pass would."""
-    for name, whole in pages.items():
-        keys, values = packing(whole)
+    for number, table, parts in _places(pages, packing, shape):
+        ids = tables_of(blocks)[table]
         for position in range(start, len(tokens)):
-            block, slot = block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
-            layer = int(name.split(".")[2])
-            keys[block, :, slot], values[block, :, slot] = kv_of(tokens[position], position, layer)
+            block, slot = ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+            if block:
+                values = kv_of(tokens[position], position, number)
+                for part, value in zip(parts, values, strict=False):
+                    part[block, :, slot] = value[: part.shape[1]]
 
 
 def holds(
-    pages: dict[str, torch.Tensor], packing: Packing, tokens: list[int], block_ids: list[int]
+    pages: dict[str, torch.Tensor],
+    packing: Packing,
+    tokens: list[int],
+    blocks: Sequence[int] | Tables,
+    shape: EngineShape = SHAPE,
 ) -> bool:
-    """Whether the slots of *tokens* have what ``compute`` puts there."""
-    right = empty_pages()
-    compute(right, packing, tokens, block_ids)
-    count, ids = len(tokens), torch.tensor(block_ids)
+    """Whether the slots of *tokens* have what ``compute`` puts there; null blocks have nothing."""
+    right = empty_pages(shape=shape)
+    compute(right, packing, tokens, blocks, shape=shape)
+    both = zip(_places(pages, packing, shape), _places(right, packing, shape), strict=True)
     return all(
-        torch.equal(
-            part[ids].transpose(1, 2).flatten(0, 1)[:count],
-            other[ids].transpose(1, 2).flatten(0, 1)[:count],
-        )
-        for name in pages
-        for part, other in zip(packing(pages[name]), packing(right[name]), strict=True)
+        torch.equal(found[ids[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS],
+                    expected[ids[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS])
+        for (_, table, parts), (_, _, others) in both
+        for ids in (tables_of(blocks)[table],)
+        for found, expected in zip(parts, others, strict=True)
+        for at in range(len(tokens))
+        if ids[at // BLOCK_TOKENS]
+    )  # fmt: skip
+
+
+def shape_of_rank(shape: EngineShape, rank: Rectangle | None) -> EngineShape:
+    """Return what a rank keeps of a model whose one group *shape* has."""
+    if rank is None:
+        return shape
+    (group,) = shape.groups
+    first, stop = rank.layers or (0, len(group.layers))
+    heads = rank.kv_heads[0] if rank.kv_heads else (0, group.kv_heads)
+    own = replace(
+        group,
+        kv_heads=heads[1] - heads[0],
+        layers=group.layers[first:stop],
+        model_kv_heads=group.kv_heads,
+        model_layers=len(group.layers),
     )
+    return replace(shape, groups=(own,))
+
+
+def pages_of_rank(
+    pages: dict[str, torch.Tensor], shape: EngineShape, rank: Rectangle | None
+) -> dict[str, torch.Tensor]:
+    """Return a rank's layers and heads of the *pages* of a whole model, in the same memory."""
+    names = [layer.name for group in shape_of_rank(shape, rank).groups for layer in group.layers]
+    heads = slice(*rank.kv_heads[0]) if rank is not None and rank.kv_heads else slice(None)
+    return {name: pages[name][:, heads] for name in names}

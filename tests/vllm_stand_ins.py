@@ -70,6 +70,24 @@ class FullAttentionSpec:
 class SlidingWindowSpec(FullAttentionSpec):
     """vllm.v1.kv_cache_interface.SlidingWindowSpec."""
 
+    sliding_window: int = 64
+
+
+@dataclass
+class MLAAttentionSpec(FullAttentionSpec):
+    """vllm.v1.kv_cache_interface.MLAAttentionSpec."""
+
+    cache_dtype_str: str = "auto"
+    model_version: str | None = None
+
+
+@dataclass
+class MambaSpec:
+    """vllm.v1.kv_cache_interface.MambaSpec."""
+
+    block_size: int = 32
+    dtype: torch.dtype = torch.float32
+
 
 def cache_config(*specs: Any, layers: int = 3) -> Any:
     """vllm.v1.kv_cache_interface.KVCacheConfig with a group for each of *specs*."""
@@ -101,13 +119,14 @@ def engine_config(model: Path | str, **changes: Any) -> Any:
         "model_config": SimpleNamespace(
             model=str(model), tokenizer=str(model), tokenizer_revision=None, dtype=torch.float32,
             quantization=None, hf_config=hf, hf_text_config=hf, is_encoder_decoder=False,
-            get_total_num_hidden_layers=lambda: 3,
+            get_total_num_hidden_layers=lambda: 3, get_total_num_kv_heads=lambda: 2,
         ),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "parallel_config": SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
+        "scheduler_config": SimpleNamespace(enable_chunked_prefill=True),
         "load_config": SimpleNamespace(load_format="auto"),
     }  # fmt: skip
     for name, value in changes.items():

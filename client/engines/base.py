@@ -16,9 +16,12 @@ from typing import TypeAlias, TypeVar
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
 from kvstore.client.prefill import PrefillModel, chunks_worth_loading
+from kvstore.client.reader import Room as ChunkRooms
+from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
-from kvstore.proto.types import ChainDigest, ChunkKey, Match, PutOutcome
+from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout, Match, PutOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +33,17 @@ Span: TypeAlias = tuple[int, int]
 Room: TypeAlias = Callable[[Sequence[Span]], Sequence[LayerTensors]]
 """Returns where the tensors of each span are to be written; asked once a load."""
 
+RoomsOf: TypeAlias = Callable[[Sequence[Span]], ChunkRooms]
+"""Returns the same for chunks whose layouts differ; asked once a load."""
+
 Source: TypeAlias = Callable[[Span], LayerTensors]
 """Returns the tensors of one span, without copying if it can."""
+
+LayoutOf: TypeAlias = Callable[[Span], KVLayout | None]
+"""Returns what the chunk at a span has of its end; None where there is nothing to say."""
+
+
+_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +57,23 @@ class Prefix:
     stored_tokens: int = 0
     hit_tokens: int = 0
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    shared_tokens: int = 0
+    """How far other prompts went the same way, where a model's states decide what is a hit."""
 
     @classmethod
-    def of(cls, spans: Sequence[Span], tiers: Sequence[str], prompt_tokens: int) -> Prefix:
+    def of(
+        cls,
+        spans: Sequence[Span],
+        tiers: Sequence[str],
+        prompt_tokens: int,
+        shared_tokens: int = 0,
+    ) -> Prefix:
         """Return the prefix of the chunks at *spans*, which came from *tiers*."""
         tier_tokens: Counter[str] = Counter()
         for (start, stop), tier in zip(spans, tiers, strict=True):
             tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
         stored_tokens = spans[-1][1] if spans else 0
-        return cls(stored_tokens, tier_tokens.total(), dict(tier_tokens))
+        return cls(stored_tokens, tier_tokens.total(), dict(tier_tokens), shared_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +95,8 @@ class ConnectorStats:
     load_errors: Mapping[str, int]
     store_errors: Mapping[str, int]
     slow_chunks: int = 0
+    misses: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that were no whole hit, by why their hit ended where it did: docs/engines.md."""
 
 
 class Connector:
@@ -84,7 +106,8 @@ class Connector:
     runs one suite over all of them. With *durable* a store returns once its chunks would
     survive a power cut. *token_flops* is about what the engine spends on one token. With
     *prefill*, what the engine takes to compute, a load ends where computing the rest is sooner
-    by the store's own estimates; without it everything in reach is loaded. Only exact copies
+    by the store's own estimates; without it everything in reach is loaded. With a *rectangle*
+    ``read_into`` and ``write`` are of what one rank of the engine has. Only exact copies
     are: whatever was computed behind a lossy one could not be stored.
 
     A server that does not answer costs a load or a store one deadline of the client, and the
@@ -98,8 +121,10 @@ class Connector:
         durable: bool = False,
         token_flops: float = 0.0,
         prefill: PrefillModel | None = None,
+        rectangle: Rectangle | None = None,
     ) -> None:
         self.client = client
+        self._rectangle = rectangle
         self._prefill = prefill
         self._durable = durable
         self._token_flops = token_flops
@@ -108,8 +133,10 @@ class Connector:
         self._load_errors: Counter[str] = Counter()
         self._store_errors: Counter[str] = Counter()
         self._is_failing = False
-        # Guards the five fields above; held for counting only.
+        self._misses: Counter[str] = Counter()
+        # Guards the six fields above; held for counting only.
         self._lock = threading.Lock()
+        client.counts = self.counts
 
     def load_chunks(self, tokens: Sequence[int], room: Room, extra: Sequence[bytes] = ()) -> Prefix:
         """Read the longest stored prefix of *tokens* into what *room* gives. Never raises.
@@ -117,32 +144,71 @@ class Connector:
         *extra* is what else names the prompt (cache salt, multimodal hashes), in order. What
         lies in the room past ``stored_tokens`` is not to be used.
         """
-        prefix = self._guarded(lambda: self._load(tokens, room, extra), Prefix(), self._load_errors)
+
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> int:
+            return len(self.client.get(keys, room(spans)))
+
+        return self._counted(tokens, read, extra)
+
+    def load_ends(
+        self, tokens: Sequence[int], rooms: RoomsOf, extra: Sequence[bytes] = ()
+    ) -> Prefix:
+        """Do the same for a model that keeps windows or states, whose chunks differ in layout.
+
+        All but the last token at most are read, and nothing unless all that the lookup found:
+        such a prefix can be continued at its end only. Never raises.
+        """
+
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> int:
+            found = len(self.client.get_into(keys, rooms(spans)))
+            return found if found == len(keys) else 0
+
+        return self._counted(tokens, read, extra, whole=True)
+
+    def _counted(
+        self, tokens: Sequence[int], read: _Read, extra: Sequence[bytes], *, whole: bool = False
+    ) -> Prefix:
+        otherwise = Prefix(), "error"
+        prefix, reason = self._guarded(
+            lambda: self._load(tokens, read, extra, whole), otherwise, self._load_errors
+        )
         with self._lock:
             self._counts["lookups"] += 1
+            self._misses.update([reason] if reason else ())
             self._counts["hit_tokens"] += prefix.hit_tokens
             self._counts["miss_tokens"] += len(tokens) - prefix.hit_tokens
             self._tier_tokens.update(prefix.tier_tokens)
         return prefix
 
-    def _load(self, tokens: Sequence[int], room: Room, extra: Sequence[bytes]) -> Prefix:
-        keys = self.client.keys(tokens, extra)
+    def _load(
+        self, tokens: Sequence[int], read: _Read, extra: Sequence[bytes], whole: bool
+    ) -> tuple[Prefix, str]:
+        """Return what was loaded, and why it is not more."""
+        named = tokens[:-1] if whole else tokens
+        keys = self.client.keys(named, extra)
         if not keys:
-            return Prefix()
+            return Prefix(), "short"
         match = self.client.lookup(keys)
+        reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
+        every = self._spans(len(named))
+        shared = every[match.shared - 1][1] if match.shared else 0
         if not match.ready:
-            return Prefix()
+            return Prefix(shared_tokens=shared), reason
         count = self._worth_loading(match, len(tokens))
+        if whole and count < match.ready:
+            count = 0
         with self._lock:
             self._counts["slow_chunks"] += match.ready - count
+        if count < match.ready:
+            reason = "slow"
         if not count:
-            return Prefix()
-        spans = self._spans(len(tokens))[:count]
-        read = len(self.client.get(keys[:count], room(spans)))
-        if read < count:
+            return Prefix(shared_tokens=shared), reason
+        found = read(keys[:count], every[:count])
+        if found < count:
+            reason = "lost"
             with self._lock:
-                self._counts["lost_chunks"] += count - read
-        return Prefix.of(spans[:read], match.tiers[:read], len(tokens))
+                self._counts["lost_chunks"] += count - found
+        return Prefix.of(every[:found], match.tiers[:found], len(tokens), shared), reason
 
     def _worth_loading(self, match: Match, token_count: int) -> int:
         if self._prefill is None:
@@ -156,15 +222,22 @@ class Connector:
         source: Source,
         from_token: int = 0,
         extra: Sequence[bytes] = (),
+        layout_of: LayoutOf | None = None,
     ) -> int:
         """Store the chunks of *tokens* that end behind *from_token*; return how many were new.
 
         Never raises. *from_token* is how many tokens the store is known to hold already.
+        *layout_of* says what chunks have of their ends, for models that keep windows or states.
         """
-        return self.write(lambda: self._chunks(tokens, source, from_token, extra))
+        return self.write(lambda: self._chunks(tokens, source, from_token, extra, layout_of))
 
     def _chunks(
-        self, tokens: Sequence[int], source: Source, from_token: int, extra: Sequence[bytes]
+        self,
+        tokens: Sequence[int],
+        source: Source,
+        from_token: int,
+        extra: Sequence[bytes],
+        layout_of: LayoutOf | None = None,
     ) -> list[Chunk]:
         keys = self.client.keys(tokens, extra)
         named = zip(self._spans(len(tokens)), keys, parents(keys), strict=True)
@@ -176,6 +249,7 @@ class Connector:
                 position=start,
                 prefill_flops=self._token_flops * (stop - start),
                 content=content_digest(tokens_le32(tokens[start:stop]), extra),
+                layout=layout_of((start, stop)) if layout_of else None,
             )
             for (start, stop), key, parent in named
             if stop > from_token
@@ -197,21 +271,43 @@ class Connector:
             self._counts["lost_chunks"] += len(digests) - count
         return count
 
+    def read_into(self, digests: Sequence[ChainDigest], room: ChunkRooms) -> int:
+        """Do the same with *room*, which says where a chunk of a layout goes."""
+        count = self.ask(lambda: self._get_into(digests, room), 0)
+        with self._lock:
+            self._counts["lost_chunks"] += len(digests) - count
+        return count
+
+    def _get_into(self, digests: Sequence[ChainDigest], room: ChunkRooms) -> int:
+        return len(self.client.get_into(self._keys(digests), room, rectangle=self._rectangle))
+
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         space = self.client.namespace
         return [chunk_key(space, digest) for digest in digests]
 
     def write(self, chunks: Callable[[], Sequence[Chunk]]) -> int:
         """Put what *chunks* returns; return how many were new. Never raises."""
+        return self.write_each(chunks).count(PutOutcome.stored)
+
+    def write_each(
+        self, chunks: Callable[[], Sequence[Chunk]], hints: Hints = NO_HINTS
+    ) -> list[PutOutcome]:
+        """Put what *chunks* returns; return what came of each, nothing if it failed.
+
+        *hints* are of all of them. Never raises.
+        """
         outcomes: list[PutOutcome] = []
-        outcomes = self._guarded(lambda: self._put(chunks()), outcomes, self._store_errors)
+        outcomes = self._guarded(lambda: self._put(chunks(), hints), outcomes, self._store_errors)
         with self._lock:
             for outcome in outcomes:
                 self._counts[outcome.name] += 1
-        return outcomes.count(PutOutcome.stored)
+        return outcomes
 
-    def _put(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
-        return [put.outcome for put in self.client.put(chunks, durable=self._durable)]
+    def _put(self, chunks: Sequence[Chunk], hints: Hints) -> list[PutOutcome]:
+        puts = self.client.put(
+            chunks, durable=self._durable, hints=hints, rectangle=self._rectangle
+        )
+        return [put.outcome for put in puts]
 
     def _spans(self, token_count: int) -> list[Span]:
         return chunk_spans(token_count, self.client.options.chunk_tokens)
@@ -233,6 +329,14 @@ class Connector:
             self._is_failing = False
         return result
 
+    def counts(self) -> dict[str, int]:
+        """Return what there is to tell the server, by name: counts, misses and errors."""
+        with self._lock:
+            named = (("miss", self._misses), ("load", self._load_errors))
+            kinds = (*named, ("store", self._store_errors))
+            told = {f"{kind}_{name}": n for kind, counts in kinds for name, n in counts.items()}
+            return {**self._counts, **told}
+
     def stats(self) -> ConnectorStats:
         """Return the counts of this moment."""
         with self._lock:
@@ -249,4 +353,5 @@ class Connector:
                 load_errors=dict(self._load_errors),
                 store_errors=dict(self._store_errors),
                 slow_chunks=counts["slow_chunks"],
+                misses=dict(self._misses),
             )

@@ -15,6 +15,7 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.options import ClientOptions
+from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import (
@@ -53,7 +54,7 @@ class HostPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankTerms:
-    """Whose pages these are. A rank of a tensor-parallel model keeps its own heads' KV only."""
+    """Whose pages these are. A tensor-parallel rank has some of the heads of a model's pages."""
 
     model_name: str
     is_mla: bool
@@ -66,11 +67,18 @@ class RankTerms:
 
     @property
     def extent(self) -> str:
-        """What of the model's KV this rank has; equal for ranks that keep the same."""
+        """Which layers or tokens of the model's KV this rank has, which chunks are not cut by."""
         ranks = [("pp", self.pp_rank, self.pp_size), ("cp", self.cp_rank, self.cp_size)]
-        if not self.is_mla:  # every rank keeps all of a latent
-            ranks.insert(0, ("tp", self.tp_rank, self.tp_size))
         return ",".join(f"{name}{rank}of{size}" for name, rank, size in ranks if size > 1)
+
+    def rectangle(self, heads: int) -> Rectangle | None:
+        """Return which heads this rank has, *heads* of them, of all ranks'; None: all.
+
+        Every rank has all of a latent. Of a model with fewer heads than ranks each counts as one.
+        """
+        if self.is_mla or self.tp_size == 1:
+            return None
+        return Rectangle(kv_heads=((self.tp_rank * heads, (self.tp_rank + 1) * heads),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +117,11 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
         fix = f"start SGLang with --page-size {MIN_CHUNK_TOKENS} or more"
         raise RepresentationError("page_size", pool.page_size, fix)
     buffer = pool.kv_buffer
-    heads = 1 if rank.is_mla else int(buffer.shape[2 if pool.layout == "page_head" else -2])
     group = LayerGroup(
         LayerKind.mla if rank.is_mla else LayerKind.attention,
         dtype_of(buffer),
         tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
-        heads,
+        1 if rank.is_mla else _heads(pool) * rank.tp_size,
         int(buffer.shape[-1]),
     )
     extent = f"#{rank.extent}" if rank.extent else ""
@@ -128,6 +135,10 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
         rope=RopeParameters(0.0, 0, "none"),
         tokenizer_digest=f"of {settings.model_revision}",
     )
+
+
+def _heads(pool: HostPool) -> int:
+    return int(pool.kv_buffer.shape[2 if pool.layout == "page_head" else -2])
 
 
 def page_views(pool: HostPool, buffer: torch.Tensor, page: int, is_mla: bool) -> LayerTensors:
@@ -172,7 +183,8 @@ class PageStore(Connector):
         options = ClientOptions(
             settings.transport, chunk_tokens=pool.page_size, deadline_ms=settings.deadline_ms
         )
-        super().__init__(Client(settings.address, representation_of(pool, rank, settings), options))
+        client = Client(settings.address, representation_of(pool, rank, settings), options)
+        super().__init__(client, rectangle=rank.rectangle(_heads(pool)))
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""
@@ -183,7 +195,12 @@ class PageStore(Connector):
 
         What lies in the places behind it is not to be used.
         """
-        read = self.ask(lambda: len(self.client.get(self._named(hashes), places)), 0)
+
+        def get() -> int:
+            keys = self._named(hashes)
+            return len(self.client.get(keys, places, rectangle=self._rectangle))
+
+        read = self.ask(get, 0)
         tokens = self._pool.page_size
         with self._lock:
             self._counts["lookups"] += 1
@@ -194,7 +211,10 @@ class PageStore(Connector):
     def store(
         self, hashes: Sequence[str], places: Sequence[LayerTensors], before: Sequence[str]
     ) -> list[bool]:
-        """Store pages that follow those called *before*; return which the store has now."""
+        """Store pages that follow those called *before*; return which the store has taken.
+
+        It shows a page once every rank has stored its heads of it.
+        """
 
         def work() -> list[PutOutcome]:
             keys = self._named(hashes)
@@ -203,7 +223,7 @@ class PageStore(Connector):
             for at, (key, place) in enumerate(zip(keys, places, strict=True), start=len(before)):
                 chunks.append(Chunk(key, place, above, position=at * self._pool.page_size))
                 above = ChainDigest(key[DIGEST_BYTES:])
-            return [put.outcome for put in self.client.put(chunks)]
+            return [put.outcome for put in self.client.put(chunks, rectangle=self._rectangle)]
 
         refused = [PutOutcome.refused] * len(hashes)
         outcomes = self._guarded(work, refused, self._store_errors)
@@ -213,7 +233,7 @@ class PageStore(Connector):
         return [outcome is not PutOutcome.refused for outcome in outcomes]
 
     def clear(self) -> None:
-        """Forget every page of this rank."""
+        """Forget every page of this model."""
         self._guarded(self.client.clear, 0, self._store_errors)
 
     def page(self, number: int) -> LayerTensors:

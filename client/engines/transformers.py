@@ -1,9 +1,9 @@
-"""The transformers connector: prefixes of Llama, Mistral, Qwen2 and Qwen3 models.
+"""The transformers connector: prefixes of models that generate with a DynamicCache.
 
     client = Client(address, representation_of(model, tokenizer))
     output = TransformersConnector(client, model).generate(input_ids).output
 
-One prompt at a time, in a DynamicCache whose layers all keep full attention.
+Layers may keep every token, a window or a state; a batch has prompts padded on the left.
 """
 
 from __future__ import annotations
@@ -20,46 +20,66 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
+    StaticCache,
 )
-from transformers.cache_utils import DynamicLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector, Prefix, Span
+from kvstore.client.engines.transformers_batch import Row, ends_of, joined, mask_of, prompts_of
+from kvstore.client.engines.transformers_cache import CacheShape
+from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
+from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
 from kvstore.client.engines.transformers_identity import (
-    full_layers,
-    layer_group,
+    cache_shape,
     representation_of,
     rope_parameters,
 )
-from kvstore.client.tensors import LayerTensors
+from kvstore.client.reader import Room
+from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import LayerGroup
+from kvstore.proto.types import KVLayout
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What ``generate`` returned: transformers' own output, and the prompt tokens it skipped."""
+    """What ``generate`` returned: transformers' own output, and the prompt tokens it skipped.
+
+    ``row_hits`` are the same for each row of a batch.
+    """
 
     output: GenerateDecoderOnlyOutput
     hit_tokens: int
+    row_hits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A cache with a prefix, what is known of it, and what it had of its end on the way."""
+
+    cache: Cache
+    prefix: Prefix
+    snapshots: list[Snapshot]
 
 
 class TransformersConnector(Connector):
     """Loads and saves prefixes of one model. Thread-safe as far as the model is.
 
-    *client* must have been made with ``representation_of`` this model: RepresentationError.
+    *client* must have been made with ``representation_of`` this model: RepresentationError, as
+    for a model that does not go on from a prefix as it would have gone on by itself.
     """
 
     def __init__(self, client: Client, model: PreTrainedModel, *, durable: bool = False) -> None:
-        self._group = layer_group(model)
+        self._shape = cache_shape(model)
         stated = (client.representation.layer_groups, client.representation.rope)
-        if stated != ((self._group,), rope_parameters(model.config)):
+        if stated != (self._shape.groups, rope_parameters(model.config)):
             raise RepresentationError(
                 "client", stated, "make it with representation_of(model, tokenizer)"
             )
+        if self._shape.is_probed:
+            continues(model, self._shape, client.representation)
         super().__init__(
             client,
             durable=durable,
@@ -76,23 +96,31 @@ class TransformersConnector(Connector):
         empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or with
         ``input_ids[:, hit_tokens:]`` to the model.
         """
-        cache, prefix = self._load_cache(_prompt(input_ids), extra)
+        cache = DynamicCache(config=self._model.config)
+        prefix = self._load_into(cache, _prompt(input_ids), extra)
         return cache, prefix.hit_tokens
 
-    def _load_cache(
-        self, tokens: Sequence[int], extra: Sequence[bytes]
-    ) -> tuple[DynamicCache, Prefix]:
-        cache = DynamicCache(config=self._model.config)
-        rooms: list[_PrefixRoom] = []
+    def _load_into(self, cache: Cache, tokens: Sequence[int], extra: Sequence[bytes]) -> Prefix:
+        rooms: list[PrefixRoom] = []
+
+        def by_layout(spans: Sequence[Span]) -> Room:
+            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
+            return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
 
         def room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
-            rooms.append(_PrefixRoom(self._group, spans[-1][1], self._model.device))
-            return [rooms[0].chunk(span) for span in spans]
+            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
+            layouts = [KVLayout.of(self.client.representation, stop - at) for at, stop in spans]
+            return [rooms[0].chunk(index, layout) for index, layout in enumerate(layouts)]
 
-        prefix = self.load_chunks(tokens, room, extra)
-        if prefix.hit_tokens:
+        if self._shape.has_ends:
+            prefix = self.load_ends(tokens, by_layout, extra)
+        else:
+            prefix = self.load_chunks(tokens, room, extra)
+        if prefix.hit_tokens and isinstance(cache, DynamicCache):
             rooms[0].move_into(cache, prefix.hit_tokens)
-        return cache, prefix
+        elif prefix.hit_tokens:
+            rooms[0].copy_into(cache, prefix.hit_tokens)
+        return prefix
 
     def save(
         self,
@@ -103,92 +131,176 @@ class TransformersConnector(Connector):
     ) -> int:
         """Store what *cache* holds of *input_ids*, (1, tokens); return how many chunks were new.
 
-        *from_token*: what ``load`` said is stored. Raises RepresentationError for a cache of
-        another kind.
+        *from_token*: what ``load`` said is stored. Windows and states are stored of the last
+        chunk's end, if the cache ends there. Raises RepresentationError for a cache of another
+        kind.
         """
-        tokens = _prompt(input_ids)
-        return self._save(tokens[: cache.get_seq_length()], cache, from_token, extra)
+        tokens = _prompt(input_ids)[: cache.get_seq_length()]
+        if not tokens:
+            return 0
+        if CacheShape.of_cache(cache).groups != self._shape.groups:
+            raise RepresentationError("cache", type(cache).__name__, "give one of this model")
+        rows = {int(cache.layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
+        if rows != {1}:
+            raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
+        return self._save(tokens, cache, from_token, extra, [Snapshot.of(cache, self._shape)])
 
     def _save(
-        self, tokens: Sequence[int], cache: Cache, from_token: int, extra: Sequence[bytes]
+        self,
+        tokens: Sequence[int],
+        cache: Cache,
+        from_token: int,
+        extra: Sequence[bytes],
+        snapshots: Sequence[Snapshot] = (),
     ) -> int:
-        layers = [_parts(layer) for layer in full_layers(cache)] if tokens else []
-
-        def source(span: Span) -> LayerTensors:
-            start, stop = span
-            return [[[part[0, :, start:stop].cpu() for part in parts] for parts in layers]]
-
-        return self.store_chunks(tokens, source, from_token, extra)
+        source = EndSource(self.client.representation, self._shape, cache, snapshots)
+        if not self._shape.has_ends:
+            return self.store_chunks(tokens, source.tensors, from_token, extra)
+        for span in self._spans(len(tokens)):
+            is_short = span[1] - span[0] < self.client.options.chunk_tokens
+            if span[1] > from_token and not source.has(span, must_end=is_short):
+                tokens = tokens[: span[0]]
+                break
+        return self.store_chunks(tokens, source.tensors, from_token, extra, source.layout)
 
     def generate(
         self,
         input_ids: torch.Tensor,
         config: GenerationConfig | None = None,
         extra: Sequence[bytes] = (),
+        attention_mask: torch.Tensor | None = None,
     ) -> Generation:
         """Generate as the model does, from the longest stored prefix on; store what is new.
 
-        *input_ids*: (1, tokens), without padding. *config* is the model's own when None; it
-        keeps one sequence in a dynamic cache, or InvalidRequestError is raised. The prompt is
-        stored to its last token, so that asking again hits all of it, and so is what was
-        generated, but for the last token, whose KV nobody computed.
+        *input_ids*: (prompts, tokens); where several prompts differ in length, padded on the
+        left, with *attention_mask* 0 there. *config* is the model's own when None; it keeps one
+        sequence a prompt in a dynamic or static cache, or InvalidRequestError is raised. A prompt
+        is stored to its last token, so that asking again hits all of it, and so is what was
+        generated, but for the last token, whose KV nobody computed. Models with windows or states
+        are stored, and hit, in whole chunks.
         """
-        tokens = _prompt(input_ids)
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
-        model: Any = self._model
-        settings = copy.deepcopy(config or model.generation_config)
+        settings = copy.deepcopy(config or self._model.generation_config)
         _check_settings(settings)
         settings.return_dict_in_generate = True
-        cache, prefix = self._load_cache(tokens, extra)
+        prompts = prompts_of(input_ids, attention_mask)
+        if len(prompts) > 1:
+            return self._generate_batch(input_ids, prompts, settings, extra)
+        return self._generate_one(input_ids[:, -len(prompts[0]) :], settings, extra)
+
+    def _generate_one(
+        self, input_ids: torch.Tensor, settings: GenerationConfig, extra: Sequence[bytes]
+    ) -> Generation:
+        tokens: list[int] = input_ids[0].tolist()
+        loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), extra)
+        cache, prefix = loaded.cache, loaded.prefix
+        chunk_tokens = self.client.options.chunk_tokens
+        watch = Watch(cache, self._shape, chunk_tokens)
+        output = self._run(input_ids, settings, cache, [watch] if self._shape.has_ends else [])
+        sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
+        taken = [*loaded.snapshots, *watch.snapshots]
+        self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, extra, taken)
+        if len(sequence) > len(tokens):
+            stored = len(tokens) // chunk_tokens * chunk_tokens
+            self._save(sequence, cache, stored, extra, taken)
+        return Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
+
+    def _new_cache(self, settings: GenerationConfig, prompt_tokens: int) -> Cache:
+        if settings.cache_implementation != "static":
+            settings.cache_implementation = None  # the cache is given
+            return DynamicCache(config=self._model.config)
+        if self._shape.has_ends:
+            fix = "a static cache of windows or states goes round: its ends cannot be taken out"
+            raise InvalidRequestError("cache_implementation", "static", fix)
+        more = settings.max_new_tokens or (settings.max_length or prompt_tokens) - prompt_tokens
+        settings.cache_implementation = None
+        return StaticCache(config=self._model.config, max_cache_len=prompt_tokens + max(1, more))
+
+    def _prefilled(self, tokens: Sequence[int], cache: Cache, extra: Sequence[bytes]) -> _Loaded:
+        """Load a prompt's prefix into *cache*; for windows and states, compute to the last pause."""
+        prefix = self._load_into(cache, tokens, extra)
+        snapshots: list[Snapshot] = []
+        if self._shape.has_ends:
+            span = (prefix.hit_tokens, len(tokens))
+            places = pauses(
+                self._shape, span, prefix.shared_tokens, self.client.options.chunk_tokens
+            )
+            ids = torch.tensor([tokens], device=self._model.device)
+            snapshots = prefill(self._model, ids, cache, self._shape, places)
+        return _Loaded(cache, prefix, snapshots)
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        settings: GenerationConfig,
+        cache: Cache,
+        watches: list[Watch],
+        attention_mask: torch.Tensor | None = None,
+    ) -> GenerateDecoderOnlyOutput:
+        model: Any = self._model
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         output: GenerateDecoderOnlyOutput = model.generate(
             input_ids,
             generation_config=settings,
-            attention_mask=torch.ones_like(input_ids),
+            attention_mask=mask,
             past_key_values=cache,
+            stopping_criteria=watches,
         )
-        sequence = output.sequences[0].tolist()[: cache.get_seq_length()]
-        self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, extra)
-        if len(sequence) > len(tokens):
-            chunk_tokens = self.client.options.chunk_tokens
-            self._save(sequence, cache, len(tokens) // chunk_tokens * chunk_tokens, extra)
-        return Generation(output, prefix.hit_tokens)
+        return output
 
-
-class _PrefixRoom:
-    """Room for the KV of a prefix: per layer, K and V of (1, kv_heads, tokens, head_dim)."""
-
-    def __init__(self, group: LayerGroup, tokens: int, device: torch.device) -> None:
-        self._device = device
-        shape = (1, group.kv_heads, tokens, group.head_dim)
-        dtype = getattr(torch, group.dtype.name)
-        # Tensors of their own, so that each is freed once its layer has grown past it.
-        self._layers = [
-            [torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(2)]
-            for _ in group.layer_ids
+    def _generate_batch(
+        self,
+        input_ids: torch.Tensor,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationConfig,
+        extra: Sequence[bytes],
+    ) -> Generation:
+        """Compute each prompt to its last token by itself, then generate from all together."""
+        if settings.cache_implementation == "static":
+            fix = "rows of different prefixes are joined in a dynamic cache"
+            raise InvalidRequestError("cache_implementation", "static", fix)
+        settings.cache_implementation = None
+        loaded = [self._computed(tokens, extra) for tokens in prompts]
+        cache = joined([one.cache for one in loaded], self._shape, self._model.config)
+        rows = [
+            Row(
+                number, int(input_ids.shape[1]), tokens, one.prefix.stored_tokens, ends_of(settings)
+            )
+            for number, (tokens, one) in enumerate(zip(prompts, loaded, strict=True))
         ]
+        output = self._run(input_ids, settings, cache, [], mask_of(input_ids, rows))
+        if not self._shape.has_ends:
+            self._save_rows(output, cache, rows, extra)
+        hits = tuple(one.prefix.hit_tokens for one in loaded)
+        return Generation(output, sum(hits), hits)
 
-    def chunk(self, span: Span) -> LayerTensors:
-        """Return where the chunk at *span* is written: views, not copies."""
-        start, stop = span
-        return [[[part[0, :, start:stop] for part in parts] for parts in self._layers]]
+    def _computed(self, tokens: Sequence[int], extra: Sequence[bytes]) -> _Loaded:
+        """Return the cache of a prompt but for its last token; what is new of it is stored."""
+        loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), extra)
+        last = len(tokens) - 1
+        if length(loaded.cache, self._shape) < last:
+            ids = torch.tensor([tokens], device=self._model.device)
+            prefill(self._model, ids, loaded.cache, self._shape, [last])
+        if self._shape.has_ends:
+            stored = loaded.prefix.stored_tokens
+            self._save(tokens[:last], loaded.cache, stored, extra, loaded.snapshots)
+        return loaded
 
-    def move_into(self, cache: DynamicCache, tokens: int) -> None:
-        """Make the first *tokens* the contents of an empty *cache*, on the CPU without a copy."""
-        for layer, parts in zip(full_layers(cache), self._layers, strict=True):
-            keys, values = (part[:, :, :tokens].to(self._device) for part in parts)
-            # update() would concatenate, which copies.
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-
-
-def _parts(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = layer.keys, layer.values
-    if keys is None or values is None or keys.shape[0] != 1:
-        shape = None if keys is None else tuple(keys.shape)
-        raise InvalidRequestError("cache", shape, "give one of (1, kv_heads, tokens, head_dim)")
-    return keys, values
+    def _save_rows(
+        self,
+        output: GenerateDecoderOnlyOutput,
+        cache: Cache,
+        rows: Sequence[Row],
+        extra: Sequence[bytes],
+    ) -> None:
+        """Store each row's prompt and what was generated behind it, but for what ended it."""
+        held = length(cache, self._shape)
+        for row in rows:
+            tokens = row.until_end(output.sequences[row.number, row.first : held].tolist())
+            source = EndSource(self.client.representation, self._shape, cache, (), row)
+            self.store_chunks(tokens, source.tensors, row.stored_tokens, extra)
 
 
 def _prompt(input_ids: torch.Tensor) -> list[int]:
@@ -206,9 +318,11 @@ def _check_settings(settings: GenerationConfig) -> None:
             raise InvalidRequestError(name, getattr(settings, name), "one sequence at a time")
     if settings.use_cache is False:
         raise InvalidRequestError("use_cache", False, "without a cache there is nothing to store")
-    if settings.cache_implementation not in (None, "dynamic"):
+    if settings.cache_implementation not in (None, "dynamic", "hybrid", "static"):
         raise InvalidRequestError(
-            "cache_implementation", settings.cache_implementation, "only dynamic caches are stored"
-        )
+            "cache_implementation", settings.cache_implementation,
+            "dynamic and static caches are stored: a quantised one would hold other numbers after "
+            "a load than after a prefill, and an offloaded one is not where it is looked for",
+        )  # fmt: skip
     if settings.token_healing:
         raise InvalidRequestError("token_healing", True, "it changes the prompt that is stored")

@@ -16,14 +16,14 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from kvstore.client.engines.rope_settings import head_dim, rope_parameters
+from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
 from kvstore.proto.errors import RepresentationError
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
+from kvstore.proto.types import Representation
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
 
-# Their rotation depends on the length of the whole prompt, so a prefix has no keys of its own.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _VOLATILE_SETTINGS = (
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
@@ -42,13 +42,13 @@ def representation_of(
     needs *adapter_digest*, a digest of the active adapter's weights.
     Raises RepresentationError for models whose KV cannot be stored.
     """
-    has_adapter = _has_adapter(model)
+    has_adapter = carries_adapter(model)
     if has_adapter and adapter_digest == "none":
         raise RepresentationError(
             "adapter_digest", adapter_digest, "this model carries an adapter: give its digest"
         )
     config = model.config
-    group, rope = layer_group(model), rope_parameters(config)
+    shape, rope = cache_shape(model), rope_parameters(config)
     quantized = getattr(config, "quantization_config", None)
     revision = model_revision or getattr(config, "_commit_hash", None) or weights_digest(model)
     if quantized is not None and not model_revision:
@@ -59,13 +59,14 @@ def representation_of(
         model_revision=revision,
         adapter_digest=adapter_digest,
         quantization="none",
-        layer_groups=(group,),
+        layer_groups=shape.groups,
         rope=rope,
         tokenizer_digest=tokenizer_digest(tokenizer),
     )
 
 
-def _has_adapter(model: PreTrainedModel) -> bool:
+def carries_adapter(model: PreTrainedModel) -> bool:
+    """Return whether an adapter changes what *model* computes."""
     return bool(
         getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
     )
@@ -77,32 +78,29 @@ def _model_id(config: PreTrainedConfig) -> str:
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def layer_group(model: PreTrainedModel) -> LayerGroup:
-    """Return what the layers of *model* keep. Raises RepresentationError naming what it refuses."""
+def cache_shape(model: PreTrainedModel) -> CacheShape:
+    """Return what *model* keeps of a prompt. Raises RepresentationError naming what it refuses.
+
+    Of architectures that are tested with it is known; others run over a few tokens to show it.
+    """
     config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise RepresentationError("model_type", config.model_type, "encoder-decoder caches differ")
-    if getattr(config, "kv_lora_rank", None):
-        raise RepresentationError("kv_lora_rank", config.kv_lora_rank, "MLA layers are not stored")
-    full_layers(DynamicCache(config=config))
-    if config.model_type not in MODEL_TYPES:
-        known = ", ".join(MODEL_TYPES)
-        raise RepresentationError("model_type", config.model_type, f"this connector knows {known}")
+    for name in ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"):
+        if getattr(config, name, None):
+            fix = "cross-attention layers keep another input's KV, not the prompt's"
+            raise RepresentationError(name, getattr(config, name), fix)
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         raise RepresentationError("device", sorted(devices), "load the model onto one device")
-    return LayerGroup(
-        LayerKind.attention,
-        DType.parse(str(model.dtype)),
-        tuple(range(config.num_hidden_layers)),
-        config.num_key_value_heads,
-        _head_dim(config),
-    )
-
-
-def _head_dim(config: PreTrainedConfig) -> int:
-    stated = getattr(config, "head_dim", None)
-    return int(stated or config.hidden_size // config.num_attention_heads)
+    rope_parameters(config)
+    layers = DynamicCache(config=config).layers
+    if config.model_type not in MODEL_TYPES or any(type(x) is not DynamicLayer for x in layers):
+        return CacheShape.of(model)
+    dim = head_dim(config)
+    shapes = [
+        TokenShape(layer, config.num_key_value_heads, (dim, dim), model.dtype)
+        for layer in range(config.num_hidden_layers)
+    ]
+    return CacheShape(len(shapes), tuple(shapes), (), is_probed=False)
 
 
 def full_layers(cache: Cache) -> list[DynamicLayer]:
@@ -118,25 +116,6 @@ def full_layers(cache: Cache) -> list[DynamicLayer]:
             )
         layers.append(layer)
     return layers
-
-
-def rope_parameters(config: PreTrainedConfig) -> RopeParameters:
-    """Return the rotation that *config* states. Raises RepresentationError for what it refuses."""
-    stated = dict(config.rope_parameters)
-    scaling = str(stated.pop("rope_type"))
-    theta = float(stated.pop("rope_theta"))
-    if scaling in _LENGTH_DEPENDENT_ROPE:
-        raise RepresentationError(
-            "rope_type", scaling, "its keys depend on the length of the whole prompt"
-        )
-    factors = {name: value for name, value in stated.items() if value is not None}
-    factors.pop("type", None)
-    for name, value in factors.items():
-        if not isinstance(value, int | float):
-            raise RepresentationError(f"rope.{name}", value, "only numbers are understood")
-    rotary_dim = int(_head_dim(config) * factors.pop("partial_rotary_factor", 1.0))
-    numbers = sorted((name, float(value)) for name, value in factors.items())
-    return RopeParameters(theta, rotary_dim, scaling, tuple(numbers))
 
 
 def weights_digest(model: PreTrainedModel) -> str:

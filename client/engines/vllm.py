@@ -11,7 +11,7 @@ as if there were no store, and says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -31,16 +33,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    resolve_kv_cache_block_sizes,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_identity import EngineShape, representation_of, shape_of
+from kvstore.client.engines.vllm_cost import PrefillCost
+from kvstore.client.engines.vllm_events import EventMaker, KVEvents
+from kvstore.client.engines.vllm_identity import representation_of
+from kvstore.client.engines.vllm_layout import BlockWriter
 from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
 from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm_shape import EngineShape, shape_of
 from kvstore.client.engines.vllm_stats import StoreMetrics, StoreStats
 from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
+from kvstore.client.rectangle import Rectangle
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, RepresentationError
+from kvstore.proto.types import END_KINDS
 
 __all__ = ["KVStoreConnector"]
 
@@ -88,10 +104,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = _scheduler(vllm_config, settings, shape, chunk_tokens)
+                if tells_events(vllm_config):
+                    maker = event_maker(vllm_config, kv_cache_config, shape)
+                    self._scheduler.events = KVEvents(
+                        maker, chunk_tokens, shape.ranks * shape.stages
+                    )
             else:
                 rank = get_tensor_model_parallel_rank()
-                connector = _connector(vllm_config, settings, shape, rank, chunk_tokens)
+                connector = _connector(vllm_config, settings, shape, chunk_tokens, rank)
                 self._worker = VllmWorker(connector, shape, settings.queue_bytes)
+                self._worker.cost = PrefillCost.of(vllm_config.model_config.hf_text_config)
+                self._worker.tells_stores = tells_events(vllm_config)
         except KVStoreError as error:
             logger.error("running without the store: %s", error)
             if role == KVConnectorRole.WORKER:
@@ -121,14 +144,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of the blocks to load into."""
         if self._scheduler is not None and num_external_tokens:
-            self._scheduler.allocated(request, num_external_tokens, blocks.get_block_ids()[0])
+            self._scheduler.allocated(request, num_external_tokens, blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the orders of a step."""
         if self._scheduler is None:
             return StepMetadata()
         state = scheduler_output.kv_connector_block_state
-        orders = self._scheduler.orders(scheduler_output, lambda name: state.get_block_ids(name)[0])
+        orders = self._scheduler.orders(scheduler_output, state.get_block_ids)
         return StepMetadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -158,8 +181,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events: what the store holds is not the engine's to announce."""
-        return ()
+        """Return what the store was found to hold, and to hold no more, since the last call."""
+        events = self._scheduler.events if self._scheduler is not None else None
+        return events.take() if events is not None else ()
 
     # --- worker
 
@@ -167,24 +191,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the engine's pages."""
         if self._worker is None:
             return
-        refusal = self._worker.register(kv_caches, self._write_block(next(iter(kv_caches))))
+        refusal = self._worker.register(kv_caches, self._writer)
         if refusal:
             logger.error("running without the store: %s", refusal)
 
-    def _write_block(self, layer_name: str) -> Any:
-        """Return how the attention backend of a layer writes K and V into pages."""
-        layer = self._layers.get(layer_name)
-
-        def write(
-            keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
-        ) -> None:
-            if not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
-                raise LayoutMismatchError(
-                    "layers", layer_name, "its backend writes in no known way"
-                )
-            layer.impl.do_kv_cache_update(layer, keys, values, pages, slots)
-
-        return write
+    def _writer(self, layer_name: str) -> BlockWriter:
+        """Return how the attention backend of a layer writes KV into pages."""
+        return block_writer(layer_name, self._layers.get(layer_name))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of the step."""
@@ -209,6 +222,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             return None, None
         return None, self._worker.finished_loads(is_idle=self._orders().is_idle) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the same, and the loads that vLLM has to compute as a whole instead."""
+        _, over = self.get_finished(finished_req_ids)
+        failed = self._worker.failed_loads() if self._worker is not None else set()
+        return KVConnectorTransferResults(finished_recving=over or set(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that vLLM has to compute after all."""
@@ -254,6 +273,51 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 side.close()
 
 
+def block_writer(name: str, layer: Any) -> BlockWriter:
+    """Return how the attention backend of *layer*, of that *name*, writes KV into pages."""
+
+    def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
+        if not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
+            raise LayoutMismatchError("layers", name, "its backend writes in no known way")
+        if len(parts) == 2:
+            layer.impl.do_kv_cache_update(layer, *parts, pages, slots)
+            return
+        latents, rank = parts[0], layer.kv_lora_rank
+        layer.impl.do_kv_cache_update(
+            latents[:, 0, :rank], latents[..., rank:], pages.squeeze(1), slots,
+            layer.kv_cache_dtype, layer._k_scale,
+        )  # fmt: skip
+
+    return write
+
+
+def tells_events(config: VllmConfig) -> bool:
+    """Whether the engine of *config* publishes KV events."""
+    events = config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: EngineShape) -> EventMaker:
+    """Return how vLLM tells of blocks, for the KV cache groups that keep all of a prompt."""
+    block_tokens = shape.block_tokens
+    _, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
+    kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in cache.kv_cache_groups]
+    ends = {
+        layer.table for group in shape.groups if group.kind in END_KINDS for layer in group.layers
+    }
+
+    def hashes(request: Any) -> list[Any]:
+        found = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
+        return [maybe_convert_block_hash(one) for one in found]
+
+    def extra_keys(request: Any, start: int, stop: int) -> Any:
+        keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+        return (to_event_extra_keys([keys]) or [None])[0]
+
+    groups = [(at, kind.value) for at, kind in enumerate(kinds) if at not in ends]
+    return EventMaker(BlockStored, BlockRemoved, hashes, extra_keys, block_tokens, tuple(groups))
+
+
 def _scheduler(
     config: VllmConfig, settings: VllmSettings, shape: EngineShape, chunk_tokens: int
 ) -> VllmScheduler:
@@ -263,13 +327,9 @@ def _scheduler(
             "kv_load_failure_policy", transfer.kv_load_failure_policy,
             'set it to "recompute": else vLLM ends a request whose load failed',
         )  # fmt: skip
-    ranks = [
-        _connector(config, settings, shape, rank, chunk_tokens, is_lookup=True)
-        for rank in range(shape.ranks)
-    ]
     return VllmScheduler(
-        ranks,
-        shape.block_tokens,
+        _connector(config, settings, shape, chunk_tokens, None),
+        shape,
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
     )
@@ -279,12 +339,15 @@ def _connector(
     config: VllmConfig,
     settings: VllmSettings,
     shape: EngineShape,
-    rank: int,
     chunk_tokens: int,
-    *,
-    is_lookup: bool = False,
+    rank: int | None,
 ) -> Connector:
-    identity = representation_of(config, shape, rank, settings.model_revision)
-    name = f"vllm-{'lookup' if is_lookup else 'rank'}-{rank}"
-    options = settings.options(chunk_tokens, name, is_lookup=is_lookup)
-    return Connector(Client(settings.address, identity, options), durable=settings.durable)
+    """Return the connector of a worker, or without a *rank* that of the scheduler's lookups."""
+    identity = representation_of(config, shape, settings.model_revision)
+    name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
+    options = settings.options(chunk_tokens, name, is_lookup=rank is None)
+    rectangle = None
+    if rank is not None and shape.ranks * shape.stages > 1:
+        rectangle = Rectangle.of_rank(identity, rank, shape.ranks, shape.own_layers)
+    client = Client(settings.address, identity, options)
+    return Connector(client, durable=settings.durable, rectangle=rectangle)

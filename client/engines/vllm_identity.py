@@ -6,116 +6,39 @@ Works on vLLM's VllmConfig and KVCacheConfig by their fields, without importing 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from kvstore.client.engines.transformers_identity import rope_parameters
+from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.vllm_names import files_digest
+from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.proto.errors import RepresentationError
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
+from kvstore.proto.types import Representation
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
 _VOLATILE_SETTINGS = ("_name_or_path", "architectures", "transformers_version", "use_cache")
-_PLAIN_CACHE = ("auto", "float16", "bfloat16", "float32")
-_UNSHARDED = (
-    "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
-)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class EngineShape:
-    """The attention KV of one engine: ``kv_heads`` are those of one tensor-parallel rank."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    block_tokens: int
-    dtype: DType
-    ranks: int
-
-
-def shape_of(config: Any, cache: Any) -> EngineShape:
-    """Return the shape of what the engine of *config* keeps in *cache*.
-
-    *config*: vLLM's VllmConfig, *cache* its KVCacheConfig. Raises RepresentationError naming
-    what cannot be stored.
-    """
-    model, parallel = config.model_config, config.parallel_config
-    if model.is_encoder_decoder:
-        raise RepresentationError("is_encoder_decoder", True, "cross-attention is not stored")
-    if config.cache_config.cache_dtype not in _PLAIN_CACHE:
-        raise RepresentationError(
-            "kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are not stored"
-        )
-    for name in _UNSHARDED:
-        if getattr(parallel, name, 1) != 1:
-            raise RepresentationError(name, getattr(parallel, name), "only 1 is stored")
-    spec = _only_spec(cache)
-    names = [name for group in cache.kv_cache_groups for name in group.layer_names]
-    layers = model.get_total_num_hidden_layers()
-    if len(names) != layers:
-        raise RepresentationError(
-            "layers", len(names), f"the model has {layers}; draft and shared layers are not stored"
-        )
-    return EngineShape(
-        layers, spec.num_kv_heads, spec.head_size, spec.block_size,
-        DType.parse(str(spec.dtype)), parallel.tensor_parallel_size,
-    )  # fmt: skip
-
-
-def _only_spec(cache: Any) -> Any:
-    """Return what the one group of layers keeps. Raises RepresentationError for anything else."""
-    groups = cache.kv_cache_groups
-    if len(groups) != 1:
-        raise RepresentationError(
-            "kv_cache_groups", len(groups),
-            "only one is stored: --disable-hybrid-kv-cache-manager where the model allows it",
-        )  # fmt: skip
-    spec = groups[0].kv_cache_spec
-    if type(spec).__name__ != "FullAttentionSpec":
-        raise RepresentationError(
-            "kv_cache_spec", type(spec).__name__, "only full attention is stored"
-        )
-    if getattr(spec, "non_causal", False):
-        raise RepresentationError("non_causal", True, "its KV depends on what comes later")
-    packed = (
-        getattr(spec, "num_head_slots", None) is not None
-        or getattr(spec, "tokens_per_state", 1) != 1
-        or getattr(spec, "head_size_v", None) not in (None, spec.head_size)
-    )
-    if packed:
-        raise RepresentationError("kv_cache_spec", "packed", "only plain K and V are stored")
-    return spec
-
-
-def representation_of(
-    config: Any, shape: EngineShape, rank: int, model_revision: str = ""
-) -> Representation:
-    """Return what makes the KV of tensor-parallel *rank* interchangeable with other KV.
+def representation_of(config: Any, shape: EngineShape, model_revision: str = "") -> Representation:
+    """Return what makes the KV of the model interchangeable with other KV: the same for all ranks.
 
     Without *model_revision* it is the commit the model was downloaded at, or a digest of the
-    weights in its folder, which reads all of them once. A rank of several holds some heads
-    only, so it has an identity of its own. Raises RepresentationError for what has no name.
+    weights in its folder, which reads all of them once. Raises RepresentationError for what has
+    no name.
     """
     model = config.model_config
     revision = model_revision or weights_revision(config)
-    if shape.ranks > 1:
-        revision += f"+tp={rank}/{shape.ranks}"
-    group = LayerGroup(
-        LayerKind.attention, shape.dtype, tuple(range(shape.layers)), shape.kv_heads, shape.head_dim
-    )
     return Representation(
         model_id=_model_id(model.model),
         model_revision=f"{revision}+settings={_settings_digest(config)}",
         adapter_digest="none",
         quantization="none",
-        layer_groups=(group,),
-        rope=_rope(model.hf_text_config),
+        layer_groups=tuple(group.layer_group for group in shape.groups),
+        rope=rope_parameters(model.hf_text_config),
         tokenizer_digest=_tokenizer_digest(model),
     )
 
@@ -159,15 +82,6 @@ def _settings_digest(config: Any) -> str:
         "quantization": str(model.quantization or "none"),
     }
     return blake3(json.dumps(stated, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _rope(config: Any) -> RopeParameters:
-    stated = getattr(config, "rope_parameters", None)
-    if not stated:
-        return RopeParameters(0.0, 0, "none")
-    if any(isinstance(value, dict) for value in stated.values()):
-        raise RepresentationError("rope_parameters", stated, "one rotation for all layers")
-    return rope_parameters(config)
 
 
 def _tokenizer_digest(model: Any) -> str:

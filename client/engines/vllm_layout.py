@@ -1,13 +1,13 @@
 """An engine's pages as vLLM registers them: how K and V lie in a block, found by looking.
 
-vLLM hands over one tensor a layer, (blocks, kv_heads, block_tokens, 2 * head_dim). What lies in
-a block is the attention backend's business: its CPU kernels keep K transposed. So the backend
-is asked to write a block of noise, and whoever cannot be read back right is refused.
+vLLM hands over one tensor a layer, (blocks, kv_heads, block_tokens, 2 * head_dim), of latent
+layers (blocks, 1, block_tokens, head_dim). What lies in a block is the attention backend's
+business: its CPU kernels keep K transposed. So the backend is asked to write a block of noise,
+and whoever cannot be read back right is refused.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,22 +15,25 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kvstore.client.engines.vllm_identity import EngineShape
-from kvstore.client.pages import PageAxes, PagedKV
+from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup
 from kvstore.client.tensors import LayerTensors, to_array
+from kvstore.codecs.base import Part
+from kvstore.codecs.block_part import BlockPart, BlockSpan
 from kvstore.proto.errors import LayoutMismatchError
-from kvstore.proto.types import Representation
+from kvstore.proto.types import END_KINDS, DType
 
-BlockWriter: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""The engine's own: writes keys and values, each (tokens, kv_heads, head_dim), into the slots
-of pages that a tensor of int64 names: ``write(keys, values, pages, slots)``."""
+BlockWriter: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
+"""The engine's own: writes parts (keys and values, or latents), each (tokens, kv_heads,
+head_dim), into the slots of pages that a tensor of int64 names: ``write(parts, pages, slots)``."""
 
-Packing: TypeAlias = Callable[[torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
-"""Returns K and V of pages as views, each (blocks, kv_heads, block_tokens, head_dim)."""
+Packing: TypeAlias = Callable[[torch.Tensor], "tuple[torch.Tensor, ...]"]
+"""Returns the parts of pages as views, each (blocks, kv_heads, block_tokens, head_dim)."""
+
+NULL_BLOCK = 0
+"""In a block table: vLLM's block that stands for none."""
 
 _PROBE_BLOCKS = 3
 _PROBED_BLOCK = 1
-_AXES = PageAxes.parse("block head token dim")
 
 
 def side_by_side(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,119 +57,156 @@ def one_after_the_other(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return rows[:, :, :tokens], rows[:, :, tokens:]
 
 
+def rows(pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the one part of latent layers: a row a token, as the registered shape says."""
+    return (pages,)
+
+
 PACKINGS: tuple[Packing, ...] = (keys_transposed, side_by_side, one_after_the_other)
-"""Every packing that is understood."""
+"""Every packing of K and V that is understood."""
 
 
-def find_packing(pages: torch.Tensor, write: BlockWriter) -> Packing:
-    """Return how *write* packs K and V into blocks of the kind of *pages*, which stay as they are.
+def find_packing(pages: torch.Tensor, parts: int, write: BlockWriter) -> Packing:
+    """Return how *write* packs *parts* into blocks of the kind of *pages*, which stay as they are.
 
     Raises LayoutMismatchError when no known packing reads back what was written.
     """
     _, heads, tokens, width = pages.shape
     scratch = torch.zeros(_PROBE_BLOCKS, heads, tokens, width, dtype=pages.dtype)
-    noise = torch.Generator().manual_seed(7)
-    keys, values = (
-        torch.randn(tokens, heads, width // 2, generator=noise).to(pages.dtype) for _ in "KV"
-    )
+    seed = torch.Generator().manual_seed(7)
+    noise = [
+        torch.randn(tokens, heads, width // parts, generator=seed).to(pages.dtype)
+        for _ in range(parts)
+    ]
     slots = torch.arange(tokens) + _PROBED_BLOCK * tokens
     try:
-        write(keys, values, scratch, slots)
+        write(noise, scratch, slots)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         fix = f"this attention backend does not write it: {error}"
         raise LayoutMismatchError("pages", str(pages.dtype), fix) from None
-    for packing in PACKINGS:
+    for packing in PACKINGS if parts == 2 else (rows,):
         found = [part[_PROBED_BLOCK].permute(1, 0, 2) for part in packing(scratch)]
-        if all(map(torch.equal, found, (keys, values))):
+        if all(map(torch.equal, found, noise)):
             return packing
     raise LayoutMismatchError(
         "pages", f"{pages.dtype} in blocks of {tokens}", "this attention backend packs otherwise"
     )
 
 
-def in_model_order(names: Sequence[str]) -> list[str]:
-    """Return layer *names* by the number of their layer, 0 to their count.
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPages:
+    """Pages of one layer: as they were registered, and each part as unsigned integers,
+    (blocks, kv_heads, block_tokens, head_dim). ``table``: which block table names its blocks."""
 
-    Raises LayoutMismatchError when they do not say so.
-    """
-    numbered = {}
-    for name in names:
-        numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-        if len(numbers) == 1:
-            numbered[int(numbers[0])] = name
-    if sorted(numbered) != list(range(len(names))):
-        raise LayoutMismatchError("layers", list(names)[:4], "one number a layer, from 0 on")
-    return [numbered[number] for number in sorted(numbered)]
+    table: int
+    whole: torch.Tensor
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, table: int, whole: torch.Tensor, packing: Packing) -> LayerPages:
+        """Return pages that are packed as *packing* reads."""
+        arrays = [to_array(part) for part in packing(whole)]
+        return cls(table, whole, tuple(a.view(f"u{a.dtype.itemsize}") for a in arrays))
+
+    def blocks(self, ids: Sequence[int]) -> list[BlockPart]:
+        """Return the tokens in the blocks *ids* of each part, as they lie."""
+        tokens = self.parts[0].shape[2]
+        span = BlockSpan.of(np.asarray(ids, np.intp), tokens, 0, len(ids) * tokens)
+        return [BlockPart(part, span) for part in self.parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EnginePages:
-    """The pages of every layer, by the model's order, and how K and V lie in them."""
+    """The pages of every layer, in the order of the shape's groups, and how they are packed."""
 
-    representation: Representation
-    layers: tuple[torch.Tensor, ...]
-    packing: Packing
-    paged: PagedKV
+    shape: EngineShape
+    groups: tuple[tuple[LayerPages, ...], ...]
+    packings: tuple[Packing, ...]
 
     @classmethod
     def of(
         cls,
-        representation: Representation,
         shape: EngineShape,
         registered: Mapping[str, torch.Tensor],
-        write: BlockWriter,
+        writer: Callable[[str], BlockWriter],
     ) -> EnginePages:
-        """Return the pages in *registered*, by layer name. Raises LayoutMismatchError."""
-        layers = tuple(registered[name] for name in in_model_order(list(registered)))
-        wanted = (shape.kv_heads, shape.block_tokens, 2 * shape.head_dim)
-        for pages in layers:
-            if pages.device.type != "cpu":
-                raise LayoutMismatchError("device", str(pages.device), "only the CPU's for now")
-            if pages.ndim != 4 or tuple(pages.shape[1:]) != wanted:
-                raise LayoutMismatchError("pages", tuple(pages.shape), f"blocks of {wanted}")
-        packing = find_packing(layers[0], write)
-        return cls(representation, layers, packing, _paged(representation, layers, packing))
+        """Return the pages in *registered*, by layer name; *writer* returns how the backend of
+        a layer writes. Raises LayoutMismatchError.
+        """
+        names = {layer.name for group in shape.groups for layer in group.layers}
+        if names != set(registered):
+            raise LayoutMismatchError("layers", sorted(registered)[:4], f"{len(names)} are kept")
+        for group in shape.groups:
+            for layer in group.layers:
+                _check(shape, group, registered[layer.name])
+        packings = [
+            find_packing(registered[name], group.layer_group.parts, writer(name))
+            for group in shape.groups
+            for name in (group.layers[0].name,)
+        ]
+        groups = [
+            [LayerPages.of(one.table, registered[one.name], packing) for one in group.layers]
+            for group, packing in zip(shape.groups, packings, strict=True)
+        ]
+        return cls(shape, tuple(map(tuple, groups)), tuple(packings))
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
-        return sum(pages[0].numel() * pages.element_size() for pages in self.layers)
+    def chunk_bytes(self, chunk_blocks: int) -> int:
+        """Return the bytes of a chunk of so many blocks."""
+        return sum(
+            self.shape.kept_blocks(group, chunk_blocks) * layer.whole[0].nbytes
+            for group, layers in zip(self.shape.groups, self.groups, strict=True)
+            for layer in layers
+        )
 
-    def room(self, block_ids: Sequence[int]) -> LayerTensors:
-        """Return the tensors of the tokens in *block_ids*, as they lie."""
-        return self.paged.tensors(block_ids, 0, len(block_ids) * self.paged.block_tokens)
+
+def _check(shape: EngineShape, group: KeptGroup, pages: torch.Tensor) -> None:
+    wanted = (group.kv_heads, shape.block_tokens, group.layer_group.parts * group.head_dim)
+    if pages.device.type != "cpu":
+        raise LayoutMismatchError("device", str(pages.device), "only the CPU's for now")
+    if DType.parse(str(pages.dtype)) is not group.dtype:
+        raise LayoutMismatchError("dtype", str(pages.dtype), f"pages of {group.dtype.name}")
+    if pages.ndim != 4 or tuple(pages.shape[1:]) != wanted:
+        raise LayoutMismatchError("pages", tuple(pages.shape), f"blocks of {wanted}")
 
 
 class PageCopy:
-    """A copy of some blocks, in memory that is used again and again.
+    """A copy of what the engine keeps of one chunk, in memory that is used again and again.
 
-    ``tensors``: those of the blocks' tokens. numpy copies here: torch would start its threads,
-    which are the engine's.
+    ``tensors``: those of the chunk that was taken last, ``has_windows`` whether its windows are
+    among them. numpy copies here: torch would start its threads, which are the engine's.
     """
 
-    def __init__(self, pages: EnginePages, blocks: int) -> None:
-        self._pages = [to_array(layer) for layer in pages.layers]
-        layers = [
-            torch.empty((blocks, *layer.shape[1:]), dtype=layer.dtype) for layer in pages.layers
-        ]
-        self._copies = [to_array(layer) for layer in layers]
-        paged = _paged(pages.representation, layers, pages.packing)
-        self.tensors = paged.tensors(range(blocks), 0, blocks * paged.block_tokens)
+    def __init__(self, pages: EnginePages, chunk_blocks: int) -> None:
+        self._shape = pages.shape
+        self._kept = [pages.shape.kept_blocks(group, chunk_blocks) for group in pages.shape.groups]
+        self._pages = [[to_array(layer.whole) for layer in layers] for layers in pages.groups]
+        self._tables = [[layer.table for layer in layers] for layers in pages.groups]
+        self._copies: list[list[Part]] = []
+        self._tensors: list[list[list[BlockPart]]] = []
+        for layers, packing, kept in zip(pages.groups, pages.packings, self._kept, strict=True):
+            copies = [
+                torch.empty((kept, *one.whole.shape[1:]), dtype=one.whole.dtype) for one in layers
+            ]
+            self._copies.append([to_array(copy) for copy in copies])
+            copied = [LayerPages.of(0, copy, packing) for copy in copies]
+            self._tensors.append([one.blocks(range(kept)) for one in copied])
+        self.tensors: LayerTensors = self._tensors
+        self.has_windows = True
 
-    def take(self, block_ids: Sequence[int]) -> None:
-        """Copy the blocks *block_ids*, as many as there are here."""
-        ids = np.asarray(block_ids)
-        for pages, copied in zip(self._pages, self._copies, strict=True):
-            np.take(pages, ids, 0, out=copied, mode="clip")
+    def take(self, tables: Sequence[Sequence[int]]) -> bool:
+        """Copy the chunk whose blocks *tables* name; return whether there is any of it.
 
-    def give(self, block_ids: Sequence[int], first: int) -> None:
-        """Copy the blocks from number *first* on to the engine's *block_ids*."""
-        ids = np.asarray(block_ids)
-        for pages, copied in zip(self._pages, self._copies, strict=True):
-            pages[ids] = copied[first : first + len(ids)]
-
-
-def _paged(
-    representation: Representation, layers: Sequence[torch.Tensor], packing: Packing
-) -> PagedKV:
-    return PagedKV(representation, [list(packing(pages)) for pages in layers], _AXES)
+        Windows that the engine has given up already are left out.
+        """
+        taken = []
+        for at, group in enumerate(self._shape.groups):
+            named = [np.asarray(table[-self._kept[at] :]) for table in tables]
+            if all(named[table].all() for table in set(self._tables[at])):
+                places = zip(self._pages[at], self._copies[at], self._tables[at], strict=True)
+                for pages, copied, table in places:
+                    np.take(pages, named[table], 0, out=copied, mode="clip")
+                taken.append(self._tensors[at])
+            elif group.kind not in END_KINDS:
+                return False
+        self.tensors, self.has_windows = taken, len(taken) == len(self._tensors)
+        return bool(taken)

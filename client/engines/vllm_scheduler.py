@@ -17,16 +17,27 @@ from functools import partial
 from typing import Any
 
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_events import KVEvents
+from kvstore.client.engines.vllm_cost import hints_of
 from kvstore.client.engines.vllm_lookup import LookupDesk, Ticket
 from kvstore.client.engines.vllm_names import RequestNames
-from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders, StoreOrder, WorkerNews
+from kvstore.client.engines.vllm_orders import (
+    BlockTables,
+    LoadOrder,
+    StepOrders,
+    StoreOrder,
+    WorkerNews,
+)
+from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChainDigest
 
 IDLE_WAIT_S = 0.001
 """What an idle step waits for the answer to a lookup."""
 
-LATE_S = 0.05
+LATE_S = 0.005
 """What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
 
 EPOCH_BYTES = 16
@@ -55,6 +66,7 @@ class _Tracked:
     stored: int | None = None
     loaded_from: int = 0
     """The first chunk of its last load."""
+    hints: Hints = NO_HINTS
     load: LoadOrder | None = None
     """Goes with the next orders."""
 
@@ -62,23 +74,25 @@ class _Tracked:
 class VllmScheduler:
     """Decides for one engine. For the scheduler's thread.
 
-    *ranks*: a connector for each tensor-parallel rank, to look up with: a chunk is a hit when
-    every rank has its part of it.
+    *lookups*: a connector of the whole model, to look up with: a chunk is a hit once every rank
+    has put its part of it.
     """
 
     def __init__(
         self,
-        ranks: Sequence[Connector],
-        block_tokens: int,
+        lookups: Connector,
+        shape: EngineShape,
         *,
         loads: bool = True,
         stores: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        options = ranks[0].client.options
-        self._ranks = ranks
+        options = lookups.client.options
+        self._lookups = lookups
         self._chunk_tokens = options.chunk_tokens
-        self._block_tokens = block_tokens
+        self._block_tokens = shape.block_tokens
+        self._continues = shape.continues
+        self._all_or_nothing = shape.has_ends or shape.tables > 1
         self._loads, self._stores = loads, stores
         self._clock = clock
         self._late_s = options.deadline_ms / 1000 + LATE_S
@@ -87,16 +101,18 @@ class VllmScheduler:
         self._tracked: dict[str, _Tracked] = {}
         self._recent: OrderedDict[ChainDigest, float] = OrderedDict()
         self.counted: Counter[str] = Counter()
+        lookups.client.counts = lambda: {**lookups.counts(), **self.counted}
         self._reported: Counter[str] = Counter()
         self._refusal = ""
+        self.events: KVEvents | None = None
+        """Where others are told what is stored; None if nobody is."""
         self._desk = LookupDesk(
             self._find, self._chunk_tokens, options.retry_after_ms / 1000, clock
         )
 
     def _find(self, digests: Sequence[ChainDigest]) -> int | None:
-        """Return how many chunks every rank has. In the desk's thread."""
-        found = [rank.ask(partial(_ready, rank, digests), None) for rank in self._ranks]
-        return None if None in found else min(count for count in found if count is not None)
+        """Return how many chunks are there. In the desk's thread."""
+        return self._lookups.ask(partial(_ready, self._lookups, digests), None)
 
     # --- a request's way
 
@@ -111,12 +127,20 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked = _Tracked(request, self._ask(request), request.num_preemptions)
+            tracked.hints = self._hints(request)
             self._tracked[request.request_id] = tracked
         elif tracked.preemptions != request.num_preemptions:
             # Its blocks are gone; what was stored of it meanwhile may be loaded.
             tracked.ticket, tracked.preemptions = self._ask(request), request.num_preemptions
             tracked.is_loaded = False
         return tracked
+
+    def _hints(self, request: Any) -> Hints:
+        try:
+            return hints_of(request)
+        except (InvalidRequestError, TypeError):
+            self.counted["bad_hints"] += 1
+            return NO_HINTS
 
     def _ask(self, request: Any) -> Ticket:
         identify = partial(self._names.identity, request, self._epoch)
@@ -138,11 +162,17 @@ class VllmScheduler:
             return 0
         ticket = tracked.ticket
         if ticket.ready is None:
+            if self._desk.is_down:
+                # The desk may be asking whether the store is back: no request waits for that.
+                return self._counted(tracked, 0, "down")
             if self._clock() - ticket.asked_s < self._late_s:
                 return None
             return self._counted(tracked, 0, "late")
-        hit_tokens = max(0, ticket.ready * self._chunk_tokens - computed_tokens)
+        stop = ticket.ready * self._chunk_tokens
+        hit_tokens = max(0, stop - computed_tokens)
         reason = ticket.refusal or ("down" if self._desk.is_down else "absent")
+        if hit_tokens and not self._continues and request.num_tokens - stop > 1:
+            hit_tokens, reason = 0, "prefill"
         return self._counted(tracked, hit_tokens, reason)
 
     def _miss(self, reason: str) -> None:
@@ -152,6 +182,7 @@ class VllmScheduler:
         """Count the answer to a request once: it may be asked again when there is no room."""
         if not tracked.is_counted:
             tracked.is_counted = True
+            self._tell_missing(tracked.ticket)
             self.counted["lookups"] += 1
             self.counted["hit_tokens"] += hit_tokens
             self.counted["prompt_tokens"] += tracked.request.num_tokens
@@ -159,8 +190,15 @@ class VllmScheduler:
                 self._miss(reason)
         return hit_tokens
 
-    def allocated(self, request: Any, loaded_tokens: int, block_ids: Sequence[int]) -> None:
-        """Have the next *loaded_tokens* of *request* loaded into its *block_ids*."""
+    def _tell_missing(self, ticket: Ticket) -> None:
+        """Tell of what the store was found not to have any more."""
+        if self.events is None or ticket.refusal or self._desk.is_down:
+            return
+        if ticket.ready is not None and ticket.chain is not None:
+            self.events.lost(ticket.chain.digests[ticket.ready : MAX_LOOKUP_CHUNKS])
+
+    def allocated(self, request: Any, loaded_tokens: int, tables: BlockTables) -> None:
+        """Have the next *loaded_tokens* of *request* loaded into the blocks in its *tables*."""
         if not loaded_tokens:
             return
         tracked = self._track(request)
@@ -169,13 +207,15 @@ class VllmScheduler:
         size, block = self._chunk_tokens, self._block_tokens
         first = start // size
         chain = tracked.ticket.chain
-        digests = () if chain is None else tuple(chain.digests[first : stop // size])
+        digests = () if chain is None else tuple(chain.digests[first : -(-stop // size)])
+        blocks = slice(first * size // block, -(-stop // block))
         tracked.is_loaded, tracked.loaded_from = True, first
         tracked.load = LoadOrder(
             request.request_id,
             digests,
-            tuple(block_ids[first * size // block : -(-stop // block)]),
+            tuple(tuple(table[blocks]) for table in tables),
             kept_blocks=(start - first * size) // block,
+            all_or_nothing=self._all_or_nothing,
         )
 
     def finished(self, request: Any) -> None:
@@ -188,13 +228,15 @@ class VllmScheduler:
         for tracked in self._tracked.values():
             # What is under way is of both weights: it has no name.
             tracked.ticket = Ticket.spent()
+        if self.events is not None:
+            self.events.reset()
 
     # --- a step
 
-    def orders(self, output: Any, blocks_of: Callable[[str], Sequence[int]]) -> StepOrders:
+    def orders(self, output: Any, tables_of: Callable[[str], BlockTables]) -> StepOrders:
         """Return what the workers have to do in the step of vLLM's SchedulerOutput *output*.
 
-        *blocks_of* returns the blocks of a request.
+        *tables_of* returns the block tables of a request.
         """
         is_idle = not output.total_num_scheduled_tokens
         if is_idle:
@@ -205,12 +247,12 @@ class VllmScheduler:
         stores = [
             order
             for request_id, tokens in output.num_scheduled_tokens.items()
-            if (order := self._store_order(request_id, tokens, blocks_of)) is not None
+            if (order := self._store_order(request_id, tokens, tables_of)) is not None
         ]
         return StepOrders(tuple(loads), tuple(stores), is_idle)
 
     def _store_order(
-        self, request_id: str, tokens: int, blocks_of: Callable[[str], Sequence[int]]
+        self, request_id: str, tokens: int, tables_of: Callable[[str], BlockTables]
     ) -> StoreOrder | None:
         tracked = self._tracked.get(request_id)
         if tracked is None or not self._may_store(tracked):
@@ -229,9 +271,12 @@ class VllmScheduler:
         if first >= whole:
             return None
         self._remember([chunk.digest for chunk in chain.chunks[first:whole]])
-        blocks = blocks_of(request_id)[first * size // self._block_tokens :]
-        count = (whole - first) * size // self._block_tokens
-        return StoreOrder(request_id, tuple(chain.chunks[first:whole]), tuple(blocks[:count]))
+        if self.events is not None:
+            self.events.ordered(request, chain.chunks[first:whole])
+        blocks = slice(first * size // self._block_tokens, whole * size // self._block_tokens)
+        tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
+        chunks = tuple(chain.chunks[first:whole])
+        return StoreOrder(request_id, chunks, tables, tracked.hints)
 
     def _is_recent(self, digest: ChainDigest) -> bool:
         return self._clock() - self._recent.get(digest, -math.inf) < RECENT_S
@@ -252,14 +297,19 @@ class VllmScheduler:
     def learn(self, news: WorkerNews) -> None:
         """Take in what the workers have to say."""
         self._refusal = self._refusal or ("pages" if news.refusal else "")
+        if self.events is not None:
+            self.events.stored(news.stored)
         for request_id, chunks in news.short_loads.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 # What could not be read is computed now, and stored in its place.
                 tracked.stored = tracked.loaded_from + chunks
                 chain = tracked.ticket.chain
-                for chunk in chain.chunks[tracked.stored :] if chain is not None else ():
-                    self._recent.pop(chunk.digest, None)
+                lost = chain.digests[tracked.stored :] if chain is not None else []
+                for digest in lost:
+                    self._recent.pop(digest, None)
+                if self.events is not None:
+                    self.events.lost(lost)
 
     def refuse(self, reason: str) -> None:
         """Answer every request with a miss from now on, for *reason*."""
@@ -272,15 +322,14 @@ class VllmScheduler:
         return dict(new)
 
     def close(self) -> None:
-        """End the desk and the clients."""
+        """End the desk and the client."""
         self._desk.close()
-        for rank in self._ranks:
-            rank.client.close()
+        self._lookups.client.close()
 
 
-def _ready(rank: Connector, digests: Sequence[ChainDigest]) -> int:
-    space = rank.client.namespace
+def _ready(lookups: Connector, digests: Sequence[ChainDigest]) -> int | None:
+    space = lookups.client.namespace
     if not digests:
         return 0
     keys = [chunk_key(space, digest) for digest in digests[:MAX_LOOKUP_CHUNKS]]
-    return rank.client.lookup(keys).ready
+    return lookups.client.lookup(keys).ready

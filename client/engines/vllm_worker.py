@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -19,18 +20,22 @@ import torch
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_identity import EngineShape
+from kvstore.client.engines.vllm_cost import PrefillCost
 from kvstore.client.engines.vllm_layout import BlockWriter, EnginePages, PageCopy
 from kvstore.client.engines.vllm_orders import (
+    BlockTables,
     LoadOrder,
     NamedChunk,
     StepOrders,
     StoreOrder,
     WorkerNews,
 )
+from kvstore.client.engines.vllm_room import ChunkRoom
+from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.proto.errors import KVStoreError
+from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.types import Representation
+from kvstore.proto.types import ChainDigest, KVLayout, PutOutcome
 
 IDLE_WAIT_S = 0.002
 """What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
@@ -92,16 +97,22 @@ class VllmWorker:
         self._reported: Counter[str] = Counter()
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed_loads: set[str] = set()
         self._short_loads: dict[str, int] = {}
         self._refusal = ""
+        self.cost = PrefillCost()
+        self.tells_stores = False
+        """Whether the scheduler is to learn of every chunk that is stored."""
+        self._stored: list[ChainDigest] = []
         # Guards the fields above but for the threads; its waiters wait for a load to end.
         self._news = threading.Condition()
 
-    def register(self, registered: Mapping[str, torch.Tensor], write: BlockWriter) -> str:
+    def register(
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+    ) -> str:
         """Take the engine's pages; return why they cannot be stored, or nothing."""
-        representation: Representation = self._connector.client.representation
         try:
-            self._pages = EnginePages.of(representation, self._shape, registered, write)
+            self._pages = EnginePages.of(self._shape, registered, writer)
         except KVStoreError as error:
             self.refuse(str(error))
         return self._refusal
@@ -125,34 +136,41 @@ class VllmWorker:
         began = time.perf_counter()
         pages = self._pages
         read = self._connector.ask(lambda: self._read(pages, order), 0) if pages else 0
-        first_bad = max(read * self._chunk_blocks, order.kept_blocks)
         with self._news:
             self._loading -= 1
             self._done.add(order.request_id)
-            self._failed_blocks.update(order.block_ids[first_bad:])
             if read < len(order.digests):
                 self._short_loads[order.request_id] = read
+            if not order.all_or_nothing:
+                self._failed_blocks.update(order.blocks_from(read * self._chunk_blocks))
+            elif not order.digests or read < len(order.digests):
+                self._failed_loads.add(order.request_id)
             self.counted["loaded_chunks"] += read
             self.counted["lost_chunks"] += len(order.digests) - read
             self.counted["load_us"] += round(1e6 * (time.perf_counter() - began))
             self._news.notify_all()
 
     def _read(self, pages: EnginePages, order: LoadOrder) -> int:
-        size, kept = self._chunk_blocks, order.kept_blocks
         rooms = [
-            order.block_ids[number * size : (number + 1) * size]
-            for number in range(len(order.digests))
+            ChunkRoom(pages, tables, 0 if number else order.kept_blocks)
+            for number, tables in enumerate(self._cut(order.tables, len(order.digests)))
         ]
         if not rooms:
             return 0
-        beside = PageCopy(pages, size) if kept else None
-        out = [pages.room(ids) for ids in rooms]
-        if beside is not None:
-            out[0] = beside.tensors
-        read = self._connector.read(order.digests, out)
-        if beside is not None and read:
-            beside.give(rooms[0][kept:], kept)
+        read = self._connector.read_into(
+            order.digests, lambda number, layout: rooms[number].tensors(layout)
+        )
+        for room in rooms[:read]:
+            room.settle()
         return read
+
+    def _cut(self, tables: BlockTables, chunks: int) -> list[BlockTables]:
+        """Return what *tables* have of each of so many chunks."""
+        size = self._chunk_blocks
+        return [
+            [table[number * size : (number + 1) * size] for table in tables]
+            for number in range(chunks)
+        ]
 
     def finished_loads(self, *, is_idle: bool) -> set[str]:
         """Return requests whose loads ended since the last call, well or not.
@@ -171,6 +189,12 @@ class VllmWorker:
             failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def failed_loads(self) -> set[str]:
+        """Return the requests of which vLLM has to compute all, where blocks are not enough."""
+        with self._news:
+            failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
     # --- stores
 
     def store(self, orders: StepOrders) -> None:
@@ -181,7 +205,7 @@ class VllmWorker:
 
     def _store(self, pages: EnginePages, order: StoreOrder) -> None:
         size = self._chunk_blocks
-        most = max(1, self._queue_bytes // (size * pages.block_bytes))
+        most = max(1, self._queue_bytes // pages.chunk_bytes(size))
         with self._news:
             # The first ones: later ones are of no use without them.
             chunks = order.chunks[: most - self._storing]
@@ -189,29 +213,43 @@ class VllmWorker:
             self._storing += len(chunks)
             copies = [self._copies.pop() for _ in chunks[: len(self._copies)]]
         copies += [PageCopy(pages, size) for _ in chunks[len(copies) :]]
-        for number, copied in enumerate(copies):
-            copied.take(order.block_ids[number * size : (number + 1) * size])
+        cut = self._cut(order.tables, len(chunks))
+        whole = [copied.take(tables) for copied, tables in zip(copies, cut, strict=True)]
         if chunks:
-            self._storer.do(partial(self._send, chunks, copies))
+            self._storer.do(partial(self._send, chunks, copies, whole, order.hints))
 
-    def _send(self, chunks: Sequence[NamedChunk], copies: Sequence[PageCopy]) -> None:
+    def _send(
+        self,
+        chunks: Sequence[NamedChunk],
+        copies: Sequence[PageCopy],
+        whole: Sequence[bool],
+        hints: Hints,
+    ) -> None:
         time.sleep(BREATH_S)
-        new = self._connector.write(lambda: self._chunks(chunks, copies))
+        sent, taken = list(compress(chunks, whole)), list(compress(copies, whole))
+        outcomes = self._connector.write_each(lambda: self._chunks(sent, taken), hints)
+        told = zip(sent, outcomes, strict=False)
+        held = [chunk.digest for chunk, one in told if one is not PutOutcome.refused]
         with self._news:
+            self._stored += held if self.tells_stores else ()
             self._storing -= len(chunks)
             self._copies += copies
-            self.counted["stored_chunks"] += new
+            self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored)
+            self.counted["gone_chunks"] += whole.count(False)
             self._news.notify_all()
 
     def _chunks(self, chunks: Sequence[NamedChunk], copies: Sequence[PageCopy]) -> list[Chunk]:
-        space = self._connector.client.namespace
+        client = self._connector.client
+        space, tokens = client.namespace, client.options.chunk_tokens
         return [
             Chunk(
                 chunk_key(space, named.digest),
                 copied.tensors,
                 named.parent,
                 position=named.position,
+                prefill_flops=self.cost.of_chunk(named.position, tokens),
                 content=named.content,
+                layout=KVLayout.of(client.representation, tokens, window=copied.has_windows),
             )
             for named, copied in zip(chunks, copies, strict=True)
         ]
@@ -227,8 +265,10 @@ class VllmWorker:
         """Return what the scheduler has to learn, if anything happened since the last call."""
         with self._news:
             short, self._short_loads = self._short_loads, {}
+            stored, self._stored = self._stored, []
             refusal = self._refusal
-        return WorkerNews(short, refusal) if short or refusal else None
+        news = WorkerNews(short, refusal, dict.fromkeys(stored, 1))
+        return news if short or refusal or stored else None
 
     def counts(self) -> dict[str, int]:
         """Return what was counted since the last call; ``counted`` has all of it."""
@@ -255,8 +295,11 @@ class RefusedWorker:
         self._refusal = reason
         self._loads: list[LoadOrder] = []
         self._failed_blocks: set[int] = set()
+        self._failed_loads: set[str] = set()
 
-    def register(self, registered: Mapping[str, torch.Tensor], write: BlockWriter) -> str:
+    def register(
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+    ) -> str:
         """Return why there is no use for pages."""
         return self._refusal
 
@@ -264,7 +307,10 @@ class RefusedWorker:
         """Fail the loads of a step."""
         self._loads += orders.loads
         for order in orders.loads:
-            self._failed_blocks.update(order.block_ids[order.kept_blocks :])
+            if order.all_or_nothing:
+                self._failed_loads.add(order.request_id)
+            else:
+                self._failed_blocks.update(order.blocks_from(0))
 
     def store(self, orders: StepOrders) -> None:
         """Store nothing."""
@@ -277,6 +323,11 @@ class RefusedWorker:
     def failed_blocks(self) -> set[int]:
         """Return the blocks that they left without KV."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def failed_loads(self) -> set[str]:
+        """Return the requests of which vLLM has to compute all."""
+        failed, self._failed_loads = self._failed_loads, set()
         return failed
 
     def news(self) -> WorkerNews:

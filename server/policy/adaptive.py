@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +44,15 @@ _MUCH_MORE = 0.1
 
 _AWAITED = 1 << 14
 
+_SHARES = 16
+"""Parts that a small cache is shared out in."""
+
+_EVEN_HITS, _EVEN_SHARE = 32, 0.02
+"""Hits, and share of all, by which one that is behind gets e times less of a small cache."""
+
+_STEP = 7
+"""Odd, and far from a divisor: batches one after the other fall into shares evenly."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -71,11 +82,15 @@ class AdaptiveEviction(EvictionPolicy):
     tenth more in all; and 2560 sampled chunks were asked for, all weighted by age. Decisions are
     256 sampled chunks apart.
 
-    While all chunks are in the sample, victims are such that what stays is what the shadow would
-    have: a policy works badly for long on what another one left, its shadow does not.
+    While all chunks are in the sample, victims are such that what stays is what the shadows would
+    have: a policy works badly for long on what another one left, its shadow does not. Such a
+    small cache is shared out: of chunks stored together one candidate says whether they stay,
+    and each has a say in as many as its hits are near to the best (Hedge: Freund and Schapire,
+    J. Computer and System Sciences 55(1), 1997). Few hits tell little of who is better, and so
+    the loss to the best is a part of what a wrong choice would be.
 
     How large the cache is shows when a victim is first asked for: what is here then is what
-    fits. Until then all candidates would hit the same. Twelve bytes a row, and the candidates'.
+    fits. Until then all candidates would hit the same. Thirteen bytes a row, and the candidates'.
     """
 
     def __init__(
@@ -103,12 +118,17 @@ class AdaptiveEviction(EvictionPolicy):
         """Bytes of the chunks here; 0 for those that are not."""
         self._above = array("I", [NO_ROW])
         """The nearest sampled chunk, from the row's up: where the shadows' tree goes on."""
+        self._shares = array("B", [0])
+        """In which share of a small cache each chunk is."""
+        self._owners = [0] * _SHARES
+        """The candidate that has a say in each share."""
+        self._batch, self._latest = 0, NO_ROW
         self._used_bytes = 0
         self._full_bytes = 0.0
         self._awaited: set[int] = set()
         """Sampled rows that were asked for while not here: when they come, it was counted."""
         self._strays: set[int] = set()
-        """Chunks here that the shadow of the chosen has not, while that has all it would have."""
+        """Chunks here that the shadow of their owner has not, while that has all it would have."""
         self._chosen = 0
         self._since_s = 0.0
         self._switches = 0
@@ -136,7 +156,7 @@ class AdaptiveEviction(EvictionPolicy):
         if row < len(self._sizes):
             return
         count = row + 1 - len(self._sizes) + spare_rows(row)
-        for column in (self._sizes, self._above):
+        for column in (self._sizes, self._above, self._shares):
             column.frombytes(bytes(count * column.itemsize))
 
     @override
@@ -156,6 +176,10 @@ class AdaptiveEviction(EvictionPolicy):
         sizes[rows[fresh]] = max(1, size_bytes)
         self._used_bytes += count * max(1, size_bytes)
         del sizes
+        if parent != self._latest:
+            self._batch += 1
+        self._latest = int(rows[-1])
+        np.frombuffer(self._shares, np.uint8)[rows[fresh]] = self._batch * _STEP % _SHARES
         mask = self._shadows.sampled(rows.astype(np.uint64))
         above = self._above[parent]
         self._link(rows, mask, above)
@@ -207,8 +231,10 @@ class AdaptiveEviction(EvictionPolicy):
         self._round_asked += len(rows)
         if self._shadows.rate == 1.0:
             self._strays.difference_update(rows)
-            left = self._shadows.left[self._chosen]
-            self._strays.update(row for row in left if self._sizes[row])
+            for at, left in enumerate(self._shadows.left):
+                self._strays.update(
+                    row for row in left if self._sizes[row] and self._owner(row) == at
+                )
         if self._round_asked >= ROUND_CHUNKS:
             self._decide(now_s)
         if self._shadows.rate != rate:
@@ -262,6 +288,7 @@ class AdaptiveEviction(EvictionPolicy):
         self._asked = self._asked * _KEPT + self._round_asked
         self._round = [0.0] * len(self._names)
         self._round_asked = 0
+        self._share_out()
         best = max(range(len(self._names)), key=lambda at: (self._hits[at], -at))
         ours = self._hits[self._chosen]
         more = self._hits[best] - ours
@@ -273,16 +300,28 @@ class AdaptiveEviction(EvictionPolicy):
         self._chosen = best
         self._since_s = now_s
         self._switches += 1
-        self._find_strays()
+
+    def _share_out(self) -> None:
+        """Give each candidate as much of a small cache as its hits speak for it."""
+        if self._shadows.rate < 1.0 or self._asked < _LEAST_ASKED:
+            return
+        best = max(self._hits)
+        scale = max(_EVEN_HITS, _EVEN_SHARE * best)
+        weights = [math.exp((hits - best) / scale) for hits in self._hits]
+        ends = [round(_SHARES * end / sum(weights)) for end in accumulate(weights)]
+        owners = [bisect_right(ends, share) for share in range(_SHARES)]
+        if owners != self._owners:
+            self._owners = owners
+            self._find_strays()
+
+    def _owner(self, row: int) -> int:
+        return self._owners[self._shares[row]]
 
     def _find_strays(self) -> None:
-        """Note which chunks the shadow of the chosen would not have, if all are in the sample."""
-        self._strays = set()
-        if self._shadows.rate < 1.0:
-            return
+        """Note which chunks the shadow of their owner would not have."""
         here = np.flatnonzero(np.frombuffer(self._sizes, np.uint64)).tolist()
         holds = self._shadows.holds
-        self._strays = {row for row in here if not holds(self._chosen, row)}
+        self._strays = {row for row in here if not holds(self._owner(row), row)}
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
@@ -297,9 +336,10 @@ class AdaptiveEviction(EvictionPolicy):
     def _name_as_shadow(
         self, policy: LeafFirstEviction, keep: Callable[[int], bool], now_s: float
     ) -> Iterator[int]:
-        """Yield victims so that what stays here is what the shadow of the chosen would have.
+        """Yield victims so that what stays here is what the shadows would have.
 
-        First those that it has not, then whom it would evict itself, then the rest.
+        First those that the owner's has not, then whom that of the chosen would evict itself,
+        then the rest.
         """
         sizes, strays = self._sizes, self._strays
         named: dict[int, None] = {}

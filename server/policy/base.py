@@ -17,12 +17,18 @@ class EvictionPolicy(ABC):
     made with. Its caller holds a lock, and keeps the row of a chunk's parent for as long as the
     chunk is known. ``victims`` only answers: nothing changes until ``remove`` is called.
 
-    One that does not ``ranks_by_history`` needs no History to be told of events.
+    One that does not ``ranks_by_history`` needs no History to be told of events, and one that
+    does not ``ranks_by_flops`` no FLOPs of chunks.
 
     ``now_s`` is in seconds on a clock of the caller's; a policy bears one that jumps, either way.
     """
 
     ranks_by_history: ClassVar[bool] = True
+
+    @property
+    def ranks_by_flops(self) -> bool:
+        """Whether the FLOPs of a chunk's prefill matter here."""
+        return self.ranks_by_history
 
     @abstractmethod
     def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:

@@ -40,6 +40,9 @@ class ClassQueues:
         self._newest_seen = np.frombuffer(self._newest, np.uint32)
         self._late: dict[int, RowHeap] = {}
         """Heaps with at least one row."""
+        self.changed: set[int] = set()
+        """Ends that may be another row, twice the class and one more for the last; whoever heeds
+        it clears it."""
 
     def extend(self, count: int) -> None:
         """Let there be *count* rows more."""
@@ -59,7 +62,9 @@ class ClassQueues:
             self._newer[newest] = row
         else:
             self._oldest[kind] = row
+            self.changed.add(2 * kind)
         self._newest[kind] = row
+        self.changed.add(2 * kind + 1)
 
     def place(self, row: int, kind: int) -> None:
         """Put a row that is in no queue where it belongs in one."""
@@ -83,6 +88,7 @@ class ClassQueues:
         if late is None:
             late = self._late[kind] = RowHeap(order, self._places)
         late.push(row)
+        self.changed.add(2 * kind)
 
     def _link(self, row: int, older: int, newer: int) -> None:
         """Link a row in between; its class is set, and *newer* is no NO_ROW."""
@@ -92,6 +98,7 @@ class ClassQueues:
             self._newer[older] = row
         else:
             self._oldest[self._classes[row]] = row
+            self.changed.add(2 * self._classes[row])
 
     def remove(self, row: int) -> None:
         """Take out a queued row."""
@@ -99,6 +106,7 @@ class ClassQueues:
         if self._places[row]:
             late = self._late[kind]
             late.remove(row)
+            self.changed.add(2 * kind)
             if not late:
                 del self._late[kind]
             return
@@ -107,10 +115,12 @@ class ClassQueues:
             self._newer[older] = newer
         else:
             self._oldest[kind] = newer
+            self.changed.add(2 * kind)
         if newer:
             self._older[newer] = older
         else:
             self._newest[kind] = older
+            self.changed.add(2 * kind + 1)
 
     def head(self, kind: int) -> int:
         """Return the first row of a queue; NO_ROW of an empty one."""
@@ -121,6 +131,14 @@ class ClassQueues:
             if not row or self._order[first] < self._order[row]:
                 return first
         return row
+
+    def tail(self, kind: int) -> int:
+        """Return the last row of a queue but for late ones; NO_ROW where there is none."""
+        return self._newest[kind]
+
+    def end(self, end: int) -> int:
+        """Return ``head`` of a class for twice its number, ``tail`` for one more."""
+        return self._newest[end >> 1] if end & 1 else self.head(end >> 1)
 
     def ends(self, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
         """Return the classes below *count* that have rows, and the first and last row of each.
@@ -144,13 +162,17 @@ class ClassQueues:
             return self._linked(kind)
         return heapq.merge(self._linked(kind), late.sorted(), key=self._order.__getitem__)
 
-    def walk_back(self, kind: int) -> Iterator[int]:
-        """Yield the rows of a queue but for late ones, the last first. As ``walk`` otherwise."""
-        older = self._older
-        row = self._newest[kind]
-        while row:
-            yield row
-            row = older[row]
+    def after(self, row: int) -> int:
+        """Return the row behind a queued one that is not late; NO_ROW behind the last."""
+        return self._newer[row]
+
+    def before(self, row: int) -> int:
+        """Return the row before a queued one that is not late; NO_ROW before the first."""
+        return self._older[row]
+
+    def has_late(self, kind: int) -> bool:
+        """Whether a queue has rows that are not linked, which only ``walk`` and ``head`` name."""
+        return kind in self._late
 
     def _linked(self, kind: int) -> Iterator[int]:
         newer = self._newer

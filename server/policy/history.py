@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ REFRESH_S = 30.0
 """Seconds between two refreshes; then there are requests enough for one."""
 
 LEAST_REFRESH_REQUESTS = 10
-"""Requests between two refreshes, at least."""
+"""Requests between two refreshes, at least: more than a refresh has steps."""
 
 _FIRST_REQUESTS = 2_000
 _FEW = 24
@@ -135,6 +135,8 @@ class History:
         self._requests = 0
         self._refreshed_at = 0
         self._refreshed_s = -np.inf
+        self._steps: Iterator[None] = iter(())
+        """What is left of the last refresh: a step with each of the next requests."""
         self._seen = self.columns()
 
     def time_s(self, now_s: float) -> float:
@@ -169,8 +171,11 @@ class History:
         is_due = since >= most or time_s - self._refreshed_s >= REFRESH_S
         if is_due and since >= LEAST_REFRESH_REQUESTS:
             self._refreshed_at, self._refreshed_s = self._requests, time_s
-            self.table.refresh(time_s, self.kinds.count)
+            self._steps = self.table.refreshing(time_s, self.kinds.count)
+            next(self._steps, None)
             self._report(since, time_s)
+        else:
+            next(self._steps, None)
 
     def _report(self, requests: int, time_s: float) -> None:
         """Tell the watchers what was asked for since the last refresh."""
@@ -215,26 +220,29 @@ class History:
     def _ask_few(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
         """Do as ``_ask`` does, row by row."""
         names, last_s, classes = rows.tolist(), self.last_s, self.classes
+        hits, owns, turns, lengths = self.hits, self.own, self.turns, self.chunks
         since_s = [last_s[row] for row in names]
         left = [classes[row] for row in names]
         kinds = self.kinds
         context = kinds.context(turn, chunks)
         kind, last_own, last_count = 0, -1, 0
+        waiting = []
         for row in names:
-            count = self.hits[row]
+            count = hits[row]
             if count < _MOST:
-                self.hits[row] = count = count + 1
-            own = self.own[row]
+                hits[row] = count = count + 1
+            own = owns[row]
             if own != last_own or count != last_count:
                 kind, last_own, last_count = kinds.of_one(own, count, context), own, count
+            waiting.append(kind)
             classes[row] = kind
             last_s[row] = time_s
-            self.turns[row] = turn
-            self.chunks[row] = chunks
+            turns[row] = turn
+            lengths[row] = chunks
         self.table.asked(left, since_s, time_s)
         if self.watchers:
             self._answers.append((rows, time_s - np.array(since_s)))
-        self.table.wait([classes[row] for row in names], time_s)
+        self.table.wait(waiting, time_s)
 
     def _stamp(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
         self._seen.last_s[rows] = time_s
@@ -268,43 +276,47 @@ class History:
                 self.hint(rows[known], facts.reuse)
             fresh = rows[~known]
         if len(fresh):
-            self._meet(_distinct(fresh), parent, facts, time_s)
+            fresh = _distinct(fresh)
+            self._meet(fresh, fresh.tolist(), parent, facts, time_s)
 
     def meet(self, rows: Rows, parent: int, facts: Facts, now_s: float) -> None:
         """As ``seen_chain`` of rows that are all unknown, each named once: for who knows that."""
         time_s = self.time_s(now_s)
-        self.reach(max(int(rows.max()), parent))
+        names = rows.tolist()
+        self.reach(max(*names, parent))
         if facts.flops:
             self._seen.flops[rows] = facts.flops
-        self._meet(rows, parent, facts, time_s)
+        self._meet(rows, names, parent, facts, time_s)
 
-    def _meet(self, rows: Rows, parent: int, facts: Facts, time_s: float) -> None:
+    def _meet(self, rows: Rows, names: list[int], parent: int, facts: Facts, time_s: float) -> None:
         """Begin to remember chunks that came in the context of *parent*."""
         kinds = self.kinds
         own = pack_own(kinds.group(facts.group), facts.reuse)
         turn = self.turns[parent]
         chunks = min(facts.prompt_chunks or self.chunks[parent] or len(rows), _MOST_CHUNKS)
         context = kinds.context(turn, chunks)
-        kind, last = kinds.of_one(own, 1, context), int(rows[-1])
-        if len(rows) < _FEW:
-            for row in rows.tolist():
-                self.own[row] = own
-                self.hits[row] = 1
-                self.classes[row] = kind
-                self.last_s[row] = time_s
-                self.turns[row] = turn
-                self.chunks[row] = chunks
+        kind, last = kinds.of_one(own, 1, context), names[-1]
+        if len(names) < _FEW:
+            owns, hits, classes = self.own, self.hits, self.classes
+            last_s, turns, lengths = self.last_s, self.turns, self.chunks
+            for row in names:
+                owns[row] = own
+                hits[row] = 1
+                classes[row] = kind
+                last_s[row] = time_s
+                turns[row] = turn
+                lengths[row] = chunks
         else:
             seen = self._seen
             seen.own[rows] = own
             seen.hits[rows] = 1
             seen.classes[rows] = kind
             self._stamp(rows, turn, chunks, time_s)
-        classes = [kind] * len(rows)
+        waiting = [kind] * len(names)
         if not facts.tokens_full:
             self.own[last] = own + 1
-            self.classes[last] = classes[-1] = kinds.of_one(own + 1, 1, context)
-        self.table.wait(classes, time_s)
+            self.classes[last] = waiting[-1] = kinds.of_one(own + 1, 1, context)
+        self.table.wait(waiting, time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
         """An engine says of chunks that they are of no more use (1) or will be (2).

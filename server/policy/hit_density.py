@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.chunk_classes import MAX_CLASSES
 from kvstore.server.policy.class_queues import ClassQueues
-from kvstore.server.policy.density import AGE_BINS, EDGES_S
+from kvstore.server.policy.density import EDGES_S
 from kvstore.server.policy.history import History, Report
 from kvstore.server.policy.leaves import FEW, LeafFirstEviction
+from kvstore.server.policy.queue_ranks import QueueRanks, Rank
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.regret import RegretGuard
 
@@ -24,8 +24,6 @@ CAP_S = 500e-6
 """How long one decision may take, before those after it are made as LRU makes them."""
 
 _EDGES_S: list[float] = EDGES_S.tolist()
-_Entry = tuple[float, int, int, bool]
-"""What an end of a queue promises, when it was used, its class, and whether it is the last."""
 
 
 class HitDensityEviction(LeafFirstEviction):
@@ -58,6 +56,7 @@ class HitDensityEviction(LeafFirstEviction):
         self._worth = array("f", [0.0])
         """By byte, up to a factor that is the same for all."""
         self._queues = ClassQueues(self._used, MAX_CLASSES)
+        self._ranks = QueueRanks(history, self._queues, self._used, self._worth)
         self._tick = 0
         self._flops = self._flops_bytes = 0.0
         self.fallbacks = 0
@@ -65,6 +64,11 @@ class HitDensityEviction(LeafFirstEviction):
         self._is_full = False
         history.followers.append(self._requeue)
         history.watchers.append(self._compare)
+
+    @property
+    @override
+    def ranks_by_flops(self) -> bool:
+        return self._weighs_flops
 
     @override
     def _extend(self, count: int) -> None:
@@ -100,9 +104,10 @@ class HitDensityEviction(LeafFirstEviction):
         size_bytes = max(size_bytes, 1)
         worth = 1.0 / size_bytes
         if len(rows) < FEW:
+            used, worths = self._used, self._worth
             for tick, row in enumerate(rows.tolist(), self._tick + 1):
-                self._used[row] = tick
-                self._worth[row] = worth
+                used[row] = tick
+                worths[row] = worth
         else:
             self._stamp(rows)
             np.frombuffer(self._worth, np.float32)[rows] = worth
@@ -175,24 +180,10 @@ class HitDensityEviction(LeafFirstEviction):
         age = bisect_left(_EDGES_S, time_s - history.last_s[row])
         return history.table.values.item(history.classes[row], age) * self._worth[row]
 
-    def ends(self, time_s: float) -> _Ends:
-        """Return the first and last of each queue, with what they promise."""
-        history = self._history
-        kinds, first, last = self._queues.ends(history.kinds.count)
-        rows = np.concatenate((first, last))
-        places = EDGES_S.searchsorted(time_s - np.frombuffer(history.last_s)[rows])
-        kinds = np.concatenate((kinds, kinds))
-        places += kinds * AGE_BINS
-        values = history.table.values.reshape(-1)[places]
-        values *= np.frombuffer(self._worth, np.float32)[rows]
-        return _Ends(values, rows, kinds, self._used)
-
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         self._is_full = True
-        choice = _Choice(self, self._history.time_s(now_s))
-        if self._guard.prefers_lru:
-            choice.fall_back()
+        choice = _Choice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
         clock = self._clock
         started_s = clock() if clock else 0.0
         parents, children, here = self._parents, self._children, self._here
@@ -225,73 +216,39 @@ class HitDensityEviction(LeafFirstEviction):
                 row = choice.take_after(row)
 
 
-class _Ends:
-    """The ends of all queues: what they promise, when they were used, and their class.
-
-    The first of each queue, then the last of each, which may be the same.
-    """
-
-    def __init__(
-        self,
-        values: NDArray[np.float64],
-        rows: Rows,
-        kinds: NDArray[np.intp],
-        used: array[int],
-    ) -> None:
-        self._values, self._rows, self._kinds, self._used = values, rows, kinds, used
-        self._left = len(values)
-
-    def ranked(self) -> list[_Entry]:
-        """Return those that go before all others, which promise the same; then the next.
-
-        As entries, the one to go first at the end. Most often few are asked for, so they are
-        looked up and not sorted.
-        """
-        if not self._left:
-            return []
-        values = self._values
-        least = values.item(values.argmin())
-        places: list[int] = (values == least).nonzero()[0].tolist()
-        self._left -= len(places)
-        for place in places:
-            values[place] = np.inf
-        if len(places) == 1:
-            return [self._entry(places[0], least)]
-        return sorted((self._entry(place, least) for place in places), reverse=True)
-
-    def _entry(self, place: int, value: float) -> _Entry:
-        used = self._used[self._rows.item(place)]
-        return value, used, self._kinds.item(place), 2 * place >= len(self._values)
-
-    def kinds(self) -> set[int]:
-        """Return the classes of those that ``ranked`` has not returned yet."""
-        return set(self._kinds[self._values < np.inf].tolist())
-
-
-_NO_ENDS = _Ends(np.empty(0), np.empty(0, np.intp), np.empty(0, np.intp), array("Q"))
-
-
 class _Queue:
     """What is left of a class: its queue from both ends on, and who was bared since."""
 
-    __slots__ = ("back", "bared", "first", "last", "walk")
+    __slots__ = ("_queues", "_walk", "bared", "first", "last")
 
     def __init__(self, queues: ClassQueues, kind: int) -> None:
-        self.walk = queues.walk(kind)
-        self.first = next(self.walk, NO_ROW)
-        self.back = queues.walk_back(kind)
-        self.last = next(self.back, NO_ROW)
+        self._queues = queues
+        self._walk = queues.walk(kind) if queues.has_late(kind) else None
+        self.first = queues.head(kind) if self._walk is None else next(self._walk, NO_ROW)
+        self.last = queues.tail(kind)
         self.bared: list[tuple[int, int]] = []
+        """In the order of use."""
+
+    def skip(self, taken: set[int]) -> None:
+        """Let the first be one that was not taken."""
+        while self.first in taken:
+            walk = self._walk
+            self.first = self._queues.after(self.first) if walk is None else next(walk, NO_ROW)
+
+    def skip_back(self, taken: set[int]) -> None:
+        """Let the last be one that was not taken."""
+        while self.last in taken:
+            self.last = self._queues.before(self.last)
 
 
 class _Choice:
     """Whom to evict, one after the other, as far as it is asked for. Changes nothing.
 
-    The ends of all queues are ranked at once; what lies behind one that was taken is ranked when
+    The ends of all queues are ranked already; what lies behind one that was taken is ranked when
     the next is asked for, as most often it is the taken one's parent that goes next.
     """
 
-    def __init__(self, policy: HitDensityEviction, time_s: float) -> None:
+    def __init__(self, policy: HitDensityEviction, time_s: float, *, is_lru: bool) -> None:
         self._policy = policy
         self._time_s = time_s
         self._used, self._here = policy._used, policy._here
@@ -302,40 +259,43 @@ class _Choice:
         self._opened: dict[int, _Queue] = {}
         self._taken: set[int] = set()
         """Rows of the queues that were taken."""
-        self._ends = policy.ends(time_s)
-        self._ranked = self._ends.ranked()
-        self._ahead: list[_Entry] = []
+        self._ranks = policy._ranks
+        self._ahead: list[Rank] = []
         """Those that have come to an end since; a heap."""
-        self._due: tuple[int, bool] | None = None
-        """The class, and which end of it, that is not ranked."""
+        self._due: tuple[int, ...] = ()
+        """Ends that are not ranked."""
         self.is_lru = False
+        if is_lru:
+            self.fall_back()
+        else:
+            self._ranks.bring_up(time_s)
 
     def take(self) -> int:
         """Return whom to evict next, who is not named again; NO_ROW where nobody is left."""
-        if self._due is not None:
-            self._rank(*self._due)
-            self._due = None
+        for end in self._due:
+            self._rank(end)
+        self._due = ()
         used, taken = self._used, self._taken
-        while entry := self._next():
-            _, when, kind, is_last = entry
-            queue = self._opened.get(kind) or self._open(kind)
-            row = queue.last if is_last else self._first(queue)
+        while rank := self._next():
+            _, when, end = rank
+            queue = self._opened.get(end >> 1) or self._open(end >> 1)
+            row = self._last(queue) if end & 1 else self._first(queue)
             if not row or row in taken or used[row] != when:
                 continue  # another has come to this end, and is ranked
-            if queue.bared and queue.bared[0][1] == row:
-                heapq.heappop(queue.bared)
+            if queue.bared and queue.bared[-(end & 1)][1] == row:
+                del queue.bared[-(end & 1)]
+                self._due = (end, end ^ 1)  # it may have been at both
             else:
                 taken.add(row)
-            self._due = kind, is_last
+                self._due = (end,)
             return row
         return NO_ROW
 
-    def _next(self) -> _Entry | None:
-        if not self._ranked:
-            self._ranked = self._ends.ranked()
-        if self._ahead and (not self._ranked or self._ahead[0] < self._ranked[-1]):
+    def _next(self) -> Rank | None:
+        least = None if self.is_lru else self._ranks.least()
+        if self._ahead and (least is None or self._ahead[0] < least):
             return heapq.heappop(self._ahead)
-        return self._ranked.pop() if self._ranked else None
+        return None if least is None else self._ranks.take()
 
     def take_after(self, row: int) -> int:
         """Return whom to evict when *row* is gone, whose parent may be a candidate then."""
@@ -352,17 +312,25 @@ class _Choice:
             return
         kind = self._classes[parent]
         queue = self._open(kind)
-        heapq.heappush(queue.bared, (self._used[parent], parent))
-        if queue.bared[0][1] == parent:
-            self._rank(kind, False)
+        insort(queue.bared, (self._used[parent], parent))
+        if self._first(queue) == parent:
+            self._rank(2 * kind)
+        if self._last(queue) == parent:
+            self._rank(2 * kind + 1)
 
     def fall_back(self) -> None:
         """Name the rest by their last use only."""
         self.is_lru = True
-        kinds = {entry[2] for entry in (*self._ranked, *self._ahead)} | self._ends.kinds()
-        self._ranked, self._ahead, self._ends = [], [], _NO_ENDS
-        for kind in kinds:
-            self._rank(kind, False)
+        kinds, rows, _ = self._policy._queues.ends(MAX_CLASSES)
+        used = np.frombuffer(self._used, np.uint64)[rows].tolist()
+        self._ahead = [
+            (0.0, when, 2 * kind)
+            for kind, when in zip(kinds.tolist(), used, strict=True)
+            if kind not in self._opened
+        ]
+        heapq.heapify(self._ahead)
+        for kind in self._opened:
+            self._rank(2 * kind)
 
     def _open(self, kind: int) -> _Queue:
         queue = self._opened.get(kind)
@@ -371,19 +339,24 @@ class _Choice:
         return queue
 
     def _first(self, queue: _Queue) -> int:
-        while queue.first in self._taken:
-            queue.first = next(queue.walk, NO_ROW)
+        queue.skip(self._taken)
         first, bared = queue.first, queue.bared
         if bared and (not first or bared[0][0] < self._used[first]):
             return bared[0][1]
         return first
 
-    def _rank(self, kind: int, is_last: bool) -> None:
-        queue = self._open(kind)
-        if is_last:
-            while queue.last in self._taken:
-                queue.last = next(queue.back, NO_ROW)
-        row = queue.last if is_last else self._first(queue)
+    def _last(self, queue: _Queue) -> int:
+        queue.skip_back(self._taken)
+        last, bared = queue.last, queue.bared
+        if bared and (not last or bared[-1][0] > self._used[last]):
+            return bared[-1][1]
+        return last
+
+    def _rank(self, end: int) -> None:
+        if self.is_lru and end & 1:
+            return
+        queue = self._open(end >> 1)
+        row = self._last(queue) if end & 1 else self._first(queue)
         if row:
             promise = 0.0 if self.is_lru else self._policy.promise(row, self._time_s)
-            heapq.heappush(self._ahead, (promise, self._used[row], kind, is_last))
+            heapq.heappush(self._ahead, (promise, self._used[row], end))

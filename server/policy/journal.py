@@ -19,6 +19,9 @@ from kvstore.server.policy.what_if import WhatIf, identities
 MAX_EVENTS = 32
 """Events that wait; one more, and its caller works off the first."""
 
+MAX_LOOKUPS = 4
+"""Lookups among them, each of which may take 0.3 ms: whoever must ask a policy waits for all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -75,6 +78,7 @@ class Journal:
         self._chunk_bytes = [0.0] * len(policies)
         """About what a chunk takes lately, by policy."""
         self._events: deque[_Event] = deque()
+        self._lookups = 0
         self.forecast: ReuseForecast | None = None
         """Told as the history is, for those who place copies by it."""
 
@@ -82,6 +86,10 @@ class Journal:
         """Keep an event until it is told."""
         if len(self._events) >= MAX_EVENTS:
             self.step()
+        if isinstance(event, Asked):
+            while self._lookups >= MAX_LOOKUPS:
+                self.step()
+            self._lookups += 1
         self._events.append(event)
 
     def step(self) -> bool:
@@ -90,6 +98,7 @@ class Journal:
             return False
         event = self._events.popleft()
         if isinstance(event, Asked):
+            self._lookups -= 1
             self._ask(event)
         else:
             self._store(event)

@@ -6,7 +6,6 @@ import heapq
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 
 import numpy as np
 from typing_extensions import override
@@ -123,13 +122,14 @@ class LeafFirstEviction(EvictionPolicy):
             return
         # Rows without continuations close no circle.
         if len(listed) < FEW:
+            here, parents, children = self._here, self._parents, self._children
             before = parent
             for row in listed:
-                self._here[row] = 1
-                self._parents[row] = before
-                self._children[row] = 1
+                here[row] = 1
+                parents[row] = before
+                children[row] = 1
                 before = row
-            self._children[before] = 0
+            children[before] = 0
         else:
             self._here_seen[rows] = 1
             self._parents_seen[rows[0]] = parent
@@ -144,8 +144,8 @@ class LeafFirstEviction(EvictionPolicy):
     def _touches(self, rows: Rows, listed: list[int]) -> bool:
         """Whether any is here already, or continued."""
         if len(listed) < FEW:
-            here, children = self._here, self._children
-            return any(here[row] or children[row] for row in listed)
+            here, children = self._here.__getitem__, self._children.__getitem__
+            return any(map(here, listed)) or any(map(children, listed))
         # A fifth of what any() takes.
         known = np.count_nonzero(self._here_seen[rows]) + np.count_nonzero(
             self._children_seen[rows]
@@ -185,12 +185,15 @@ class LeafFirstEviction(EvictionPolicy):
         here, parents, children = self._here, self._parents, self._children
         known, is_named = len(here), True
         tells_gone = type(self)._gone is not LeafFirstEviction._gone
-        for row, following in zip(rows, chain(rows[1:], (NO_ROW,)), strict=False):
+        following = iter(rows[1:])
+        for row in rows:
+            after = next(following, NO_ROW)
             if row >= known or not here[row]:
                 continue
-            if is_named and not children[row]:
+            if not is_named:
+                is_named = True
+            elif not children[row]:
                 self._drop_leaf(row)
-            is_named = True
             here[row] = 0
             self._count -= 1
             parent = parents[row]
@@ -202,8 +205,9 @@ class LeafFirstEviction(EvictionPolicy):
             left = children[parent] = children[parent] - 1
             if not left and here[parent]:
                 # A parent that is the next to go need not be named a leaf in between.
-                is_named = following != parent
-                if is_named:
+                if after == parent:
+                    is_named = False
+                else:
                     self._add_leaf(parent, is_new=False)
 
     # --- questions

@@ -25,6 +25,11 @@ class _SampledTable(DensityTable):
         """The other's."""
         return self._of.values
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """The other's."""
+        return self._of.version
+
     @override
     def recency_s(self, now_s: float, count: float) -> float:
         return self._of.recency_s(now_s, count / self._rate())

@@ -23,10 +23,10 @@ from kvstore.proto.types import (
     ChunkKey,
     Fidelity,
     KVLayout,
-    LayerKind,
     Namespace,
 )
 from kvstore.server.policy.ghosts import GhostList
+from kvstore.server.policy.prefix_ends import EndNeeds, PrefixEnds
 
 Rows = NDArray[np.intp]
 
@@ -36,18 +36,12 @@ MAX_TIERS = 8
 GHOSTS_A_CHUNK = 2
 """Of so many times the chunks that have copies the ghosts are kept, though it be over the limit."""
 
-MAX_CHECKPOINT_SPACES = 4096
-"""Namespaces of models with state that are told apart; one more, and the oldest is forgotten."""
-
 MAX_DEPTH = 1 << 14
 """Chunks before one that are counted."""
 
 _LAYOUTS_KEPT = 1024
 _FORGOTTEN_AT_ONCE = 16
 """Ghosts that are forgotten together: told of together, and never for a long time."""
-
-EXACT_MATCH = (LayerKind.state, LayerKind.window)
-"""Kinds of layers whose memory of a prefix is of use at its very end only."""
 
 
 class _Copies:
@@ -75,9 +69,9 @@ class RadixIndex:
     not objects, because a million chunks are a few million objects that the collector of garbage
     would go through.
 
-    In a namespace of a model with state or window layers (``needs_checkpoints``) a prefix can
-    be continued only where the state was kept, so it ends at a chunk that has those components
-    (Marconi, MLSys 2025, section 3: exact match of recurrent states).
+    In a namespace of a model with state or window layers (``needs_ends``) a prefix can be
+    continued only where the state was kept (Marconi, MLSys 2025, section 3: exact match of
+    recurrent states) and the last chunks have the tokens that windows see.
     """
 
     def __init__(
@@ -99,14 +93,12 @@ class RadixIndex:
         self._hits = array("I")
         self._layouts: list[KVLayout | None] = []
         self._known_layouts: dict[KVLayout, KVLayout] = {}
-        self._checkpoints = array("B")
-        """1 for chunks that have the state of their end."""
+        self._ends = PrefixEnds()
         self._copies = [_Copies() for _ in tiers]
         self._count = 0
         self._ghosts = GhostList()
         self._ghost_limit = ghost_limit
         self._on_forget = on_forget
-        self._checkpoint_spaces: dict[bytes, None] = {}
         self._extend(first=True)
 
     # --- changes
@@ -134,8 +126,9 @@ class RadixIndex:
         """Make every column longer; row 0 is nobody's."""
         count = spare_rows(len(self._holders))
         columns = (self._parents, self._uses, self._hits, self._flops)
-        for column in (self._holders, self._checkpoints, *columns):
+        for column in (self._holders, *columns):
             column.frombytes(bytes(count * column.itemsize))
+        self._ends.extend(count)
         self._ghosts.extend(count - first)
         self._layouts += [None] * count
         for copies in self._copies:
@@ -158,16 +151,23 @@ class RadixIndex:
             self._known_layouts.clear()
         layout = self._known_layouts.setdefault(info.layout, info.layout)
         self._layouts[row] = layout
-        if any(component.kind in EXACT_MATCH for component in layout.components):
-            self._checkpoints[row] = 1
-            self.needs_checkpoints(Namespace(info.key[:DIGEST_BYTES]))
+        self._ends.describe(row, Namespace(info.key[:DIGEST_BYTES]), layout)
 
-    def needs_checkpoints(self, space: Namespace) -> None:
-        """Take note that *space* is of a model with state or window layers."""
-        if space not in self._checkpoint_spaces:
-            self._checkpoint_spaces[space] = None
-            if len(self._checkpoint_spaces) > MAX_CHECKPOINT_SPACES:
-                del self._checkpoint_spaces[next(iter(self._checkpoint_spaces))]
+    def needs_ends(self, space: Namespace, needs: EndNeeds) -> None:
+        """Take note of what the model of *space* needs where a prefix ends."""
+        self._ends.need(space, needs)
+
+    def has_ends(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether prefixes of *keys*, all of one namespace, cannot end everywhere."""
+        return bool(keys) and self._ends.needs_of(keys[0][:DIGEST_BYTES]) is not None
+
+    def layout(self, row: int) -> KVLayout | None:
+        """Return the layout of a chunk with a copy."""
+        return self._layouts[row]
+
+    def lacks(self, row: int, layout: KVLayout) -> bool:
+        """Whether a chunk with a copy has less of its end than *layout*."""
+        return self._ends.lacks(row, layout)
 
     def discard(self, tier: str, row: int) -> bool:
         """Forget the copy on *tier*. Return whether there was one; a row may go with its last."""
@@ -179,7 +179,8 @@ class RadixIndex:
         self._holders[row] ^= bit
         if not self._holders[row]:
             self._count -= 1
-            self._hits[row] = self._checkpoints[row] = 0
+            self._hits[row] = 0
+            self._ends.forget(row)
             self._layouts[row] = None
             above, self._parents[row] = self._parents[row], NO_ROW
             self._ghosts.append(row)
@@ -333,12 +334,10 @@ class RadixIndex:
 
     def usable(self, rows: Rows) -> Rows:
         """Return the prefix of *rows*, of one chain, after which a model could go on."""
-        if not self._checkpoint_spaces or not len(rows):
+        if not self._ends.space_count or not len(rows):
             return rows
-        if self._keys.key(int(rows[0]))[:DIGEST_BYTES] not in self._checkpoint_spaces:
-            return rows
-        ends = np.flatnonzero(np.frombuffer(self._checkpoints, np.uint8)[rows])
-        return rows[: int(ends[-1]) + 1] if len(ends) else rows[:0]
+        needs = self._ends.needs_of(self._keys.key(int(rows[0]))[:DIGEST_BYTES])
+        return rows if needs is None else rows[: self._ends.usable(needs, rows, self.tokens)]
 
     def sizes(
         self, tier: str, rows: Rows, min_fidelity: Fidelity

@@ -13,6 +13,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW, spare_rows
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import NO_FACTS, Facts, History
+from kvstore.server.policy.radix import Rows
 
 LEAST_ROWS = 1 << 18
 """Blocks that are remembered, here or evicted, whatever the size of the cache."""
@@ -80,23 +81,26 @@ class BlockReplay:
         if not names:
             return 0
         known = len(names) if all(names) else names.index(NO_ROW)
-        self._note_asked(names[:known], len(names), now_s, facts)
+        rows = np.array(names[:known], np.intp)
+        self._note_asked(rows, names[:known], len(names), now_s, facts)
         if known < len(names):
             fresh, is_new = self._name(blocks[known:], names)
             parent = names[known - 1] if known else NO_ROW
             names[known:] = fresh
-            self._note_seen(fresh, parent, facts, now_s, is_new=is_new)
-        rows = np.array(names, np.intp)
-        if flops is not None and self._policy.ranks_by_history:
+            new_rows = np.array(fresh, np.intp)
+            self._note_seen(new_rows, parent, facts, now_s, is_new=is_new)
+            rows = np.concatenate((rows, new_rows)) if known else new_rows
+        if flops is not None and self._policy.ranks_by_flops:
             np.frombuffer(self._history.flops)[rows] = flops
         hit = self._store(rows, names, block_bytes, now_s)
         self.hit_blocks += hit
         return hit
 
-    def _note_asked(self, names: list[int], blocks: int, now_s: float, facts: Facts) -> None:
+    def _note_asked(
+        self, rows: Rows, names: list[int], blocks: int, now_s: float, facts: Facts
+    ) -> None:
         if not self._policy.ranks_by_history:
             return
-        rows = np.array(names, np.intp)
         if len(set(names)) == len(names):
             self._history.asked_known(rows, blocks, now_s)
         else:
@@ -105,12 +109,12 @@ class BlockReplay:
             self._history.hint(rows, facts.reuse)
 
     def _note_seen(
-        self, names: list[int], parent: int, facts: Facts, now_s: float, *, is_new: bool
+        self, rows: Rows, parent: int, facts: Facts, now_s: float, *, is_new: bool
     ) -> None:
         if not self._policy.ranks_by_history:
             return
         note = self._history.meet if is_new else self._history.seen_chain
-        note(np.array(names, np.intp), parent, facts, now_s)
+        note(rows, parent, facts, now_s)
 
     def _name(self, blocks: Sequence[int], found: list[int]) -> tuple[list[int], bool]:
         """Return the rows of *blocks*, new ones for those without, and whether all are new."""
@@ -150,9 +154,7 @@ class BlockReplay:
             del self._rows[self._ids[row]]
             self._free.append(row)
 
-    def _store(
-        self, rows: NDArray[np.intp], names: list[int], block_bytes: int, now_s: float
-    ) -> int:
+    def _store(self, rows: Rows, names: list[int], block_bytes: int, now_s: float) -> int:
         """Touch and insert the blocks of a prompt; return how many of the first were here."""
         policy, sizes = self._policy, self._sizes
         held = [sizes[row] for row in names]

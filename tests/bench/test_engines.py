@@ -1,4 +1,4 @@
-"""The benchmark of engines where there is no vLLM to run."""
+"""The benchmark of engines where there is no vLLM to run: its prompts, and how it compares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import engines
+from bench import engines, engines_prompts
+from bench.engines import Samples
+from bench.engines_sides import Side, Taken
+from bench.peer_process import PeerSkippedError
+from bench.report import Report
 
 
 def test_without_its_environment_it_says_how_to_make_it(
@@ -16,9 +20,77 @@ def test_without_its_environment_it_says_how_to_make_it(
     assert engines.main(["--json"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["values"] == {}
+    assert set(line["skipped"]) == set(engines.KEYS)
     assert "make vllm-env" in line["skipped"]["miss_overhead"]
 
 
+def side(name: str, *, has_store: bool = True) -> Side:
+    return Side(name, None, has_store)  # type: ignore[arg-type]
+
+
+def samples(ours: list[float], theirs: list[float], cached: int = 128) -> Samples:
+    made = Samples()
+    plain = side("plain", has_store=False)
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        made.take(side("ours"), "again", number, Taken(one, 0.0, cached, []), (128, 256))
+        made.take(plain, "again", number, Taken(other, 0.0, 0, []), (128, 256))
+    return made
+
+
 def test_a_ratio_is_that_of_rounds_and_not_of_times() -> None:
-    times = {"ours": [9.0, 1.0, 20.0, 3.0], "theirs": [1.0, 2.0, 40.0, 3.0]}
-    assert engines.ratio(times, "ours", "theirs", 1) == 0.5
+    made = samples([9.0, 9.0, 1.0, 20.0, 3.0, 5.0], [1.0, 1.0, 2.0, 40.0, 3.0, 10.0])
+    assert made.ratio(("ours", "again"), ("plain", "again")) == 0.5
+
+
+@pytest.mark.parametrize("cached", [127, 257])
+def test_a_hit_that_did_not_come_counts_nowhere(cached: int) -> None:
+    made = samples([1.0] * 9, [2.0] * 9, cached)
+    assert made.lost == {"ours": 9}
+    with pytest.raises(PeerSkippedError, match="0 rounds"):
+        made.ratio(("ours", "again"), ("plain", "again"))
+    report = Report("engines")
+    made.add(report, "miss_overhead", ("ours", "again"), ("plain", "again"))
+    assert "0 rounds" in report.skipped["miss_overhead"]
+
+
+def test_an_overhead_is_what_is_above_one() -> None:
+    report = Report("engines")
+    made = samples([1.1] * 9, [1.0] * 9)
+    made.add(report, "miss_overhead", ("ours", "again"), ("plain", "again"))
+    made.add(report, "ttft_hit_vs_recompute", ("ours", "again"), ("plain", "again"))
+    assert report.values == {"miss_overhead": 0.1, "ttft_hit_vs_recompute": 1.1}
+
+
+def test_every_contestant_is_first_in_turn() -> None:
+    sides = [side(name) for name in "abc"]
+    orders = ["".join(one.name for one in engines.in_turn(sides, n)) for n in range(4)]
+    assert orders == ["abc", "bca", "cab", "abc"]
+
+
+def test_turns_share_a_long_prefix_with_the_prompt_before_and_nothing_with_other_rounds() -> None:
+    found = engines_prompts.turns(12)
+    assert [turn.kind for turn in found] == ["chat", "document"] * 6
+    for turn in found:
+        earlier, prompt = turn.prompts(3)
+        shared = turn.history_tokens
+        assert shared >= engines_prompts.LEAST_TOKENS
+        assert len(prompt) <= engines_prompts.MOST_TOKENS
+        assert earlier[:shared] == prompt[:shared]
+        assert len(prompt) > shared
+        assert min(prompt) >= 3
+        assert max(prompt) < 3 + engines_prompts.VOCABULARY
+        assert turn.prompts(4)[1][:shared] != prompt[:shared]
+
+
+def test_questions_about_a_document_differ_in_the_question_alone() -> None:
+    turn = engines_prompts.turns(2)[1]
+    earlier, prompt = turn.prompts(1)
+    assert len(earlier) > turn.history_tokens
+    assert earlier[turn.history_tokens :] != prompt[turn.history_tokens :]
+
+
+def test_chats_are_cut_to_what_was_asked_for() -> None:
+    found = engines_prompts.chats(640)
+    lengths = {engines_prompts.length(one) for one in found}
+    assert max(lengths) == 640
+    assert min(lengths) >= 160

@@ -151,10 +151,12 @@ def test_float16_stays_finite_at_its_ends() -> None:
     assert all(map(np.array_equal, decode(data, component), parts))
 
 
-def test_states_are_refused_by_name() -> None:
-    state = Component(LayerKind.state, DType.float32, 1, 4, 16, 16)
-    with pytest.raises(LayoutMismatchError, match=r"kind='state'.*fp8"):
-        CODEC.max_segment_bytes(state)
+def test_states_are_kept_as_they_are() -> None:
+    state = Component(LayerKind.state, DType.float32, 1, 1, 400, 1)
+    parts = some_parts(state)
+    data, layer = encode(parts, state)
+    assert (layer.fidelity, len(data)) == (Fidelity.exact, 8 + state.layer_bytes)
+    assert np.array_equal(decode(data, state)[0], parts[0])
 
 
 def test_keys_are_not_rotated() -> None:

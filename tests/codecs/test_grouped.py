@@ -232,12 +232,15 @@ def test_types_that_are_no_floats_are_kept_exactly(codec: GroupedCodec, dtype: D
 
 
 @_every_codec
-def test_states_are_refused_by_name(codec: GroupedCodec) -> None:
-    state = Component(LayerKind.state, DType.float32, 1, 4, 16, 16)
-    with pytest.raises(LayoutMismatchError, match=rf"kind=.state..*{codec.name}"):
-        codec.max_segment_bytes(state)
-    with pytest.raises(LayoutMismatchError, match="kind='state'"):
-        codec.encode_layer([np.zeros(state.shape, "<u4")], LayerTerms(state), np.empty(9999, "u1"))
+def test_states_are_kept_as_they_are(codec: GroupedCodec) -> None:
+    state = Component(LayerKind.state, DType.float32, 1, 4, 1, 160)
+    parts = [np.random.default_rng(1).standard_normal(state.shape, np.float32).view("<u4")]
+    data, layer = encode(codec, parts, state)
+    assert (layer.fidelity, len(data)) == (Fidelity.exact, 8 + state.layer_bytes)
+    assert np.array_equal(decode(codec, data, state)[0], parts[0])
+    data[0] = 1
+    with pytest.raises(InvalidFrameError, match="methods"):
+        decode(codec, data, state)
 
 
 @_every_codec

@@ -51,6 +51,14 @@ def layouts(dtype: DType) -> dict[str, KVLayout]:
         "mla": KVLayout((mla,)),
         "several": KVLayout((gqa, mla, Component(LayerKind.window, dtype, 1, 3, 5, 7))),
         "partial": KVLayout((Component(LayerKind.attention, dtype, 2, 2, 8, 16),)),
+        "hybrid": KVLayout(
+            (
+                Component(LayerKind.attention, dtype, 2, 2, 64, 64),
+                Component(LayerKind.window, dtype, 2, 2, 64, 33, 64),
+                Component(LayerKind.state, dtype, 2, 1, 601, 1, 64),
+            )
+        ),
+        "state": KVLayout((Component(LayerKind.state, dtype, 2, 1, 601, 1, 64),)),
         "wide": KVLayout((Component(LayerKind.mla, dtype, 1, 1, 576, 256),)),
     }
 

@@ -15,7 +15,9 @@ from typing import ClassVar
 import pytest
 import torch
 from contracts.chunks import make_representation
+from contracts.ends import EndsContract
 from contracts.layers import LayersContract
+from contracts.rectangles import RectanglesContract
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import (
     MEDIUM,
@@ -51,7 +53,7 @@ from kvstore.proto.types import (
 )
 
 
-class TransportContract(LayersContract):
+class TransportContract(LayersContract, EndsContract, RectanglesContract):
     """What client/transport.py promises, seen through a Client and a real server."""
 
     transport: ClassVar[type[Transport]]

@@ -17,6 +17,7 @@ from kvstore.proto.keys import (
     representation_digest,
     tokens_le32,
 )
+from kvstore.proto.portion import Extent, Portion
 from kvstore.proto.types import (
     DType,
     KVLayout,
@@ -81,3 +82,13 @@ def tensors() -> list[list[list[Part]]]:
             part[...] = 0x8000 * (i % 2) + 0x3F80 + 0x80 * (i % 5) + 37 * i % 128
             start += part.size
     return out
+
+
+def portion() -> Portion:
+    """Return the rectangle of the example's second layer and second head."""
+    return Portion(template().layout, (Extent(1, 2, 1, 2),))
+
+
+def portion_tensors() -> list[list[list[Part]]]:
+    """Return the words of that rectangle."""
+    return [[[part[1:2] for part in tensors()[0][1]]]]

@@ -174,11 +174,60 @@ def test_chunks_too_short_or_too_long_are_refused(tokens: int) -> None:
         KVLayout.of(REPRESENTATION, tokens)
 
 
-@pytest.mark.parametrize(("kind", "window"), [(LayerKind.window, 4), (LayerKind.state, 0)])
-def test_kinds_that_are_not_cut_by_token_are_refused(kind: LayerKind, window: int) -> None:
-    group = replace(GROUP, kind=kind, window_tokens=window)
-    with pytest.raises(LayoutMismatchError, match=f"kind='{kind.name}'"):
-        KVLayout.of(replace(REPRESENTATION, layer_groups=(group,)), 16)
+STATE = replace(GROUP, kind=LayerKind.state, layer_ids=(2,), kv_heads=1, head_dim=600)
+WINDOW = replace(GROUP, kind=LayerKind.window, layer_ids=(3, 5), window_tokens=40)
+HYBRID = replace(REPRESENTATION, layer_groups=(GROUP, STATE, WINDOW))
+
+
+@pytest.mark.parametrize(("width", "tokens", "kept"), [(40, 64, 39), (40, 32, 32), (1, 64, 1)])
+def test_a_window_keeps_of_a_chunk_what_the_next_token_can_see(
+    width: int, tokens: int, kept: int
+) -> None:
+    model = replace(REPRESENTATION, layer_groups=(replace(WINDOW, window_tokens=width),))
+    layout = KVLayout.of(model, tokens)
+    (component,) = layout.components
+    assert (component.tokens, layout.tokens, component.parts) == (kept, tokens, 2)
+    assert component.first_token == tokens - kept
+
+
+def test_a_state_is_one_row_of_the_end_of_a_chunk() -> None:
+    layout = KVLayout.of(HYBRID, 64)
+    attention, state, window = layout.components
+    assert (attention.tokens, state.tokens, window.tokens) == (64, 1, 39)
+    assert (state.shape, state.parts, state.chunk_tokens) == ((1, 1, 600), 1, 64)
+    assert layout.tokens == 64
+    assert KVLayout.of(replace(HYBRID, layer_groups=(STATE,)), 64).tokens == 64
+
+
+def test_a_chunk_may_be_without_what_is_of_its_end() -> None:
+    without = KVLayout.of(HYBRID, 64, window=False, state=False)
+    assert [c.kind for c in without.components] == [LayerKind.attention]
+    middle = KVLayout.of(HYBRID, 64, state=False)
+    assert [c.kind for c in middle.components] == [LayerKind.attention, LayerKind.window]
+    for layout in (without, middle, KVLayout.of(HYBRID, 64)):
+        assert layout.is_of(HYBRID)
+        assert not layout.is_of(replace(REPRESENTATION, layer_groups=(STATE,)))
+
+
+def test_a_model_of_states_alone_has_one_in_each_chunk() -> None:
+    with pytest.raises(LayoutMismatchError, match="keep nothing else"):
+        KVLayout.of(replace(REPRESENTATION, layer_groups=(STATE,)), 64, state=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "chunk_tokens"),
+    [(LayerKind.attention, 8, 16), (LayerKind.window, 16, 8), (LayerKind.state, 1, 1 << 24)],
+)
+def test_rows_that_keep_more_or_less_than_their_kind_are_refused(
+    kind: LayerKind, tokens: int, chunk_tokens: int
+) -> None:
+    with pytest.raises(LayoutMismatchError, match=f"chunk_tokens={chunk_tokens}"):
+        replace(COMPONENT, kind=kind, tokens=tokens, chunk_tokens=chunk_tokens)
+
+
+def test_there_is_one_way_to_say_that_all_tokens_are_kept() -> None:
+    window = replace(COMPONENT, kind=LayerKind.window)
+    assert replace(window, chunk_tokens=window.tokens) == window
 
 
 def test_what_is_known_of_a_chunk_has_whole_digests() -> None:

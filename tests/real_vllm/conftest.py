@@ -53,7 +53,8 @@ def make_engine(home: Path, model: Path, store: ServerProcess) -> Iterator[Engin
                 "lookup_deadline_ms": 5000, "deadline_ms": 5000, "retry_after_ms": 200, **extra,
             }  # fmt: skip
         log = home / f"engine{len(made)}.log"
-        made.append(EngineProcess(model, log, extra, **{**SMALL_CACHE, **settings}))
+        chosen = settings.pop("model", model)
+        made.append(EngineProcess(chosen, log, extra, **{**SMALL_CACHE, **settings}))
         return made[-1]
 
     yield make

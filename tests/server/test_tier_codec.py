@@ -99,10 +99,11 @@ def test_only_floats_that_are_no_states_may_lose_anything(
         assert encoder.is_other(header, "red")
 
 
-def test_states_beside_attention_keep_a_whole_chunk_from_loss() -> None:
+def test_states_do_not_keep_the_keys_beside_them_from_loss() -> None:
     attention = Component(LayerKind.attention, DType.bfloat16, 2, 1, 8, 16)
-    state = Component(LayerKind.state, DType.bfloat16, 1, 1, 8, 16)
-    assert not may_lose(KVLayout((attention, state)))
+    state = Component(LayerKind.state, DType.bfloat16, 1, 1, 8, 1, 16)
+    assert may_lose(KVLayout((attention, state)))
+    assert not may_lose(KVLayout((state,)))
 
 
 def test_terms_come_from_the_model_that_a_session_was_opened_for() -> None:

@@ -15,7 +15,7 @@ from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
 from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
-from kvstore.server.intake import PutResult, PutTicket
+from kvstore.server.intake import PutResult
 from kvstore.server.knowledge import Knowledge
 from kvstore.server.leases import LeaseTable
 from kvstore.server.manager import ManagerLimits, TierManager
@@ -133,7 +133,7 @@ class Core:
         results = []
         for version in versions:
             begun = self.manager.puts.begin(session, version.info, self.later(), hints)
-            if isinstance(begun, PutTicket):
+            if not isinstance(begun, PutResult):
                 ticket = self.manager.puts.claim(session, begun.ticket_id)
                 begun = self.manager.puts.ingest([ticket], [version.frame])[0]
             results.append(begun)

@@ -16,13 +16,15 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server import intake
 from kvstore.server.catalog import Catalog
 from kvstore.server.delivery import Delivery
-from kvstore.server.intake import Intake, PutTicket
+from kvstore.server.intake import Intake
+from kvstore.server.landing import Landing
 from kvstore.server.leases import LeaseTable
 from kvstore.server.manager import TierManager
 from kvstore.server.mover import Mover
 from kvstore.server.policy.lru import LruEviction
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
+from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
 
 SEEDS = 1500
@@ -94,10 +96,10 @@ def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: Intake, ticket: PutTicket) -> None:
-        self._transfers.cpu_tier.abort(ticket.reservation)
+    def drop(self: Landing, reservation: Reservation) -> None:
+        self._transfers.cpu_tier.abort(reservation)
 
-    patch.setattr(Intake, "discard", drop)
+    patch.setattr(Landing, "give_back", drop)
 
 
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:

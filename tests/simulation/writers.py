@@ -53,7 +53,8 @@ class Writers:
                 return
         if isinstance(begun, PutTicket):
             self.oracle.puts[begun.ticket_id] = OpenPut(begun, version)
-        assert existed == (not isinstance(begun, PutTicket) and begun.outcome is PutOutcome.exists)
+        answer = begun.outcome if isinstance(begun, PutResult) else None
+        assert existed == (answer is PutOutcome.exists)
 
     def finish(self) -> None:
         """Write an open put, sometimes wrongly, and commit it."""

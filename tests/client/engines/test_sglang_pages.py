@@ -178,15 +178,13 @@ def test_pages_are_stored_as_what_follows_the_pages_before_them(
 @pytest.mark.parametrize(
     "changed",
     [
-        replace(RANK, tp_rank=1, tp_size=2),
-        replace(RANK, tp_size=2),
         replace(RANK, pp_rank=1, pp_size=2),
         replace(RANK, cp_rank=1, cp_size=2),
         replace(RANK, model_name="models/other"),
     ],
     ids=str,
 )
-def test_ranks_and_models_never_read_each_others_pages(
+def test_stages_and_models_never_read_each_others_pages(
     connect: Callable[..., PageStore], changed: RankTerms
 ) -> None:
     pool = Pool.make("page_first", is_mla=False)
@@ -282,9 +280,37 @@ def test_without_a_server_pages_are_missed_and_not_kept_and_nothing_raises() -> 
         store.client.close()
 
 
-def test_clearing_forgets_this_ranks_pages_alone(connect: Callable[..., PageStore]) -> None:
+def half_of(pool: Pool, rank: int) -> Pool:
+    """Return the pool of a rank that has one of two heads, with what *pool* holds of it."""
+    heads = pool.kv_buffer.chunk(2, dim=2 if pool.layout == "page_head" else -2)
+    return Pool(pool.layout, heads[rank].contiguous())
+
+
+@pytest.mark.parametrize("layout", MHA_SHAPES)
+def test_ranks_share_pages_with_an_engine_of_one(
+    connect: Callable[..., PageStore], layout: str
+) -> None:
+    pool = Pool.make(layout, is_mla=False)
+    fill(pool, is_mla=False)
+    ranks = [replace(RANK, tp_rank=rank, tp_size=2) for rank in range(2)]
+    halves = [connect(half_of(pool, number), rank) for number, rank in enumerate(ranks)]
+    assert halves[0].store(HASHES[:1], pages(halves[0], 0), ()) == [True]  # type: ignore[arg-type]
+    assert halves[1].count(HASHES[:1]) == 0, "half of a page was shown"
+    assert halves[1].store(HASHES[:1], pages(halves[1], 0), ()) == [True]  # type: ignore[arg-type]
+    room = Pool.make("page_first", is_mla=False)
+    one = connect(room)
+    assert one.load(HASHES[:1], pages(one, 3)) == 1  # type: ignore[arg-type]
+    wanted = numbers(is_mla=False)[:, :, :SIZE]
+    assert torch.equal(room.rows(is_mla=False)[:, :, 3 * SIZE : 4 * SIZE], wanted)
+    for number, half in enumerate(halves):
+        assert half.load(HASHES[:1], pages(half, 2)) == 1  # type: ignore[arg-type]
+        found = half._pool.rows(is_mla=False)  # type: ignore[attr-defined]
+        assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number]])
+
+
+def test_clearing_forgets_this_stages_pages_alone(connect: Callable[..., PageStore]) -> None:
     pool = Pool.make("page_first", is_mla=False)
-    one, other = connect(pool), connect(pool, replace(RANK, tp_rank=1, tp_size=2))
+    one, other = connect(pool), connect(pool, replace(RANK, pp_rank=1, pp_size=2))
     for store in (one, other):
         store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
     one.clear()

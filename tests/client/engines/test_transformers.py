@@ -175,6 +175,35 @@ def test_asking_for_a_cache_salt_hits_only_what_was_stored_with_it(
     assert connect().load(input_ids, extra=[b"salt"])[1] == 99
 
 
+def test_a_static_cache_starts_from_the_store_too(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    input_ids = random_ids(150)
+    without = plain_tokens(tinylm, input_ids)
+    settings = greedy()
+    settings.cache_implementation = "static"
+    for hit in (0, 149):
+        found = connect().generate(input_ids, settings)
+        assert found.output.sequences[0].tolist() == without
+        assert found.hit_tokens == hit
+
+
+def test_prompts_of_a_batch_start_each_from_its_own_prefix(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    prompts = [random_ids(count, seed=count)[0] for count in (150, 40, 97)]
+    width = max(map(len, prompts))
+    batch = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0), value=1) for p in prompts])
+    mask = torch.stack([(torch.arange(width) >= width - len(p)).long() for p in prompts])
+    engine: Any = tinylm
+    own = engine.generate(batch, generation_config=greedy(), attention_mask=mask)
+    connect().generate(prompts[0][None], greedy())
+    for hits in ((149, 0, 0), (149, 39, 96)):
+        found = connect().generate(batch, greedy(), attention_mask=mask)
+        assert torch.equal(found.output.sequences, own)
+        assert found.row_hits == hits
+
+
 SMALL: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,

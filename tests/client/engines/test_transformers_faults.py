@@ -178,9 +178,19 @@ def test_another_rotation_hits_nothing(
 # --- misuse is refused in words
 
 
-def test_a_batch_is_refused(connect: Connect) -> None:
+def test_a_batch_is_loaded_and_saved_prompt_by_prompt(connect: Connect) -> None:
     with pytest.raises(InvalidRequestError, match="one prompt"):
-        connect().generate(random_ids(40).repeat(2, 1))
+        connect().load(random_ids(40).repeat(2, 1))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [[[1, 0, 1]], [[1, 1, 0]], [[0, 0, 0]], [[1, 1]]],
+    ids=["hole", "right", "none", "short"],
+)
+def test_padding_that_is_not_on_the_left_is_refused(connect: Connect, mask: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="attention_mask"):
+        connect().generate(random_ids(3), attention_mask=torch.tensor(mask))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +199,8 @@ def test_a_batch_is_refused(connect: Connect) -> None:
         ("num_beams", 2),
         ("num_return_sequences", 2),
         ("use_cache", False),
-        ("cache_implementation", "static"),
+        ("cache_implementation", "quantized"),
+        ("cache_implementation", "offloaded"),
         ("token_healing", True),
     ],
 )

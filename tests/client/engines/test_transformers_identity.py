@@ -8,19 +8,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from kvstore.client.engines.transformers import representation_of
@@ -167,44 +157,6 @@ def test_a_rotation_that_depends_on_the_prompts_length_is_refused(
 ) -> None:
     with pytest.raises(RepresentationError, match=stated["rope_type"]):
         representation_of(llama(rope_parameters=stated), tokenizer)
-
-
-SLIDING: dict[str, Any] = {"sliding_window": 32}
-
-
-@pytest.mark.parametrize(
-    ("model", "word"),
-    [
-        (lambda: MistralForCausalLM(MistralConfig(**SMALL, **SLIDING)), "DynamicSlidingWindow"),
-        (
-            lambda: Qwen2ForCausalLM(
-                Qwen2Config(**SMALL, **SLIDING, use_sliding_window=True, max_window_layers=1)
-            ),
-            "layers\\[1\\]",
-        ),
-        (
-            lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, **SLIDING, head_dim=16)),
-            "DynamicSlidingWindow",
-        ),
-        (
-            lambda: DeepseekV3ForCausalLM(
-                DeepseekV3Config(
-                    **SMALL, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8,
-                    qk_nope_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-                    topk_group=1, moe_intermediate_size=16,
-                )
-            ),
-            "MLA",
-        ),
-        (lambda: Phi3ForCausalLM(Phi3Config(**SMALL)), "phi3"),
-    ],
-    ids=["mistral-sliding", "qwen2-mixed", "gemma3", "deepseek-mla", "untested"],
-)  # fmt: skip
-def test_models_whose_cache_is_not_understood_are_refused_by_name(
-    tokenizer: Any, model: Any, word: str
-) -> None:
-    with pytest.raises(RepresentationError, match=word):
-        representation_of(model(), tokenizer)
 
 
 def test_a_model_without_weights_in_memory_is_refused(tokenizer: Any) -> None:

@@ -4,140 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from local_server import DEADLINE_MS, LocalServer, eventually
+from local_server import LocalServer, eventually
 from prompts import tokens as prompt_tokens
 from redis_process import free_port
 from vllm_pages import (
-    BLOCK_TOKENS,
-    BLOCKS,
     CHUNK_TOKENS,
-    SHAPE,
+    HEAD_DIM,
+    HEADS,
     compute,
     empty_pages,
     holds,
-    representation,
     scrambled,
-    writer,
 )
 from vllm_stand_ins import FakeRequest, step
+from vllm_steps import Engine, options
 
-from kvstore.client import Client, ClientOptions
-from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_layout import PACKINGS, Packing
-from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
-from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
-from kvstore.proto.types import Representation
-
-QUEUE_BYTES = 64 << 20
-
-
-def options(retry_after_ms: int = 1) -> ClientOptions:
-    return ClientOptions(
-        chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS, retry_after_ms=retry_after_ms
-    )
-
-
-class Engine:
-    """What vLLM does around the connector: blocks, steps, and a forward pass that follows from
-    tokens. *identities*: one a rank."""
-
-    def __init__(
-        self,
-        address: str,
-        identities: tuple[Representation, ...] = (representation(),),
-        packing: Packing = PACKINGS[0],
-        queue_bytes: int = QUEUE_BYTES,
-        opts: ClientOptions | None = None,
-        loads: bool = True,
-        stores: bool = True,
-    ) -> None:
-        opts = opts or options()
-        self.packing = packing
-        lookups = [Connector(Client(address, identity, opts)) for identity in identities]
-        self.scheduler = VllmScheduler(lookups, BLOCK_TOKENS, loads=loads, stores=stores)
-        self.workers: list[Any] = [
-            VllmWorker(Connector(Client(address, identity, opts)), SHAPE, queue_bytes)
-            for identity in identities
-        ]
-        self.pages = [empty_pages() for _ in identities]
-        for worker, pages in zip(self.workers, self.pages, strict=True):
-            assert worker.register(pages, writer(packing)) == ""
-        self._next_block = 1
-
-    def blocks(self, tokens: int) -> list[int]:
-        """Hand out blocks in no order."""
-        count = -(-tokens // BLOCK_TOKENS)
-        first, self._next_block = self._next_block, self._next_block + count
-        assert self._next_block <= BLOCKS
-        return list(reversed(range(first, first + count)))
-
-    def matched(self, request: FakeRequest, computed: int = 0) -> int:
-        """Ask until there is an answer."""
-        found: list[int | None] = []
-
-        def is_known() -> bool:
-            found.append(self.scheduler.matched_tokens(request, computed))
-            return found[-1] is not None
-
-        assert eventually(is_known)
-        return found[-1] or 0
-
-    def step(self, request: FakeRequest, blocks: list[int], tokens: int) -> StepOrders:
-        """Run one step that computes *tokens* of the request."""
-        orders = self.scheduler.orders(step(**{request.request_id: tokens}), lambda _: blocks)
-        stop = request.num_computed_tokens + tokens
-        for worker, pages in zip(self.workers, self.pages, strict=True):
-            worker.load(orders)
-            known = request.all_token_ids[:stop]
-            compute(pages, self.packing, known, blocks, request.num_computed_tokens)
-            worker.store(orders)
-        request.num_computed_tokens = stop
-        return orders
-
-    def load(self, request: FakeRequest, blocks: list[int], tokens: int) -> set[int]:
-        """Load what ``matched`` promised; return the blocks that failed, as vLLM joins them."""
-        self.scheduler.allocated(request, tokens, blocks)
-        orders = self.scheduler.orders(step(), lambda _: [])
-        failed: set[int] = set()
-        news: WorkerNews | None = None
-        for worker in self.workers:
-            worker.load(orders)
-            assert isinstance(worker, RefusedWorker) or worker.settled(20.0)
-            assert worker.finished_loads(is_idle=True) == {request.request_id}
-            failed |= worker.failed_blocks()
-            said = worker.news()
-            news = said if news is None else news.joined(said) if said else news
-        if news is not None:
-            self.scheduler.learn(news)
-        return failed
-
-    def run(self, name: str, tokens: list[int]) -> int:
-        """Take a prompt from its arrival to its end; return how many tokens were loaded."""
-        request = FakeRequest(name, list(tokens))
-        self.scheduler.arrived(request)
-        hit, blocks = self.matched(request), self.blocks(len(tokens))
-        tracked = self.scheduler._tracked[name]
-        assert eventually(lambda: tracked.ticket.ready is not None)
-        if hit:
-            assert self.load(request, blocks, hit) == set()
-            request.num_computed_tokens = hit
-        if hit < len(tokens):
-            self.step(request, blocks, len(tokens) - hit)
-        assert all(holds(pages, self.packing, tokens, blocks) for pages in self.pages)
-        self.scheduler.finished(request)
-        assert all(worker.settled(20.0) for worker in self.workers)
-        return hit
-
-    def close(self) -> None:
-        self.scheduler.close()
-        for worker in self.workers:
-            worker.close()
-
+from kvstore.client.engines.vllm_layout import PACKINGS
+from kvstore.client.engines.vllm_worker import RefusedWorker
 
 Start = Callable[..., Engine]
 
@@ -218,34 +104,6 @@ def test_a_load_beside_kept_blocks_that_fails_reports_none_of_them(start: Start)
     assert engine.load(request, blocks, 160) == set(blocks[1:6])
 
 
-def test_ranks_of_one_engine_do_not_overwrite_each_other(start: Start) -> None:
-    ranks = (representation("r+tp=0/2"), representation("r+tp=1/2"))
-    assert start(ranks).run("a", PROMPT) == 0
-    assert start(ranks).run("b", PROMPT) == 192
-    assert start(ranks[:1]).run("c", PROMPT) == 192
-    assert start().run("d", PROMPT) == 0
-
-
-def test_a_chunk_that_a_rank_lacks_is_no_hit(start: Start) -> None:
-    ranks = (representation("r+tp=0/2"), representation("r+tp=1/2"))
-    engine = start(ranks)
-    engine.run("a", PROMPT)
-    client = engine.workers[1]._connector.client
-    client.delete(client.keys(PROMPT)[2:])
-    assert engine.matched(FakeRequest("b", PROMPT)) == 128
-
-
-def test_a_rank_that_could_not_read_a_chunk_fails_its_blocks_for_all(start: Start) -> None:
-    ranks = (representation("r+tp=0/2"), representation("r+tp=1/2"))
-    engine = start(ranks)
-    engine.run("a", PROMPT)
-    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
-    assert engine.matched(request) == 192
-    client = engine.workers[1]._connector.client
-    client.delete(client.keys(PROMPT)[2:])
-    assert engine.load(request, blocks, 192) == set(blocks[4:6])
-
-
 def test_chunks_are_stored_in_the_step_that_fills_them(start: Start) -> None:
     engine = start()
     request, blocks = FakeRequest("a", list(PROMPT[:130])), engine.blocks(200)
@@ -274,7 +132,7 @@ def test_tokens_that_are_only_guessed_are_not_stored(start: Start) -> None:
     engine.scheduler.arrived(request)
     engine.matched(request)
     compute(engine.pages[0], engine.packing, PROMPT[:126], blocks)
-    orders = engine.scheduler.orders(step(a=130), lambda _: blocks)
+    orders = engine.scheduler.orders(step(a=130), lambda _: [blocks])
     assert [chunk.position for order in orders.stores for chunk in order.chunks] == [0]
 
 
@@ -300,7 +158,7 @@ def test_a_request_given_up_while_it_loads_is_reported_all_the_same(start: Start
     engine = start()
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request) == 192
-    engine.scheduler.allocated(request, 192, blocks)
+    engine.scheduler.allocated(request, 192, [blocks])
     orders = engine.scheduler.orders(step(), lambda _: [])
     engine.scheduler.finished(request)
     worker = engine.workers[0]
@@ -322,7 +180,7 @@ def test_what_is_copied_is_not_what_the_blocks_have_later(start: Start) -> None:
 
 
 def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Start) -> None:
-    chunk_bytes = 3 * 2 * CHUNK_TOKENS * SHAPE.kv_heads * SHAPE.head_dim * 4
+    chunk_bytes = 3 * 2 * CHUNK_TOKENS * HEADS * HEAD_DIM * 4
     engine = start(queue_bytes=2 * chunk_bytes)
     engine.run("a", PROMPT)
     assert engine.workers[0].counted["dropped_chunks"] == 1
@@ -433,7 +291,7 @@ def test_of_requests_that_share_a_prefix_and_come_together_one_stores_it(start: 
         request, blocks = FakeRequest(name, PROMPT), engine.blocks(200)
         engine.scheduler.arrived(request)
         assert engine.matched(request) == 0
-        orders = engine.scheduler.orders(step(**{name: 200}), {name: blocks}.__getitem__)
+        orders = engine.scheduler.orders(step(**{name: 200}), {name: [blocks]}.__getitem__)
         stored += [chunk.position for order in orders.stores for chunk in order.chunks]
     assert stored == [0, 64, 128]
 

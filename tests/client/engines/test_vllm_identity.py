@@ -11,18 +11,21 @@ from vllm_stand_ins import (
     FakeLora,
     FakeRequest,
     FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     cache_config,
     engine_config,
     feature,
 )
 
-from kvstore.client.engines.vllm_identity import representation_of, shape_of
+from kvstore.client.engines.vllm_identity import representation_of
 from kvstore.client.engines.vllm_names import ChunkChain, Identity, RequestNames
 from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm_shape import shape_of
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.keys import chain_digests
-from kvstore.proto.types import Representation
+from kvstore.proto.types import LayerKind, Representation
 
 SIZE = 64
 TOKENS = list(range(300))
@@ -36,9 +39,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def identity(config: Any, rank: int = 0, revision: str = "") -> Representation:
+def identity(config: Any, revision: str = "") -> Representation:
     shape = shape_of(config, cache_config(FullAttentionSpec()))
-    return representation_of(config, shape, rank, revision)
+    return representation_of(config, shape, revision)
 
 
 def digests(identity: Identity) -> list[bytes]:
@@ -76,12 +79,39 @@ def test_other_weights_are_another_model(model: Path) -> None:
     assert identity(engine_config(model)) != before
 
 
-def test_ranks_of_several_never_share_an_identity(model: Path) -> None:
+@pytest.mark.parametrize(("ranks", "heads"), [(2, 1), (4, 1)])
+def test_the_ranks_of_any_engine_share_the_identity_of_the_model(
+    model: Path, ranks: int, heads: int
+) -> None:
     alone = identity(engine_config(model))
-    two = engine_config(model, tensor_parallel_size=2)
-    four = engine_config(model, tensor_parallel_size=4)
-    named = [alone, identity(two, 0), identity(two, 1), identity(four, 0), identity(four, 1)]
-    assert len(set(named)) == len(named)
+    assert alone.layer_groups[0].kv_heads == 2
+    config = engine_config(model, tensor_parallel_size=ranks)
+    shape = shape_of(config, cache_config(FullAttentionSpec(num_kv_heads=heads)))
+    assert representation_of(config, shape) == alone
+    assert (shape.groups[0].kv_heads, shape.ranks) == (heads, ranks)
+
+
+def test_the_stages_of_a_pipeline_share_the_identity_of_the_model(model: Path) -> None:
+    alone = identity(engine_config(model))
+    config = engine_config(model, pipeline_parallel_size=2)
+    for layers in ((0, 1), (1, 3)):
+        cache = cache_config(FullAttentionSpec())
+        (group,) = cache.kv_cache_groups
+        group.layer_names = group.layer_names[slice(*layers)]
+        shape = shape_of(config, cache)
+        assert representation_of(config, shape) == alone
+        assert shape.own_layers == layers
+
+
+def test_heads_that_are_no_share_and_stages_of_unlike_layers_are_refused(model: Path) -> None:
+    for ranks, heads in ((2, 2), (3, 1), (4, 2)):
+        config = engine_config(model, tensor_parallel_size=ranks)
+        with pytest.raises(RepresentationError, match="num_kv_heads"):
+            shape_of(config, cache_config(FullAttentionSpec(num_kv_heads=heads)))
+    config = engine_config(model, pipeline_parallel_size=2)
+    for specs in ((FullAttentionSpec(), FullAttentionSpec(head_size=16)), (SlidingWindowSpec(),)):
+        with pytest.raises(RepresentationError, match="pipeline_parallel_size"):
+            shape_of(config, cache_config(*specs))
 
 
 def test_a_model_of_a_hub_is_named_by_its_commit_and_one_of_no_commit_is_refused() -> None:
@@ -106,10 +136,12 @@ def test_random_weights_and_folders_without_weights_are_refused(model: Path) -> 
     [
         ({"cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"rope": {"rope_type": "longrope"}}, "rope_type"),
-        ({"hf_rope_parameters": {"full_attention": {}, "sliding": {}}}, "rope_parameters"),
+        (
+            {"hf_rope_parameters": {"full_attention": {}, "sliding": {"rope_type": "longrope"}}},
+            "rope_type",
+        ),
     ],
 )
 def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(
@@ -123,8 +155,10 @@ def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(
 @pytest.mark.parametrize(
     ("cache", "field"),
     [
-        (cache_config(FullAttentionSpec(), SlidingWindowSpec()), "kv_cache_groups"),
-        (cache_config(SlidingWindowSpec()), "kv_cache_spec"),
+        (cache_config(FullAttentionSpec(), SlidingWindowSpec(block_size=64)), "block_size"),
+        (cache_config(MambaSpec()), "kv_cache_spec"),
+        (cache_config(MLAAttentionSpec(cache_dtype_str="fp8_ds_mla")), "kv_cache_spec"),
+        (cache_config(MLAAttentionSpec(tokens_per_state=4)), "kv_cache_spec"),
         (cache_config(FullAttentionSpec(non_causal=True)), "non_causal"),
         (cache_config(FullAttentionSpec(head_size_v=4)), "kv_cache_spec"),
         (cache_config(FullAttentionSpec(num_head_slots=7)), "kv_cache_spec"),
@@ -135,6 +169,55 @@ def test_caches_of_another_kind_are_refused_by_name(model: Path, cache: Any, fie
     with pytest.raises(RepresentationError) as caught:
         shape_of(engine_config(model), cache)
     assert caught.value.field == field
+
+
+def test_layers_of_a_kind_are_one_group_whatever_tables_their_blocks_are_in(model: Path) -> None:
+    sliding = SlidingWindowSpec(sliding_window=40)
+    cache = cache_config(sliding, sliding, FullAttentionSpec(), layers=6)
+    config = engine_config(model, get_total_num_hidden_layers=lambda: 6)
+    shape = shape_of(config, cache)
+    windows, full = shape.groups
+    assert [(layer.number, layer.table) for layer in windows.layers] == [
+        (0, 0), (1, 1), (3, 0), (4, 1),
+    ]  # fmt: skip
+    assert [(layer.number, layer.table) for layer in full.layers] == [(2, 2), (5, 2)]
+    assert (windows.kind, full.kind) == (LayerKind.window, LayerKind.attention)
+    assert windows.window_tokens == 65, "39 tokens before the next one, in whole blocks of 32"
+    assert (shape.tables, shape.has_ends) == (3, True)
+    assert (shape.kept_blocks(windows, 8), shape.kept_blocks(windows, 1)) == (2, 1)
+    assert shape.kept_blocks(full, 8) == 8
+    representation = representation_of(config, shape)
+    assert [group.layer_ids for group in representation.layer_groups] == [(0, 1, 3, 4), (2, 5)]
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(1, 33), (2, 33), (33, 33), (34, 65), (1024, 1025)])
+def test_windows_are_of_whole_blocks(model: Path, window: int, tokens: int) -> None:
+    (group,) = shape_of(
+        engine_config(model), cache_config(SlidingWindowSpec(sliding_window=window))
+    ).groups
+    assert group.window_tokens == tokens
+
+
+def test_latents_have_one_head_and_one_part(model: Path) -> None:
+    spec = MLAAttentionSpec(num_kv_heads=1, head_size=576, head_size_v=0)
+    shape = shape_of(engine_config(model), cache_config(spec))
+    (group,) = representation_of(engine_config(model), shape).layer_groups
+    assert (group.kind, group.kv_heads, group.head_dim) == (LayerKind.mla, 1, 576)
+    assert group.parts == 1
+    assert not shape.has_ends
+    assert shape.continues
+    alone = engine_config(model, enable_chunked_prefill=False)
+    assert not shape_of(alone, cache_config(spec)).continues
+    assert shape_of(alone, cache_config(FullAttentionSpec())).continues
+
+
+def test_layers_that_do_not_say_their_number_are_refused(model: Path) -> None:
+    for wrong in ("layers", "layers.0.1", "draft.layers.1.attn", "layers.7.attn"):
+        cache = cache_config(FullAttentionSpec())
+        cache.kv_cache_groups[0].layer_names[0] = wrong
+        with pytest.raises(RepresentationError) as caught:
+            shape_of(engine_config(model), cache)
+        assert caught.value.field == "layers"
 
 
 # --- a request

@@ -13,7 +13,7 @@ from typing_extensions import override
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.journal import MAX_EVENTS, Asked, Journal, Stored
+from kvstore.server.policy.journal import MAX_EVENTS, MAX_LOOKUPS, Asked, Journal, Stored
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.what_if import LEAST_SAMPLED, WhatIf
@@ -118,8 +118,22 @@ def test_more_events_than_may_wait_are_worked_off_one_by_one() -> None:
     policy = Listening()
     journal = Journal(History(), [policy])
     for number in range(MAX_EVENTS + 10):
-        journal.note(asked([number]))
+        journal.note(stored(10 * number + 1, NO_ROW))
     assert (len(journal), len(policy.heard)) == (MAX_EVENTS, 10)
+
+
+def test_few_lookups_wait_as_each_may_take_long_to_tell() -> None:
+    policy = Listening()
+    journal = Journal(History(), [policy])
+    for number in range(MAX_LOOKUPS + 10):
+        journal.note(asked([number]))
+    assert (len(journal), len(policy.heard)) == (MAX_LOOKUPS, 10)
+    journal.note(stored(1000, NO_ROW))
+    journal.note(asked([1]))
+    assert (len(journal), len(policy.heard)) == (MAX_LOOKUPS + 1, 11)
+    journal.settle()
+    journal.note(asked([2]))
+    assert len(journal) == 1
 
 
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:

@@ -20,7 +20,8 @@ from kvstore.proto.types import (
     LayerKind,
     Namespace,
 )
-from kvstore.server.policy.radix import MAX_CHECKPOINT_SPACES, RadixIndex, Rows
+from kvstore.server.policy.prefix_ends import MAX_CHECKPOINT_SPACES, EndNeeds
+from kvstore.server.policy.radix import RadixIndex, Rows
 
 TIERS = ("cpu", "disk")
 CHUNKS = 8
@@ -47,7 +48,7 @@ class RadixMachine(RuleBasedStateMachine):
         super().__init__()
         self.forgotten: list[int] = []
         self.index = RadixIndex(TIERS, GHOSTS, self.forget)
-        self.index.needs_checkpoints(HYBRID)
+        self.index.needs_ends(HYBRID, EndNeeds(state=True))
         self.copies: dict[ChunkKey, dict[str, bool]] = {}
         """By chunk, the tiers with a copy, and whether its layout has a state."""
         self.ghosts: list[ChunkKey] = []
@@ -182,7 +183,7 @@ def test_the_oldest_ghosts_are_forgotten_together_and_told_of_before_their_rows_
 
 def test_a_model_with_state_goes_on_only_from_where_its_state_was_kept() -> None:
     index = RadixIndex(TIERS)
-    index.needs_checkpoints(PLAIN)
+    index.needs_ends(PLAIN, EndNeeds(state=True))
     for number in range(6):
         kept = layout(has_state=number in (1, 3))
         index.add("cpu", replace(info(number, number - 1 if number else None), layout=kept))
@@ -210,8 +211,8 @@ def test_a_chunk_with_a_state_shows_what_its_namespace_needs(kind: Component) ->
 def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
     index = RadixIndex(TIERS)
     for number in range(MAX_CHECKPOINT_SPACES + 5):
-        index.needs_checkpoints(Namespace(number.to_bytes(16, "little")))
-    assert len(index._checkpoint_spaces) == MAX_CHECKPOINT_SPACES
+        index.needs_ends(Namespace(number.to_bytes(16, "little")), EndNeeds(state=True))
+    assert index._ends.space_count == MAX_CHECKPOINT_SPACES
 
 
 def test_a_lossy_copy_may_be_a_checkpoint_of_its_fidelity() -> None:

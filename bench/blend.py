@@ -1,0 +1,209 @@
+"""Blending: how near to a full prefill each selector comes, and how much sooner.
+
+Quality on a model set by hand, whose answers need attention across chunks, and on the trained
+model of data/tinylm; selectors see the question, and what is scored comes after it. Time to the
+first token on a Llama with random weights, against its own full prefill in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from bench.blend_cases import (
+    Case,
+    Engine,
+    question_cases,
+    riddle_case,
+    text_cases,
+    trained_engine,
+)
+from bench.blend_designed import make_designed, make_riddle
+from bench.blend_quality import (
+    NAIVE,
+    Marks,
+    difference,
+    judge_riddle,
+    judge_text,
+    measure,
+    quotient,
+    table,
+)
+from bench.blend_speed import LINKS_MB_PER_S, Stage, StageShape, Timing
+from bench.report import Report
+from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.rope import rerotate
+from kvstore.client.engines.transformers_blend import TransformersAdapter
+
+SEED = 3
+BEST, RIVAL, AT = "hybrid", "hkvd", 0.15
+"""The selector that a plan has unless told otherwise, and CacheBlend's."""
+TIMED = ("hybrid", "stored_priority")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured; the tests measure less."""
+
+    riddles: int = 60
+    questions: int = 60
+    texts: int = 16
+    links_mb_per_s: tuple[float, ...] = LINKS_MB_PER_S
+    stage: StageShape = field(default_factory=StageShape)
+
+
+def identity(report: Report, case: Case, model: Any) -> None:
+    """Compare both ends of the ratio with what the model itself computes, in float32."""
+    ids = torch.tensor([case.tokens])
+    first = len(case.tokens) - len(case.question)
+    with torch.inference_mode():
+        full = model(ids).logits[0, first:]
+        joined = model(ids[:, first:], past_key_values=_joined(case, model, first)).logits[0]
+    blender = case.engine.blender
+    ours = blender.blend(case.plan(1.0, BEST), case.source).logits
+    report.add(
+        "full_ratio_max_abs_logit",
+        float((ours - full).abs().max()),
+        "largest difference of a logit, all rows computed",
+        "the model's full prefill",
+    )
+    ours = blender.blend(case.plan(0.0, BEST), case.source).logits
+    report.add(
+        "zero_ratio_max_abs_logit",
+        float((ours - joined).abs().max()),
+        "the same, no row computed",
+        "the model over a cache of moved chunks",
+    )
+
+
+def _joined(case: Case, model: Any, tokens: int) -> DynamicCache:
+    """Return the stored KV of *case*, moved by hand and joined, as a cache."""
+    adapter = TransformersAdapter(model)
+    cache = DynamicCache(config=model.config)
+    places = {i: s for i, s in enumerate(case.plan(0.0, BEST).segments) if s.end <= tokens}
+    for layer in range(adapter.n_layers):
+        keys, values = [], []
+        for index, segment in places.items():
+            k, v = case.stored[index][layer]
+            new = torch.arange(segment.start, segment.end)
+            old = torch.arange(len(segment)) + segment.src_pos
+            keys.append(rerotate(k, old, new, adapter.rope[layer]))
+            values.append(v)
+        cache.update(torch.cat(keys, 1)[None], torch.cat(values, 1)[None], layer)
+    return cache
+
+
+def quality(report: Report, sizes: Sizes) -> list[str]:
+    """Measure every selector at every ratio; return the tables."""
+    rng = random.Random(SEED)
+    designed = Engine(Blender(TransformersAdapter(make_designed())))
+    riddles = (riddle_case(designed, make_riddle(rng), rng) for _ in range(sizes.riddles))
+    answers = measure(riddles, judge_riddle)
+    gain = difference(answers.of((BEST, AT), "exact_match"), answers.of((RIVAL, AT), "exact_match"))
+    report.add(
+        "best_em_minus_hkvd_em@15",
+        gain[0],
+        f"right answers of {BEST} less those of {RIVAL}, {_interval(gain)}",
+        f"{answers.mean((BEST, AT), 'exact_match'):.3f}, "
+        f"{answers.mean((RIVAL, AT), 'exact_match'):.3f}; naive "
+        f"{answers.mean(NAIVE, 'exact_match'):.3f}",
+    )
+    engine, tokenizer = trained_engine()
+    asked = list(islice(question_cases(engine, tokenizer, "score", rng), sizes.questions))
+    identity(report, asked[0], engine.model)
+    marks = {"questions": measure(asked, judge_text)}
+    texts = islice(text_cases(engine, tokenizer, "score", rng), sizes.texts)
+    marks["text"] = measure(texts, judge_text)
+    _compare_trained(report, marks)
+    columns = [("EM", "exact_match", 1.0), ("KL x1e3", "divergence", 1e3)]
+    more = [("top-1", "agreement", 1.0), ("rows", "rows", 1.0)]
+    lines = table("model set by hand", answers, [*columns, *more])
+    lines += table("trained, questions", marks["questions"], [*columns, *more])
+    return lines + table("trained, text", marks["text"], [columns[1], *more])
+
+
+def _compare_trained(report: Report, marks: dict[str, Marks]) -> None:
+    found = {
+        name: quotient(part.of((BEST, AT), "divergence"), part.of((RIVAL, AT), "divergence"))
+        for name, part in marks.items()
+    }
+    worst = max(found, key=lambda name: found[name][0])
+    for name, interval in found.items():
+        report.note(f"KL of {BEST} / {RIVAL}, {name}", f"{interval[0]:.3f}", _interval(interval))
+    part = marks[worst]
+    report.add(
+        "best_kl_vs_hkvd_kl@15",
+        found[worst][0],
+        f"KL of {BEST} over that of {RIVAL}, {worst} (the worse of two), {_interval(found[worst])}",
+        f"{part.mean((BEST, AT), 'divergence'):.2e}, {part.mean((RIVAL, AT), 'divergence'):.2e}",
+    )
+
+
+def _interval(found: Sequence[float]) -> str:
+    return f"paired 95 %: [{found[1]:.3f}, {found[2]:.3f}]"
+
+
+def speed(report: Report, sizes: Sizes) -> list[str]:
+    """Measure times to the first token; return the table."""
+    stage = Stage(sizes.stage)
+    stage.full_s()
+    timings = []
+    for name in TIMED:
+        lessons = stage.learned(name)
+        timings += [stage.time(name, lessons, link) for link in sizes.links_mb_per_s]
+    slowest = max(timings, key=lambda one: one.ratio_to_full)
+    report.add(
+        "slowest_vs_full_prefill",
+        slowest.ratio_to_full,
+        f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s",
+        f"the model's full prefill, {slowest.full_s * 1e3:.0f} ms",
+    )
+    blended = stage.blend_to_full(AT, BEST)
+    report.add(
+        "ttft_vs_full_prefill@15",
+        blended,
+        f"time of {BEST} from memory",
+        f"full prefill of {len(stage.tokens)} tokens; {1 / blended:.1f} times as fast",
+    )
+    report.note("prefix alone / full prefill", f"{stage.prefix_to_full():.3f}", "from memory")
+    errors = [one.model_error for one in timings]
+    report.note("time model's error", f"{median(errors):.3f}", f"median; worst {max(errors):.3f}")
+    return ["time to the first token, by storage", *map(_line, timings)]
+
+
+def _line(one: Timing) -> str:
+    decision = one.decision
+    return (
+        f"  {one.selector:16s}{one.link_mb_per_s:8g} MB/s  {decision.action:6s}"
+        f" at {decision.ratio:4.0%}  {one.ratio_to_full:6.3f} of full,"
+        f" expected {decision.expected_s * 1e3:6.0f} ms, measured {one.measured_s * 1e3:6.0f}"
+    )
+
+
+def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
+    """Run every part and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    only_json = parser.parse_args(argv).json
+    threads = torch.get_num_threads()
+    report, sizes = Report("blend"), sizes or Sizes()
+    try:
+        torch.set_num_threads(1)  # more only wait for each other at these sizes
+        lines = [*quality(report, sizes), *speed(report, sizes)]
+    finally:
+        torch.set_num_threads(threads)
+    if not only_json:
+        print("\n".join(lines))
+    report.print(only_json=only_json)
+
+
+if __name__ == "__main__":
+    main()

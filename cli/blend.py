@@ -1,0 +1,79 @@
+"""`kvstore blend`: whose gates are open, and opening one by comparing with full prefills."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.proto.blend import GateView
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
+
+_ADDRESS = "127.0.0.1:7420"
+_EXIT_NOT_HELD, _EXIT_USAGE = 1, 2
+_NEEDS = ("torch", "transformers")
+_SAY_EVERY = 8
+"""Trials between two lines of progress."""
+
+blend_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Chunks of other prompts: whether a server gives them out, and why.",
+)
+
+
+@blend_app.command("status")
+def blend_status(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the server")] = _ADDRESS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the gates of a server: one for each model and tag that was heard of."""
+    from kvstore.cli.blend_report import gates_as_json, print_gates
+    from kvstore.cli.status import ask_status
+
+    reply = ask_status(address)
+    if as_json:
+        print(gates_as_json(reply))
+    else:
+        print_gates(reply)
+
+
+@blend_app.command("calibrate")
+def blend_calibrate(  # noqa: PLR0913 - each is an option
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
+    text: Annotated[Path, typer.Option(metavar="FILE", help="Text to cut documents from.")],
+    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = _ADDRESS,
+    tag: Annotated[str, typer.Option(help="What kind of prompts; gates are one for each.")] = "",
+    documents: Annotated[int, typer.Option(min=2, metavar="N", help="In a prompt.")] = 4,
+    document_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Of each.")] = 128,
+    question_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of the end.")] = 32,
+    selector: Annotated[str, typer.Option(help="Who chooses what is recomputed.")] = "hybrid",
+    seed: Annotated[int, typer.Option(help="Of the order of documents.")] = 0,
+) -> None:
+    """Blend prompts of a text against full prefills until the gate opens, or stays closed.
+
+    Exits with 1 when it stays closed.
+    """
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    try:
+        if missing:
+            fix = f"needs {' and '.join(missing)}: pip install 'kvstore[transformers]'"
+            raise InvalidRequestError("model", str(model), fix)
+        from kvstore.cli.blend_report import print_gate
+        from kvstore.cli.blend_trials import TrialTerms, run_trials
+
+        terms = TrialTerms(tag, documents, document_tokens, question_tokens, selector, seed)
+        gate = run_trials(address, model, text, terms, _say)
+    except (InvalidRequestError, RepresentationError) as error:
+        typer.echo(f"kvstore: {error}", err=True)
+        raise typer.Exit(_EXIT_USAGE) from None
+    print_gate(gate)
+    if not gate.is_open:
+        raise typer.Exit(_EXIT_NOT_HELD)
+
+
+def _say(gate: GateView) -> None:
+    if gate.shadows % _SAY_EVERY == 0:
+        typer.echo(f"ratio {gate.ratio:.3f}, {gate.why}", err=True)

@@ -1,0 +1,67 @@
+"""What `kvstore blend` prints: gates and counters, as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import GateView
+from kvstore.proto.blend_wire import gate_from_message
+
+
+def gates_as_json(reply: pb.StatusResponse) -> str:
+    """Return the gates and the counters of blending as JSON."""
+    shown = [
+        {
+            "model": one.model, "tag": one.tag, "open": one.is_open, "ratio": one.ratio,
+            "agreement": one.agreement, "divergence": one.divergence, "shadows": one.shadows,
+            "speedup": one.speedup, "why": one.why,
+        }
+        for one in map(gate_from_message, reply.gates)
+    ]  # fmt: skip
+    return json.dumps({"gates": shown, "counters": _counters(reply)}, indent=2)
+
+
+def _counters(reply: pb.StatusResponse) -> dict[str, int]:
+    return {
+        name: value for name, value in sorted(reply.counters.items()) if name.startswith("blend_")
+    }
+
+
+def print_gates(reply: pb.StatusResponse) -> None:
+    """Print the gates and the counters of blending as tables."""
+    console = Console()
+    table = Table("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
+    for one in map(gate_from_message, reply.gates):
+        table.add_row(
+            one.model,
+            one.tag or "-",
+            "open" if one.is_open else "closed",
+            f"{one.ratio:.3f}",
+            _known(one.agreement),
+            _known(one.divergence),
+            _known(one.speedup),
+            one.why,
+        )
+    console.print(table if reply.gates else "no gates: nobody has tried to blend; all are closed")
+    counters = Table("counter", "since the start")
+    for name, value in _counters(reply).items():
+        counters.add_row(name, str(value))
+    console.print(counters)
+
+
+def _known(value: float) -> str:
+    return f"{value:.3g}" if value >= 0 else "-"
+
+
+def print_gate(gate: GateView) -> None:
+    """Print what came of trials."""
+    state = "open" if gate.is_open else "closed"
+    print(f"{gate.model}, tag {gate.tag or '-'}: {state} at ratio {gate.ratio:.3f}")
+    print(
+        f"agreement {_known(gate.agreement)}, KL a token {_known(gate.divergence)}, "
+        f"speedup {_known(gate.speedup)}: {gate.why}"
+    )

@@ -1,0 +1,262 @@
+"""Why chunks are hits or misses: asked of a server, shown as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.client.connection import Connection
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    TierUnavailableError,
+)
+from kvstore.proto.keys import chain_digests
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES
+from kvstore.proto.wire import join_digests, representation_from_message
+
+DEADLINE_MS = 10_000
+CLIENT_NAME = "kvstore explain"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked. *space* is the namespace, *representation* a file that stands for one."""
+
+    representation: Path | None = None
+    space: str | None = None
+    tokens: Path | None = None
+    keys: Sequence[str] = ()
+    chunk_tokens: int = 256
+    extra: Sequence[str] = ()
+    recent: int = 0
+    spaces: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.keys:
+            raise InvalidRequestError("keys", len(self.keys), "give tokens or keys, not both")
+        if self.representation is not None and self.space is not None:
+            fix = "give a namespace or a Representation, not both"
+            raise InvalidRequestError("namespace", self.space, fix)
+        if self.names_chunks == (self.recent > 0 or self.spaces):
+            fix = "give --tokens or --keys; or else --recent or --spaces"
+            raise InvalidRequestError("tokens", self.tokens, fix)
+
+    @property
+    def names_chunks(self) -> bool:
+        """Whether it is about chunks."""
+        return self.tokens is not None or bool(self.keys)
+
+
+def ask_explain(address: str, question: Question) -> pb.ExplainResponse:
+    """Return the answer of the server at *address*.
+
+    Raises InvalidRequestError for a question that cannot be asked, other KVStoreErrors when the
+    server does not answer within ten seconds or refuses.
+    """
+    request, representation = _request(question)
+    connection = Connection(address, retry_after_ms=DEADLINE_MS)
+    try:
+        if representation is None:
+            return connection.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+        opening = pb.OpenSessionRequest(representation=representation, client=CLIENT_NAME)
+        terms = connection.call("OpenSession", opening, DEADLINE_MS, pb.OpenSessionResponse)
+        request.session_id = terms.session_id
+        try:
+            return connection.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+        finally:
+            closing = pb.CloseSessionRequest(session_id=terms.session_id)
+            connection.call("CloseSession", closing, DEADLINE_MS, pb.CloseSessionResponse)
+    except (TierUnavailableError, DeadlineError) as error:
+        reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
+        raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
+    finally:
+        connection.close()
+
+
+def _request(question: Question) -> tuple[pb.ExplainRequest, pb.Representation | None]:
+    """Return the request, and the Representation to open a session with, if any is named."""
+    request = pb.ExplainRequest(recent=question.recent, spaces=question.spaces)
+    if not question.names_chunks:
+        return request, None
+    space, digests = _digests(question)
+    request.digests = join_digests(digests)
+    if question.representation is not None:
+        return request, read_representation(question.representation)
+    if not space:
+        fix = "give --namespace or --model-representation, or keys of 64 digits"
+        raise InvalidRequestError("namespace", question.space, fix)
+    request.key_namespace = space
+    return request, None
+
+
+def _digests(question: Question) -> tuple[bytes, list[bytes]]:
+    """Return the namespace, if one is named, and the chunks' digests in it."""
+    space = b"" if question.space is None else _bytes("namespace", question.space, DIGEST_BYTES)
+    if question.tokens is not None:
+        extra = [_bytes("extra", one) for one in question.extra]
+        tokens = read_tokens(question.tokens)
+        found = [bytes(one) for one in chain_digests(tokens, question.chunk_tokens, extra)]
+        if not found:
+            raise InvalidRequestError("tokens", len(tokens), "fewer than a chunk has")
+        return space, found
+    keys = [_bytes("keys", one) for one in question.keys]
+    for key in keys:
+        if len(key) not in (DIGEST_BYTES, KEY_BYTES):
+            fix = f"a key has {2 * KEY_BYTES} digits, a digest {2 * DIGEST_BYTES}"
+            raise InvalidRequestError("keys", key.hex(), fix)
+    spaces = {key[:DIGEST_BYTES] for key in keys if len(key) == KEY_BYTES} | ({space} - {b""})
+    if len(spaces) > 1:
+        raise InvalidRequestError("keys", sorted(one.hex() for one in spaces), "of one namespace")
+    return next(iter(spaces), b""), [key[-DIGEST_BYTES:] for key in keys]
+
+
+def _bytes(field: str, text: str, size: int | None = None) -> bytes:
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        raise InvalidRequestError(field, text, "write hexadecimal digits") from None
+    if size is not None and len(found) != size:
+        raise InvalidRequestError(field, text, f"{2 * size} digits")
+    return found
+
+
+def read_tokens(path: Path) -> list[int]:
+    """Return the token ids in a file: a JSON list, or numbers with blanks or commas between."""
+    words = path.read_text().replace(",", " ").replace("[", " ").replace("]", " ").split()
+    try:
+        return [int(word) for word in words]
+    except ValueError as error:
+        raise InvalidRequestError("tokens", str(path), f"only token ids: {error}") from None
+
+
+def read_representation(path: Path) -> pb.Representation:
+    """Return the Representation in a JSON file, as ``kvstore explain --spaces --json`` prints it.
+
+    Raises InvalidRequestError, RepresentationError.
+    """
+    message = pb.Representation()
+    try:
+        json_format.Parse(path.read_text(), message)
+    except json_format.ParseError as error:
+        raise InvalidRequestError("model_representation", str(path), str(error)) from None
+    representation_from_message(message)
+    return message
+
+
+# --- showing
+
+
+def explain_as_json(address: str, reply: pb.ExplainResponse) -> str:
+    """Return *reply* as JSON; digests and namespaces as hexadecimal digits."""
+    parts: dict[str, Any] = {"address": address}
+    if reply.chunks:
+        chunks = [
+            {
+                "digest": one.digest.hex(),
+                "state": one.state,
+                "reason": one.reason,
+                "copies": [_copy(copy) for copy in one.copies],
+            }
+            for one in reply.chunks
+        ]
+        parts |= {"hit_chunks": reply.hit_chunks, "chunks": chunks}
+        parts["near"] = [_space(one) for one in reply.near]
+    else:
+        parts["recent"] = [json_format.MessageToDict(one, True, True) for one in reply.recent]
+        parts["engines"] = [
+            {"client": one.client, "model_id": one.model_id, "ago_s": one.ago_s}
+            | {"counts": dict(sorted(one.counts.items()))}
+            for one in reply.engines
+        ]
+        parts["spaces"] = [_space(one) for one in reply.spaces]
+    return json.dumps(parts, indent=2)
+
+
+def _copy(copy: pb.Copy) -> dict[str, object]:
+    fields = ("tier", "codec", "size_bytes", "fidelity")
+    return {name: getattr(copy, name) for name in fields}
+
+
+def _space(space: pb.KnownSpace) -> dict[str, object]:
+    return {
+        "key_namespace": space.key_namespace.hex(),
+        "client": space.client,
+        "chunks": space.chunks,
+        "same_tokens": space.same_tokens,
+        "differences": [
+            {"field": one.field, "stored": one.stored, "asked": one.asked}
+            for one in space.differences
+        ],
+        "representation": json_format.MessageToDict(
+            space.representation, preserving_proto_field_name=True
+        ),
+    }
+
+
+def print_explain(reply: pb.ExplainResponse) -> None:
+    """Print *reply* as tables."""
+    console = Console()
+    if reply.chunks:
+        _print_chunks(console, reply)
+    if reply.recent or reply.engines:
+        _print_recent(console, reply)
+    if reply.spaces:
+        _print_spaces(console, "known here", reply.spaces)
+    if not (reply.chunks or reply.recent or reply.engines or reply.spaces):
+        console.print("nothing: no lookup has missed, no engine has reported, no session opened")
+
+
+def _print_chunks(console: Console, reply: pb.ExplainResponse) -> None:
+    count = len(reply.chunks)
+    console.print(f"hit: {reply.hit_chunks} of {count} chunks", highlight=False)
+    table = Table("chunk", "digest", "state", "why", "copies")
+    for at, one in enumerate(reply.chunks):
+        copies = ", ".join(f"{copy.tier} {copy.codec} {copy.size_bytes}" for copy in one.copies)
+        table.add_row(str(at), one.digest.hex()[:8], one.state, one.reason, copies)
+    console.print(table)
+    for near in reply.near:
+        console.print(
+            f"{near.chunks} chunks under another identity"
+            f"{', of these tokens too' if near.same_tokens else ''}"
+            f" ({near.client or 'no name'}, {near.key_namespace.hex()}):",
+            highlight=False,
+        )
+        for other in near.differences:
+            text = f"  {other.field} differs: {other.stored} stored, {other.asked} asked"
+            console.print(text, highlight=False, soft_wrap=True)
+
+
+def _print_recent(console: Console, reply: pb.ExplainResponse) -> None:
+    misses = Table("ago", "client", "model", "found", "pending", "then", "why")
+    for miss in reply.recent:
+        misses.add_row(
+            f"{miss.ago_s:.0f} s", miss.client, miss.model_id, f"{miss.ready} of {miss.chunks}",
+            str(miss.pending), miss.state, miss.reason,
+        )  # fmt: skip
+    console.print(misses)
+    engines = Table("heard", "client", "model", "what its engine counted")
+    for one in reply.engines:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(one.counts.items()))
+        engines.add_row(f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
+    console.print(engines)
+
+
+def _print_spaces(console: Console, title: str, spaces: Sequence[pb.KnownSpace]) -> None:
+    table = Table("namespace", "model", "revision", "adapter", "client", "chunks", title=title)
+    for one in spaces:
+        kind = one.representation
+        table.add_row(
+            one.key_namespace.hex(), kind.model_id, kind.model_revision, kind.adapter_digest,
+            one.client, str(one.chunks),
+        )  # fmt: skip
+    console.print(table)

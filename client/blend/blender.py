@@ -1,0 +1,207 @@
+"""The hook in an engine: stored rows loaded, moved, some computed anew, all of it attended.
+
+CacheBlend (Yao et al., arXiv 2405.16444) with the exact causal mask: a row at position p reads
+keys up to p, whichever rows are computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstore.client.blend.adapter import EngineAdapter
+from kvstore.client.blend.layer_loop import Pass, Stored, approx_mask, place, rows_of_kind
+from kvstore.client.blend.loader import LayerLoader
+from kvstore.client.blend.plan import BlendPlan, Segment
+from kvstore.client.blend.report import BlendReport, BlendResult
+from kvstore.client.blend.selector import Selector, head_rows
+from kvstore.client.blend.selectors import selector_of
+from kvstore.client.blend.source import LayerKV, LayerSource
+from kvstore.proto.errors import KVStoreError
+
+LAYER_WAIT_S = 10.0
+PROBE_ROWS = 64
+"""How many of the prompt's last rows are asked what they attend to."""
+
+
+class Blender:
+    """Blends prompts of one engine. As thread-safe as its adapter is.
+
+    *layer_wait_s*: how long one layer is waited for before the prompt is computed instead.
+    """
+
+    def __init__(self, adapter: EngineAdapter, *, layer_wait_s: float = LAYER_WAIT_S) -> None:
+        self._adapter = adapter
+        self._layer_wait_s = layer_wait_s
+
+    @torch.inference_mode()
+    def compile(self, tokens: Sequence[int], *, sink: Sequence[int] = ()) -> list[LayerKV]:
+        """Return K and V of *tokens*, a layer each, computed behind *sink*, which is left out.
+
+        (kv_heads, tokens, head_dim) each; their ``src_pos`` is the length of *sink*.
+        """
+        done = self.prefill((*sink, *tokens))
+        first = len(sink)
+        return [(k[:, first:].clone(), v[:, first:].clone()) for k, v in done.kv]
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int]) -> BlendResult:
+        """Compute all of *tokens*. Logits: those of all of them."""
+        plan = BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
+        return self._computed(_Order(plan, {}, time.perf_counter()), 0, "")
+
+    @torch.inference_mode()
+    def blend(self, plan: BlendPlan, source: LayerSource) -> BlendResult:
+        """Return the last segment's logits and the prompt's KV, as *plan* says.
+
+        With a ratio of 1 nothing ``approx`` is used: the result is the engine's own behind the
+        exact segments. Segments of another adapter or rotation are computed, and the whole
+        prompt is when the source fails: the report says why. Raises InvalidRequestError for a
+        selector that is not known.
+        """
+        selector = selector_of(plan.selector)
+        started = time.perf_counter()
+        refused = self._refused(plan)
+        plan = plan.as_miss(frozenset(refused) | _computed_anyway(plan))
+        order = _Order(plan, refused, started)
+        try:
+            return self._blended(order, source, selector)
+        except KVStoreError as error:
+            failure = f"{type(error).__name__}: {error}"
+        return self._computed(order, plan.segments[-1].start, failure)
+
+    def _refused(self, plan: BlendPlan) -> dict[int, str]:
+        own = self._adapter.origin
+        found = {}
+        for index, segment in enumerate(plan.segments):
+            origin = segment.origin
+            if segment.kind == "miss" or origin is None or origin == own:
+                continue
+            is_adapter = origin.adapter_digest != own.adapter_digest
+            found[index] = "another adapter" if is_adapter else "another rotation"
+        return found
+
+    def _computed(self, order: _Order, logits_from: int, failure: str) -> BlendResult:
+        """Compute the whole prompt."""
+        plan = order.plan
+        work = Pass(plan, torch.arange(len(plan.tokens)), logits_from)
+        logits = work.run(self._adapter, self._nothing_stored(plan))
+        return order.result(work, logits, failure=failure)
+
+    def _nothing_stored(self, plan: BlendPlan) -> Stored:
+        empty = plan.without("exact", "approx")
+        return lambda layer: place(self._adapter, empty, layer, {})
+
+    def _blended(self, order: _Order, source: LayerSource, selector: Selector) -> BlendResult:
+        plan = order.plan
+        if plan.count("miss") == len(plan.tokens):
+            return self._computed(order, plan.segments[-1].start, "")
+        has_choice = plan.count("approx") > 0
+        checks = selector.check_layers(plan) if has_choice and _wants_any(plan) else ()
+        checks = tuple(layer for layer in checks if layer < self._adapter.n_layers)
+        with LayerLoader(source, self._asked(plan, checks), self._layer_wait_s) as loader:
+            stored = self._loaded(plan, loader, checks)
+            attention = None
+            if has_choice and selector.needs_attention and _wants_any(plan):
+                attention, stored = self._probed(plan, stored)
+            rows = self._rows(plan, selector, attention, checks)
+            if not checks:
+                loader.narrow(rows.tolist(), 0)
+            work = Pass(plan, rows, plan.segments[-1].start, checks, selector)
+            work.narrow = lambda kept, layer: loader.narrow(kept.tolist(), layer)
+            logits = work.run(self._adapter, stored)
+        return order.result(work, logits, attention, loader)
+
+    def _asked(self, plan: BlendPlan, checks: tuple[int, ...]) -> range:
+        """Return the layers to ask for: up to a check layer all ``approx`` rows are computed."""
+        first = min(checks, default=0) if plan.count("exact") == 0 else 0
+        return range(first, self._adapter.n_layers)
+
+    def _loaded(self, plan: BlendPlan, loader: LayerLoader, checks: tuple[int, ...]) -> Stored:
+        asked = self._asked(plan, checks)
+        first_check = min(checks, default=0)
+        exact = plan.without("approx")
+
+        def stored(layer: int) -> LayerKV:
+            loaded = loader.take() if layer in asked else {}
+            used = exact if layer < first_check else plan
+            return place(self._adapter, used, layer, loaded)
+
+        return stored
+
+    def _probed(self, plan: BlendPlan, stored: Stored) -> tuple[Tensor | None, Stored]:
+        """Return the attention of the prompt's own rows, and the layers that were loaded."""
+        rows = rows_of_kind(plan, "miss")
+        end = len(plan.tokens)
+        first = max(plan.segments[-1].start, end - PROBE_ROWS)
+        probe = torch.arange(first, end, device=self._adapter.device)
+        work = Pass(plan, rows, end, probe=probe)
+        work.run(self._adapter, stored)
+        return work.attention, work.kv.__getitem__
+
+    def _rows(
+        self,
+        plan: BlendPlan,
+        selector: Selector,
+        attention: Tensor | None,
+        checks: tuple[int, ...],
+    ) -> Tensor:
+        if checks:
+            return rows_of_kind(plan, "approx", "miss")
+        rows = [rows_of_kind(plan, "miss")]
+        if _wants_any(plan):
+            rows += [head_rows(plan), selector.static(plan, attention).cpu()]
+        found: Tensor = torch.cat(rows).unique()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """One call of ``blend``: what is left of its plan, and since when."""
+
+    plan: BlendPlan
+    refused: dict[int, str]
+    started: float
+
+    def result(
+        self,
+        work: Pass,
+        logits: Tensor,
+        attention: Tensor | None = None,
+        loader: LayerLoader | None = None,
+        *,
+        failure: str = "",
+    ) -> BlendResult:
+        is_approx = approx_mask(self.plan, work.selected.device)
+        is_blended = bool(is_approx.any()) and not failure and loader is not None
+        report = BlendReport(
+            work.selected[is_approx[work.selected]] if is_blended else work.selected[:0],
+            tuple(work.row_counts),
+            work.deviation,
+            self.refused,
+            attention,
+            failure,
+            loader.load_s if loader else 0.0,
+            loader.wait_s if loader else 0.0,
+            time.perf_counter() - self.started,
+        )
+        return BlendResult(logits, tuple(work.kv), is_blended, report)
+
+
+def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
+    """Return the ``approx`` segments all of whose rows are to be computed: not worth loading."""
+    return frozenset(
+        index
+        for index, segment in plan.of_kind("approx")
+        if (plan.ratio if segment.ratio is None else segment.ratio) >= 1
+    )
+
+
+def _wants_any(plan: BlendPlan) -> bool:
+    """Return whether any ``approx`` row is to be computed."""
+    shares = [plan.ratio if s.ratio is None else s.ratio for _, s in plan.of_kind("approx")]
+    return max(shares, default=0.0) > 0 or plan.head_tokens > 0

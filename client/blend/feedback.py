@@ -1,0 +1,55 @@
+"""What a blend was worth, against a full prefill of the same prompt: for the store's feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstore.client.blend.source import LayerKV
+from kvstore.proto.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """Mean KL(full || blended) a token, in nats, and the share with the same likeliest token."""
+
+    divergence: float
+    agreement: float
+    tokens: int
+
+
+def compare(full: Tensor, blended: Tensor) -> Shadow:
+    """Return how far *blended* logits are from *full* ones: (tokens, vocabulary) each.
+
+    Summed in float64. Raises InvalidRequestError for shapes that differ and for no tokens.
+    """
+    if full.shape != blended.shape or full.ndim != 2 or not len(full):
+        found = (tuple(full.shape), tuple(blended.shape))
+        raise InvalidRequestError("logits", found, "give the same rows of both, at least one")
+    wanted, got = (part.double().log_softmax(-1) for part in (full, blended))
+    divergence = (wanted.exp() * (wanted - got)).sum(-1).mean()
+    agreement = (full.argmax(-1) == blended.argmax(-1)).double().mean()
+    return Shadow(max(0.0, float(divergence)), float(agreement), len(full))
+
+
+def deviations(full: Sequence[LayerKV], stored: Sequence[LayerKV]) -> Tensor:
+    """Return how far each token's stored values are from *full* ones: (tokens,), float32.
+
+    Layers of (kv_heads, tokens, head_dim) each; squared distances, summed over the layers,
+    each in units of its mean squared value.
+    """
+    found = torch.zeros(full[0][1].shape[1], device=full[0][1].device)
+    for (_, wanted), (_, got) in zip(full, stored, strict=True):
+        squares = wanted.float().square().sum((0, 2)).mean()
+        distance = (wanted.float() - got.float()).square().sum((0, 2))
+        found += distance / squares.clamp_min(torch.finfo(torch.float32).tiny)
+    return found
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Return the place of each of *values*, (tokens,), from 0 for the least to under 1."""
+    places = torch.argsort(torch.argsort(values, stable=True), stable=True)
+    return places.float() / max(1, len(values))

@@ -1,0 +1,176 @@
+"""Blending under the store's gate: what it lets through, what is compared, and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.feedback import Shadow, compare, deviations
+from kvstore.client.blend.plan import BlendPlan
+from kvstore.client.blend.report import BlendResult
+from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.resolving import ResolveTerms, Resolving
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import GateView, SegmentRange
+from kvstore.proto.errors import KVStoreError
+
+_LARGEST_HALF = 65504.0
+_BYTE = 255
+
+
+@dataclass(frozen=True, slots=True)
+class GatedResult:
+    """What to answer from, and what came of the question.
+
+    ``result`` is the full prefill's where there was one. ``gate`` is None when the store did not
+    answer; ``failure`` says why, or why a report was refused.
+    """
+
+    result: BlendResult
+    plan: BlendPlan | None = None
+    shadow: Shadow | None = None
+    gate: GateView | None = None
+    failure: str = ""
+
+
+class GatedBlender:
+    """Blends what the gate lets through, compares what it wants compared, and reports.
+
+    *terms* say the tag, and whether these are trials. As thread-safe as *blender* is.
+    """
+
+    def __init__(
+        self,
+        client: Resolving,
+        blender: Blender,
+        terms: ResolveTerms | None = None,
+        selector: str = "hybrid",
+    ) -> None:
+        self._client = client
+        self._blender = blender
+        self._terms = terms or ResolveTerms()
+        self._selector = selector
+
+    def run(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
+        """Return the prompt's logits and KV. Never raises for the store: it is computed then.
+
+        Raises InvalidRequestError for ranges that are not of this prompt.
+        """
+        self._client.name_segments(tokens, ranges, self._terms.extra)
+        try:
+            return self._blended(tokens, ranges)
+        except KVStoreError as error:
+            failure = f"{type(error).__name__}: {error}"
+            return GatedResult(self._blender.prefill(tokens), failure=failure)
+
+    def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
+        with self._client.resolve(tokens, ranges, self._terms) as resolved:
+            with StoreSource(resolved, tokens, self._client.representation) as source:
+                plan = replace(source.plan, selector=self._selector)
+                result = self._blender.blend(plan, source)
+                if not result.is_blended:
+                    return GatedResult(result, plan, None, resolved.found.gate)
+                full = self._blender.prefill(tokens) if resolved.found.is_shadow else None
+                shadow = None
+                if full is not None:
+                    first = plan.segments[-1].start
+                    shadow = compare(full.logits[first:], result.logits)
+                reporter = _Reporter(plan, source, result, full)
+                report = reporter.message(self._terms.tag, shadow)
+            answer = GatedResult(full or result, plan, shadow, resolved.found.gate)
+            try:
+                return replace(answer, gate=self._client.report_reuse(report))
+            except KVStoreError as error:
+                return replace(answer, failure=f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reporter:
+    """One blend as the store is told of it."""
+
+    plan: BlendPlan
+    source: StoreSource
+    result: BlendResult
+    full: BlendResult | None
+
+    def message(self, tag: str, shadow: Shadow | None) -> pb.ReportReuseRequest:
+        """Return the report. With a full prefill deviations are those of all layers."""
+        done = self.result.report
+        message = pb.ReportReuseRequest(
+            tag=tag,
+            ratio=self._ratio(),
+            load_ms=1e3 * done.load_s,
+            compute_ms=1e3 * done.total_s,
+            full_ms=1e3 * self.full.report.total_s if self.full is not None else 0.0,
+        )
+        if shadow is not None:
+            message.shadow.CopyFrom(
+                pb.ShadowResult(
+                    divergence=shadow.divergence, agreement=shadow.agreement, tokens=shadow.tokens
+                )
+            )
+        layer, found = self._deviations()
+        selected = set(done.selected.tolist())
+        attention = _levels(done.attention)
+        for chunk in self.source.approximate_chunks():
+            start, stop = chunk.asked.start, chunk.asked.stop
+            bits = [place in selected for place in range(start, stop)]
+            message.chunks.add(
+                digest=chunk.best.digest,
+                layer=layer,
+                deviations=b"" if found is None else found[start:stop].tobytes(),
+                selected=np.packbits(bits, bitorder="little").tobytes(),
+                query_attention=b"" if attention is None else attention[start:stop].tobytes(),
+            )
+        return message
+
+    def _ratio(self) -> float:
+        """Return the share of the approximate tokens that was wanted, the least of all segments.
+
+        It is what the gate is about; the tokens that were computed are rounded up.
+        """
+        shares = [
+            self.plan.ratio if segment.ratio is None else segment.ratio
+            for _, segment in self.plan.of_kind("approx")
+        ]
+        return min(shares, default=self.plan.ratio)
+
+    def _deviations(self) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.float16]] | None]:
+        """Return where deviations were measured and those of all tokens, -1 for the unmeasured."""
+        found: np.ndarray[tuple[int], np.dtype[np.float32]]
+        if self.full is not None:
+            found = np.full(len(self.plan.tokens), -1.0, np.float32)
+            for place, segment in self.plan.of_kind("approx"):
+                span = slice(segment.start, segment.end)
+                wanted = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in self.full.kv]
+                found[span] = deviations(wanted, self.source.stored(place)).numpy()
+            return 0, _halves(found)
+        checked = self.result.report.deviation
+        if not checked:
+            return 0, None
+        layer = min(checked)  # where all approximate rows were still computed
+        return layer, _halves(checked[layer].float().cpu().numpy())
+
+
+def _halves(
+    values: np.ndarray[tuple[int], np.dtype[np.float32]],
+) -> np.ndarray[tuple[int], np.dtype[np.float16]] | None:
+    """Return *values* in sixteen bits; None when any is no number."""
+    if not np.isfinite(values).all():
+        return None
+    return values.clip(max=_LARGEST_HALF).astype("<f2")
+
+
+def _levels(
+    attention: Tensor | None,
+) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
+    """Return attention as bytes, the highest 255."""
+    if attention is None or not float(attention.max()) > 0:
+        return None
+    scaled = attention.float().cpu() * (_BYTE / float(attention.max()))
+    levels: np.ndarray[tuple[int], np.dtype[np.uint8]] = scaled.round().numpy().astype(np.uint8)
+    return levels

@@ -1,0 +1,165 @@
+"""One pass over an engine's layers, in which some rows are computed and the rest is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvstore.client.blend.adapter import EngineAdapter, Run
+from kvstore.client.blend.plan import UNROTATED, BlendPlan, Segment
+from kvstore.client.blend.rope import rerotate
+from kvstore.client.blend.runs import runs_of
+from kvstore.client.blend.selector import Selector
+from kvstore.client.blend.source import LayerKV
+from kvstore.proto.errors import LayoutMismatchError
+
+Stored = Callable[[int], LayerKV]
+"""K and V of the whole prompt at a layer, with what is stored in its place."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """What a pass is to do, and what it found.
+
+    *rows*: positions that are computed, rising. *checks*: layers at which *selector* says
+    which of them stay. *probe*: rows whose attention is summed. *logits_from*: the first
+    position whose logits are wanted.
+    """
+
+    plan: BlendPlan
+    rows: Tensor
+    logits_from: int
+    checks: tuple[int, ...] = ()
+    selector: Selector | None = None
+    probe: Tensor | None = None
+    narrow: Callable[[Tensor, int], None] | None = None
+    kv: list[LayerKV] = field(default_factory=list)
+    row_counts: list[int] = field(default_factory=list)
+    deviation: dict[int, Tensor] = field(default_factory=dict)
+    attention: Tensor | None = None
+    selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """The rows of the last layer."""
+    runs: list[Run] = field(default_factory=list)
+
+    def run(self, adapter: EngineAdapter, stored: Stored) -> Tensor:
+        """Compute all layers; return the logits of the rows from ``logits_from`` on."""
+        tokens = torch.tensor(self.plan.tokens, device=adapter.device)
+        self._set_rows(self.rows.to(adapter.device))
+        hidden = adapter.embed(tokens[self.rows])
+        for layer in range(adapter.n_layers):
+            hidden = self._layer(adapter, layer, hidden, stored(layer))
+        return adapter.logits(hidden)
+
+    def _layer(self, adapter: EngineAdapter, layer: int, hidden: Tensor, kv: LayerKV) -> Tensor:
+        query, *fresh = adapter.qkv(layer, hidden, self.rows)
+        if layer in self.checks:
+            self._compare(layer, fresh[1], kv[1])
+        for part, rows in zip(kv, fresh, strict=True):
+            part[:, self.rows] = rows
+        self.kv.append(kv)
+        if layer in self.checks:
+            query, hidden = self._keep(layer, query, hidden)
+        self.row_counts.append(self.rows.numel())
+        self._probe(adapter, layer, query, kv)
+        if layer == adapter.n_layers - 1:  # its KV is written; only these rows are read again
+            self.selected = self.rows
+            is_wanted = self.rows >= self.logits_from
+            query, hidden = query[:, is_wanted], hidden[is_wanted]
+            self._set_rows(self.rows[is_wanted])
+        if not self.runs:
+            return hidden
+        read = adapter.attend(layer, query, self.runs, kv)
+        return adapter.post(layer, hidden, read)
+
+    def _set_rows(self, rows: Tensor) -> None:
+        self.rows, self.runs = rows, runs_of(rows)
+
+    def _compare(self, layer: int, fresh: Tensor, stored: Tensor) -> None:
+        found = torch.zeros(len(self.plan.tokens), device=fresh.device)
+        differences = fresh.float() - stored[:, self.rows].float()
+        found[self.rows] = differences.square().sum((0, 2))
+        self.deviation[layer] = found
+
+    def _keep(self, layer: int, query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self.selector is None:
+            return query, hidden
+        is_approx = approx_mask(self.plan, self.rows.device)[self.rows]
+        chosen = self.selector.at_layer(
+            self.plan, layer, self.deviation[layer], self.rows[is_approx]
+        )
+        is_kept = ~is_approx | torch.isin(self.rows, chosen)
+        self._set_rows(self.rows[is_kept])
+        if self.narrow is not None:
+            self.narrow(self.rows, layer + 1)
+        return query[:, is_kept], hidden[is_kept]
+
+    def _probe(self, adapter: EngineAdapter, layer: int, query: Tensor, kv: LayerKV) -> None:
+        if self.probe is None:
+            return
+        is_asked = torch.isin(self.rows, self.probe)
+        mass = adapter.mass(layer, query[:, is_asked], self.rows[is_asked], kv)
+        self.attention = mass if self.attention is None else self.attention + mass
+
+
+def approx_mask(plan: BlendPlan, device: torch.device) -> Tensor:
+    """Return which tokens are ``approx``: bool (tokens,)."""
+    mask = torch.zeros(len(plan.tokens), dtype=torch.bool, device=device)
+    for _, segment in plan.of_kind("approx"):
+        mask[segment.start : segment.end] = True
+    return mask
+
+
+def rows_of_kind(plan: BlendPlan, *kinds: str) -> Tensor:
+    """Return the positions of the tokens of *kinds*: (rows,)."""
+    spans = [(s.start, s.end) for s in plan.segments if s.kind in kinds]
+    return torch.cat([torch.arange(*span) for span in [(0, 0), *spans]])
+
+
+def place(
+    adapter: EngineAdapter, plan: BlendPlan, layer: int, loaded: Mapping[int, LayerKV]
+) -> LayerKV:
+    """Return K and V of the prompt at *layer* with what was *loaded* in its place, keys turned.
+
+    0 where nothing is stored. Raises LayoutMismatchError for what is missing or has another
+    shape or dtype.
+    """
+    shape = (adapter.kv_heads, len(plan.tokens), adapter.head_dim)
+    keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
+    values = torch.zeros_like(keys)
+    for index, segment in enumerate(plan.segments):
+        if segment.kind == "miss":
+            continue
+        k, v = _checked(adapter, index, segment, loaded)
+        span = slice(segment.start, segment.end)
+        keys[:, span] = _moved(adapter, layer, segment, k.to(adapter.device))
+        values[:, span] = v.to(adapter.device)
+    return keys, values
+
+
+def _checked(
+    adapter: EngineAdapter, index: int, segment: Segment, loaded: Mapping[int, LayerKV]
+) -> LayerKV:
+    if index not in loaded:
+        raise LayoutMismatchError("segment", index, "the source did not bring it")
+    wanted = (adapter.kv_heads, len(segment), adapter.head_dim)
+    for part in loaded[index]:
+        if tuple(part.shape) != wanted or part.dtype != adapter.dtype:
+            found = (tuple(part.shape), str(part.dtype))
+            raise LayoutMismatchError(
+                f"segment {index}", found, f"the engine keeps {wanted} of {adapter.dtype}"
+            )
+    return loaded[index]
+
+
+def _moved(adapter: EngineAdapter, layer: int, segment: Segment, keys: Tensor) -> Tensor:
+    rope = adapter.rope[layer]
+    if rope is None or segment.src_pos == segment.start:
+        return keys
+    new = torch.arange(segment.start, segment.end, device=keys.device)
+    old = None
+    if segment.src_pos != UNROTATED:
+        old = new - segment.start + segment.src_pos
+    return rerotate(keys, old, new, rope)

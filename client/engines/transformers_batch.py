@@ -1,0 +1,112 @@
+"""Batches of prompts padded on the left: taken apart, and their caches put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig
+
+from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
+from kvstore.proto.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt of a batch *width* tokens wide, and which tokens end what is generated."""
+
+    number: int
+    width: int
+    prompt: Sequence[int]
+    stored_tokens: int
+    ends: frozenset[int]
+
+    @property
+    def first(self) -> int:
+        """The place of the prompt's first token."""
+        return self.width - len(self.prompt)
+
+    def until_end(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the *tokens* of the row up to what ended it: padding comes after that."""
+        for place in range(len(self.prompt), len(tokens)):
+            if tokens[place] in self.ends:
+                return tokens[:place]
+        return tokens
+
+
+def ends_of(settings: GenerationConfig) -> frozenset[int]:
+    """Return the tokens after which a prompt is not generated further."""
+    ends: Any = settings.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset(map(int, ends if isinstance(ends, list) else torch.as_tensor(ends).view(-1)))
+
+
+def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """Return the tokens of each prompt of *input_ids*, (prompts, tokens), without the padding.
+
+    Raises InvalidRequestError for padding that is not on the left, and for empty prompts.
+    """
+    if input_ids.ndim != 2 or not input_ids.numel():
+        fix = "give prompts of (prompts, tokens)"
+        raise InvalidRequestError("input_ids", tuple(input_ids.shape), fix)
+    if mask is None:
+        return input_ids.tolist()  # type: ignore[no-any-return]
+    if mask.shape != input_ids.shape:
+        raise InvalidRequestError(
+            "attention_mask", tuple(mask.shape), f"give {tuple(input_ids.shape)}"
+        )
+    kept = mask.to(torch.bool)
+    counts = kept.sum(1).tolist()
+    for row, count in enumerate(counts):
+        if not count or not bool(kept[row, -count:].all()):
+            fix = "a row is zeros, then ones: pad on the left"
+            raise InvalidRequestError("attention_mask", f"row {row}", fix)
+    return [ids[-count:].tolist() for ids, count in zip(input_ids, counts, strict=True)]
+
+
+def mask_of(input_ids: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Return the attention mask of a batch."""
+    mask = torch.ones_like(input_ids)
+    for row in rows:
+        mask[row.number, : row.first] = 0
+    return mask
+
+
+def joined(caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig) -> DynamicCache:
+    """Return one cache of all prompts, those with fewer tokens padded on the left with zeros.
+
+    All of a prompt but its last token is in its cache, so the longest says how wide they are.
+    """
+    whole = DynamicCache(config=config)
+    width = max(int(cache.get_seq_length(shape.tokens[0].layer)) for cache in caches)
+    for tokens in shape.tokens:
+        layers: list[Any] = [cache.layers[tokens.layer] for cache in caches]
+        held = min(width, tokens.window - 1) if tokens.window else width
+        keys, values = (
+            torch.cat([_padded(getattr(layer, name), tokens, held, index) for layer in layers])
+            for index, name in enumerate(("keys", "values"))
+        )
+        target: Any = whole.layers[tokens.layer]
+        target.lazy_initialization(keys, values)
+        target.keys, target.values = keys, values
+        if tokens.window:
+            target.cumulative_length = width
+    for state in shape.states:
+        layers = [cache.layers[state.layer] for cache in caches]
+        for piece in state.pieces:
+            tensor = torch.cat([getattr(layer, piece.states)[piece.number] for layer in layers])
+            target = whole.layers[state.layer]
+            target.lazy_initialization(**{piece.states: tensor, "state_idx": piece.number})
+            getattr(target, piece.states)[piece.number].copy_(tensor)
+            target.has_previous_state[piece.number] = True
+    return whole
+
+
+def _padded(part: torch.Tensor | None, shape: TokenShape, held: int, index: int) -> torch.Tensor:
+    if part is None or not part.numel():  # a prompt of one token has nothing in its cache
+        return torch.zeros((1, shape.kv_heads, held, shape.dims[index]), dtype=shape.dtype)
+    return pad(part, (0, 0, held - part.shape[2], 0))

@@ -1,0 +1,115 @@
+"""Where a prompt's prefill pauses, so that what is of the end of a prefix can be taken there.
+
+A recurrent state is that of the last token, so it can be stored only while the model stands
+there. As Marconi has it (Pan et al., MLSys 2025, section 4.2), two places of a prompt are worth
+it: where it leaves what others asked, which the server knows, and where it ends. Both are ends
+of chunks; so is every chunk_tokens-th token of what is generated, of which the last is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, StoppingCriteria
+
+from kvstore.client.engines.base import Span
+from kvstore.client.engines.transformers_cache import CacheShape, forward, probe_ids
+from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
+from kvstore.proto.errors import RepresentationError
+from kvstore.proto.types import MIN_CHUNK_TOKENS, Representation
+
+MAX_SNAPSHOTS = 4096
+"""Of models that keep windows alone, which need one every so many tokens."""
+
+
+def pauses(shape: CacheShape, span: Span, shared_tokens: int, chunk_tokens: int) -> list[int]:
+    """Return after which tokens of a prompt to pause, ascending.
+
+    *span*: the tokens that are in the cache already, and those of the prompt, the last of which
+    is left to generate from. *shared_tokens*: how far others went the same way.
+    """
+    start, stop = span
+    ends = {(stop - 1) // chunk_tokens * chunk_tokens, shared_tokens // chunk_tokens * chunk_tokens}
+    wanted = {place for end in ends for place in (end, *_straddled(shape, end, chunk_tokens))}
+    if not shape.keeps_all:
+        step = max(chunk_tokens, shape.shortest_window // chunk_tokens * chunk_tokens)
+        wanted.update(range(start // chunk_tokens * chunk_tokens + step, stop, step))
+    return sorted(place for place in wanted if start < place < stop)
+
+
+def _straddled(shape: CacheShape, end: int, chunk_tokens: int) -> Iterator[int]:
+    """Yield the ends of chunks that a window before *end* reaches into and does not cover."""
+    for kept in {layer.window - 1 for layer in shape.tokens if layer.window}:
+        first = end - kept
+        if first > 0 and first % chunk_tokens:
+            yield (first // chunk_tokens + 1) * chunk_tokens
+
+
+def prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: Cache,
+    shape: CacheShape,
+    places: Sequence[int],
+) -> list[Snapshot]:
+    """Run *model* over *input_ids*, (1, tokens), from the end of *cache* to the last of *places*.
+
+    Return what the cache has of its end at each.
+    """
+    snapshots = []
+    start = length(cache, shape) if places else 0
+    for place in places:
+        forward(model, input_ids[:, start:place], cache)
+        snapshots.append(Snapshot.of(cache, shape))
+        start = place
+    return snapshots
+
+
+def continues(model: PreTrainedModel, shape: CacheShape, representation: Representation) -> None:
+    """Raise RepresentationError unless *model* goes on from a prefix that was stored and loaded
+    as it would have gone on by itself.
+    """
+    ids = probe_ids(model)
+    span = (0, MIN_CHUNK_TOKENS)
+    whole = forward(model, ids, DynamicCache(config=model.config))
+    first, again = (DynamicCache(config=model.config) for _ in range(2))
+    forward(model, ids[:, : span[1]], first)
+    source = EndSource(representation, shape, first, [Snapshot.of(first, shape)])
+    room = PrefixRoom(shape, [span], model.device)
+    pairs = zip(room.chunk(0, source.layout(span)), source.tensors(span), strict=True)
+    for places, tensors in pairs:
+        for to, parts in zip(places, tensors, strict=True):
+            for place, part in zip(to, parts, strict=True):
+                place.copy_(part)  # type: ignore[union-attr, arg-type]
+    room.move_into(again, span[1])
+    error = float((forward(model, ids[:, span[1] :], again) - whole).abs().max())
+    bound = math.sqrt(torch.finfo(whole.dtype).eps) * float(whole.abs().max())
+    if not error <= bound:
+        fix = f"behind a stored prefix it is {error:.2g} off, more than the {bound:.2g} of rounding"
+        raise RepresentationError("model", type(model).__name__, fix)
+
+
+class Watch(StoppingCriteria):  # type: ignore[misc]
+    """Takes snapshots while a model generates, at ends of chunks; stops nothing.
+
+    Each has the windows of its chunk alone. As many are kept as the longest window reaches over,
+    or all of them for models that keep windows alone.
+    """
+
+    def __init__(self, cache: Cache, shape: CacheShape, chunk_tokens: int) -> None:
+        self.snapshots: list[Snapshot] = []
+        self._cache = cache
+        self._shape = shape
+        self._step = chunk_tokens
+        longest = max((layer.window - 1 for layer in shape.tokens if layer.window), default=1)
+        self._limit = -(-longest // chunk_tokens) if shape.keeps_all else MAX_SNAPSHOTS
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Look at the cache behind *input_ids*, (1, tokens), the last of which is not in it."""
+        if length(self._cache, self._shape) % self._step == 0:
+            taken = Snapshot.of(self._cache, self._shape, self._step)
+            self.snapshots = [*self.snapshots, taken][-self._limit :]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

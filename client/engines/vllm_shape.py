@@ -1,0 +1,233 @@
+"""The shape of what a vLLM engine keeps: its layers by kind, and how block tables name blocks.
+
+Works on vLLM's VllmConfig and KVCacheConfig by their fields, without importing vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvstore.proto.errors import RepresentationError
+from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
+
+_PLAIN_CACHE = ("auto", "float16", "bfloat16", "float32")
+_UNSHARDED = ("decode_context_parallel_size", "prefill_context_parallel_size")
+_KINDS = {
+    "FullAttentionSpec": LayerKind.attention,
+    "SlidingWindowSpec": LayerKind.window,
+    "MLAAttentionSpec": LayerKind.mla,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLayer:
+    """A layer that keeps KV: vLLM's name of it, its number in the model, and which of a
+    request's block tables is its."""
+
+    name: str
+    number: int
+    table: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """Layers that keep KV of one kind and shape; ``kv_heads`` are those of one rank.
+
+    ``window_tokens`` are those of whole blocks, and one: a block that is only partly loaded
+    would be taken for a whole one by vLLM's own cache.
+    """
+
+    kind: LayerKind
+    dtype: DType
+    kv_heads: int
+    head_dim: int
+    window_tokens: int
+    layers: tuple[KeptLayer, ...]
+    model_kv_heads: int = 0
+    """Those of all ranks; 0: the same."""
+    model_layers: int = 0
+    """Layers of all pipeline stages, which are all alike; 0: there is one stage."""
+
+    @property
+    def layer_group(self) -> LayerGroup:
+        """The same of the whole model, as part of a Representation."""
+        numbers = tuple(range(self.model_layers)) or tuple(layer.number for layer in self.layers)
+        heads = self.model_kv_heads or self.kv_heads
+        return LayerGroup(self.kind, self.dtype, numbers, heads, self.head_dim, self.window_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What one rank of an engine keeps. Every block has ``block_tokens`` tokens.
+
+    ``groups``: in the order of the Representation's. ``ranks``: those of tensor parallelism,
+    ``stages``: of pipeline parallelism.
+    """
+
+    groups: tuple[KeptGroup, ...]
+    block_tokens: int
+    ranks: int = 1
+    stages: int = 1
+    continues: bool = True
+    """Whether a prefill can go on from a prefix; else all but a prompt's last token has to be."""
+
+    @property
+    def own_layers(self) -> tuple[int, int] | None:
+        """The span of the model's layers that this stage has; None: all."""
+        if self.stages == 1:
+            return None
+        numbers = [layer.number for group in self.groups for layer in group.layers]
+        return min(numbers), max(numbers) + 1
+
+    @property
+    def tables(self) -> int:
+        """How many block tables a request has: vLLM's KV cache groups."""
+        return 1 + max(layer.table for group in self.groups for layer in group.layers)
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether layers keep something of a prefix's end only, so that half of one is none."""
+        return any(group.kind in END_KINDS for group in self.groups)
+
+    def kept_blocks(self, group: KeptGroup, chunk_blocks: int) -> int:
+        """Return how many of a chunk's *chunk_blocks* blocks, the last ones, *group* keeps."""
+        if group.kind is not LayerKind.window:
+            return chunk_blocks
+        return min(chunk_blocks, (group.window_tokens - 1) // self.block_tokens)
+
+
+def shape_of(config: Any, cache: Any) -> EngineShape:
+    """Return the shape of what the engine of *config* keeps in *cache*.
+
+    *config*: vLLM's VllmConfig, *cache* its KVCacheConfig. Raises RepresentationError naming
+    what cannot be stored.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    if model.is_encoder_decoder:
+        raise RepresentationError("is_encoder_decoder", True, "cross-attention is not stored")
+    if config.cache_config.cache_dtype not in _PLAIN_CACHE:
+        raise RepresentationError(
+            "kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are not stored"
+        )
+    for name in _UNSHARDED:
+        if getattr(parallel, name, 1) != 1:
+            raise RepresentationError(name, getattr(parallel, name), "only 1 is stored")
+    names = [name for group in cache.kv_cache_groups for name in group.layer_names]
+    layers = model.get_total_num_hidden_layers()
+    stages = parallel.pipeline_parallel_size
+    if len(names) != layers and stages == 1:
+        raise RepresentationError(
+            "layers", len(names), f"the model has {layers}; draft and shared layers are not stored"
+        )
+    block_tokens = _block_tokens(cache)
+    groups = _merged([one for at in range(len(cache.kv_cache_groups)) for one in _kept(cache, at)])
+    if stages > 1:
+        groups = (_of_all_stages(groups, layers, stages),)
+    elif groups[0].layers[0].number:
+        raise RepresentationError("layers", names[:4], "one number a layer, from 0 on")
+    ranks = parallel.tensor_parallel_size
+    if ranks > 1:
+        total = int(model.get_total_num_kv_heads())
+        groups = tuple(_of_all_ranks(group, total, ranks) for group in groups)
+    # vLLM's latent attention on CPUs prefills from nothing only, and says so by this setting.
+    is_latent = any(group.kind is LayerKind.mla for group in groups)
+    continues = not is_latent or bool(config.scheduler_config.enable_chunked_prefill)
+    return EngineShape(groups, block_tokens, ranks, stages, continues)
+
+
+def _of_all_stages(groups: Sequence[KeptGroup], layers: int, stages: int) -> KeptGroup:
+    """Return the one group of a stage, as one of the model's *layers*.
+
+    Nobody tells a stage what the others keep, so all layers have to be alike.
+    """
+    group = groups[0]
+    is_alike = len(groups) == 1 and group.kind not in END_KINDS
+    if not is_alike or group.layers[-1].number >= layers:
+        fix = "stages of models whose layers are all alike are stored, without draft layers"
+        raise RepresentationError("pipeline_parallel_size", stages, fix)
+    return replace(group, model_layers=layers)
+
+
+def _of_all_ranks(group: KeptGroup, total: int, ranks: int) -> KeptGroup:
+    """Return *group* with the model's KV heads, of which the ranks have equal shares or copies."""
+    if group.kind is LayerKind.mla:
+        return group  # a latent is every rank's
+    is_even = not (total % ranks and ranks % total)
+    if not is_even or group.kv_heads != max(1, total // ranks):
+        fix = f"a rank of {ranks} has {max(1, total // ranks)} of the model's {total}"
+        raise RepresentationError("num_kv_heads", group.kv_heads, fix)
+    return replace(group, model_kv_heads=total)
+
+
+def _block_tokens(cache: Any) -> int:
+    sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
+    if len(sizes) != 1:
+        raise RepresentationError("block_size", sizes, "blocks of all layers need as many tokens")
+    return int(sizes[0])
+
+
+def _kept(cache: Any, table: int) -> list[KeptGroup]:
+    """Return what each layer of one of vLLM's groups keeps, a group for each."""
+    group = cache.kv_cache_groups[table]
+    spec = group.kv_cache_spec
+    kind = _kind(spec)
+    numbered = [(numbers_in(name), name) for name in group.layer_names]
+    if any(len(numbers) != 1 for numbers, _ in numbered):
+        raise RepresentationError("layers", group.layer_names[:4], "one number in a layer's name")
+    dtype = DType.parse(str(spec.dtype))
+    window = _whole_blocks(spec) + 1 if kind is LayerKind.window else 0
+    return [
+        KeptGroup(
+            kind, dtype, spec.num_kv_heads, spec.head_size, window,
+            (KeptLayer(name, number, table),),
+        )
+        for (number,), name in numbered
+    ]  # fmt: skip
+
+
+def _kind(spec: Any) -> LayerKind:
+    """Return the kind of what *spec* describes. Raises RepresentationError for what has none."""
+    name = type(spec).__name__
+    if name not in _KINDS:
+        fix = f"{', '.join(_KINDS)} are stored"
+        raise RepresentationError("kv_cache_spec", name, fix)
+    if getattr(spec, "non_causal", False):
+        raise RepresentationError("non_causal", True, "its KV depends on what comes later")
+    kind = _KINDS[name]
+    value_dims = (None, 0) if kind is LayerKind.mla else (None, spec.head_size)
+    packed = (
+        getattr(spec, "num_head_slots", None) is not None
+        or getattr(spec, "tokens_per_state", 1) != 1
+        or getattr(spec, "head_size_v", None) not in value_dims
+        or getattr(spec, "model_version", None) is not None
+        or getattr(spec, "cache_dtype_str", None) not in (None, *_PLAIN_CACHE)
+    )
+    if packed:
+        raise RepresentationError("kv_cache_spec", "packed", "only plain K and V are stored")
+    return kind
+
+
+def _whole_blocks(spec: Any) -> int:
+    """Return the tokens of the blocks that the next token of a sliding window looks back into."""
+    return max(1, -(-(int(spec.sliding_window) - 1) // spec.block_size)) * int(spec.block_size)
+
+
+def _merged(kept: Sequence[KeptGroup]) -> tuple[KeptGroup, ...]:
+    """Return groups of all layers of a kind and shape, ordered by their first layers' numbers."""
+    layers = sorted((layer for one in kept for layer in one.layers), key=lambda one: one.number)
+    first = layers[0].number
+    if [layer.number for layer in layers] != list(range(first, first + len(layers))):
+        names = [layer.name for layer in layers][:4]
+        raise RepresentationError("layers", names, "one number a layer, and none left out")
+    alike: dict[KeptGroup, list[KeptLayer]] = {}
+    for one in sorted(kept, key=lambda one: one.layers[0].number):
+        alike.setdefault(replace(one, layers=()), []).extend(one.layers)
+    return tuple(replace(shape, layers=tuple(found)) for shape, found in alike.items())
+
+
+def numbers_in(name: str) -> list[int]:
+    """Return the numbers in a layer's name, as vLLM gives them."""
+    return [int(number) for number in re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)]

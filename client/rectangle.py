@@ -1,0 +1,137 @@
+"""A Rectangle: the layers and KV heads that one rank of a parallel engine has of a model."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvstore.client.chunk import Chunk, check_dtypes
+from kvstore.client.tensors import to_arrays
+from kvstore.codecs.base import AnyTensors, check_tensors
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.portion import Extent, Portion
+from kvstore.proto.types import (
+    END_KINDS,
+    Component,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Representation,
+)
+
+Span: TypeAlias = tuple[int, int]
+"""The first number, and the one after the last."""
+
+_WHOLE_KINDS = (LayerKind.mla, LayerKind.state)
+"""Kinds that a single span of heads says nothing of: a latent or state has one row for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """What a rank has, in the model's own numbers; the default is everything.
+
+    ``layers``: a span of the model's layer numbers. ``kv_heads``: a span for each layer group, or
+    one for all groups with heads. A client's representation stays that of the whole model:
+    chunks that any ranks put are read by any others.
+    """
+
+    layers: Span | None = None
+    kv_heads: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, span in (("layers", self.layers), *(("kv_heads", one) for one in self.kv_heads)):
+            if span is not None and not 0 <= span[0] < span[1]:
+                raise InvalidRequestError(name, span, "give the first, and one after the last")
+
+    @classmethod
+    def of_rank(
+        cls, representation: Representation, rank: int, ranks: int, layers: Span | None = None
+    ) -> Rectangle:
+        """Return what tensor-parallel *rank* of *ranks* has, of the pipeline stage of *layers*.
+
+        Heads are split as evenly as they go; with more ranks than heads several have the same.
+        """
+        if not 0 <= rank < ranks:
+            raise InvalidRequestError("rank", rank, f"0 to {ranks - 1}")
+        return cls(
+            layers, tuple(_share(g.kv_heads, rank, ranks) for g in representation.layer_groups)
+        )
+
+    def portion(self, representation: Representation, layout: KVLayout) -> Portion:
+        """Return which portion it is of a chunk of *layout*.
+
+        Raises LayoutMismatchError when it reaches outside the model, or has nothing of it.
+        """
+        groups = representation.layer_groups
+        if len(self.kv_heads) not in (0, 1, len(groups)):
+            raise LayoutMismatchError(
+                "kv_heads", len(self.kv_heads), f"give one span, or {len(groups)}"
+            )
+        there = [(number, group) for number, group in enumerate(groups) if layout.has(group.kind)]
+        pairs = zip(there, layout.components, strict=True)
+        return Portion(
+            layout,
+            tuple(self._extent(number, group, component) for (number, group), component in pairs),
+        )
+
+    def whole(self, representation: Representation, chunk: Chunk) -> KVLayout:
+        """Return the layout of the chunk that the rank's *chunk* is part of.
+
+        Its own, where it states one; else by the tokens of the first layers that have all of a
+        chunk's. Raises LayoutMismatchError.
+        """
+        if chunk.layout is not None:
+            return chunk.layout
+        number = 0
+        for group in representation.layer_groups:
+            if not any(map(self._has, group.layer_ids)):
+                continue
+            if group.kind not in END_KINDS:
+                return KVLayout.of(representation, tokens_of(chunk, number))
+            number += 1
+        fix = "say which: without attention the tensors do not tell"
+        raise LayoutMismatchError("layout", None, fix)
+
+    def arrays(self, representation: Representation, chunk: Chunk) -> tuple[Portion, AnyTensors]:
+        """Return what of its chunk the rank's *chunk* is, and its tensors as arrays.
+
+        Raises LayoutMismatchError when they are not what rectangle and *representation* state.
+        """
+        portion = self.portion(representation, self.whole(representation, chunk))
+        arrays = to_arrays(chunk.tensors)
+        for component, layers in zip(portion.layout.components, chunk.tensors, strict=False):
+            for parts in layers:
+                check_dtypes(component, parts)
+        check_tensors(portion.layout, arrays)
+        return portion, arrays
+
+    def _has(self, layer: int) -> bool:
+        return self.layers is None or self.layers[0] <= layer < self.layers[1]
+
+    def _extent(self, number: int, group: LayerGroup, component: Component) -> Extent | None:
+        first, stop = 0, len(group.layer_ids)
+        if self.layers is not None:
+            first, stop = (bisect_left(group.layer_ids, at) for at in self.layers)
+        if first == stop:
+            return None
+        heads = (0, component.kv_heads)
+        if len(self.kv_heads) > 1 or (self.kv_heads and group.kind not in _WHOLE_KINDS):
+            heads = self.kv_heads[number if len(self.kv_heads) > 1 else 0]
+        return Extent(first, stop, *heads)
+
+
+def tokens_of(chunk: Chunk, component: int) -> int:
+    """Return how many tokens the tensors of one component have. Raises LayoutMismatchError."""
+    try:
+        return int(chunk.tensors[component][0][0].shape[1])
+    except (AttributeError, IndexError, TypeError):
+        raise LayoutMismatchError(
+            "tensors", type(chunk.tensors).__name__,
+            "give components, layers, parts of (kv_heads, tokens, head_dim)",
+        ) from None  # fmt: skip
+
+
+def _share(count: int, rank: int, ranks: int) -> Span:
+    first = rank * count // ranks
+    return first, max(first + 1, (rank + 1) * count // ranks)

@@ -1,0 +1,230 @@
+"""Resolving: a Client's calls for blending, and what it was told, under a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+from kvstore.client.caller import Caller
+from kvstore.client.layers import Layer, LayerReader
+from kvstore.client.reader import given
+from kvstore.client.tensors import LayerTensors
+from kvstore.client.transport import Transport
+from kvstore.proto import blend_wire
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import (
+    GateView,
+    NamedChunk,
+    NamedSegment,
+    Resolution,
+    ResolvedSegment,
+    SegmentRange,
+    Variant,
+    check_tag,
+    name_segments,
+)
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, RepresentationError
+from kvstore.proto.frame import FrameHeader
+from kvstore.proto.plan_wire import engine_to_message
+from kvstore.proto.plans import EngineTerms, PrefillModel
+from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.wire import fidelity_number
+
+
+@dataclass(frozen=True, slots=True)
+class ResolveTerms:
+    """How a prompt is resolved. ``tag``: what kind of prompt it is; gates are one for each.
+
+    ``is_trial``: the engine answers from a full prefill and blends beside it; such a request is
+    let through a closed gate. ``max_variants`` of a chunk, 0: all, 5 at most. ``prefill``: with
+    it, what is no faster to load and repair is left out. ``extra``: cache salt and multimodal
+    hashes, as for ``keys``. Raises InvalidRequestError.
+    """
+
+    tag: str = ""
+    is_trial: bool = False
+    min_fidelity: Fidelity = Fidelity.exact
+    max_variants: int = 0
+    prefill: PrefillModel | None = None
+    extra: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_tag(self.tag)
+        if self.max_variants < 0:
+            raise InvalidRequestError("max_variants", self.max_variants, "a count, or 0")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundChunk:
+    """A chunk of the prompt and the best there is in its stead."""
+
+    asked: NamedChunk
+    best: Variant
+    is_exact: bool
+    priority: bytes
+    ratio: float
+
+
+class Resolved:
+    """What there is of a prompt's segments; leave the ``with`` to release it.
+
+    ``asked`` are the segments of the whole prompt, those between the ranges that were given
+    included; ``found.segments`` has one for each. ``prompt_tokens`` counts the prompt.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[NamedSegment],
+        found: Resolution,
+        client: Resolving,
+        terms: ResolveTerms,
+    ) -> None:
+        self.asked = tuple(asked)
+        self.found = found
+        self.terms = terms
+        self.prompt_tokens = asked[-1].stop if asked else 0
+        self._client = client
+        self._is_released = not found.lease_id
+
+    def chunks(self) -> Iterator[FoundChunk]:
+        """Yield the chunks that something is there of, in order."""
+        segments: Iterator[tuple[NamedSegment, ResolvedSegment]]
+        segments = zip(self.asked, self.found.segments, strict=True)
+        for asked, told in segments:
+            for chunk, one in zip(asked.chunks, told.chunks, strict=True):
+                if one.variants:
+                    yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, told.ratio)
+
+    def layers(
+        self, chunks: Sequence[FoundChunk], out: Sequence[LayerTensors] | None = None
+    ) -> Generator[Layer, None, None]:
+        """Read *chunks* layer by layer as ``Client.get_layers`` does, under this lease.
+
+        A frame that is not of the tokens or the position that were promised ends them, as one
+        that is lost does. Raises LeaseExpiredError after the release or past the lease's time.
+        """
+        return self._client._resolved_layers(self, chunks, out)
+
+    def release(self) -> None:
+        """End the lease. Idempotent."""
+        if not self._is_released:
+            self._is_released = True
+            self._client._release_lease(self.found.lease_id)
+
+    def __enter__(self) -> Resolved:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Resolving(Caller):
+    """Segments that are no prefixes. Thread-safe."""
+
+    def name_segments(
+        self, tokens: Sequence[int], ranges: Sequence[SegmentRange], extra: Sequence[bytes] = ()
+    ) -> list[NamedSegment]:
+        """Cut and name a prompt as ``resolve`` does: what is to be found later is put like this."""
+        return name_segments(tokens, ranges, self.options.chunk_tokens, extra)
+
+    def resolve(
+        self,
+        tokens: Sequence[int],
+        ranges: Sequence[SegmentRange],
+        terms: ResolveTerms | None = None,
+    ) -> Resolved:
+        """Ask what there is of a prompt whose documents, messages or tools' answers are *ranges*.
+
+        Chunks that are here as this very prompt has them are exact; for others of *ranges* that
+        are approximate, chunks with the same tokens from other prompts are named, if the gate of
+        this model and tag is open. One round trip; what is named is kept from eviction until
+        the answer is released. Only digests are sent. Raises RepresentationError when the server
+        turns keys by other rope parameters.
+        """
+        terms = terms or ResolveTerms()
+        asked = self.name_segments(tokens, ranges, terms.extra)
+        engine = EngineTerms(terms.prefill, len(tokens)) if terms.prefill is not None else None
+        request = pb.ResolveRequest(
+            segments=blend_wire.segments_to_messages(asked),
+            tag=terms.tag,
+            trial=terms.is_trial,
+            deadline_ms=self.options.deadline_ms,
+            min_fidelity=fidelity_number(terms.min_fidelity),
+            max_variants=terms.max_variants,
+            prefill=engine_to_message(engine),
+        )
+
+        def work(transport: Transport) -> Resolution:
+            request.session_id = transport.session.terms.session_id
+            reply = transport.calls.call(
+                "Resolve", request, self.options.deadline_ms, pb.ResolveResponse
+            )
+            return blend_wire.resolution_from_message(reply, asked)
+
+        found = self._with_session(work)
+        resolved = Resolved(asked, found, self, terms)
+        if found.rope != self.representation.rope:
+            resolved.release()
+            raise RepresentationError("rope", found.rope, f"ours is {self.representation.rope}")
+        return resolved
+
+    def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
+        """Tell the server what one blended request was worth; see ``client/blend/gate.py``.
+
+        Return the gate as it is then. Raises InvalidRequestError that names what cannot be.
+        """
+
+        def work(transport: Transport) -> GateView:
+            report.session_id = transport.session.terms.session_id
+            reply = transport.calls.call(
+                "ReportReuse", report, self.options.deadline_ms, pb.ReportReuseResponse
+            )
+            return blend_wire.gate_from_message(reply.gate)
+
+        return self._with_session(work)
+
+    def _resolved_layers(
+        self,
+        resolved: Resolved,
+        chunks: Sequence[FoundChunk],
+        out: Sequence[LayerTensors] | None,
+    ) -> Generator[Layer, None, None]:
+        digests = [one.best.digest for one in chunks]
+        keys = [ChunkKey(self.namespace + digest) for digest in digests]
+        lease_id, least = resolved.found.lease_id, resolved.terms.min_fidelity
+        transport = self._connected()
+        with transport.get_layers(digests, lease_id, self.options.deadline_ms, least) as feed:
+            reading = LayerReader(self._reader, transport.session, keys, feed, given(out))
+            reading.accepts = partial(_is_promised, chunks)
+            with closing(reading.layers()) as layers:
+                yield from layers
+        if reading.broken is not None:
+            self._quarantine(transport, reading.broken)
+
+    def _release_lease(self, lease_id: int) -> None:
+        try:
+            transport = self._connected()
+            request = pb.ReleaseRequest(
+                session_id=transport.session.terms.session_id, lease_ids=[lease_id]
+            )
+            transport.calls.call("Release", request, self.options.deadline_ms, pb.ReleaseResponse)
+        except KVStoreError:
+            return  # it ends with its session or its time
+
+
+def _is_promised(chunks: Sequence[FoundChunk], place: int, header: FrameHeader) -> bool:
+    """Whether a frame holds the tokens that were asked for, computed where the server says."""
+    one = chunks[place]
+    if header.layout.tokens != one.asked.tokens:
+        return False
+    if one.is_exact:  # its chain digest names the tokens
+        return True
+    return header.content == one.asked.content and header.position == one.best.position

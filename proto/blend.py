@@ -1,0 +1,265 @@
+"""What blending speaks of: segments of a prompt, what stands in for them, what it was worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
+from kvstore.proto.types import (
+    DEFAULT_CHUNK_TOKENS,
+    DIGEST_BYTES,
+    MAX_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
+    ROOT,
+    ChainDigest,
+    Fidelity,
+    RopeParameters,
+)
+
+MAX_SEGMENTS = 256
+"""Of one prompt, those between the named ones included."""
+MAX_TAG_CHARS = 64
+UNKNOWN = -1.0
+"""A number that nobody has measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRange:
+    """Tokens *start* to *stop*, the last not included, of a prompt: one document, one message.
+
+    With ``approximate`` KV of the same tokens behind others will do. Raises InvalidRequestError.
+    """
+
+    start: int
+    stop: int
+    approximate: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop < 1 << 32:
+            raise InvalidRequestError("segment", (self.start, self.stop), "start below stop")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChunk:
+    """One chunk of a segment: its tokens in the prompt, and the names they have."""
+
+    start: int
+    stop: int
+    digest: ChainDigest
+    parent: ChainDigest
+    content: bytes
+
+    @property
+    def tokens(self) -> int:
+        """How many it has."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSegment:
+    """A stretch of a prompt, cut and named. What is left over at its end is in no chunk."""
+
+    start: int
+    stop: int
+    chunks: tuple[NamedChunk, ...]
+    approximate: bool
+
+
+def name_segments(
+    tokens: Sequence[int],
+    ranges: Sequence[SegmentRange],
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    extra: Sequence[bytes] = (),
+) -> list[NamedSegment]:
+    """Cut a prompt into segments and these into chunks; what lies between *ranges* is one, too.
+
+    Chunks begin anew at the start of each segment, so that the same document is always cut alike.
+    A last one below 16 tokens joins the one before it, and is nobody's where that has no room or
+    there is none; chain digests go on over it. *extra* enters the first chain digest, and every
+    content digest. Raises InvalidRequestError for ranges that are not in order or past the end.
+    """
+    if not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        fix = f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
+        raise InvalidRequestError("chunk_tokens", chunk_tokens, fix)
+    data = memoryview(tokens_le32(tokens))
+    found: list[NamedSegment] = []
+    parent = ROOT
+    for one in _tiles(len(data) // 4, ranges):
+        chunks = []
+        for start, stop in _cuts(one.start, one.stop, chunk_tokens):
+            piece = data[4 * start : 4 * stop]
+            digest = chain_digest(parent, piece, extra if parent == ROOT else ())
+            if stop - start >= MIN_CHUNK_TOKENS:
+                content = content_digest(piece, extra)
+                chunks.append(NamedChunk(start, stop, digest, parent, content))
+            parent = digest
+        found.append(NamedSegment(one.start, one.stop, tuple(chunks), one.approximate))
+    return found
+
+
+def _tiles(count: int, ranges: Sequence[SegmentRange]) -> list[SegmentRange]:
+    """Return *ranges* with those between them, over the whole prompt."""
+    tiles, at = [], 0
+    for one in ranges:
+        if one.start < at or one.stop > count:
+            wrong = (one.start, one.stop)
+            raise InvalidRequestError("segments", wrong, f"in order, apart, and up to {count}")
+        if one.start > at:
+            tiles.append(SegmentRange(at, one.start, approximate=False))
+        tiles.append(one)
+        at = one.stop
+    if at < count:
+        tiles.append(SegmentRange(at, count, approximate=False))
+    if len(tiles) > MAX_SEGMENTS:
+        raise InvalidRequestError("segments", len(tiles), f"at most {MAX_SEGMENTS}")
+    return tiles
+
+
+def _cuts(start: int, stop: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """Cut one segment. Only the last cut may be below 16 tokens."""
+    cuts = [(at, min(at + chunk_tokens, stop)) for at in range(start, stop, chunk_tokens)]
+    if len(cuts) > 1 and stop - cuts[-1][0] < MIN_CHUNK_TOKENS:
+        joined = cuts[-2][0]
+        if stop - joined <= MAX_CHUNK_TOKENS:
+            cuts[-2:] = [(joined, stop)]
+    return cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A chunk with the tokens that were asked for, as it was computed in one prompt.
+
+    ``parent`` is the chain digest of what it was computed behind, ``position`` the place of its
+    first token then. ``context_impact``, ``overlap`` and ``fix_overhead`` are Cache-Craft's CCI,
+    beta' and CFO for the prompt that asked. Numbers that nobody measured are -1.
+    """
+
+    digest: ChainDigest
+    parent: ChainDigest
+    position: int
+    tier: str
+    load_ms: float
+    size_bytes: int
+    fidelity: Fidelity
+    context_impact: float = UNKNOWN
+    overlap: float = UNKNOWN
+    fix_overhead: float = UNKNOWN
+    deviation: float = UNKNOWN
+    reports: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedChunk:
+    """What there is of one chunk. ``is_exact``: the KV of this very prompt, the only variant.
+
+    ``priority`` has a byte for each token, the larger the more it is worth recomputing; empty
+    when nobody has reported on these tokens.
+    """
+
+    is_exact: bool = False
+    variants: tuple[Variant, ...] = ()
+    priority: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSegment:
+    """What there is of one segment; ``ratio``: the share of its variants' tokens to recompute.
+
+    ``load_ms`` is that of what is named, the best variants; ``recompute_ms`` what the engine
+    takes to compute all of it, -1 when it did not say how fast it is.
+    """
+
+    chunks: tuple[ResolvedChunk, ...]
+    ratio: float
+    load_ms: float
+    recompute_ms: float = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class GateView:
+    """A gate as a client sees it: whether KV of other prompts is given out, and why."""
+
+    is_open: bool
+    ratio: float
+    agreement: float = UNKNOWN
+    divergence: float = UNKNOWN
+    shadows: int = 0
+    why: str = ""
+    is_calibrated: bool = False
+    speedup: float = UNKNOWN
+    tag: str = ""
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The answer to a Resolve: a segment for each that was asked for, all of it under a lease.
+
+    ``exact_prefix`` counts the chunks from the prompt's first on that are there as they were.
+    ``layer_order``: layers by the model's numbers, as gets bring them. ``is_shadow``: compare
+    this one with a full prefill, and report. ``lease_id`` is 0 when nothing is there.
+    """
+
+    segments: tuple[ResolvedSegment, ...]
+    exact_prefix: int
+    gate: GateView
+    layer_order: tuple[int, ...]
+    rope: RopeParameters
+    is_shadow: bool = False
+    lease_id: int = 0
+    lease_ttl_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMass:
+    """Attention that a chunk's tokens paid to a chunk before it, in the variant's own prompt.
+
+    ``mass``: weights summed over the chunk's tokens, mean over heads and layers.
+    """
+
+    content: bytes
+    tokens: int
+    mass: float
+
+    def __post_init__(self) -> None:
+        if len(self.content) != DIGEST_BYTES:
+            raise InvalidRequestError("context.content", self.content, f"give {DIGEST_BYTES} bytes")
+        if not 1 <= self.tokens <= MAX_CHUNK_TOKENS:
+            fix = f"use 1 to {MAX_CHUNK_TOKENS}"
+            raise InvalidRequestError("context.tokens", self.tokens, fix)
+        check_number("context.mass", self.mass)
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowResult:
+    """Blended against fully computed: mean KL(full || blended) a token in nats, the share of
+    tokens whose most likely one is the same, and over how many tokens.
+    """
+
+    divergence: float
+    agreement: float
+    tokens: int
+
+    def __post_init__(self) -> None:
+        check_number("shadow.divergence", self.divergence, 1e6)
+        check_number("shadow.agreement", self.agreement, 1.0)
+        if not 1 <= self.tokens < 1 << 32:
+            raise InvalidRequestError("shadow.tokens", self.tokens, "at least one")
+
+
+def check_number(field: str, value: float, top: float = math.inf) -> float:
+    """Return *value* if it is a number from 0 to *top*, and finite. Raises InvalidRequestError."""
+    if not (0 <= value <= top and value < math.inf):
+        fix = "finite, not negative" if top == math.inf else f"a number from 0 to {top:g}"
+        raise InvalidRequestError(field, value, fix)
+    return value
+
+
+def check_tag(tag: str) -> str:
+    """Return *tag* if it can be one. Raises InvalidRequestError."""
+    if len(tag) > MAX_TAG_CHARS or not tag.isprintable():
+        raise InvalidRequestError("tag", tag, f"at most {MAX_TAG_CHARS} printable characters")
+    return tag

@@ -1,0 +1,179 @@
+"""The Explainer: why chunks are hits or misses. Asks and remembers; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.server.catalog import Catalog
+from kvstore.server.known_spaces import Differing, KnownSpaces, Space
+from kvstore.server.outcomes import Fate, Outcome, Outcomes
+from kvstore.server.shelf import Shelf
+
+MAX_NEAR = 3
+"""Other Representations that an answer names."""
+
+_SEARCHED = 32
+"""Of the others, those that differ least are searched for so many of a prompt's chunks."""
+
+_COUNTED = 6
+
+Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
+"""Tiers and what lies there, in the order in which they are read."""
+
+Others: TypeAlias = Sequence[tuple[Space, Sequence[Differing]]]
+"""Spaces, and in what each differs from the one that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One chunk: a word for scripts, a sentence for people, and its copies."""
+
+    key: ChunkKey
+    state: str
+    text: str
+    copies: Copies = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Another Representation with chunks: in what it differs, and whether it has these tokens."""
+
+    space: Space
+    differing: Sequence[Differing]
+    chunks: int
+    has_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The reasons of a prompt's chunks, in order; the first ``hit_chunks`` are a hit."""
+
+    hit_chunks: int
+    reasons: Sequence[Reason]
+    near: Sequence[Near] = ()
+
+
+class Explainer:
+    """Explains to who asks. *sources* are the shelves in the order in which they are read.
+
+    Thread-safe; *clock* is that of *outcomes*. Costs nothing until it is asked but memory.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        sources: Sequence[Shelf],
+        outcomes: Outcomes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._catalog = catalog
+        self._shelves = {shelf.name: shelf for shelf in sources}
+        self._outcomes = outcomes
+        self._clock = clock
+        self.spaces = KnownSpaces()
+
+    def explain(
+        self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact
+    ) -> Explanation:
+        """Say of each of a prompt's chunks, all of *space*, why it is a hit or none."""
+        others = self.others(space)
+        reasons = [self.reason(key, others, least) for key in keys]
+        absent = [at for at, one in enumerate(reasons) if one.state != "ready"]
+        first = absent[0] if absent else len(keys)
+        hits = min(first, self._usable(keys, least))
+        for at in range(hits, first):
+            text = "here, but no prefix that ends here or further has all that the model needs"
+            reasons[at] = replace(reasons[at], state="no_end", text=text)
+        for at in range(first + 1, len(keys)):
+            if reasons[at].state == "ready":
+                text = f"here, but chunk {first} before it is not"
+                reasons[at] = replace(reasons[at], state="behind", text=text)
+        return Explanation(hits, reasons, self._near(others, keys) if absent else ())
+
+    def _usable(self, keys: Sequence[ChunkKey], least: Fidelity) -> int:
+        return len(self._catalog.held([next(iter(self._shelves))], keys, least)[0])
+
+    def others(self, space: Namespace) -> Others:
+        """Return the other spaces of its tenant, those that differ least first."""
+        asked = self.spaces.of(space)
+        return self.spaces.nearest(asked)[:_SEARCHED] if asked is not None else ()
+
+    def reason(self, key: ChunkKey, others: Others, least: Fidelity = Fidelity.exact) -> Reason:
+        """Say of one chunk why it can be read, or why not; *others* are those of its space."""
+        seen = self._catalog.sighting(key)
+        order = [name for name in self._shelves if name in seen.copies]
+        copies = tuple((name, seen.copies[name]) for name in order)
+        if seen.is_expired:
+            return Reason(key, "expired", "its time to live is up; put it again", copies)
+        if copies:
+            return self._of_copies(key, copies, least)
+        if seen.is_pending:
+            return Reason(key, "pending", "it is being put")
+        if seen.is_promised:
+            return Reason(key, "pending", "promised: a session is about to put it")
+        outcome = self._outcomes.of(key)
+        if outcome is not None:
+            return Reason(key, outcome.fate.value, self._told(outcome))
+        named = next((differing for other, differing in others if self._has(other, key)), None)
+        if named is not None:
+            return Reason(key, "other_identity", f"stored under another identity: {_said(named)}")
+        if seen.is_ghost:
+            return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
+        return Reason(key, "unknown", "never stored here, or forgotten since")
+
+    def _of_copies(self, key: ChunkKey, copies: Copies, least: Fidelity) -> Reason:
+        fit = [name for name, info in copies if info.fidelity >= least]
+        if not fit:
+            best = max(info.fidelity for _, info in copies)
+            text = f"only copies of fidelity {best.name} are left, and {least.name} was asked for"
+            return Reason(key, "lossy", text, copies)
+        up = [name for name in fit if not self._shelves[name].breaker.is_open]
+        if not up:
+            why = self._shelves[fit[0]].breaker.reason
+            return Reason(key, "tier_down", f"on {fit[0]}, which is left alone: {why}", copies)
+        return Reason(key, "ready", f"on {up[0]}", copies)
+
+    def _told(self, outcome: Outcome) -> str:
+        ago = f"{max(0.0, self._clock() - outcome.at_s):.0f} s ago"
+        where = f" from {outcome.tier}" if outcome.tier else ""
+        detail = f": {outcome.detail}" if outcome.detail else ""
+        return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
+
+    # --- other identities
+
+    def _near(self, others: Others, keys: Sequence[ChunkKey]) -> list[Near]:
+        """Return a few other spaces that have chunks, those with these tokens first."""
+        found = [
+            (other, differing, any(self._has(other, key) for key in keys[:_SEARCHED]))
+            for other, differing in others
+        ]
+        found.sort(key=lambda one: not one[2])
+        # Counting goes through the whole index, so few are counted.
+        counted = [
+            Near(other, differing, self._catalog.count_in(other.namespace), has_tokens)
+            for other, differing, has_tokens in found[:_COUNTED]
+        ]
+        return [near for near in counted if near.chunks][:MAX_NEAR]
+
+    def _has(self, space: Space, key: ChunkKey) -> bool:
+        """Whether *space* has the chunk of the same tokens."""
+        return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
+
+
+def _said(differing: Sequence[Differing]) -> str:
+    return "; ".join(f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing)
+
+
+_SENTENCES = {
+    Fate.refused: "refused {ago}",
+    Fate.invalid: "its frame failed a check {ago}",
+    Fate.evicted: "evicted{where} {ago}",
+    Fate.corrupt: "found damaged and dropped{where} {ago}",
+    Fate.unreadable: "dropped{where} {ago}, as only a server with other codecs can read it",
+    Fate.lost: "gone{where} without our doing, found out {ago}",
+    Fate.deleted: "deleted {ago}, by request or because a client found it damaged",
+    Fate.expired: "dropped{where} {ago}, as its time to live was up",
+}

@@ -1,0 +1,105 @@
+"""Gates: the gate table as calls use it, with the models' names, and over a restart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kvstore.proto.blend import GateView
+from kvstore.proto.types import Namespace
+from kvstore.server.metrics import Counters
+from kvstore.server.policy.blend_gate import (
+    MAX_GATES,
+    UNKNOWN,
+    GateName,
+    GateState,
+    GateTable,
+    GateTerms,
+    Permit,
+    Shadow,
+)
+from kvstore.server.sessions import Session
+
+
+class Gates:
+    """Thread-safe. *draw* returns numbers from 0 to below 1."""
+
+    def __init__(self, terms: GateTerms, draw: Callable[[], float], counters: Counters) -> None:
+        self._table = GateTable(terms, draw)
+        self._counters = counters
+        self._models: dict[bytes, str] = {}
+        # Guards both; held for dictionary operations only.
+        self._lock = threading.Lock()
+
+    def ask(self, session: Session, tag: str, *, trial: bool) -> Permit:
+        """May one request of *session* be blended, and is it to be compared?"""
+        with self._lock:
+            return self._table.ask((session.namespace, tag), trial=trial)
+
+    def told(
+        self, session: Session, tag: str, shadow: Shadow | None, speedup: float = UNKNOWN
+    ) -> GateView:
+        """Take in what one request turned out to be; return the gate as it is then."""
+        with self._lock:
+            table = self._table
+            changes, closed = table.changes, table.closed
+            name = (session.namespace, tag)
+            gate = table.told(name, shadow, speedup)
+            self._know(session.namespace, session.representation.model_id)
+            changes, closed = table.changes - changes, table.closed - closed
+            view = self._view(name, gate)
+        self._counters.add("blend_shadows", shadow is not None)
+        self._counters.add("blend_gate_changes", changes)
+        self._counters.add("blend_gates_closed", closed)
+        return view
+
+    def _know(self, space: Namespace, model: str) -> None:
+        self._models.pop(space, None)
+        self._models[space] = model
+        if len(self._models) > MAX_GATES:
+            del self._models[next(iter(self._models))]
+
+    def view(self, session: Session, tag: str) -> GateView:
+        """Return one gate."""
+        with self._lock:
+            name = (session.namespace, tag)
+            return self._view(name, self._table.state(name))
+
+    def views(self) -> list[GateView]:
+        """Return all that are known, those that were used last last."""
+        with self._lock:
+            return [self._view(name, gate) for name, gate in self._table]
+
+    def _view(self, name: GateName, gate: GateState) -> GateView:
+        return GateView(
+            gate.is_open, gate.ratio, gate.agreement, gate.divergence, gate.shadows, gate.why,
+            gate.is_calibrated, gate.speedup, name[1], self._models.get(name[0], ""),
+        )  # fmt: skip
+
+    def open_count(self) -> int:
+        """Gates that are open."""
+        with self._lock:
+            return sum(gate.is_open for _, gate in self._table)
+
+    # --- over a restart
+
+    @property
+    def changes(self) -> int:
+        """How often any gate opened, closed or changed its ratio."""
+        return self._table.changes
+
+    def save(self) -> list[tuple[GateName, str, GateState]]:
+        """Return the gates that are open, with their models' names."""
+        with self._lock:
+            return [
+                (name, self._models.get(name[0], ""), gate)
+                for name, gate in self._table.calibrated()
+            ]
+
+    def restore(self, saved: Sequence[tuple[GateName, str, GateState]]) -> int:
+        """Open gates that an earlier run had open; return how many."""
+        with self._lock:
+            for name, model, _ in saved:
+                self._know(Namespace(name[0]), model)
+            self._table.restore([(name, gate) for name, _, gate in saved])
+            return len(self._table)

@@ -1,0 +1,82 @@
+"""The MissLog: the latest lookups that found less than they asked for, and engines' own counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvstore.proto.types import ChunkKey
+from kvstore.server.sessions import Session
+
+MAX_MISSES = 1024
+MAX_REPORTS = 256
+"""Sessions whose engine's counts are remembered, those that ended included."""
+
+MAX_COUNTS = 64
+MAX_NAME_CHARS = 64
+
+
+class LoggedMiss(NamedTuple):
+    """One lookup. *key* is the first chunk that was not found, *asked* how many chunks were."""
+
+    at_s: float
+    session: Session
+    key: ChunkKey
+    asked: int
+    ready: int
+    pending: int
+
+
+class Report(NamedTuple):
+    """What an engine counted since its birth, as its client last said."""
+
+    at_s: float
+    session: Session
+    counts: Mapping[str, int]
+
+
+class MissLog:
+    """Bounded and in memory only. Thread-safe; *clock* returns monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._misses: deque[LoggedMiss] = deque(maxlen=MAX_MISSES)
+        self._reports: dict[int, Report] = {}
+        # Guards both; held for appends and copies of lists only.
+        self._lock = threading.Lock()
+
+    def note(self, session: Session, keys: Sequence[ChunkKey], ready: int, pending: int) -> None:
+        """Take note of a lookup; one that found everything is none of ours."""
+        if ready >= len(keys):
+            return
+        miss = LoggedMiss(self._clock(), session, keys[ready], len(keys), ready, pending)
+        with self._lock:
+            self._misses.append(miss)
+
+    def report(self, session: Session, counts: Mapping[str, int]) -> None:
+        """Take note of what an engine counted; what is over the limits is left out.
+
+        A heartbeat may not fail for it: the session would end.
+        """
+        fit = [pair for pair in counts.items() if len(pair[0]) <= MAX_NAME_CHARS]
+        kept = dict(sorted(fit)[:MAX_COUNTS])
+        if not kept:
+            return
+        with self._lock:
+            self._reports.pop(session.session_id, None)
+            if len(self._reports) >= MAX_REPORTS:
+                del self._reports[next(iter(self._reports))]
+            self._reports[session.session_id] = Report(self._clock(), session, kept)
+
+    def misses(self, count: int) -> list[LoggedMiss]:
+        """Return the last *count* misses, the latest first."""
+        with self._lock:
+            latest = list(self._misses)
+        return latest[::-1][:count]
+
+    def reports(self) -> list[Report]:
+        """Return what engines counted, the latest first."""
+        with self._lock:
+            return list(reversed(self._reports.values()))

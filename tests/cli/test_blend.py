@@ -1,0 +1,67 @@
+"""`kvstore blend`: what gates are shown, and what calibration is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from local_server import LocalServer
+
+from kvstore.cli.main import main
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.server.policy.blend_gate import TRIALS
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(*argv: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["blend", *argv])
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out + shown.err
+
+    return run
+
+
+def open_gate(server: LocalServer, tag: str) -> None:
+    client = server.connect()
+    good = pb.ShadowResult(agreement=1.0, tokens=64)
+    for _ in range(TRIALS):
+        client.report_reuse(pb.ReportReuseRequest(tag=tag, ratio=0.15, shadow=good))
+
+
+def test_a_server_that_nobody_calibrated_has_no_gates(
+    server: LocalServer, run: Callable[..., tuple[int, str]]
+) -> None:
+    status, shown = run("status", server.address)
+    assert status == 0
+    assert "all are closed" in shown
+    assert "blend_resolves" in shown
+
+
+def test_gates_are_shown_with_what_they_were_held_to(
+    server: LocalServer, run: Callable[..., tuple[int, str]]
+) -> None:
+    open_gate(server, "rag")
+    status, shown = run("status", server.address)
+    assert (status, "rag" in shown, "open" in shown) == (0, True, True)
+    status, shown = run("status", server.address, "--json")
+    [gate] = json.loads(shown)["gates"]
+    assert (gate["tag"], gate["open"], gate["agreement"]) == ("rag", True, 1.0)
+
+
+def test_a_server_that_is_not_there_is_said_so(run: Callable[..., tuple[int, str]]) -> None:
+    status, shown = run("status", "127.0.0.1:1")
+    assert status == 3
+    assert "no kvstore-server answers" in shown
+
+
+def test_a_folder_without_a_model_is_refused(
+    tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    pytest.importorskip("transformers")
+    status, shown = run("calibrate", str(tmp_path), "--text", str(tmp_path / "text"))
+    assert status == 2
+    assert "model=" in shown

@@ -1,0 +1,218 @@
+"""``kvstore explain``: what it prints, what it refuses, what it exits with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from local_server import DEADLINE_MS, LocalServer
+from plain_engine import PlainEngine
+from prompts import SMALL, keys_of, other_revision, store, tokens
+from redis_process import free_port
+
+from kvstore.cli.explain import read_tokens
+from kvstore.cli.main import main
+from kvstore.client import ClientOptions
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import DIGEST_BYTES, DType, Representation
+from kvstore.proto.wire import representation_to_message
+
+Explain = Callable[..., tuple[int, str, str]]
+(GROUP,) = SMALL.layer_groups
+
+
+@pytest.fixture
+def explain(server: LocalServer, capsys: pytest.CaptureFixture[str]) -> Explain:
+    """Run the command against the server; return its status and what it printed."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", "--address", server.address, *argv])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    """A file of the 64 tokens of the prompt of seed 1."""
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(tokens(1, 64)))
+    return path
+
+
+def written(folder: Path, kind: Representation) -> Path:
+    path = folder / "representation.json"
+    path.write_text(json_format.MessageToJson(representation_to_message(kind)))
+    return path
+
+
+def as_json(explain: Explain, *argv: str) -> Any:
+    status, out, err = explain(*argv, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_a_prompt_that_is_stored_is_a_hit_with_its_copies(
+    server: LocalServer, explain: Explain, prompt: Path
+) -> None:
+    client = server.connect()
+    store(client, 1, 4)
+    space = client.namespace.hex()
+    found = as_json(explain, "--namespace", space, "--tokens", str(prompt), "--chunk-tokens", "16")
+    assert found["hit_chunks"] == 4
+    assert {chunk["state"] for chunk in found["chunks"]} == {"ready"}
+    assert found["chunks"][0]["copies"][0]["tier"] == "cpu"
+    status, out, _ = explain("--namespace", space, "--tokens", str(prompt), "--chunk-tokens", "16")
+    assert status == 0
+    assert "hit: 4 of 4 chunks" in out
+
+
+def test_another_data_type_is_printed_as_what_differs(
+    server: LocalServer, explain: Explain, prompt: Path, tmp_path: Path
+) -> None:
+    half = replace(SMALL, layer_groups=(replace(GROUP, dtype=DType.float16),))
+    store(server.connect("auto", half), 1, 4)
+    argv = ("--tokens", str(prompt), "--chunk-tokens", "16")
+    kind = ("--model-representation", str(written(tmp_path, SMALL)))
+    status, out, _ = explain(*kind, *argv)
+    assert status == 0
+    assert "hit: 0 of 4 chunks" in out
+    assert "layer_groups[0].dtype differs: float16 stored, bfloat16 asked" in out
+    found = as_json(explain, *kind, *argv)
+    assert [chunk["state"] for chunk in found["chunks"]] == ["other_identity"] * 4
+    assert found["near"][0]["differences"] == [
+        {"field": "layer_groups[0].dtype", "stored": "float16", "asked": "bfloat16"}
+    ]
+    assert len(server.node.sessions) == 1, "its own session is closed again"
+
+
+def test_keys_and_digests_are_taken_as_they_are_logged(
+    server: LocalServer, explain: Explain
+) -> None:
+    client = server.connect()
+    store(client, 1, 1)
+    keys = keys_of(client, 1, 2)
+    named = [word for key in keys for word in ("--keys", key.hex())]
+    digests = [word for key in keys for word in ("--keys", key[DIGEST_BYTES:].hex())]
+    space = ("--namespace", client.namespace.hex())
+    for argv in (named, [*space, *digests], [*space, *named]):
+        found = as_json(explain, *argv)
+        assert [chunk["state"] for chunk in found["chunks"]] == ["ready", "unknown"]
+
+
+def test_what_else_names_a_prompt_is_part_of_the_question(
+    server: LocalServer, explain: Explain, prompt: Path
+) -> None:
+    client = server.connect()
+    engine = PlainEngine(client)
+    engine.store(tokens(1, 64))
+    argv = ("--namespace", client.namespace.hex(), "--tokens", str(prompt), "--chunk-tokens", "16")
+    assert as_json(explain, *argv)["hit_chunks"] == 4
+    assert as_json(explain, *argv, "--extra", b"salt".hex())["hit_chunks"] == 0
+
+
+def test_recent_misses_are_printed_with_what_engines_counted(
+    server: LocalServer, explain: Explain
+) -> None:
+    status, out, _ = explain("--recent", "5")
+    assert (status, out.startswith("nothing")) == (0, True)
+    client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
+    engine = PlainEngine(client)
+    engine.load(tokens(3, 64))
+    client._connected().session.heartbeat()
+    found = as_json(explain, "--recent", "5")
+    (miss,) = found["recent"]
+    assert (miss["client"], miss["chunks"], miss["state"]) == ("engine-7", 4, "unknown")
+    (report,) = found["engines"]
+    assert report["counts"] == {"lookups": 1, "miss_absent": 1, "miss_tokens": 64}
+    status, out, _ = explain("--recent", "5")
+    assert status == 0
+    for word in ("engine-7", "0 of 4", "miss_absent 1"):
+        assert word in out
+
+
+def test_what_spaces_prints_can_be_asked_with(
+    server: LocalServer, explain: Explain, prompt: Path, tmp_path: Path
+) -> None:
+    client = server.connect()
+    store(client, 1, 4)
+    (space,) = as_json(explain, "--spaces")["spaces"]
+    assert (space["key_namespace"], space["chunks"]) == (client.namespace.hex(), 4)
+    status, out, _ = explain("--spaces")
+    assert status == 0
+    assert SMALL.model_id in out
+    path = tmp_path / "copied.json"
+    path.write_text(json.dumps(space["representation"]))
+    argv = ("--tokens", str(prompt), "--chunk-tokens", "16")
+    found = as_json(explain, "--model-representation", str(path), *argv)
+    assert found["hit_chunks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "--tokens or --keys"),
+        (["--recent", "3", "--spaces", "--keys", "00"], "or else"),
+        (["--keys", "zz"], "hexadecimal"),
+        (["--keys", "0011"], "digits"),
+        (["--keys", "00" * 16], "--namespace"),
+        (["--keys", "00" * 32, "--keys", "11" * 32], "one namespace"),
+        (["--keys", "00" * 32, "--namespace", "11"], "32 digits"),
+        (["--tokens", "PROMPT", "--keys", "00" * 32], "not both"),
+        (["--tokens", "PROMPT", "--namespace", "00" * 16, "--chunk-tokens", "3"], "chunk_tokens"),
+        (["--tokens", "SHORT", "--namespace", "00" * 16], "fewer than a chunk"),
+        (["--tokens", "MISSING", "--namespace", "00" * 16], "No such file"),
+        (["--tokens", "PROMPT", "--model-representation", "PROMPT"], "model_representation"),
+        (["--tokens", "PROMPT", "--model-representation", "EMPTY"], "rope"),
+    ],
+    ids=str,
+)
+def test_a_question_that_cannot_be_asked_exits_with_2(
+    capsys: pytest.CaptureFixture[str], prompt: Path, tmp_path: Path, argv: list[str], said: str
+) -> None:
+    (tmp_path / "short").write_text("1 2 3")
+    (tmp_path / "empty").write_text("{}")
+    files = {"PROMPT": prompt, "SHORT": tmp_path / "short", "EMPTY": tmp_path / "empty"}
+    files["MISSING"] = tmp_path / "missing"
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *(str(files.get(word, word)) for word in argv)])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("kvstore: ")
+    assert said in err
+
+
+def test_no_server_is_one_sentence_and_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "--address", f"127.0.0.1:{free_port()}", "--spaces"])
+    assert ended.value.code == 3
+    assert capsys.readouterr().err.startswith("kvstore: no kvstore-server answers at 127.0.0.1:")
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2 3", "1,2,3\n", "1\n2\n3\n"])
+def test_token_files_may_be_json_or_plain(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    assert read_tokens(path) == [1, 2, 3]
+    path.write_text("1 two 3")
+    with pytest.raises(InvalidRequestError, match="token ids"):
+        read_tokens(path)
+
+
+def test_identities_of_the_same_tokens_come_before_nearer_ones(
+    server: LocalServer, explain: Explain, prompt: Path, tmp_path: Path
+) -> None:
+    far = replace(other_revision(SMALL), adapter_digest="sha256:5f", quantization="int8")
+    store(server.connect("auto", far), 1, 4)
+    store(server.connect("auto", other_revision(SMALL)), 2, 4)
+    kind = ("--model-representation", str(written(tmp_path, SMALL)))
+    found = as_json(explain, *kind, "--tokens", str(prompt), "--chunk-tokens", "16")
+    assert [len(near["differences"]) for near in found["near"]] == [3, 1]
+    assert [near["same_tokens"] for near in found["near"]] == [True, False]

@@ -1,0 +1,175 @@
+"""The controller: what it learns, what it chooses, and that it does not lose to a prefill."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.client.blend.controller import LEAST_MARGIN, Controller, Storage, choose
+from kvstore.client.blend.cost import CostEstimate, CostMeter, Speed, Work
+from kvstore.client.blend.plan import BlendPlan, Segment
+from kvstore.client.blend.selectors import SELECTORS
+from kvstore.client.link_meter import LinkMeter
+from kvstore.proto.errors import InvalidRequestError
+
+LAYERS = 32
+SPEED = Speed(1e-3, 1e-7, 2e-5, 5e-10)
+SURE = CostEstimate(SPEED, 0.0)
+TOKEN_BYTES = 131072.0
+
+
+def plan(ratio: float = 0.15, exact: int = 512, approx: int = 7000, **settings: Any) -> BlendPlan:
+    segments, place = [], 0
+    for size, kind in ((exact, "exact"), (approx, "approx"), (64, "miss")):
+        if size:
+            segments.append(Segment(place, place + size, kind, src_pos=0))  # type: ignore[arg-type]
+            place += size
+    return BlendPlan(tuple(range(place)), tuple(segments), ratio=ratio, **settings)
+
+
+def decide(found: BlendPlan, bytes_per_s: float, **terms: Any) -> Any:
+    storage = Storage(TOKEN_BYTES, bytes_per_s, **terms)
+    return choose(found, LAYERS, storage, SURE, SURE)
+
+
+def test_from_fast_storage_the_least_ratio_is_computed() -> None:
+    found = decide(plan(), 1e12)
+    assert (found.action, found.ratio) == ("blend", 0.15)
+    assert found.expected_s < 0.4 * found.full_s
+
+
+def test_what_hides_behind_the_load_is_computed_for_nothing() -> None:
+    found = decide(plan(selector="first_k"), 1e10)
+    assert found.action == "blend"
+    assert found.ratio > 0.15
+    assert found.expected_s < found.full_s
+
+
+def test_from_slow_storage_all_of_the_prompt_is_computed() -> None:
+    found = decide(plan(), 1e8)
+    assert (found.action, found.expected_s) == ("full", found.full_s)
+
+
+def test_rows_that_need_not_come_are_computed_instead_of_loaded() -> None:
+    slow = plan(selector="stored_priority")
+    waiting, skipping = decide(slow, 4e9), decide(slow, 4e9, can_skip_rows=True)
+    assert skipping.action == "blend"
+    assert skipping.expected_s < 0.9 * waiting.expected_s
+    assert skipping.ratio > 0.15
+
+
+def test_a_long_prefix_is_loaded_alone_when_the_rest_is_not_worth_it() -> None:
+    found = decide(plan(0.9, exact=7000, approx=512), 2e10)
+    assert found.action == "prefix"
+
+
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+@given(
+    bandwidth=st.floats(1e6, 1e12),
+    exact=st.integers(0, 4000),
+    approx=st.integers(0, 8000),
+    ratio=st.floats(0.01, 1.0),
+    delay_s=st.floats(0, 2),
+)
+@settings(max_examples=25, deadline=None)
+def test_nothing_is_chosen_that_is_expected_to_lose(
+    name: str, bandwidth: float, exact: int, approx: int, ratio: float, delay_s: float
+) -> None:
+    found = decide(plan(ratio, exact, approx, selector=name), bandwidth, delay_s=delay_s)
+    assert found.ratio >= ratio
+    if found.action == "full":
+        assert found.expected_s == found.full_s
+    else:
+        assert found.expected_s * (1 + LEAST_MARGIN) < found.full_s
+
+
+def test_what_is_not_known_well_has_to_gain_more() -> None:
+    unsure = CostEstimate(SPEED, 4.0)
+    storage = Storage(TOKEN_BYTES, 1e10)
+    assert choose(plan(), LAYERS, storage, SURE, unsure).action == "full"
+    assert choose(plan(), LAYERS, storage, SURE, SURE).action == "blend"
+
+
+def test_a_decision_is_applied_to_its_plan() -> None:
+    found = plan()
+    assert decide(found, 1e12).applied(found) == found
+    full = decide(found, 1e8).applied(found)
+    assert full.count("miss") == len(found.tokens)
+    prefix = plan(0.9, exact=7000, approx=512)
+    left = decide(prefix, 2e10).applied(prefix)
+    assert (left.count("exact"), left.count("approx")) == (7000, 0)
+
+
+# --- learning
+
+
+def observed(meter: CostMeter, speed: Speed, count: int, noise: float, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    for _ in range(count):
+        tokens = rng.randrange(500, 9000)
+        rows = tokens * rng.choice((0.1, 0.3, 0.6, 1.0))
+        work = Work.of([rows], tokens, int(tokens - rows))
+        meter.observe(work, speed.seconds(work) * (1 + noise * rng.uniform(-1, 1)))
+
+
+def test_a_meter_learns_the_speed_of_an_engine_that_is_not_what_it_was_told() -> None:
+    meter = CostMeter(SPEED)
+    true = Speed(3e-3, 4e-7, 9e-5, 1e-9)
+    observed(meter, true, 40, noise=0.05)
+    found = meter.estimate()
+    for tokens, rows in ((1000, 150), (8000, 1200), (8000, 8000)):
+        work = Work.of([rows], tokens, tokens - rows)
+        assert found.speed.seconds(work) == pytest.approx(true.seconds(work), rel=0.2)
+    assert found.error_share < 0.2
+
+
+def test_a_meter_says_how_badly_it_predicts() -> None:
+    calm, wild = CostMeter(SPEED), CostMeter(SPEED)
+    observed(calm, SPEED, 30, noise=0.01)
+    observed(wild, SPEED, 30, noise=0.8)
+    assert calm.estimate().error_share < 0.05 < wild.estimate().error_share
+
+
+def test_one_sample_moves_an_estimate_and_makes_no_term_negative() -> None:
+    meter = CostMeter(SPEED)
+    work = Work.of([8000], 8000, 0)
+    meter.observe(work, 5 * SPEED.seconds(work))
+    found = meter.estimate().speed
+    assert found.seconds(work) == pytest.approx(5 * SPEED.seconds(work), rel=0.2)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_nonsense_is_not_learned_from(seconds: float) -> None:
+    meter = CostMeter(SPEED)
+    meter.observe(Work.of([10], 10, 0), seconds)
+    assert meter.estimate().speed == SPEED
+
+
+def test_a_controller_that_sees_storage_slow_down_stops_blending() -> None:
+    link = LinkMeter(1e12)
+    controller = Controller(LAYERS, SPEED, link)
+    for tokens in range(1000, 9000, 500):
+        controller.observe_full(tokens, SPEED.seconds(Work.of([tokens], tokens, 0)))
+    assert controller.decide(plan(), TOKEN_BYTES).action == "blend"
+    for _ in range(8):
+        link.observe(1 << 30, 30.0)
+    assert controller.decide(plan(), TOKEN_BYTES).action == "full"
+
+
+@pytest.mark.parametrize("terms", [(0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1.0, -1.0)])
+def test_storage_is_checked_at_birth(terms: tuple[float, float, float]) -> None:
+    with pytest.raises(InvalidRequestError, match="storage"):
+        Storage(*terms)
+
+
+@pytest.mark.parametrize(
+    "speed", [(-1.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (0, 0, math.nan, 1)]
+)
+def test_a_speed_is_checked_at_birth(speed: tuple[float, ...]) -> None:
+    with pytest.raises(InvalidRequestError, match="speed"):
+        Speed(*speed)

@@ -1,0 +1,223 @@
+"""Blending out of a real server: the same as out of memory, and the gate over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from blend_world import LAYERS, VOCABULARY, make_model
+from local_server import LocalServer
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.source import MemorySource
+from kvstore.client.blend.store_prefill import store_prefill
+from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.resolving import Resolved, ResolveTerms
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import SegmentRange
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.types import DType, LayerGroup, LayerKind, PutOutcome, Representation
+from kvstore.server.policy.blend_gate import TRIALS
+
+TRIAL = ResolveTerms(is_trial=True)
+HEAD, SUFFIX = 20, 9
+
+
+def _tokens(seed: int, count: int) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (count,), generator=draw).tolist()
+
+
+FIRST, SECOND = _tokens(1, 48), _tokens(2, 40)
+
+
+def _prompt(seed: int, *documents: list[int]) -> tuple[list[int], list[SegmentRange]]:
+    prompt, ranges = _tokens(seed, HEAD), []
+    for document in documents:
+        ranges.append(SegmentRange(len(prompt), len(prompt) + len(document)))
+        prompt += document
+    return prompt + _tokens(seed + 1, SUFFIX), ranges
+
+
+@pytest.fixture(scope="module")
+def blender() -> Blender:
+    return Blender(TransformersAdapter(make_model("llama", torch.float32)))
+
+
+@pytest.fixture
+def client(server: LocalServer, blender: Blender) -> Iterator[Client]:
+    adapter = TransformersAdapter(make_model("llama", torch.float32))
+    group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
+    representation = Representation(
+        "tiny", "a" * 40, "none", "none", (group,), adapter.origin.rope, "tokens"
+    )
+    options = ClientOptions(chunk_tokens=16, deadline_ms=30_000)
+    return server.connect("auto", representation, options)
+
+
+def _store(client: Client, blender: Blender, seed: int, *documents: list[int]) -> None:
+    prompt, ranges = _prompt(seed, *documents)
+    puts = store_prefill(client, blender.prefill(prompt), prompt, ranges)
+    assert {put.outcome for put in puts} == {PutOutcome.stored}
+
+
+def _resolve(client: Client, seed: int, *documents: list[int]) -> tuple[Resolved, list[int]]:
+    prompt, ranges = _prompt(seed, *documents)
+    return client.resolve(prompt, ranges, TRIAL), prompt
+
+
+def test_a_document_is_one_segment_of_the_plan_where_it_stood_in_one_piece(
+    client: Client, blender: Blender
+) -> None:
+    _store(client, blender, 10, FIRST, SECOND)
+    resolved, prompt = _resolve(client, 20, SECOND, FIRST)
+    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+        found = [(one.start, one.end, one.kind, one.src_pos) for one in source.plan.segments]
+        assert found == [
+            (0, 20, "miss", -1),
+            (20, 60, "approx", 68),
+            (60, 108, "approx", 20),
+            (108, 117, "miss", -1),
+        ]
+        assert source.loaded_bytes > 88 * LAYERS * 2 * 2 * 16 * 4
+
+
+def test_blending_out_of_the_store_is_blending_out_of_memory(
+    client: Client, blender: Blender
+) -> None:
+    _store(client, blender, 10, FIRST, SECOND)
+    stored = blender.prefill(_prompt(10, FIRST, SECOND)[0]).kv
+    resolved, prompt = _resolve(client, 20, SECOND, FIRST)
+    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+        plan = replace(source.plan, selector="hkvd")
+        spans = {1: (68, 108), 2: (20, 68)}
+        memory = MemorySource(
+            {at: [(k[:, a:b], v[:, a:b]) for k, v in stored] for at, (a, b) in spans.items()}
+        )
+        got, wanted = blender.blend(plan, source), blender.blend(plan, memory)
+        assert got.is_blended
+        assert torch.equal(got.logits, wanted.logits)
+        assert torch.equal(got.report.selected, wanted.report.selected)
+
+
+def test_with_all_recomputed_it_is_the_full_prefill(client: Client, blender: Blender) -> None:
+    _store(client, blender, 10, FIRST, SECOND)
+    resolved, prompt = _resolve(client, 20, SECOND, FIRST)
+    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+        found = blender.blend(source.plan.with_ratio(1.0), source).logits
+    assert float((found - blender.prefill(prompt).logits[-SUFFIX:]).abs().max()) <= 1e-5
+
+
+def test_a_prompt_seen_before_is_exact_but_for_its_end(client: Client, blender: Blender) -> None:
+    _store(client, blender, 10, FIRST)
+    resolved, prompt = _resolve(client, 10, FIRST)
+    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+        assert [one.kind for one in source.plan.segments] == ["exact", "miss"]
+        found = blender.blend(source.plan, source)
+    assert not found.is_blended
+    wanted = blender.prefill(prompt).logits[-SUFFIX:]
+    assert float((found.logits - wanted).abs().max()) <= 1e-5
+
+
+def test_the_last_chunk_of_a_prompt_is_computed_though_it_is_there(
+    client: Client, blender: Blender
+) -> None:
+    prompt = _tokens(5, 48)
+    store_prefill(client, blender.prefill(prompt), prompt, [])
+    with client.resolve(prompt, []) as resolved:
+        assert resolved.found.exact_prefix == 3
+        source = StoreSource(resolved, prompt, client.representation)
+        assert [(one.start, one.kind) for one in source.plan.segments] == [
+            (0, "exact"),
+            (32, "miss"),
+        ]
+
+
+def test_chunks_that_went_mid_plan_cost_time_and_nothing_else(
+    client: Client, blender: Blender
+) -> None:
+    _store(client, blender, 10, FIRST)
+    resolved, prompt = _resolve(client, 20, FIRST)
+    with StoreSource(resolved, prompt, client.representation) as source:
+        resolved.release()
+        found = blender.blend(source.plan, source)
+    assert "LeaseExpiredError" in found.report.failure
+    assert not found.is_blended
+    wanted = blender.prefill(prompt).logits[-SUFFIX:]
+    assert float((found.logits - wanted).abs().max()) <= 1e-5
+
+
+def test_a_server_that_is_gone_costs_time_and_nothing_else(
+    server: LocalServer, client: Client, blender: Blender
+) -> None:
+    _store(client, blender, 10, FIRST)
+    server.stop()
+    prompt, ranges = _prompt(20, FIRST)
+    found = GatedBlender(client, blender, TRIAL).run(prompt, ranges)
+    assert found.failure
+    assert torch.equal(found.result.logits, blender.prefill(prompt).logits)
+
+
+def test_blended_kv_is_never_stored(client: Client, blender: Blender) -> None:
+    _store(client, blender, 10, FIRST)
+    resolved, prompt = _resolve(client, 20, FIRST)
+    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+        blended = blender.blend(source.plan, source)
+    with pytest.raises(InvalidRequestError, match="blended"):
+        store_prefill(client, blended, prompt, [])
+
+
+def test_models_with_other_layers_are_refused(client: Client, blender: Blender) -> None:
+    resolved, prompt = _resolve(client, 20, FIRST)
+    latent = replace(client.representation.layer_groups[0], kind=LayerKind.mla)
+    with resolved, pytest.raises(RepresentationError, match="layer_groups"):
+        StoreSource(resolved, prompt, replace(client.representation, layer_groups=(latent,)))
+
+
+def test_trials_answer_from_the_full_prefill_and_teach_the_store(
+    client: Client, blender: Blender
+) -> None:
+    _store(client, blender, 10, FIRST, SECOND)
+    prompt, ranges = _prompt(20, SECOND, FIRST)
+    done = GatedBlender(client, blender, TRIAL).run(prompt, ranges)
+    assert done.failure == ""
+    assert done.shadow is not None
+    assert done.gate is not None
+    assert done.gate.shadows == 1
+    assert done.gate.speedup > 0
+    assert torch.equal(done.result.logits[-SUFFIX:], blender.prefill(prompt).logits[-SUFFIX:])
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        found = list(resolved.chunks())
+        assert all(len(one.priority) == one.asked.tokens for one in found)
+        assert all(one.best.deviation > 0 for one in found)
+        assert sum(one.best.reports for one in found) == len(found)
+
+
+def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
+    client: Client, blender: Blender
+) -> None:
+    """The model's weights are random: what it says depends on every token before it."""
+    _store(client, blender, 10, FIRST, SECOND)
+    good = pb.ShadowResult(agreement=1.0, tokens=64)
+    for _ in range(TRIALS):
+        gate = client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
+    assert gate.is_open
+    gated = GatedBlender(client, blender, ResolveTerms(), selector="first_k")
+    prompt, ranges = _prompt(20, SECOND, FIRST)
+    requests, blended = 0, 0
+    while requests < 200:
+        done = gated.run(prompt, ranges)
+        requests += 1
+        blended += done.shadow is not None
+        if done.gate is not None and not done.gate.is_open:
+            break
+    assert requests < 200
+    assert blended >= 4
+    after = gated.run(prompt, ranges)
+    assert after.shadow is None
+    assert not after.result.is_blended

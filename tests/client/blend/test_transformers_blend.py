@@ -1,0 +1,83 @@
+"""The adapter of transformers: what it refuses, and what becomes of a blended cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from blend_world import World, make_model, make_world
+from torch_engine import greedy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers_identity import full_layers
+from kvstore.proto.errors import RepresentationError
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(dtype=torch.float32)
+
+
+def generated(world: World, cache: BlendedCache | None) -> list[int]:
+    ids = torch.tensor([world.tokens])
+    engine: Any = world.model
+    output = engine.generate(
+        ids,
+        generation_config=greedy(6),
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+    )
+    found: list[int] = output[0].tolist()
+    return found
+
+
+def test_generating_from_a_blend_of_all_rows_is_generating_without_one(world: World) -> None:
+    result = world.blender.blend(world.plan(1.0), world.source)
+    assert generated(world, BlendedCache.of(world.model, result)) == generated(world, None)
+
+
+def test_generating_from_stored_rows_alone_is_something_else(world: World) -> None:
+    result = world.blender.blend(world.plan(0.0), world.source)
+    assert generated(world, BlendedCache.of(world.model, result)) != generated(world, None)
+
+
+def test_a_blended_cache_is_never_stored_as_an_original(world: World) -> None:
+    result = world.blender.blend(world.plan(0.2), world.source)
+    assert result.is_blended
+    with pytest.raises(RepresentationError, match="BlendedCache"):
+        full_layers(BlendedCache.of(world.model, result))
+
+
+def test_a_model_of_another_kind_is_refused_by_name() -> None:
+    other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16))
+    with pytest.raises(RepresentationError, match="GPT2LMHeadModel"):
+        TransformersAdapter(other)
+
+
+def test_a_model_with_an_adapter_needs_its_digest() -> None:
+    model: Any = make_model()
+    model.peft_config = {"default": object()}
+    with pytest.raises(RepresentationError, match="give its digest"):
+        TransformersAdapter(model)
+    assert TransformersAdapter(model, "blake3:of it").origin.adapter_digest == "blake3:of it"
+
+
+def test_a_model_whose_tables_were_rounded_by_a_cast_is_refused() -> None:
+    model: Any = make_model(dtype=torch.float32)
+    with pytest.raises(RepresentationError, match="do not cast it"):
+        TransformersAdapter(model.to(torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_a_blend_on_a_device_is_that_of_the_cpu(world: World) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from kvstore.client.blend.blender import Blender
+
+    wanted = world.blender.blend(world.plan(0.2), world.source).logits
+    engine: Any = make_model(dtype=torch.float32)
+    blender = Blender(TransformersAdapter(engine.to("cuda")))
+    found = blender.blend(world.plan(0.2), world.source).logits.cpu()
+    assert torch.allclose(found, wanted, atol=1e-3)

@@ -1,0 +1,79 @@
+"""Rectangles: which layers and heads a rank has, in the model's own numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from portions import TWO_GROUPS, WIDE
+
+from kvstore.client import Rectangle
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.portion import Extent, Portion
+from kvstore.proto.types import KVLayout
+
+LAYOUT = KVLayout.of(TWO_GROUPS, 16)
+
+
+def test_layers_are_the_models_and_a_single_span_of_heads_is_not_of_latents() -> None:
+    # Layers 0, 2, 5 are attention, 1, 3, 4 are latent.
+    assert Rectangle((1, 5), ((1, 3),)).portion(TWO_GROUPS, LAYOUT) == Portion(
+        LAYOUT, (Extent(1, 2, 1, 3), Extent(0, 3, 0, 1))
+    )
+    assert Rectangle((2, 3)).portion(TWO_GROUPS, LAYOUT).extents == (Extent(1, 2, 0, 4), None)
+    assert Rectangle().portion(TWO_GROUPS, LAYOUT).is_whole
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spans"),
+    [
+        (1, [(0, 4)]),
+        (2, [(0, 2), (2, 4)]),
+        (3, [(0, 1), (1, 2), (2, 4)]),
+        (4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (8, [(0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4)]),
+    ],
+)
+def test_ranks_share_heads_evenly_or_have_the_same(
+    ranks: int, spans: list[tuple[int, int]]
+) -> None:
+    found = [Rectangle.of_rank(TWO_GROUPS, rank, ranks).kv_heads for rank in range(ranks)]
+    assert [heads for heads, _ in found] == spans
+    assert {latent for _, latent in found} == {(0, 1)}
+
+
+@given(ranks=st.integers(1, 40), cut=st.integers(1, 2))
+def test_the_ranks_of_any_engine_cover_the_model(ranks: int, cut: int) -> None:
+    layout = KVLayout.of(WIDE, 16)
+    covered = set()
+    for layers in ((0, cut), (cut, 3)):
+        for rank in range(ranks):
+            (one,) = Rectangle.of_rank(WIDE, rank, ranks, layers).portion(WIDE, layout).extents
+            assert one is not None
+            covered |= {
+                (layer, head)
+                for layer in range(one.first_layer, one.layer_stop)
+                for head in range(one.first_head, one.head_stop)
+            }
+    assert len(covered) == 3 * 4
+
+
+def test_spans_that_are_none_are_refused() -> None:
+    for layers in ((2, 2), (-1, 2)):
+        with pytest.raises(InvalidRequestError, match="layers"):
+            Rectangle(layers)
+    with pytest.raises(InvalidRequestError, match="kv_heads"):
+        Rectangle(kv_heads=((3, 1),))
+    for rank in (2, -1):
+        with pytest.raises(InvalidRequestError, match="rank"):
+            Rectangle.of_rank(WIDE, rank, 2)
+
+
+@pytest.mark.parametrize(
+    "rectangle",
+    [Rectangle((6, 9)), Rectangle(kv_heads=((0, 5),)), Rectangle(kv_heads=((0, 1),) * 3)],
+    ids=["layers", "heads", "groups"],
+)
+def test_what_is_outside_the_model_is_refused(rectangle: Rectangle) -> None:
+    with pytest.raises(LayoutMismatchError):
+        rectangle.portion(TWO_GROUPS, LAYOUT)

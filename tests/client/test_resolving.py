@@ -1,0 +1,300 @@
+"""Resolve and ReportReuse against a real server: what is found by content, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from documents import (
+    DOCUMENT,
+    HEAD,
+    OTHER,
+    OTHER_HEAD,
+    TRIAL,
+    keys_of,
+    kinds,
+    prompt_of,
+    put_prompt,
+    read,
+    report_of,
+    shadowed,
+)
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import MEDIUM, SMALL, equal, other_revision, tensors_of, tokens
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.options import TransportName
+from kvstore.client.resolving import ResolveTerms
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
+from kvstore.proto.plans import PrefillModel
+from kvstore.proto.types import LayerKind
+from kvstore.server.policy.blend_gate import TRIALS
+
+ServerMaker = Callable[..., LocalServer]
+
+
+@pytest.fixture(params=["shm", "grpc"])
+def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
+    transport: TransportName = request.param
+    return server.connect(transport)
+
+
+# --- what is found
+
+
+def test_documents_are_found_behind_another_head_and_come_byte_by_byte(client: Client) -> None:
+    _, first, second, _ = put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
+    prompt, ranges = prompt_of(OTHER_HEAD, OTHER, DOCUMENT)
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        variant = ["variant", "variant"]
+        assert kinds(resolved) == [["none", "none"], variant, variant, []]
+        wanted = [*keys_of(client, second), *keys_of(client, first)]
+        sizes = [one.asked.tokens for one in resolved.chunks()]
+        assert sizes == [16, 16, 16, 24]  # the last 8 tokens joined the chunk before them
+        for key, size, found in zip(wanted, sizes, read(resolved), strict=True):
+            assert equal(found, tensors_of(key, client.representation, size))
+
+
+def test_variants_say_where_they_stood_and_behind_what(client: Client) -> None:
+    segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        for one, stored in zip(resolved.chunks(), segments[1].chunks, strict=True):
+            assert one.best.position == stored.start == one.asked.start - 16
+            assert one.best.parent == stored.parent
+            assert one.best.digest == stored.digest
+            assert one.best.tier == "cpu"
+            assert one.best.load_ms > 0
+        assert resolved.found.layer_order == (0, 1)
+        assert resolved.found.rope == client.representation.rope
+
+
+def test_the_prompt_itself_is_exact_and_needs_no_gate(client: Client) -> None:
+    prompt, ranges = prompt_of(HEAD, DOCUMENT, OTHER)
+    segments = put_prompt(client, prompt, ranges)
+    with client.resolve(prompt, ranges) as resolved:
+        assert kinds(resolved) == [["exact"], ["exact"] * 2, ["exact"] * 2, []]
+        assert resolved.found.exact_prefix == 5
+        assert not resolved.found.is_shadow
+        keys = [key for segment in segments for key in keys_of(client, segment)]
+        for key, one, found in zip(keys, resolved.chunks(), read(resolved), strict=True):
+            assert one.best.position == one.asked.start
+            assert equal(found, tensors_of(key, client.representation, one.asked.tokens))
+
+
+def test_a_shared_head_is_exact_and_what_follows_a_variant(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
+    with client.resolve(*prompt_of(HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
+        assert kinds(resolved)[:2] == [["exact"], ["variant", "variant"]]
+        assert resolved.found.exact_prefix == 1
+
+
+def test_a_closed_gate_lets_nothing_through_but_trials(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
+    with client.resolve(prompt, ranges) as resolved:
+        assert kinds(resolved) == [["none", "none"], ["none", "none"], []]
+        assert (resolved.found.lease_id, resolved.found.gate.is_open) == (0, False)
+        assert "calibrate" in resolved.found.gate.why
+    exact_only = [replace(one, approximate=False) for one in ranges]
+    with client.resolve(prompt, exact_only, TRIAL) as resolved:
+        assert kinds(resolved)[1] == ["none", "none"]
+
+
+def test_other_models_and_revisions_find_nothing(server: LocalServer, client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    rope = replace(SMALL, rope=replace(SMALL.rope, theta=5e5))
+    adapter = replace(SMALL, adapter_digest="b" * 64)
+    for representation in (other_revision(SMALL), rope, adapter):
+        stranger = server.connect("auto", representation)
+        with stranger.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+            assert list(resolved.chunks()) == []
+
+
+def test_models_whose_chunks_are_of_one_prefix_only_are_refused(server: LocalServer) -> None:
+    group = replace(SMALL.layer_groups[0], kind=LayerKind.window, window_tokens=8)
+    client = server.connect("auto", replace(SMALL, layer_groups=(group,)))
+    with pytest.raises(InvalidRequestError, match=r"window layers.*use Lookup"):
+        client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL)
+
+
+def test_the_variant_with_most_of_its_context_comes_first(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    put_prompt(client, *prompt_of(HEAD, OTHER, DOCUMENT))
+    with client.resolve(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
+        first = resolved.found.segments[2].chunks[0]
+        assert [one.position for one in first.variants] == [48, 16]
+        assert first.variants[0].overlap == pytest.approx(32 / 48)
+        assert first.variants[0].fix_overhead < first.variants[1].fix_overhead
+    few = replace(TRIAL, max_variants=1)
+    with client.resolve(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), few) as resolved:
+        assert [one.position for one in resolved.found.segments[2].chunks[0].variants] == [48]
+
+
+def test_what_is_no_faster_to_load_and_repair_is_left_out(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
+    fast, slow = PrefillModel(0.0, 1e-12), PrefillModel(0.0, 1.0)
+    with client.resolve(prompt, ranges, replace(TRIAL, prefill=fast)) as resolved:
+        assert kinds(resolved)[1] == ["none", "none"]
+    with client.resolve(prompt, ranges, replace(TRIAL, prefill=slow)) as resolved:
+        assert kinds(resolved)[1] == ["variant", "variant"]
+        segment = resolved.found.segments[1]
+        assert segment.recompute_ms == pytest.approx(40_000)
+        assert 0 < segment.load_ms < 1000
+
+
+# --- leases, evictions, restarts
+
+
+def test_what_is_named_stays_until_it_is_released(server: LocalServer, client: Client) -> None:
+    segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    keys = keys_of(client, segments[1])
+    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        assert client.delete(keys) == 0
+        assert len(read(resolved)) == 2
+    server.settled()
+    assert client.delete(keys) == 2
+
+
+def test_variants_that_went_after_the_release_end_the_layers(client: Client) -> None:
+    segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    resolved = client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL)
+    chunks = list(resolved.chunks())
+    resolved.release()
+    resolved.release()
+    client.delete(keys_of(client, segments[1]))
+    with pytest.raises(LeaseExpiredError):
+        list(resolved.layers(chunks))
+
+
+def test_deleted_chunks_are_no_variants_any_more(client: Client) -> None:
+    segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    client.delete(keys_of(client, segments[1])[:1])
+    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        assert kinds(resolved)[1] == ["none", "variant"]
+
+
+def test_evicted_chunks_are_no_variants_any_more(make_server: ServerMaker) -> None:
+    server = make_server("--tiers", "cpu", "--cpu", "4MiB")
+    options = ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS)
+    client = server.connect("auto", MEDIUM, options)
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    for seed in range(100, 112):  # half a megabyte each
+        put_prompt(client, *prompt_of(tokens(seed, 64), tokens(seed + 500, 64)))
+    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        assert kinds(resolved)[1] == ["none"]
+    contents, variants, left_out, _ = server.node.manager.catalog.content_counts()
+    assert variants == len(server.node.manager.catalog)
+    assert (contents > 0, left_out) == (True, 0)
+
+
+def test_documents_are_found_again_after_a_restart(make_server: ServerMaker) -> None:
+    server = make_server()
+    client = server.connect()
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
+    assert server.stop()
+    again = make_server()
+    client = again.connect()
+    catalog = again.node.manager.catalog
+    assert eventually(lambda: catalog.content_counts()[1] == 5)
+    with client.resolve(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
+        assert kinds(resolved)[1:3] == [["variant"] * 2] * 2
+        assert [one.best.tier for one in resolved.chunks()] == ["disk"] * 4
+        assert len(read(resolved)) == 4
+
+
+def test_a_frame_that_is_not_what_was_promised_is_not_used(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        first, second = resolved.chunks()
+        moved = replace(second, best=replace(second.best, position=second.best.position + 1))
+        for wrong in (moved, replace(second, asked=replace(second.asked, content=b"x" * 16))):
+            layers = list(resolved.layers([first, wrong]))
+            assert [len(layer.tensors) for layer in layers] == [1, 1]
+
+
+def test_contents_can_be_left_out_altogether(make_server: ServerMaker) -> None:
+    client = make_server("--blend-contents", "0").connect()
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        assert list(resolved.chunks()) == []
+
+
+# --- reports and the gate
+
+
+def test_reports_are_what_priorities_come_from(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        assert [one.priority for one in resolved.chunks()] == [b"", b""]
+        client.report_reuse(report_of(resolved))
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        for one in resolved.chunks():
+            assert list(one.priority) == sorted(one.priority)
+            assert (one.priority[0], one.priority[-1]) == (0, 255)
+            assert one.best.reports == 1
+            assert one.best.deviation == pytest.approx((one.asked.tokens - 1) / 2)
+
+
+def test_reported_attention_decides_how_much_is_recomputed(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        report = pb.ReportReuseRequest(ratio=0.5)
+        for one in resolved.chunks():
+            told = report.chunks.add(digest=one.best.digest, intra_mass=one.asked.tokens - 0.5)
+            told.context.add(content=b"c" * 16, tokens=16, mass=0.5)
+        client.report_reuse(report)
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        for one in resolved.chunks():
+            assert 0.5 < one.best.context_impact < 0.52
+            assert one.best.overlap == 0.0
+        assert resolved.found.segments[1].ratio == pytest.approx(0.51, abs=0.01)
+
+
+def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> None:
+    client = server.connect()
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
+    trial = ResolveTerms(tag="rag", is_trial=True)
+    with client.resolve(prompt, ranges, trial) as resolved:
+        assert resolved.found.is_shadow
+    for _ in range(TRIALS):
+        gate = client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.15, shadow=shadowed()))
+    assert (gate.is_open, gate.is_calibrated, gate.tag) == (True, True, "rag")
+    with client.resolve(prompt, ranges, ResolveTerms(tag="rag")) as resolved:
+        assert kinds(resolved)[1] == ["variant", "variant"]
+        assert resolved.found.gate.is_open
+    with client.resolve(prompt, ranges, ResolveTerms(tag="chat")) as resolved:
+        assert kinds(resolved)[1] == ["none", "none"]
+    status = server.dial().call("Status", pb.StatusRequest(), 2000, pb.StatusResponse)
+    [shown] = status.gates
+    assert (shown.open, shown.tag, shown.model) == (True, "rag", SMALL.model_id)
+    assert server.counter("blend_shadows") == TRIALS
+
+
+def test_a_gate_that_was_open_is_open_after_a_restart_until_it_closes(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server()
+    client = server.connect()
+    good, bad = shadowed(), shadowed(0.0, 3.0)
+    for _ in range(TRIALS):
+        client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
+    server.stop()
+    again = make_server()
+    client = again.connect()
+    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
+        assert resolved.found.gate.is_open
+        assert "before the last start" in resolved.found.gate.why
+    requests = 0
+    while client.report_reuse(pb.ReportReuseRequest(ratio=1.0, shadow=bad)).is_open:
+        requests += 1
+        assert requests < 200
+    assert again.counter("blend_gates_closed") == 1
+    again.stop()
+    with make_server().connect().resolve(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
+        assert not resolved.found.gate.is_open

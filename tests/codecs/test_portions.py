@@ -1,0 +1,81 @@
+"""Portions of chunks come out of frames of ranks and of whole frames with the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from portions import TWO_GROUPS, portion_frame, slices
+from prompts import equal, frame_of, tensors_of
+
+from kvstore.codecs.base import codec_by_name, empty_tensors
+from kvstore.codecs.portions import cut, decode_portion
+from kvstore.codecs.transcode import max_transcoded_bytes, transcode
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
+from kvstore.proto.frame import FrameTemplate, parse_header
+from kvstore.proto.keys import representation_digest
+from kvstore.proto.portion import Extent, Portion
+from kvstore.proto.types import ROOT, ChunkKey, KVLayout
+
+LAYOUT = KVLayout.of(TWO_GROUPS, 16)
+KEY = ChunkKey(bytes(range(32)))
+TEMPLATE = FrameTemplate(KEY, ROOT, representation_digest(TWO_GROUPS), bytes(16), LAYOUT)
+TENSORS = tensors_of(KEY, TWO_GROUPS, 16)
+WHOLE = frame_of(KEY, TWO_GROUPS)
+
+
+def spans(count: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(0, count - 1), st.integers(1, count)).filter(lambda s: s[0] < s[1])
+
+
+@st.composite
+def portions(draw: st.DrawFn) -> Portion:
+    extents = [
+        Extent(*draw(spans(c.layers)), *draw(spans(c.kv_heads))) if draw(st.booleans()) else None
+        for c in LAYOUT.components
+    ]
+    return Portion(LAYOUT, tuple(extents if any(extents) else (None, Extent(0, 3, 0, 1))))
+
+
+@settings(max_examples=40)
+@given(portions())
+def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(portion: Portion) -> None:
+    frame = portion_frame(TEMPLATE, TWO_GROUPS, portion)
+    wanted = slices(TENSORS, portion)
+    decoded = empty_tensors(portion.layout)
+    decode_portion(parse_header(frame, takes_portions=True), frame, decoded)
+    assert equal(decoded, wanted)
+    out = empty_tensors(portion.layout)
+    cut(parse_header(WHOLE), WHOLE, portion, out)
+    assert equal(out, wanted)
+
+
+@pytest.mark.parametrize("name", ["zstd", "zplane", "xans"])
+def test_frames_of_every_lossless_codec_are_cut(name: str) -> None:
+    codec = codec_by_name(name)
+    frame = np.zeros(max_transcoded_bytes(LAYOUT, codec), np.uint8)
+    header = transcode(WHOLE, codec, frame)
+    portion = Portion(LAYOUT, (Extent(1, 2, 1, 3), None))
+    out = empty_tensors(portion.layout)
+    cut(header, frame[: header.frame_bytes], portion, out)
+    assert equal(out, slices(TENSORS, portion))
+
+
+def test_a_byte_of_another_head_that_is_wrong_shows_and_one_of_another_layer_does_not() -> None:
+    portion = Portion(LAYOUT, (Extent(1, 2, 1, 3), None))
+    out = empty_tensors(portion.layout)
+    header = parse_header(WHOLE)
+    damaged = WHOLE.copy()
+    damaged[int(header.segments[0]["offset"])] ^= 1
+    cut(header, damaged, portion, out)
+    assert equal(out, slices(TENSORS, portion))
+    damaged[int(header.segments[1]["offset"])] ^= 1
+    with pytest.raises(ChunkCorruptError):
+        cut(header, damaged, portion, out)
+
+
+def test_a_chunk_of_another_layout_is_not_cut() -> None:
+    other = Portion(KVLayout.of(TWO_GROUPS, 32), (Extent(0, 1, 0, 4), None))
+    with pytest.raises(InvalidFrameError, match="layout"):
+        cut(parse_header(WHOLE), WHOLE, other, empty_tensors(other.layout))

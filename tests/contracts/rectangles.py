@@ -1,0 +1,169 @@
+"""What every Transport promises of rectangles and of lookups that wait. A part of its suite."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from portions import TWO_GROUPS, WIDE, part_of, slices
+from prompts import assert_reads, chunks_of, equal, keys_of, outcomes, tensors_of
+
+from kvstore.client import Chunk, Client, Rectangle
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.hints import Hints
+from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
+
+Connect = Callable[..., Client]
+
+LAYOUT = KVLayout.of(TWO_GROUPS, 16)
+
+
+def put(client: Client, chunks: list[Chunk], rectangle: Rectangle) -> set[PutOutcome]:
+    """Put what *rectangle* has of whole *chunks*; return what became of them."""
+    layout = KVLayout.of(client.representation, 16)
+    portion = rectangle.portion(client.representation, layout)
+    puts = client.put([part_of(chunk, portion) for chunk in chunks], rectangle=rectangle)
+    assert len(puts) == len(chunks)
+    return {one.outcome for one in puts}
+
+
+def ranks_of(tensor: int, stages: list[tuple[int, int]]) -> list[Rectangle]:
+    """Return the rectangles of an engine of so many heads' ranks and these pipeline stages."""
+    return [
+        Rectangle.of_rank(TWO_GROUPS, rank, tensor, layers)
+        for layers in stages
+        for rank in range(tensor)
+    ]
+
+
+ENGINES = [
+    ranks_of(1, [(0, 6)]),
+    ranks_of(2, [(0, 6)]),
+    ranks_of(3, [(0, 1), (1, 6)]),
+    ranks_of(8, [(0, 5), (5, 6)]),
+]
+"""Heads whole, in halves, unevenly, and more ranks than heads; the first stage of the third has
+no latent layer."""
+
+
+class RectanglesContract:
+    """See TransportContract, which brings the fixtures."""
+
+    @pytest.mark.parametrize("writers", range(4), ids=["tp1", "tp2", "tp3pp2", "tp8pp2"])
+    def test_what_the_ranks_of_any_engine_put_is_read_by_the_ranks_of_any_other(
+        self, connect: Connect, writers: int
+    ) -> None:
+        clients = [connect(TWO_GROUPS) for _ in range(2)]
+        keys = keys_of(clients[0], 1, 2)
+        chunks = chunks_of(clients[0], keys)
+        for number, rectangle in enumerate(ENGINES[writers]):
+            found = put(clients[number % 2], chunks, rectangle)
+            assert found <= {PutOutcome.pending, PutOutcome.stored, PutOutcome.exists}
+        assert_reads(clients[0], keys)
+        for readers in ENGINES:
+            for rectangle in readers:
+                portion = rectangle.portion(TWO_GROUPS, LAYOUT)
+                room = [empty_tensors(portion.layout) for _ in keys]
+                assert len(clients[1].get(keys, room, rectangle=rectangle)) == 2
+                wanted = [slices(chunk.tensors, portion) for chunk in chunks]  # type: ignore[arg-type]
+                assert all(map(equal, room, wanted))
+
+    def test_chunks_are_pending_until_the_last_rank_has_put_its_part(
+        self, connect: Connect
+    ) -> None:
+        client = connect(WIDE)
+        keys = keys_of(client, 1, 2)
+        chunks = chunks_of(client, keys)
+        ranks = [Rectangle.of_rank(WIDE, rank, 2) for rank in range(2)]
+        assert put(client, chunks, ranks[0]) == {PutOutcome.pending}
+        match = client.lookup(keys)
+        assert (match.ready, match.pending) == (0, 2)
+        assert client.get(keys) == []
+        assert put(client, chunks, ranks[1]) == {PutOutcome.stored}
+        assert put(client, chunks, ranks[0]) == {PutOutcome.exists}
+        assert client.lookup(keys).ready == 2
+
+    def test_a_lease_shows_what_a_rank_has_where_it_lies(self, connect: Connect) -> None:
+        client = connect(TWO_GROUPS)
+        keys = keys_of(client, 1, 1)
+        outcomes(client, chunks_of(client, keys))
+        portion = Rectangle((1, 5), ((1, 3),)).portion(TWO_GROUPS, LAYOUT)
+        with client.lease(keys) as lease:
+            view = lease.view(0)
+            if client.transport_name == "shm":
+                assert view is not None
+                assert equal(
+                    view.cut(portion), slices(tensors_of(keys[0], TWO_GROUPS, 16), portion)
+                )
+            else:
+                assert view is None
+
+    def test_tensors_that_are_not_of_the_rectangle_are_refused_before_anything_is_sent(
+        self, connect: Connect
+    ) -> None:
+        client = connect(WIDE)
+        (chunk,) = chunks_of(client, keys_of(client, 1, 1))
+        for rectangle in (Rectangle((0, 2)), Rectangle((5, 6)), Rectangle(kv_heads=((0, 5),))):
+            with pytest.raises(LayoutMismatchError):
+                client.put([chunk], rectangle=rectangle)
+        assert client.lookup([chunk.key]).pending == 0
+
+    def test_facts_that_contradict_another_ranks_are_refused_by_name(
+        self, connect: Connect
+    ) -> None:
+        client = connect(WIDE)
+        (chunk,) = chunks_of(client, keys_of(client, 1, 1))
+        top, rest = Rectangle((0, 1)), Rectangle((1, 3))
+        assert put(client, [chunk], top) == {PutOutcome.pending}
+        with pytest.raises(InvalidRequestError, match="position"):
+            put(client, [replace(chunk, position=16)], rest)
+        with pytest.raises(InvalidRequestError, match="content"):
+            put(client, [replace(chunk, content=bytes([1]) * 16)], rest)
+        assert put(client, [chunk], rest) == {PutOutcome.stored}
+        assert_reads(client, [chunk.key])
+
+    # --- hand-over
+
+    def test_a_lookup_waits_for_what_was_promised_and_is_answered_when_it_is_whole(
+        self, connect: Connect
+    ) -> None:
+        prefill, decode = connect(WIDE), connect(WIDE)
+        keys = keys_of(prefill, 1, 2)
+        chunks = chunks_of(prefill, keys)
+        assert prefill.promise(keys, 60_000) == 2
+        assert decode.lookup(keys).pending == 2
+        answers: list[int] = []
+        asked = threading.Event()
+
+        def ask() -> None:
+            asked.set()
+            answers.append(decode.lookup(keys, wait_ms=20_000).ready)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        asked.wait()
+        hints = Hints(handover_ms=60_000)
+        for rank in range(2):
+            rectangle = Rectangle.of_rank(WIDE, rank, 2)
+            portion = rectangle.portion(WIDE, KVLayout.of(WIDE, 16))
+            parts = [part_of(chunk, portion) for chunk in chunks]
+            prefill.put(parts, hints=hints, rectangle=rectangle)
+        thread.join()
+        assert answers == [2]
+        assert_reads(decode, keys)
+
+    def test_a_lookup_whose_writer_ends_is_answered_at_once(self, connect: Connect) -> None:
+        prefill, decode = connect(), connect()
+        keys: list[ChunkKey] = keys_of(prefill, 1, 2)
+        assert prefill.promise(keys, 60_000) == 2
+        answers: list[int] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(decode.lookup(keys, wait_ms=20_000).pending)
+        )
+        thread.start()
+        prefill.close()
+        thread.join(15)
+        assert answers == [0]

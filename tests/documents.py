@@ -1,0 +1,93 @@
+"""Prompts of documents, put so that these are found elsewhere, and what a Resolve says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from prompts import tensors_of, tokens
+
+from kvstore.client import Chunk, Client
+from kvstore.client.resolving import Resolved, ResolveTerms
+from kvstore.codecs.base import ChunkTensors
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import NamedSegment, SegmentRange
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.types import ChunkKey, PutOutcome
+
+HEAD, OTHER_HEAD = tokens(1, 16), tokens(2, 32)
+DOCUMENT, OTHER = tokens(11, 40), tokens(12, 32)
+QUESTION = tokens(3, 10)
+TRIAL = ResolveTerms(is_trial=True)
+
+
+def prompt_of(
+    head: Sequence[int], *documents: Sequence[int]
+) -> tuple[list[int], list[SegmentRange]]:
+    """Return a prompt of a head, documents and a question, and where the documents are."""
+    prompt, ranges = list(head), []
+    for document in documents:
+        ranges.append(SegmentRange(len(prompt), len(prompt) + len(document)))
+        prompt += document
+    return prompt + QUESTION, ranges
+
+
+def put_prompt(
+    client: Client, prompt: Sequence[int], ranges: Sequence[SegmentRange]
+) -> list[NamedSegment]:
+    """Put all chunks of a prompt; return its segments."""
+    segments = client.name_segments(prompt, ranges)
+    chunks = [
+        Chunk(
+            key := chunk_key(client.namespace, one.digest),
+            tensors_of(key, client.representation, one.tokens),
+            one.parent,
+            position=one.start,
+            content=one.content,
+        )
+        for segment in segments
+        for one in segment.chunks
+    ]
+    outcomes = {put.outcome for put in client.put(chunks)}
+    assert outcomes <= {PutOutcome.stored, PutOutcome.exists}
+    return segments
+
+
+def kinds(resolved: Resolved) -> list[list[str]]:
+    """Return for each segment what there is of each chunk."""
+    return [
+        [
+            "exact" if one.is_exact else "variant" if one.variants else "none"
+            for one in segment.chunks
+        ]
+        for segment in resolved.found.segments
+    ]
+
+
+def keys_of(client: Client, segment: NamedSegment) -> list[ChunkKey]:
+    return [chunk_key(client.namespace, one.digest) for one in segment.chunks]
+
+
+def read(resolved: Resolved) -> list[ChunkTensors]:
+    """Read all that was resolved layer by layer; return the chunks."""
+    layers = [list(layer.tensors) for layer in resolved.layers(list(resolved.chunks()))]
+    return [[[layer[number] for layer in layers]] for number in range(len(layers[0]))]
+
+
+def report_of(resolved: Resolved, **fields: object) -> pb.ReportReuseRequest:
+    """Return a report that measured every chunk, its last token the most."""
+    report = pb.ReportReuseRequest(ratio=0.15, load_ms=1.0, compute_ms=2.0, full_ms=8.0)
+    for one in resolved.chunks():
+        count = one.asked.tokens
+        report.chunks.add(
+            digest=one.best.digest,
+            layer=1,
+            deviations=np.arange(count, dtype="<f2").tobytes(),
+            selected=bytes(-(-count // 8)),
+            query_attention=bytes(range(count)),
+        )
+    return report
+
+
+def shadowed(agreement: float = 1.0, divergence: float = 0.0) -> pb.ShadowResult:
+    return pb.ShadowResult(divergence=divergence, agreement=agreement, tokens=64)

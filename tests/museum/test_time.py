@@ -1,0 +1,135 @@
+"""Pains 6, 7 and 9: found and gone before it is read, waits without an end, slower than nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+from conftest import ServerMaker
+from local_server import DEADLINE_MS, LocalServer, eventually
+from plain_engine import PlainEngine
+from prompts import MEDIUM, chunks_of, is_right, keys_of, outcomes, store, tokens
+from server_process import ServerProcess
+
+from kvstore.client import ClientOptions
+from kvstore.client.client import Client
+from kvstore.client.prefill import PrefillModel
+from kvstore.proto.types import PutOutcome
+
+CHUNKS = 8
+OPTIONS = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
+RANKS = [replace(MEDIUM, adapter_digest=f"none+tp={rank}/2") for rank in range(2)]
+
+
+def test_lmcache_1467_what_two_ranks_were_promised_both_read_under_pressure(
+    make_server: ServerMaker,
+) -> None:
+    """LMCache#1467: once Redis evicted, the ranks of a model found prefixes of different lengths
+    and the engine ended with a fatal error; #4133: between the scheduler's lookup and a worker's
+    load, as long as a request waits, chunks were evicted, and fewer tokens came than promised;
+    Mooncake#4239: a lease of a fixed time ended while bytes were still on their way.
+
+    Here each rank leases what it found. Memory is then written over many times, and both read
+    all of it, right, however long they wait.
+    """
+    server = make_server("--tiers", "cpu", "--cpu", "16MiB")
+    ranks = [server.connect("auto", kind, OPTIONS) for kind in RANKS]
+    prompts = [store(rank, 1, CHUNKS) for rank in ranks]
+    leases = [rank.lease(keys) for rank, keys in zip(ranks, prompts, strict=True)]
+    other = server.connect("auto", MEDIUM, OPTIONS)
+    for seed in range(2, 22):
+        assert PutOutcome.refused not in outcomes(
+            other, chunks_of(other, keys_of(other, seed, CHUNKS))
+        )
+    assert server.counter("evicted_chunks") > 64
+    for rank, keys, lease in zip(ranks, prompts, leases, strict=True):
+        found = lease.get()
+        assert len(found) == lease.match.ready == CHUNKS
+        assert all(is_right(rank, *pair) for pair in zip(keys, found, strict=True))
+        lease.release()
+
+
+def test_lmcache_4133_a_load_without_a_lease_is_a_shorter_prefix_and_never_a_wrong_one(
+    make_server: ServerMaker,
+) -> None:
+    """The same race for who takes no lease: the load itself says how far it came."""
+    server = make_server("--tiers", "cpu", "--cpu", "16MiB")
+    client = server.connect("auto", MEDIUM, OPTIONS)
+    keys = store(client, 1, CHUNKS)
+    assert client.lookup(keys).ready == CHUNKS
+    for seed in range(2, 22):
+        store(client, seed, CHUNKS)
+    assert client.get(keys) == []
+    assert PlainEngine(client).load(tokens(1, 64 * CHUNKS)).stored_tokens == 0
+
+
+def test_lmcache_4676_a_server_that_hangs_costs_one_deadline_and_then_nothing(
+    server_process: Callable[..., ServerProcess],
+) -> None:
+    """LMCache#4676: the server locked itself up for good, holding the interpreter; #4642, #4670,
+    vllm#45387: engines waited for an answer without an end, until a watchdog killed them.
+
+    Here the server is stopped with SIGSTOP under a connected engine. One load ends as a counted
+    miss by its deadline, the next do not even ask, and after SIGCONT there are hits again.
+    """
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB")
+    process.start()
+    prompt = tokens(1, 64)
+    options = ClientOptions("shm", 16, deadline_ms=1000, retry_after_ms=60_000)
+    with Client(process.address, MEDIUM, options) as client:
+        engine = PlainEngine(client)
+        assert engine.store(prompt) == 4
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(50):
+            assert engine.load(prompt).stored_tokens == 0
+        errors = engine.connector.stats().load_errors
+        assert sum(errors.values()) == 50
+        assert errors.get("TierUnavailableError", 0) >= 48, "told at once, without a wait"
+    options = replace(options, retry_after_ms=20)
+    with Client(process.address, MEDIUM, options) as client:
+        engine = PlainEngine(client)
+        assert engine.load(prompt).stored_tokens == 0
+        process.send_signal(signal.SIGCONT)
+        assert eventually(lambda: engine.load(prompt).stored_tokens == 64)
+
+
+def test_lmcache_1938_what_is_sooner_computed_than_loaded_is_computed(
+    server: LocalServer,
+) -> None:
+    """LMCache#1938: the time to the first token doubled with the cache; sglang#31398, LMCache#4797
+    the same: whatever was found was loaded, whatever that took.
+
+    Here a lookup says what to load and what to compute, never slower than to compute all of it
+    by the engine's own model, and an engine that is faster than the store loads nothing.
+    """
+    prompt = tokens(1, 64)
+    client = server.connect()
+    PlainEngine(client).store(prompt)
+    for shelf in server.node.manager.transfers.shelves.values():
+        shelf.rate.round_trip_s = 1e-3
+    before = server.counter("get_chunks")
+    fast = PlainEngine(client, PrefillModel(0.0, 1e-9))
+    assert fast.load(prompt).stored_tokens == 0
+    assert fast.connector.stats().slow_chunks == 4
+    assert server.counter("get_chunks") == before
+    assert PlainEngine(client, PrefillModel(0.0, 1.0)).load(prompt).stored_tokens == 64
+    for token_s in (1e-9, 1e-5, 1e-4, 1e-3, 1.0):
+        plan = client.lookup(
+            client.keys(prompt), prefill=PrefillModel(0.0, token_s), prompt_tokens=70
+        ).plan
+        assert plan is not None
+        assert plan.plan_ms <= plan.recompute_ms
+
+
+def test_lmcache_4797_a_miss_is_one_question_and_no_byte(server: LocalServer) -> None:
+    """LMCache#4797: prompts that no cache had paid for the cache. Here a miss asks once."""
+    client = server.connect()
+    engine = PlainEngine(client)
+    lookups = server.counter("lookups")
+    assert engine.load(tokens(7, 64)).stored_tokens == 0
+    counts = {
+        name: server.counter(name) for name in ("get_chunks", "get_bytes", "get_missed_chunks")
+    }
+    assert server.counter("lookups") == lookups + 1
+    assert not any(counts.values())

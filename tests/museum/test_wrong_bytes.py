@@ -1,0 +1,93 @@
+"""Pains 1 and 15: KV that is wrong and is served all the same; codecs that fail in silence."""
+
+from __future__ import annotations
+
+import pytest
+from coarse_codec import coarse_codec
+from conftest import ServerMaker
+from disk_damage import flip_a_bit
+from local_server import LocalServer, eventually
+from plain_engine import PlainEngine
+from prompts import chunks_of, store, tokens
+
+from kvstore.client.options import TransportName
+from kvstore.proto.types import ChunkKey, Fidelity
+
+CHUNKS = 4
+PROMPT = tokens(1, 16 * CHUNKS)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_lmcache_3388_a_load_that_falls_short_is_never_told_as_a_hit(
+    make_server: ServerMaker, transport: TransportName
+) -> None:
+    """LMCache#3388: under load a retrieve came back as failed, the engine used the blocks all the
+    same, and a model talked gibberish about prompts of three tokens. What LMCache has on disk
+    carries no checksum either: its long form is in test_peers.py beside this file.
+
+    Here a bit of a chunk on disk is flipped while the server is down. The engine is told of the
+    chunks before it alone, each of its own bytes, and can store the chunk again.
+    """
+    server = make_server()
+    client = server.connect(transport)
+    keys = client.keys(PROMPT)
+    client.put(chunks_of(client, keys), durable=True)
+    client.close()
+    server.stop()
+    flip_a_bit(server.config.disk.path, keys[2])
+    engine = PlainEngine(make_server().connect(transport))
+    assert engine.load(PROMPT).stored_tokens == 2 * 16
+    assert engine.connector.stats().lost_chunks == 2
+    assert engine.store(PROMPT) == 1
+    assert engine.load(PROMPT).stored_tokens == CHUNKS * 16
+
+
+def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
+    manager = server.node.manager
+    assert eventually(lambda: manager.catalog.count_on("disk") == len(keys))
+    server.settled()
+    for key in keys:
+        assert manager.catalog.cast_out("cpu", key)
+        manager.transfers.delete_from(manager.transfers.cpu, key)
+
+
+def test_lmcache_717_an_approximation_is_never_taken_for_the_original(
+    make_server: ServerMaker,
+) -> None:
+    """LMCache#717: with its CacheGen serde a model scored worse, and nothing in a hit said that
+    the KV was an approximation.
+
+    Here a lossy copy says so: who asks for exact KV does not find it, who asks for less is told
+    what it is, and an original takes its place.
+    """
+    with coarse_codec():
+        server = make_server("--disk-codec", "coarse")
+        client = server.connect()
+        keys = store(client, 1, CHUNKS)
+        leave_on_disk(server, keys)
+        engine = PlainEngine(client)
+        assert engine.load(PROMPT).stored_tokens == 0
+        assert len(client.get(keys, min_fidelity=Fidelity.bounded)) == CHUNKS
+        copies = [copy.fidelity for stat in client.stat(keys) for copy in stat.copies]
+        assert set(copies) == {Fidelity.bounded}
+        assert engine.store(PROMPT) == CHUNKS
+        assert engine.load(PROMPT).stored_tokens == CHUNKS * 16
+        server.close()
+
+
+def test_lmcache_2787_a_codec_that_cannot_code_a_model_loses_nothing_in_silence(
+    make_server: ServerMaker,
+) -> None:
+    """LMCache#2787 (one of the family of #4064): with CacheGen over Redis each put failed inside
+    the serde, a warning was all, and nothing was ever stored.
+
+    Here a codec whose tables of the model are missing keeps the chunks without loss, counts that,
+    and they are read back exactly.
+    """
+    server = make_server("--disk-codec", "cachegen")
+    client = server.connect()
+    keys = store(client, 1, CHUNKS)
+    leave_on_disk(server, keys)
+    assert server.counter("lossless_instead") == CHUNKS
+    assert server.counter("failed_copies") == 0
+    assert PlainEngine(client).load(PROMPT).stored_tokens == CHUNKS * 16

@@ -1,0 +1,47 @@
+"""An engine of nothing but a connector, whose KV follows from the names of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prompts import equal, tensors_of
+
+from kvstore.client import Client
+from kvstore.client.engines.base import Connector, Prefix, Span
+from kvstore.client.prefill import PrefillModel
+from kvstore.client.tensors import LayerTensors
+from kvstore.codecs.base import ChunkTensors, empty_tensors
+from kvstore.proto.types import KVLayout
+
+
+class PlainEngine:
+    """Stores and loads prompts of whole chunks, as an engine does: nothing it calls may raise."""
+
+    def __init__(self, client: Client, prefill: PrefillModel | None = None) -> None:
+        self.client = client
+        self.connector = Connector(client, prefill=prefill)
+        self._room: list[ChunkTensors] = []
+
+    def store(self, prompt: Sequence[int]) -> int:
+        """Store a prompt; return how many of its chunks were new."""
+
+        def source(span: Span) -> LayerTensors:
+            key = self.client.keys(prompt[: span[1]])[-1]
+            return tensors_of(key, self.client.representation, span[1] - span[0])
+
+        return self.connector.store_chunks(prompt, source)
+
+    def load(self, prompt: Sequence[int]) -> Prefix:
+        """Load a prompt; fail unless every chunk that the prefix claims has its own bytes."""
+        prefix = self.connector.load_chunks(prompt, self._make_room)
+        size = self.client.options.chunk_tokens
+        for at in range(prefix.stored_tokens // size):
+            key = self.client.keys(prompt[: size * (at + 1)])[-1]
+            right = tensors_of(key, self.client.representation, size)
+            assert equal(self._room[at], right), f"chunk {at} is not what was stored"
+        return prefix
+
+    def _make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
+        kind = self.client.representation
+        self._room = [empty_tensors(KVLayout.of(kind, stop - start)) for start, stop in spans]
+        return self._room

@@ -1,0 +1,69 @@
+"""Chunks that ranks put portion by portion: their parts, and frames of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from contracts.chunks import make_representation
+from prompts import tensors_of
+
+from kvstore.client import Chunk
+from kvstore.codecs.base import ChunkTensors
+from kvstore.codecs.portions import encode_portion, portion_frame_bytes
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.portion import Extent, Portion
+from kvstore.proto.types import (
+    DType,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Representation,
+)
+
+WIDE = make_representation(layers=3, kv_heads=4, head_dim=8)
+"""Three layers of four heads: a frame of 16 tokens has 6.4 KB."""
+
+TWO_GROUPS = replace(
+    WIDE,
+    layer_groups=(
+        LayerGroup(LayerKind.attention, DType.bfloat16, (0, 2, 5), 4, 8),
+        LayerGroup(LayerKind.mla, DType.float16, (1, 3, 4), 1, 24),
+    ),
+)
+"""Layers of two kinds, by turns; the latent is one for all ranks."""
+
+
+def portion_of(
+    layout: KVLayout, layers: tuple[int, int], heads: tuple[int, int] | None = None
+) -> Portion:
+    """Return the same layers and heads of each component of *layout*."""
+    extents = [Extent(*layers, *(heads or (0, c.kv_heads))) for c in layout.components]
+    return Portion(layout, tuple(extents))
+
+
+def slices(tensors: ChunkTensors, portion: Portion) -> ChunkTensors:
+    """Return what *portion* covers of a whole chunk's tensors."""
+    return [
+        [
+            [part[one.first_head : one.head_stop] for part in parts]
+            for parts in tensors[number][one.first_layer : one.layer_stop]
+        ]
+        for number, one in portion.numbered
+    ]
+
+
+def part_of(chunk: Chunk, portion: Portion) -> Chunk:
+    """Return the chunk that a rank puts which has *portion* of *chunk*."""
+    return replace(chunk, tensors=slices(chunk.tensors, portion))  # type: ignore[arg-type]
+
+
+def portion_frame(
+    template: FrameTemplate, representation: Representation, portion: Portion
+) -> Bytes:
+    """Return the frame of *portion* of the chunk that ``tensors_of`` makes."""
+    tensors = tensors_of(template.key, representation, portion.whole.tokens)
+    frame = np.zeros(portion_frame_bytes(portion), np.uint8)
+    encode_portion(template, portion, slices(tensors, portion), frame)
+    return frame

@@ -1,0 +1,123 @@
+"""What a real vLLM publishes of the store: events that name blocks as those of its own cache do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from bench.peer_process import free_port
+from bench.vllm_engine import EngineProcess
+from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, prompt
+from server_process import ServerProcess
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+
+PROMPT = prompt(200, 300)
+CHUNKS = 300 // CHUNK_TOKENS
+BLOCK_TOKENS = 32
+
+
+@pytest.fixture
+def forgetful(home: Path) -> Iterator[ServerProcess]:
+    """A server that keeps nothing when it ends."""
+    folder = home / "forgetful"
+    folder.mkdir(mode=0o700)
+    server = ServerProcess(folder, "--tiers", "cpu", "--cpu", "64MiB", "--log-level", "error")
+    server.start()
+    yield server
+    server.kill()
+
+
+class Router:
+    """Who listens to an engine's events."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(endpoint)
+        self._socket.subscribe("")
+        self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+        self.heard: list[Any] = []
+
+    def hears(self, kind: type, medium: str, count: int) -> list[Any]:
+        """Return the events of a kind about a medium once there are so many."""
+        deadline = time.monotonic() + 30
+        while len(found := self.known(kind, medium)) < count and time.monotonic() < deadline:
+            if self._socket.poll(100):
+                self.heard += self._decoder.decode(self._socket.recv_multipart()[-1]).events
+        return found
+
+    def known(self, kind: type, medium: str) -> list[Any]:
+        return [one for one in self.heard if type(one) is kind and one.medium == medium]
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+def stepped(engine: EngineProcess) -> None:
+    """Have all stored, and the engine make a step: events go out with one."""
+    engine.fresh()
+    engine.generate(prompt(201, 8), max_tokens=2)
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_routers_learn_what_the_store_holds_and_what_it_lost(
+    make_engine: EngineMaker, forgetful: ServerProcess
+) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    engine = make_engine({"address": forgetful.address}, kv_events_config=events)
+    router = Router(endpoint)
+    assert eventually(lambda: heard_anything(engine, router))
+    engine.generate(PROMPT)
+    stepped(engine)
+    stored = router.hears(BlockStored, "STORAGE", CHUNKS)
+    assert [len(one.block_hashes) for one in stored] == [CHUNK_TOKENS // BLOCK_TOKENS] * CHUNKS
+    assert [token for one in stored for token in one.token_ids] == PROMPT[: CHUNKS * CHUNK_TOKENS]
+    assert {(one.locality, one.ownership, one.group_idx) for one in stored} == {
+        ("REMOTE", "kvstore", 0)
+    }
+    own = router.known(BlockStored, "GPU")
+    named = {
+        tuple(one.token_ids[at * BLOCK_TOKENS :][:BLOCK_TOKENS]): name
+        for one in own
+        for at, name in enumerate(one.block_hashes)
+    }
+    for one in stored:
+        blocks = [one.token_ids[:BLOCK_TOKENS], one.token_ids[BLOCK_TOKENS:]]
+        assert one.block_hashes == [named[tuple(block)] for block in blocks]
+        assert one.kv_cache_spec_kind == own[0].kv_cache_spec_kind
+    assert [one.parent_block_hash for one in stored] == [
+        None, *(one.block_hashes[-1] for one in stored[:-1])
+    ]  # fmt: skip
+
+    forgetful.kill()
+    forgetful.start()
+
+    def is_missed() -> bool:
+        engine.fresh()
+        engine.generate(PROMPT)
+        return bool(router.hears(BlockRemoved, "STORAGE", 1))
+
+    assert eventually(is_missed), engine.ask("counts")
+    removed = [name for one in router.known(BlockRemoved, "STORAGE") for name in one.block_hashes]
+    assert removed == [name for one in stored for name in one.block_hashes]
+    router.close()
+
+
+def heard_anything(engine: EngineProcess, router: Router) -> bool:
+    """Whether the router is connected: what is published before that is not heard."""
+    engine.generate(prompt(202, 40), max_tokens=1)
+    engine.forget()
+    return bool(router.heard or router.hears(BlockStored, "GPU", 1))

@@ -1,0 +1,147 @@
+"""A real vLLM over models whose layers keep other kinds of KV: the same tokens, and less work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.vllm_engine import EngineProcess
+from real_vllm import models
+from real_vllm.prompts import EngineMaker, assert_same, prompt
+from server_process import ServerProcess
+
+Same = Callable[..., list[int]]
+
+ROOMY = {"num_gpu_blocks_override": 300}
+"""Several block tables take more blocks of one pool."""
+
+
+class Pair:
+    """An engine with the store and one without, over one model."""
+
+    def __init__(self, make_engine: EngineMaker, model: Path, **settings: Any) -> None:
+        self.engine = make_engine({}, model=model, **settings)
+        self.oracle = make_engine(None, model=model, **settings)
+
+    def same(self, *prompts: list[int], **arguments: Any) -> list[int]:
+        """Generate with the store and without; return how many tokens were cached."""
+        found = self.engine.generate(*prompts, **arguments)
+        expected = self.oracle.generate(*prompts, **arguments)
+        self.oracle.forget()
+        assert_same(found, expected)
+        return [one["cached"] for one in found]
+
+    def again(self, *prompts: list[int], **arguments: Any) -> list[int]:
+        """Do the same once everything is stored and the engine has forgotten it."""
+        self.engine.fresh()
+        return self.same(*prompts, **arguments)
+
+    def count(self, name: str) -> int:
+        return int(self.engine.ask("counts").get(name, 0))
+
+    def close(self) -> None:
+        for one in (self.engine, self.oracle):
+            one.close()
+
+
+def pair(make_engine: EngineMaker, home: Path, kind: str, **settings: Any) -> Iterator[Pair]:
+    made = Pair(make_engine, models.save(getattr(models, kind)(), home / kind), **settings)
+    yield made
+    made.close()
+
+
+# --- sliding windows beside full attention, in three block tables
+
+
+@pytest.fixture(scope="module")
+def hybrid(make_engine: EngineMaker, home: Path) -> Iterator[Pair]:
+    yield from pair(make_engine, home, "hybrid", **ROOMY)
+
+
+def test_hybrid_layers_are_loaded_with_their_windows(hybrid: Pair) -> None:
+    assert hybrid.same(prompt(1, 300)) == [0]
+    assert hybrid.again(prompt(1, 300)) == [256]
+    assert hybrid.again(prompt(1, 300)[:150]) == [128], "every chunk has its window"
+    assert hybrid.again([*prompt(1, 300)[:160], *prompt(2, 140)]) == [128]
+
+
+def test_what_a_hybrid_model_generated_is_stored_with_its_windows(hybrid: Pair) -> None:
+    first = prompt(3, 100)
+    (answer,) = hybrid.engine.generate(first, max_tokens=100)
+    assert hybrid.again([*first, *answer["tokens"], *prompt(4, 20)]) == [192]
+
+
+def test_hybrid_layers_behind_what_the_engine_has_itself_are_loaded(hybrid: Pair) -> None:
+    whole = prompt(5, 300)
+    hybrid.same(whole)
+    assert hybrid.again(whole[:96]) == [64]
+    assert hybrid.same(whole) == [256]
+
+
+def test_hybrid_requests_at_once_and_preempted_get_their_own(hybrid: Pair) -> None:
+    before = hybrid.count("preemptions")
+    prompts = [prompt(10 + number, 450) for number in range(8)]
+    hybrid.same(*prompts, max_tokens=100)
+    assert hybrid.count("preemptions") > before
+    assert hybrid.again(*prompts[:4]) == [448] * 4
+    assert hybrid.again(*prompts, max_tokens=100)[0] > 0
+
+
+def test_hybrid_requests_given_up_while_they_load_harm_nothing(hybrid: Pair) -> None:
+    prompts = [prompt(20 + number, 400) for number in range(3)]
+    hybrid.same(*prompts)
+    for steps in range(4):
+        hybrid.engine.fresh()
+        assert hybrid.engine.ask("abort", prompts=prompts, steps=steps) == 0
+    assert hybrid.again(*prompts) == [384] * 3
+
+
+def test_a_hybrid_load_that_lost_a_chunk_is_computed_as_a_whole(
+    hybrid: Pair, store: ServerProcess
+) -> None:
+    prompts = [prompt(30 + number, 300) for number in range(4)]
+    hybrid.same(*prompts)
+    hybrid.engine.fresh()
+    before = hybrid.count("worker_lost_chunks")
+    assert hybrid.engine.ask("lose", chunks=3) is True
+    found = hybrid.same(*prompts)
+    assert hybrid.engine.ask("lose", chunks=0) is True
+    assert hybrid.count("worker_lost_chunks") > before
+    assert found == [0] * 4
+    assert hybrid.again(*prompts) == [256] * 4
+
+
+# --- sliding windows only, longer than a chunk
+
+
+@pytest.fixture(scope="module")
+def sliding(make_engine: EngineMaker, home: Path) -> Iterator[Pair]:
+    yield from pair(make_engine, home, "sliding")
+
+
+def test_layers_with_windows_only_load_what_the_next_token_sees(sliding: Pair) -> None:
+    assert sliding.same(prompt(50, 300)) == [0]
+    assert sliding.again(prompt(50, 300)) == [256]
+    assert sliding.again(prompt(50, 300)[:150]) == [128]
+    prompts = [prompt(60 + number, 450) for number in range(8)]
+    sliding.same(*prompts, max_tokens=100)
+    assert sliding.again(*prompts) == [448] * 8
+
+
+# --- latents
+
+
+@pytest.fixture(scope="module")
+def latent(make_engine: EngineMaker, home: Path) -> Iterator[Pair]:
+    room = {"num_gpu_blocks_override": 300, "max_num_batched_tokens": 3072}
+    yield from pair(make_engine, home, "latent", **room)
+
+
+def test_latents_are_loaded_where_the_engine_can_go_on_from_them(latent: Pair) -> None:
+    assert latent.same(prompt(70, 257)) == [0]
+    assert latent.again(prompt(70, 257)) == [256]
+    assert latent.again(prompt(70, 256)) in ([255], [256])
+    assert latent.again(prompt(70, 300)) == [0], "vLLM's CPU kernels prefill from nothing only"
+    assert latent.count("scheduler_miss_prefill") == 1

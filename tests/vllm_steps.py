@@ -1,0 +1,164 @@
+"""Both halves of the vLLM connector, stepped as vLLM steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from local_server import DEADLINE_MS, eventually
+from vllm_pages import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    CHUNK_TOKENS,
+    SHAPE,
+    Tables,
+    compute,
+    empty_pages,
+    holds,
+    pages_of_rank,
+    representation,
+    shape_of_rank,
+    tables_of,
+    writer,
+)
+from vllm_stand_ins import FakeRequest, step
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_layout import PACKINGS, Packing
+from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
+from kvstore.client.engines.vllm_scheduler import VllmScheduler
+from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
+from kvstore.client.rectangle import Rectangle
+from kvstore.proto.types import LayerKind, Representation
+
+Blocks: TypeAlias = "Sequence[int] | Tables"
+"""Of one table, or tables."""
+
+QUEUE_BYTES = 64 << 20
+
+
+def options(retry_after_ms: int = 1) -> ClientOptions:
+    return ClientOptions(
+        chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS, retry_after_ms=retry_after_ms
+    )
+
+
+class Engine:
+    """What vLLM does around the connector: blocks, steps, and a forward pass that follows from
+    tokens. *ranks*: those of a parallel engine, each with its layers and heads of the pages."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: Representation | None = None,
+        packing: Packing = PACKINGS[0],
+        queue_bytes: int = QUEUE_BYTES,
+        opts: ClientOptions | None = None,
+        loads: bool = True,
+        stores: bool = True,
+        shape: EngineShape = SHAPE,
+        ranks: Sequence[Rectangle | None] = (None,),
+    ) -> None:
+        opts = opts or options()
+        self.shape = shape
+        self.packing = packing
+        identity = identity or representation(shape=shape)
+        lookups = Connector(Client(address, identity, opts))
+        self.scheduler = VllmScheduler(lookups, shape, loads=loads, stores=stores)
+        self.workers: list[Any] = []
+        self.pages = [empty_pages(shape=shape)] * len(ranks)
+        for rank, pages in zip(ranks, self.pages, strict=True):
+            connector = Connector(Client(address, identity, opts), rectangle=rank)
+            self.workers.append(VllmWorker(connector, shape_of_rank(shape, rank), queue_bytes))
+            own = pages_of_rank(pages, shape, rank)
+            assert self.workers[-1].register(own, writer(packing)) == ""
+        self._next_block = 1
+
+    def blocks(self, tokens: int) -> list[int]:
+        """Hand out blocks of one table in no order."""
+        count = -(-tokens // BLOCK_TOKENS)
+        first, self._next_block = self._next_block, self._next_block + count
+        assert self._next_block <= BLOCKS
+        return list(reversed(range(first, first + count)))
+
+    def room_for(self, tokens: int, computed: int = 0) -> Blocks:
+        """Hand out blocks of each table; of windows only what the next token looks back into."""
+        if not self.shape.has_ends:
+            return self.blocks(tokens)
+        tables = []
+        for table in range(self.shape.tables):
+            (group,) = [g for g in self.shape.groups if table in {x.table for x in g.layers}]
+            ids = self.blocks(tokens)
+            if group.kind is LayerKind.window:
+                unseen = max(0, computed - group.window_tokens + 1) // BLOCK_TOKENS
+                ids[:unseen] = [0] * unseen
+            tables.append(ids)
+        return tables
+
+    def matched(self, request: FakeRequest, computed: int = 0) -> int:
+        """Ask until there is an answer."""
+        found: list[int | None] = []
+
+        def is_known() -> bool:
+            found.append(self.scheduler.matched_tokens(request, computed))
+            return found[-1] is not None
+
+        assert eventually(is_known)
+        return found[-1] or 0
+
+    def step(self, request: FakeRequest, blocks: Blocks, tokens: int) -> StepOrders:
+        """Run one step that computes *tokens* of the request."""
+        orders = self.scheduler.orders(
+            step(**{request.request_id: tokens}), lambda _: tables_of(blocks)
+        )
+        stop = request.num_computed_tokens + tokens
+        for worker, pages in zip(self.workers, self.pages, strict=True):
+            worker.load(orders)
+            known = request.all_token_ids[:stop]
+            compute(pages, self.packing, known, blocks, request.num_computed_tokens, self.shape)
+            worker.store(orders)
+        request.num_computed_tokens = stop
+        return orders
+
+    def load(self, request: FakeRequest, blocks: Blocks, tokens: int) -> set[int]:
+        """Load what ``matched`` promised; return the blocks that failed, as vLLM joins them."""
+        self.scheduler.allocated(request, tokens, tables_of(blocks))
+        orders = self.scheduler.orders(step(), lambda _: [])
+        failed: set[int] = set()
+        news: WorkerNews | None = None
+        for worker in self.workers:
+            worker.load(orders)
+            assert isinstance(worker, RefusedWorker) or worker.settled(20.0)
+            assert worker.finished_loads(is_idle=True) == {request.request_id}
+            failed |= worker.failed_blocks()
+            said = worker.news()
+            news = said if news is None else news.joined(said) if said else news
+        if news is not None:
+            self.scheduler.learn(news)
+        return failed
+
+    def run(self, name: str, tokens: list[int]) -> int:
+        """Take a prompt from its arrival to its end; return how many tokens were loaded."""
+        request = FakeRequest(name, list(tokens))
+        self.scheduler.arrived(request)
+        hit = self.matched(request)
+        blocks = self.room_for(len(tokens), hit)
+        tracked = self.scheduler._tracked[name]
+        assert eventually(lambda: tracked.ticket.ready is not None)
+        if hit:
+            assert self.load(request, blocks, hit) == set()
+            assert self.workers[0].failed_loads() == set()
+            request.num_computed_tokens = hit
+        if hit < len(tokens):
+            self.step(request, blocks, len(tokens) - hit)
+        assert all(holds(pages, self.packing, tokens, blocks, self.shape) for pages in self.pages)
+        self.scheduler.finished(request)
+        assert all(worker.settled(20.0) for worker in self.workers)
+        return hit
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
