@@ -107,7 +107,7 @@ def counts(llm: LLM) -> dict[str, int]:
     for side, name in ((scheduler._scheduler, "scheduler"), (worker._worker, "worker")):
         if side is not None:
             found.update({f"{name}_{key}": count for key, count in side.counted.items()})
-            errors = side._connector.stats()
+            errors = (side._lookups if name == "scheduler" else side._connector).stats()
             found.update({f"{name}_error_{key}": n for key, n in errors.load_errors.items()})
             found.update({f"{name}_store_error_{key}": n for key, n in errors.store_errors.items()})
     return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.proto.blend import GateView
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
+
+if TYPE_CHECKING:  # help is to load none of the rooms
+    from kvstore.proto.blend import GateView
 
 _ADDRESS = "127.0.0.1:7420"
 _EXIT_NOT_HELD, _EXIT_USAGE = 1, 2

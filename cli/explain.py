@@ -237,7 +237,7 @@ def _print_chunks(console: Console, reply: pb.ExplainResponse) -> None:
 
 
 def _print_recent(console: Console, reply: pb.ExplainResponse) -> None:
-    misses = Table("ago", "client", "model", "found", "pending", "then", "why")
+    misses = Table("ago", "client", "model", "found", "pending", "state", "why")
     for miss in reply.recent:
         misses.add_row(
             f"{miss.ago_s:.0f} s", miss.client, miss.model_id, f"{miss.ready} of {miss.chunks}",

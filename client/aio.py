@@ -17,12 +17,15 @@ from kvstore.client.levelled_get import Levelled
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.pages import PagedKV
+from kvstore.client.reader import Room
 from kvstore.client.rectangle import Rectangle
+from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.client.tensors import LayerTensors, TensorLike
 from kvstore.client.transport import Put
 from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import GateView, NamedSegment, SegmentRange
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.plans import PlannedBatch, PrefillModel
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Representation
@@ -125,6 +128,19 @@ class AsyncClient:
             self.sync.get, keys, out, min_fidelity=min_fidelity, rectangle=rectangle
         )
 
+    async def get_into(
+        self,
+        keys: Sequence[ChunkKey],
+        room: Room,
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
+        rectangle: Rectangle | None = None,
+    ) -> list[ChunkTensors]:
+        """Read into what *room* gives for each chunk once its layout is known."""
+        return await asyncio.to_thread(
+            self.sync.get_into, keys, room, min_fidelity=min_fidelity, rectangle=rectangle
+        )
+
     async def get_pages(
         self,
         keys: Sequence[ChunkKey],
@@ -202,6 +218,30 @@ class AsyncClient:
             yield lease
         finally:
             await asyncio.to_thread(lease.release)
+
+    async def name_segments(
+        self, tokens: Sequence[int], ranges: Sequence[SegmentRange], extra: Sequence[bytes] = ()
+    ) -> list[NamedSegment]:
+        """Cut and name a prompt as ``resolve`` does."""
+        return self.sync.name_segments(tokens, ranges, extra)
+
+    @asynccontextmanager
+    async def resolve(
+        self,
+        tokens: Sequence[int],
+        ranges: Sequence[SegmentRange],
+        terms: ResolveTerms | None = None,
+    ) -> AsyncIterator[Resolved]:
+        """Keep what there is of a prompt's segments inside ``async with``; layers block."""
+        resolved = await asyncio.to_thread(self.sync.resolve, tokens, ranges, terms)
+        try:
+            yield resolved
+        finally:
+            await asyncio.to_thread(resolved.release)
+
+    async def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
+        """Tell the server what one blended request was worth."""
+        return await asyncio.to_thread(self.sync.report_reuse, report)
 
     async def pin(self, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
         """Keep chunks from eviction for *ttl_ms*."""

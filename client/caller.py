@@ -11,6 +11,7 @@ from kvstore.client.connection import Connection
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import ClientOptions
 from kvstore.client.reader import Reader, Room
+from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
@@ -212,7 +213,12 @@ class Caller:
     ) -> list[ChunkTensors]:
         transport = self._connected()
         digests = [self._digest(key) for key in keys]
-        with transport.get(digests, lease_id, self.options.deadline_ms, least) as arriving:
+        portion = None
+        if isinstance(room, RectangleRoom):
+            portion = room.usual_portion(self.options.chunk_tokens)
+        with transport.get_layers_of(
+            portion, digests, lease_id, self.options.deadline_ms, least
+        ) as arriving:
             frames = as_true(arriving, least)
             found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:

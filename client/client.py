@@ -11,6 +11,7 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.engine_calls import EngineCalls, check_frame_bytes, check_out
 from kvstore.client.keeping import Keeping, check_wait
 from kvstore.client.lease import ChunkLease
+from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.outgoing import OutgoingPortion
 from kvstore.client.reader import given
 from kvstore.client.rectangle import Rectangle
@@ -149,7 +150,8 @@ class Client(Keeping, EngineCalls, Resolving):
         def work(transport: Transport) -> tuple[Match, bytes, Transport]:
             request.session_id = transport.session.terms.session_id
             request.digests = self._digests(keys)
-            request.deadline_ms = self.options.deadline_ms + request.wait_ms
+            patience_ms = self.options.deadline_ms + request.wait_ms
+            request.deadline_ms = min(patience_ms, MAX_DEADLINE_MS)
             reply = transport.calls.call("Lookup", request, request.deadline_ms, pb.LookupResponse)
             match = match_from_message(reply, len(keys))
             return match, reply.places, transport

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.portion import Portion
-from kvstore.proto.types import KVLayout, Representation
+from kvstore.proto.types import END_KINDS, KVLayout, Representation
 
 
 class RectangleRoom:
@@ -26,6 +26,18 @@ class RectangleRoom:
     def portion(self, layout: KVLayout) -> Portion:
         """Return what is read of a chunk of *layout*. Raises LayoutMismatchError."""
         return self._rectangle.portion(self._representation, layout)
+
+    def usual_portion(self, chunk_tokens: int) -> Portion | None:
+        """Return what is read of a chunk of *chunk_tokens*, if that leaves out some layers.
+
+        None also for models whose chunks do not all have the same layers.
+        """
+        groups = self._representation.layer_groups
+        if self._rectangle.layers is None or any(group.kind in END_KINDS for group in groups):
+            return None
+        portion = self.portion(KVLayout.of(self._representation, chunk_tokens))
+        is_all = portion.layout.segment_count == portion.whole.segment_count
+        return None if is_all else portion
 
     def __call__(self, index: int, layout: KVLayout) -> Any:
         """Return where the tensors of chunk number *index* go, which as a whole has *layout*."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 import numpy as np
 from typing_extensions import override
@@ -11,11 +13,13 @@ from typing_extensions import override
 from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.layer_sink import LayerSink, PutTerms
 from kvstore.client.part_feed import PartFeed
+from kvstore.client.ranged_get import RangedGet
 from kvstore.client.stream_sink import StreamSink
 from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.portion import Portion
 from kvstore.proto.types import ChainDigest, Fidelity
 from kvstore.proto.wire import MESSAGE_BYTES, hints_to_message
 
@@ -89,6 +93,46 @@ class StreamTransport(Transport):
         request.layer_major = True
         with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
             yield PartFeed(replies, self.session.terms.max_frame_bytes)
+
+    @override
+    @contextmanager
+    def get_layers_of(
+        self,
+        portion: Portion | None,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+    ) -> Iterator[Iterator[Arrived]]:
+        with ExitStack() as stack:
+            yield self._ranged(stack, portion, digests, lease_id, deadline_ms, least)
+
+    def _ranged(
+        self,
+        stack: ExitStack,
+        portion: Portion | None,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity,
+    ) -> Iterator[Arrived]:
+        """Yield frames of the layers of *portion*, and from one on that is not raw, whole ones."""
+        started, until_s = 0, time.monotonic() + deadline_ms / 1000
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
+        ranged = None if portion is None else RangedGet(portion, len(digests))
+        if ranged is not None and len(ranged.ranges) <= self.session.terms.max_batch_chunks:
+            request.ranges.extend(ranged.ranges)
+            with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
+                for tier, frame in ranged.frames(replies):
+                    yield Arrived(started, tier, frame, _stays)
+                    started += 1
+            if ranged.is_over:
+                return
+        if started < len(digests):
+            left_ms = max(1, round(1000 * (until_s - time.monotonic())))
+            rest = self.get(digests[started:], lease_id, left_ms, least)
+            for arrived in stack.enter_context(rest):
+                yield replace(arrived, index=arrived.index + started)
 
     @override
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:

@@ -16,6 +16,7 @@ from kvstore.client.layer_feed import LayerFeed, WholeFrames
 from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
 from kvstore.client.local_link import LocalLink
 from kvstore.client.outgoing import Outgoing as Outgoing
+from kvstore.client.ranged_get import SparseFrame
 from kvstore.client.session import Session
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
@@ -24,6 +25,7 @@ from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FIDELITY_OFFSET, FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.places import PlaceRows
+from kvstore.proto.portion import Portion
 from kvstore.proto.types import ChainDigest, Fidelity, PutOutcome
 from kvstore.proto.wire import fidelity_number, join_digests
 
@@ -46,7 +48,7 @@ class Arrived:
 
     index: int
     tier: str
-    frame: Bytes | FileFrame
+    frame: Bytes | FileFrame | SparseFrame
     confirm: Callable[[], None]
 
 
@@ -106,6 +108,20 @@ class Transport(ABC):
         """
         with self.get(digests, lease_id, deadline_ms, least) as arriving:
             yield WholeFrames(arriving)
+
+    def get_layers_of(
+        self,
+        portion: Portion | None,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+    ) -> AbstractContextManager[Iterator[Arrived]]:
+        """Do the same as ``get`` for who reads a *portion* of each chunk; None: everything.
+
+        Whole frames, unless a transport does better: those in reach at once cost nothing more.
+        """
+        return self.get(digests, lease_id, deadline_ms, least)
 
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
         """Begin a put whose layers come one by one, within the session's limits.

@@ -17,6 +17,7 @@ class Arrivals(Contents):
             row = self._index.row(key)
             if self._index.holders(row, Fidelity.exact):
                 self.knowledge.live_on(row, self._clock())
+                self._promises.over(key)
                 return False
             self._pending[key] = self._pending.get(key, 0) + 1
             return True

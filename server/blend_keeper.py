@@ -11,15 +11,24 @@ from kvstore.server.manager import TierManager
 
 
 class BlendKeeper:
-    """For one thread, after birth. *folder* is the disk tier's first; *clock* returns seconds."""
+    """For one thread, after birth. *folder* is the disk tier's first, None without that tier;
+    *clock* returns seconds.
+    """
 
     def __init__(
-        self, manager: TierManager, folder: Path, content_limit: int, clock: Callable[[], float]
+        self,
+        manager: TierManager,
+        folder: Path | None,
+        content_limit: int,
+        clock: Callable[[], float],
     ) -> None:
-        shelf = manager.transfers.shelves["disk"]
-        self._gates = GateKeeper(manager.blends.gates, folder)
-        self._gates.load()
-        self._reader = ContentReader(manager.catalog, shelf, content_limit, clock)
+        shelves = manager.transfers.shelves
+        kept = [shelves["cpu"]] + ([shelves["disk"]] if folder is not None else [])
+        self._gates = GateKeeper(manager.blends.gates, folder) if folder is not None else None
+        if self._gates is not None:
+            self._gates.load()
+        limit = content_limit if folder is not None else 0
+        self._reader = ContentReader(manager.catalog, kept, limit, clock)
 
     def step(self) -> None:
         """Read on for a short time, and write what changed."""
@@ -28,4 +37,5 @@ class BlendKeeper:
 
     def save(self) -> None:
         """Write what changed."""
-        self._gates.save_if_changed()
+        if self._gates is not None:
+            self._gates.save_if_changed()

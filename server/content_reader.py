@@ -1,8 +1,8 @@
-"""The ContentReader: learns what chunks say that a tier kept over a restart, from their frames."""
+"""The ContentReader: learns from frames what chunks say that were not put here since the start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,32 +18,38 @@ STEP_S = 0.05
 
 
 class ContentReader:
-    """Reads the headers of the chunks on *shelf* whose content is not known, the latest first.
+    """Reads headers of chunks whose content is not known: those that the last of *shelves* kept
+    over a restart, the latest first, and those that other nodes put and that came into memory.
 
-    The index of the disk says nothing of contents, frames do. For one thread. *clock* returns
-    seconds; at most *limit* chunks are read.
+    Indexes say nothing of contents, frames do; each is read from the first of *shelves* that has
+    it. For one thread. *clock* returns seconds; at most *limit* chunks are read of a restart's.
     """
 
     def __init__(
-        self, catalog: Catalog, shelf: Shelf, limit: int, clock: Callable[[], float]
+        self, catalog: Catalog, shelves: Sequence[Shelf], limit: int, clock: Callable[[], float]
     ) -> None:
         self._catalog = catalog
-        self._shelf = shelf
+        self._shelves = shelves
         self._clock = clock
-        self._left = catalog.unnamed(shelf.name, limit)
+        self._left = catalog.unnamed(shelves[-1].name, limit) if limit else []
 
     def step(self) -> bool:
         """Read some headers; False once there are none left."""
         until = self._clock() + STEP_S
-        while self._left and self._clock() < until:
-            self._read(self._left.pop())
-        return bool(self._left)
+        while self._clock() < until:
+            key = self._catalog.next_unread()
+            if key is None:
+                if not self._left:
+                    return False
+                key = self._left.pop()
+            self._read(key)
+        return True
 
     def _read(self, key: ChunkKey) -> None:
         copies = self._catalog.hold(key)
         try:
-            info = copies.get(self._shelf.name)
-            named = self._named(info) if info is not None else None
+            shelf = next((one for one in self._shelves if one.name in copies), None)
+            named = self._named(shelf, copies[shelf.name]) if shelf is not None else None
         except KVStoreError:  # it is found by key all the same, and its reader learns what is wrong
             return
         finally:
@@ -51,15 +57,15 @@ class ContentReader:
         if named is not None:
             self._catalog.name(named)
 
-    def _named(self, info: ChunkInfo) -> Named | None:
+    def _named(self, shelf: Shelf, info: ChunkInfo) -> Named | None:
         """Return what the frame's header says. Raises KVStoreErrors."""
         head = np.empty(min(header_bytes(info.layout), info.size_bytes), np.uint8)
-        if not self._shelf.guarded(lambda: self._shelf.tier.read_into(info.key, head)):
+        if not shelf.guarded(lambda: shelf.tier.read_into(info.key, head)):
             return None
         longer = stated_header_bytes(head) if len(head) >= FIXED_BYTES else 0
         if len(head) < longer <= info.size_bytes:
             head = np.empty(longer, np.uint8)
-            if not self._shelf.guarded(lambda: self._shelf.tier.read_into(info.key, head)):
+            if not shelf.guarded(lambda: shelf.tier.read_into(info.key, head)):
                 return None
         header = parse_header(head)
         if header.key != info.key:

@@ -168,6 +168,11 @@ class Contents(Prospects):
             if self._index.row(chunk.key):
                 self.knowledge.contents.note(chunk)
 
+    def next_unread(self) -> ChunkKey | None:
+        """Return a chunk in memory whose frame nobody has looked at, once; None without one."""
+        with self._lock:
+            return self.unread.popleft() if self.unread else None
+
     def unnamed(self, tier: str, limit: int) -> list[ChunkKey]:
         """Return chunks on *tier* whose content is not known, at most *limit*."""
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -28,6 +29,10 @@ from kvstore.server.uses import AnnouncedUses
 QUIET_S = 0.004
 """Requests have paused when none came for so long."""
 _LOOKS_FOR_QUIET = 64
+
+MAX_UNREAD = 4096
+"""Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
+_MEMORY = "cpu"
 
 _UNKNOWN = Origin()
 
@@ -59,8 +64,10 @@ class Copies:
         """Chunks being evicted, and the tier they leave."""
         self._strays: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
         """Copies that were forgotten and that their tier has not freed yet."""
+        self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
+        """Chunks that others put and that came into memory: their frames say what they hold."""
         self._pinned = PinTable(pin_limit_bytes)
-        self._handed_over = PinTable(pin_limit_bytes)
+        self._handed_over = PinTable(pin_limit_bytes // 2)
         """Chunks that another engine is about to read."""
         self._promises = Promises()
         self._no_waits = False
@@ -100,6 +107,8 @@ class Copies:
             self.knowledge.hints.arrived(row)
             if origin is not None:
                 self._name(info, origin)
+            elif tier == _MEMORY and info.key not in self.knowledge.contents:
+                self.unread.append(info.key)
             if is_new and self.uses:
                 self._came(info.key, info.size_bytes, origin)
             number = self._index.tiers.index(tier)

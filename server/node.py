@@ -137,11 +137,9 @@ class Node:
         keeper.load()
         return keeper
 
-    def _open_blends(self) -> BlendKeeper | None:
-        if "disk" not in self._config.tiers:
-            return None
-        folder, limit = self._config.disk.path, self._config.blend_contents
-        return BlendKeeper(self.manager, folder, limit, self._clock)
+    def _open_blends(self) -> BlendKeeper:
+        folder = self._config.disk.path if "disk" in self._config.tiers else None
+        return BlendKeeper(self.manager, folder, self._config.blend_contents, self._clock)
 
     def _open_data_plane(self) -> DataPlane | None:
         path = self._config.socket_path_for(self.port)
@@ -240,8 +238,7 @@ class Node:
             self.manager.catalog.catch_up(TICK_S)
             if self._keeper is not None:
                 self._keeper.save_if_due()
-            if self._blends is not None:
-                self._blends.step()
+            self._blends.step()
 
     def stop(self, grace_s: float) -> bool:
         """Drain, let running calls end, release everything. Return whether the drain was clean."""
@@ -260,8 +257,7 @@ class Node:
         clean = self.manager.drain(deadline)
         if self._keeper is not None:
             self._keeper.save()
-        if self._blends is not None:
-            self._blends.save()
+        self._blends.save()
         self._close()
         return clean
 

@@ -92,7 +92,7 @@ class Engine:
             (group,) = [g for g in self.shape.groups if table in {x.table for x in g.layers}]
             ids = self.blocks(tokens)
             if group.kind is LayerKind.window:
-                unseen = max(0, computed - group.window_tokens + 1) // BLOCK_TOKENS
+                unseen = max(0, computed - (group.window_tokens - 1) + 1) // BLOCK_TOKENS
                 ids[:unseen] = [0] * unseen
             tables.append(ids)
         return tables

@@ -8,7 +8,7 @@ is not expected to be faster by more than the models err is not chosen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from kvstore.client.blend.cost import CostEstimate, CostMeter, Speed, Work
@@ -113,7 +113,7 @@ def choose(
     full_s = full.speed.seconds(Work.of([tokens], tokens, 0))
     nothing = Decision("full", 1.0, full_s, full_s)
     margin = max(LEAST_MARGIN, full.error_share, blend.error_share)
-    timing = _Timing(plan, n_layers, storage, blend.speed)
+    timing = _Timing(plan, n_layers, storage, (full.speed, blend.speed))
     found = []
     if plan.count("exact"):
         found.append(Decision("prefix", 1.0, timing.prefix_s(), full_s))
@@ -139,7 +139,16 @@ class _Timing:
     plan: BlendPlan
     n_layers: int
     storage: Storage
-    speed: Speed
+    speeds: tuple[Speed, Speed]
+    """Of full prefills and of blends."""
+
+    def compute_s(self, work: Work) -> float:
+        """Return what *work* takes: no less than as many rows of a prefill.
+
+        The two are learned apart, and what errs low in one must not look like a gain.
+        """
+        full, blend = self.speeds
+        return max(full.seconds(replace(work, loaded=0.0)), blend.seconds(work))
 
     def prefix_s(self) -> float:
         """Return what it takes to load the exact segments and compute the rest."""
@@ -162,7 +171,7 @@ class _Timing:
         if selector.needs_attention and ratio > 0:
             loads, rows = [exact + approx] * self.n_layers, [miss] * self.n_layers
             second = Work.of([chosen], len(plan.tokens), 0)
-            return self._pipeline(loads, rows, exact + approx) + self.speed.seconds(second)
+            return self._pipeline(loads, rows, exact + approx) + self.compute_s(second)
         kept = len(plan.tokens) - exact - chosen if self.storage.can_skip_rows else approx
         return self._pipeline(
             [exact + kept] * self.n_layers, [chosen] * self.n_layers, exact + approx
@@ -172,7 +181,7 @@ class _Timing:
         """Return when the last layer is done: each waits for its load and the layer before."""
         token_s = self.storage.token_bytes / self.storage.bytes_per_s / self.n_layers
         work = {count: Work.of([count], len(self.plan.tokens), placed) for count in set(rows)}
-        layer_s = {count: self.speed.seconds(one) / self.n_layers for count, one in work.items()}
+        layer_s = {count: self.compute_s(one) / self.n_layers for count, one in work.items()}
         arrived, done = self.storage.delay_s, 0.0
         for tokens, count in zip(loads, rows, strict=True):
             arrived += tokens * token_s

@@ -26,15 +26,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector, Prefix, Span
+from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_batch import Row, ends_of, joined, mask_of, prompts_of
 from kvstore.client.engines.transformers_cache import CacheShape
 from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
-from kvstore.client.engines.transformers_identity import (
-    cache_shape,
-    representation_of,
-    rope_parameters,
-)
+from kvstore.client.engines.transformers_identity import cache_shape, representation_of
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
@@ -140,7 +137,8 @@ class TransformersConnector(Connector):
             return 0
         if CacheShape.of_cache(cache).groups != self._shape.groups:
             raise RepresentationError("cache", type(cache).__name__, "give one of this model")
-        rows = {int(cache.layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
+        layers: Sequence[Any] = cache.layers
+        rows = {int(layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
         return self._save(tokens, cache, from_token, extra, [Snapshot.of(cache, self._shape)])
@@ -219,7 +217,7 @@ class TransformersConnector(Connector):
         return StaticCache(config=self._model.config, max_cache_len=prompt_tokens + max(1, more))
 
     def _prefilled(self, tokens: Sequence[int], cache: Cache, extra: Sequence[bytes]) -> _Loaded:
-        """Load a prompt's prefix into *cache*; for windows and states, compute to the last pause."""
+        """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
         prefix = self._load_into(cache, tokens, extra)
         snapshots: list[Snapshot] = []
         if self._shape.has_ends:
@@ -300,7 +298,11 @@ class TransformersConnector(Connector):
         for row in rows:
             tokens = row.until_end(output.sequences[row.number, row.first : held].tolist())
             source = EndSource(self.client.representation, self._shape, cache, (), row)
-            self.store_chunks(tokens, source.tensors, row.stored_tokens, extra)
+            self.store_chunks(row.prompt, source.tensors, row.stored_tokens, extra)
+            chunk_tokens = self.client.options.chunk_tokens
+            stored = len(row.prompt) // chunk_tokens * chunk_tokens
+            if len(tokens) > len(row.prompt):
+                self.store_chunks(tokens, source.tensors, stored, extra)
 
 
 def _prompt(input_ids: torch.Tensor) -> list[int]:

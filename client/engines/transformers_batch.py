@@ -54,7 +54,7 @@ def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[
         fix = "give prompts of (prompts, tokens)"
         raise InvalidRequestError("input_ids", tuple(input_ids.shape), fix)
     if mask is None:
-        return input_ids.tolist()  # type: ignore[no-any-return]
+        return input_ids.tolist()
     if mask.shape != input_ids.shape:
         raise InvalidRequestError(
             "attention_mask", tuple(mask.shape), f"give {tuple(input_ids.shape)}"

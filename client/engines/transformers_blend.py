@@ -24,13 +24,12 @@ from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.rope import RopeSpec
 from kvstore.client.blend.runs import positions_of, reads
 from kvstore.client.blend.source import LayerKV
-from kvstore.client.engines.transformers_identity import (
-    MODEL_TYPES,
-    carries_adapter,
-    rope_parameters,
-)
+from kvstore.client.engines.rope_settings import rope_parameters
+from kvstore.client.engines.transformers_identity import carries_adapter
 from kvstore.proto.errors import RepresentationError
 
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures whose layers are these: norm, projections, rotation, attention, MLP."""
 BLOCK_ROWS = 128
 """Rows whose mask is made at once: it has a byte for each of them and each key."""
 _TABLE_TOLERANCE = 1e-5
@@ -55,10 +54,14 @@ class TransformersAdapter:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.origin = Origin(rope_parameters(config), adapter_digest)
-        self.rope = (_rotation(self._model, self.origin, self.head_dim),) * self.n_layers
+        self.rope: Sequence[RopeSpec | None] = (
+            _rotation(self._model, self.origin, self.head_dim),
+        ) * self.n_layers
         nothing = torch.empty(0)
         self._turned = (nothing, nothing, nothing)
-        self.window = tuple(_window(config, layer.self_attn) for layer in self._layers)
+        self.window: Sequence[int | None] = tuple(
+            _window(config, layer.self_attn) for layer in self._layers
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of *tokens*, (rows,): (rows, hidden)."""

@@ -212,7 +212,8 @@ class PrefixRoom:
     def copy_into(self, cache: Cache, tokens: int) -> None:
         """Copy the first *tokens* into an empty *cache* that has room of its own."""
         for shape, parts in self._parts.items():
-            cache.update(*self._keys_values(shape, parts, tokens), shape.layer)
+            keys, values = self._keys_values(shape, parts, tokens)
+            cache.update(keys, values, shape.layer)
 
     def _keys_values(self, shape: TokenShape, parts: Parts, tokens: int) -> Parts:
         kept = slice(-(shape.window - 1), None) if shape.window else slice(tokens)

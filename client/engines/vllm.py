@@ -197,7 +197,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _writer(self, layer_name: str) -> BlockWriter:
         """Return how the attention backend of a layer writes KV into pages."""
-        return block_writer(layer_name, self._layers.get(layer_name))
+        dtype = self._vllm_config.model_config.dtype
+        return block_writer(layer_name, self._layers.get(layer_name), dtype)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of the step."""
@@ -273,13 +274,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 side.close()
 
 
-def block_writer(name: str, layer: Any) -> BlockWriter:
-    """Return how the attention backend of *layer*, of that *name*, writes KV into pages."""
+def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
+    """Return how the attention backend of *layer*, of that *name*, writes KV into pages.
+
+    What it writes is of *dtype*; what it divides by a scale is multiplied by it before.
+    """
 
     def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
         if not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
             raise LayoutMismatchError("layers", name, "its backend writes in no known way")
         if len(parts) == 2:
+            if parts[0].element_size() == 1:
+                scales = (layer._k_scale_float, layer._v_scale_float)
+                parts = [
+                    (p.float() * scale).to(dtype) for p, scale in zip(parts, scales, strict=True)
+                ]
             layer.impl.do_kv_cache_update(layer, *parts, pages, slots)
             return
         latents, rank = parts[0], layer.kv_lora_rank

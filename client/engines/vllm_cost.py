@@ -64,7 +64,7 @@ def hints_of(request: Any) -> Hints:
     Users state it as ``{"kvstore": {"reuse": 2, "category": "chat", ...}}`` in
     ``kv_transfer_params``. Raises InvalidRequestError for what is no hint.
     """
-    length = {"prompt_tokens": getattr(request, "num_prompt_tokens", 0)}
+    length: dict[str, Any] = {"prompt_tokens": getattr(request, "num_prompt_tokens", 0)}
     stated = (getattr(request, "kv_transfer_params", None) or {}).get(HINTS_NAME)
     if stated is None:
         return Hints(**length) if any(length.values()) else NO_HINTS

@@ -36,7 +36,7 @@ def representation_of(config: Any, shape: EngineShape, model_revision: str = "")
         model_id=_model_id(model.model),
         model_revision=f"{revision}+settings={_settings_digest(config)}",
         adapter_digest="none",
-        quantization="none",
+        quantization=shape.quantization,
         layer_groups=tuple(group.layer_group for group in shape.groups),
         rope=rope_parameters(model.hf_text_config),
         tokenizer_digest=_tokenizer_digest(model),

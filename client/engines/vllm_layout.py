@@ -66,8 +66,12 @@ PACKINGS: tuple[Packing, ...] = (keys_transposed, side_by_side, one_after_the_ot
 """Every packing of K and V that is understood."""
 
 
-def find_packing(pages: torch.Tensor, parts: int, write: BlockWriter) -> Packing:
+def find_packing(
+    pages: torch.Tensor, parts: int, write: BlockWriter, kept: torch.dtype | None = None
+) -> Packing:
     """Return how *write* packs *parts* into blocks of the kind of *pages*, which stay as they are.
+
+    *kept*: the type of elements, where pages are of bytes.
 
     Raises LayoutMismatchError when no known packing reads back what was written.
     """
@@ -75,8 +79,7 @@ def find_packing(pages: torch.Tensor, parts: int, write: BlockWriter) -> Packing
     scratch = torch.zeros(_PROBE_BLOCKS, heads, tokens, width, dtype=pages.dtype)
     seed = torch.Generator().manual_seed(7)
     noise = [
-        torch.randn(tokens, heads, width // parts, generator=seed).to(pages.dtype)
-        for _ in range(parts)
+        _noise((tokens, heads, width // parts), seed).to(kept or pages.dtype) for _ in range(parts)
     ]
     slots = torch.arange(tokens) + _PROBED_BLOCK * tokens
     try:
@@ -86,11 +89,19 @@ def find_packing(pages: torch.Tensor, parts: int, write: BlockWriter) -> Packing
         raise LayoutMismatchError("pages", str(pages.dtype), fix) from None
     for packing in PACKINGS if parts == 2 else (rows,):
         found = [part[_PROBED_BLOCK].permute(1, 0, 2) for part in packing(scratch)]
-        if all(map(torch.equal, found, noise)):
+        if all(
+            torch.equal(one, other.view(one.dtype)) for one, other in zip(found, noise, strict=True)
+        ):
             return packing
     raise LayoutMismatchError(
         "pages", f"{pages.dtype} in blocks of {tokens}", "this attention backend packs otherwise"
     )
+
+
+def _noise(shape: tuple[int, int, int], seed: torch.Generator) -> torch.Tensor:
+    """Return numbers none of which is a zero in fp8: kernels do not keep the sign of those."""
+    normal = torch.randn(shape, generator=seed)
+    return normal + normal.sign() / 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +151,12 @@ class EnginePages:
             for layer in group.layers:
                 _check(shape, group, registered[layer.name])
         packings = [
-            find_packing(registered[name], group.layer_group.parts, writer(name))
+            find_packing(
+                registered[name],
+                group.layer_group.parts,
+                writer(name),
+                getattr(torch, group.dtype.name),
+            )
             for group in shape.groups
             for name in (group.layers[0].name,)
         ]
@@ -163,7 +179,9 @@ def _check(shape: EngineShape, group: KeptGroup, pages: torch.Tensor) -> None:
     wanted = (group.kv_heads, shape.block_tokens, group.layer_group.parts * group.head_dim)
     if pages.device.type != "cpu":
         raise LayoutMismatchError("device", str(pages.device), "only the CPU's for now")
-    if DType.parse(str(pages.dtype)) is not group.dtype:
+    if DType.parse(str(pages.dtype)) is not group.dtype and not (
+        pages.dtype is torch.uint8 and group.dtype.item_bytes == 1
+    ):
         raise LayoutMismatchError("dtype", str(pages.dtype), f"pages of {group.dtype.name}")
     if pages.ndim != 4 or tuple(pages.shape[1:]) != wanted:
         raise LayoutMismatchError("pages", tuple(pages.shape), f"blocks of {wanted}")

@@ -43,19 +43,21 @@ class ChunkRoom:
         component = next(components)
         found = []
         for group, layers in zip(self._pages.shape.groups, self._pages.groups, strict=True):
-            is_there = component is not None and component.kind is group.kind
             is_wanted = group.kind not in END_KINDS or any(
                 self._ids[layer.table].any() for layer in layers
             )
-            if is_wanted and not is_there:
-                raise LayoutMismatchError("layout", group.kind.name, "the chunk is without it")
-            if is_there:
+            if component is not None and component.kind is group.kind:
                 found.append([self._layer(one, component) for one in layers if is_wanted])
                 component = next(components)
+            elif is_wanted:
+                raise LayoutMismatchError("layout", group.kind.name, "the chunk is without it")
         return found
 
     def _layer(self, layer: LayerPages, component: Component) -> list[AnyPart]:
         ids = self._last(layer, component.tokens)
+        if self._ids[layer.table][: -len(ids)].any():
+            fix = "the engine wants more of it than a chunk has"
+            raise LayoutMismatchError("tokens", component.tokens, fix)
         if ids.all():
             return list(layer.blocks(ids.tolist()))
         beside = [_empty(component) for _ in range(component.parts)]

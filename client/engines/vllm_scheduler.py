@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_events import KVEvents
 from kvstore.client.engines.vllm_cost import hints_of
+from kvstore.client.engines.vllm_events import KVEvents
 from kvstore.client.engines.vllm_lookup import LookupDesk, Ticket
 from kvstore.client.engines.vllm_names import RequestNames
 from kvstore.client.engines.vllm_orders import (
@@ -91,7 +91,7 @@ class VllmScheduler:
         self._lookups = lookups
         self._chunk_tokens = options.chunk_tokens
         self._block_tokens = shape.block_tokens
-        self._continues = shape.continues
+        self._continues, self._has_ends = shape.continues, shape.has_ends
         self._all_or_nothing = shape.has_ends or shape.tables > 1
         self._loads, self._stores = loads, stores
         self._clock = clock
@@ -169,6 +169,9 @@ class VllmScheduler:
                 return None
             return self._counted(tracked, 0, "late")
         stop = ticket.ready * self._chunk_tokens
+        if self._has_ends and stop >= request.num_tokens:
+            # vLLM computes the last token again, but by then gave up what only its window sees.
+            stop = request.num_tokens - 1
         hit_tokens = max(0, stop - computed_tokens)
         reason = ticket.refusal or ("down" if self._desk.is_down else "absent")
         if hit_tokens and not self._continues and request.num_tokens - stop > 1:

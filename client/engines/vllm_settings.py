@@ -28,7 +28,7 @@ class VllmSettings:
     chunk_tokens: int = 0
     model_revision: str = ""
     deadline_ms: int = 2000
-    lookup_deadline_ms: int = 40
+    lookup_deadline_ms: int = 30
     retry_after_ms: int = 1000
     queue_bytes: int = 256 << 20
     durable: bool = False

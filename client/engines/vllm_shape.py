@@ -14,7 +14,15 @@ from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
 
 _PLAIN_CACHE = ("auto", "float16", "bfloat16", "float32")
+_FP8_CACHE = {
+    "fp8": DType.float8_e4m3fn,
+    "fp8_e4m3": DType.float8_e4m3fn,
+    "fp8_e5m2": DType.float8_e5m2,
+}
+"""Scaled by tensor, with scales that come with the weights, so that what names these names both."""
+
 _UNSHARDED = ("decode_context_parallel_size", "prefill_context_parallel_size")
+_SCALED_BY_TENSOR = ("NONE", "FP8_PER_TENSOR")
 _KINDS = {
     "FullAttentionSpec": LayerKind.attention,
     "SlidingWindowSpec": LayerKind.window,
@@ -71,6 +79,8 @@ class EngineShape:
     block_tokens: int
     ranks: int = 1
     stages: int = 1
+    quantization: str = "none"
+    """Of the KV, as in the Representation."""
     continues: bool = True
     """Whether a prefill can go on from a prefix; else all but a prompt's last token has to be."""
 
@@ -108,10 +118,10 @@ def shape_of(config: Any, cache: Any) -> EngineShape:
     model, parallel = config.model_config, config.parallel_config
     if model.is_encoder_decoder:
         raise RepresentationError("is_encoder_decoder", True, "cross-attention is not stored")
-    if config.cache_config.cache_dtype not in _PLAIN_CACHE:
-        raise RepresentationError(
-            "kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are not stored"
-        )
+    stated = config.cache_config.cache_dtype
+    if stated not in _PLAIN_CACHE and stated not in _FP8_CACHE:
+        fix = f"{', '.join((*_PLAIN_CACHE, *_FP8_CACHE))} are stored"
+        raise RepresentationError("kv_cache_dtype", stated, fix)
     for name in _UNSHARDED:
         if getattr(parallel, name, 1) != 1:
             raise RepresentationError(name, getattr(parallel, name), "only 1 is stored")
@@ -122,8 +132,10 @@ def shape_of(config: Any, cache: Any) -> EngineShape:
         raise RepresentationError(
             "layers", len(names), f"the model has {layers}; draft and shared layers are not stored"
         )
+    fp8 = _FP8_CACHE.get(stated)
+    tables = range(len(cache.kv_cache_groups))
+    groups = _merged([one for table in tables for one in _kept(cache, table, fp8)])
     block_tokens = _block_tokens(cache)
-    groups = _merged([one for at in range(len(cache.kv_cache_groups)) for one in _kept(cache, at)])
     if stages > 1:
         groups = (_of_all_stages(groups, layers, stages),)
     elif groups[0].layers[0].number:
@@ -135,7 +147,8 @@ def shape_of(config: Any, cache: Any) -> EngineShape:
     # vLLM's latent attention on CPUs prefills from nothing only, and says so by this setting.
     is_latent = any(group.kind is LayerKind.mla for group in groups)
     continues = not is_latent or bool(config.scheduler_config.enable_chunked_prefill)
-    return EngineShape(groups, block_tokens, ranks, stages, continues)
+    quantization = "none" if fp8 is None else fp8.name
+    return EngineShape(groups, block_tokens, ranks, stages, quantization, continues)
 
 
 def _of_all_stages(groups: Sequence[KeptGroup], layers: int, stages: int) -> KeptGroup:
@@ -169,8 +182,11 @@ def _block_tokens(cache: Any) -> int:
     return int(sizes[0])
 
 
-def _kept(cache: Any, table: int) -> list[KeptGroup]:
-    """Return what each layer of one of vLLM's groups keeps, a group for each."""
+def _kept(cache: Any, table: int, fp8: DType | None) -> list[KeptGroup]:
+    """Return what each layer of one of vLLM's groups keeps, a group for each.
+
+    *fp8*: what pages of bytes have.
+    """
     group = cache.kv_cache_groups[table]
     spec = group.kv_cache_spec
     kind = _kind(spec)
@@ -178,6 +194,8 @@ def _kept(cache: Any, table: int) -> list[KeptGroup]:
     if any(len(numbers) != 1 for numbers, _ in numbered):
         raise RepresentationError("layers", group.layer_names[:4], "one number in a layer's name")
     dtype = DType.parse(str(spec.dtype))
+    if fp8 is not None and dtype.item_bytes == 1:
+        dtype = fp8
     window = _whole_blocks(spec) + 1 if kind is LayerKind.window else 0
     return [
         KeptGroup(
@@ -203,6 +221,7 @@ def _kind(spec: Any) -> LayerKind:
         or getattr(spec, "tokens_per_state", 1) != 1
         or getattr(spec, "head_size_v", None) not in value_dims
         or getattr(spec, "model_version", None) is not None
+        or getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") not in _SCALED_BY_TENSOR
         or getattr(spec, "cache_dtype_str", None) not in (None, *_PLAIN_CACHE)
     )
     if packed:
@@ -211,8 +230,10 @@ def _kind(spec: Any) -> LayerKind:
 
 
 def _whole_blocks(spec: Any) -> int:
-    """Return the tokens of the blocks that the next token of a sliding window looks back into."""
-    return max(1, -(-(int(spec.sliding_window) - 1) // spec.block_size)) * int(spec.block_size)
+    """Return the tokens of the blocks that a prefix's last token sees of a sliding window, itself
+    among them: of a prompt that is stored to its end vLLM computes that token once more."""
+    block_tokens, window_tokens = int(spec.block_size), int(spec.sliding_window)
+    return -(-window_tokens // block_tokens) * block_tokens
 
 
 def _merged(kept: Sequence[KeptGroup]) -> tuple[KeptGroup, ...]:

@@ -47,8 +47,9 @@ _AWAITED = 1 << 14
 _SHARES = 16
 """Parts that a small cache is shared out in."""
 
-_EVEN_HITS, _EVEN_SHARE = 32, 0.02
-"""Hits, and share of all, by which one that is behind gets e times less of a small cache."""
+_EVEN_PROMPTS = 1.0
+"""Prompts by whose chunks one is behind that gets e times less of a small cache: about what
+chance alone makes."""
 
 _STEP = 7
 """Odd, and far from a divisor: batches one after the other fall into shares evenly."""
@@ -123,6 +124,7 @@ class AdaptiveEviction(EvictionPolicy):
         self._owners = [0] * _SHARES
         """The candidate that has a say in each share."""
         self._batch, self._latest = 0, NO_ROW
+        self._prompt_chunks = float(_SHARES)
         self._used_bytes = 0
         self._full_bytes = 0.0
         self._awaited: set[int] = set()
@@ -267,6 +269,7 @@ class AdaptiveEviction(EvictionPolicy):
 
     def _watch(self, report: Report) -> None:
         """Bring what was asked for since the last report to the shadows."""
+        self._prompt_chunks = max(1.0, report.chunks / report.requests)
         mask = self._shadows.sampled(report.rows.astype(np.uint64))
         row_of = self._shadows.row
         rows = np.zeros(len(report.rows), np.intp)
@@ -303,10 +306,9 @@ class AdaptiveEviction(EvictionPolicy):
 
     def _share_out(self) -> None:
         """Give each candidate as much of a small cache as its hits speak for it."""
-        if self._shadows.rate < 1.0 or self._asked < _LEAST_ASKED:
+        if self._shadows.rate < 1.0 or not self._full_bytes:
             return
-        best = max(self._hits)
-        scale = max(_EVEN_HITS, _EVEN_SHARE * best)
+        best, scale = max(self._hits), _EVEN_PROMPTS * self._prompt_chunks
         weights = [math.exp((hits - best) / scale) for hits in self._hits]
         ends = [round(_SHARES * end / sum(weights)) for end in accumulate(weights)]
         owners = [bisect_right(ends, share) for share in range(_SHARES)]
@@ -328,18 +330,20 @@ class AdaptiveEviction(EvictionPolicy):
         # The tier is full now. Where it is asked for room before it is, the size comes down slowly.
         less = (self._used_bytes - self._full_bytes) / 64
         self._full_bytes = max(float(self._used_bytes), self._full_bytes + less)
-        policy = self._policies[self._chosen]
-        if self._shadows.rate == 1.0 and isinstance(policy, LeafFirstEviction):
-            return self._name_as_shadow(policy, keep, now_s)
-        return policy.victims(keep, now_s)
+        if self._shadows.rate == 1.0:
+            leader = max(self._owners, key=self._owners.count)
+            policy = self._policies[leader]
+            if isinstance(policy, LeafFirstEviction):
+                return self._name_as_shadow(leader, policy, keep, now_s)
+        return self._policies[self._chosen].victims(keep, now_s)
 
     def _name_as_shadow(
-        self, policy: LeafFirstEviction, keep: Callable[[int], bool], now_s: float
+        self, at: int, policy: LeafFirstEviction, keep: Callable[[int], bool], now_s: float
     ) -> Iterator[int]:
         """Yield victims so that what stays here is what the shadows would have.
 
-        First those that the owner's has not, then whom that of the chosen would evict itself,
-        then the rest.
+        First those that the owner's has not, then whom that of *policy*, the candidate at place
+        *at*, would evict itself, then the rest.
         """
         sizes, strays = self._sizes, self._strays
         named: dict[int, None] = {}
@@ -352,7 +356,7 @@ class AdaptiveEviction(EvictionPolicy):
             return row not in named and keep(row)
 
         rows = self._shadows.victims(
-            self._chosen, lambda row: row < len(sizes) and sizes[row] > 0 and is_kept(row), now_s
+            at, lambda row: row < len(sizes) and sizes[row] > 0 and is_kept(row), now_s
         )
         for row in policy.in_order(chain(list(named), rows), is_kept):
             if row not in named:

@@ -235,10 +235,8 @@ class History:
             if own != last_own or count != last_count:
                 kind, last_own, last_count = kinds.of_one(own, count, context), own, count
             waiting.append(kind)
-            classes[row] = kind
-            last_s[row] = time_s
-            turns[row] = turn
-            lengths[row] = chunks
+            classes[row], last_s[row] = kind, time_s
+            turns[row], lengths[row] = turn, chunks
         self.table.asked(left, since_s, time_s)
         if self.watchers:
             self._answers.append((rows, time_s - np.array(since_s)))
@@ -297,20 +295,12 @@ class History:
         context = kinds.context(turn, chunks)
         kind, last = kinds.of_one(own, 1, context), names[-1]
         if len(names) < _FEW:
-            owns, hits, classes = self.own, self.hits, self.classes
-            last_s, turns, lengths = self.last_s, self.turns, self.chunks
             for row in names:
-                owns[row] = own
-                hits[row] = 1
-                classes[row] = kind
-                last_s[row] = time_s
-                turns[row] = turn
-                lengths[row] = chunks
+                self.own[row], self.hits[row], self.classes[row] = own, 1, kind
+                self.last_s[row], self.turns[row], self.chunks[row] = time_s, turn, chunks
         else:
             seen = self._seen
-            seen.own[rows] = own
-            seen.hits[rows] = 1
-            seen.classes[rows] = kind
+            seen.own[rows], seen.hits[rows], seen.classes[rows] = own, 1, kind
             self._stamp(rows, turn, chunks, time_s)
         waiting = [kind] * len(names)
         if not facts.tokens_full:

@@ -120,4 +120,5 @@ def _reach(
     behind = np.cumsum(np.fromiter(map(tokens, rows.tolist()), np.int64, len(rows)))
     before = np.concatenate([[0], behind])
     gap = np.maximum.accumulate(np.where(has, -1, np.arange(len(rows))))
-    return has & ((gap < 0) | (behind - before[gap + 1] >= wanted))
+    reached: NDArray[np.bool_] = has & ((gap < 0) | (behind - before[gap + 1] >= wanted))
+    return reached

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from documents import (
@@ -22,8 +24,9 @@ from documents import (
 )
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, equal, other_revision, tensors_of, tokens
+from redis_process import RedisProcess
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
@@ -145,6 +148,23 @@ def test_what_is_no_faster_to_load_and_repair_is_left_out(client: Client) -> Non
         assert 0 < segment.load_ms < 1000
 
 
+def test_asyncio_finds_and_reports_the_same(server: LocalServer, client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
+    options = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
+
+    async def work() -> None:
+        async with AsyncClient(server.address, SMALL, options) as other:
+            assert await other.name_segments(prompt, ranges) == client.name_segments(prompt, ranges)
+            async with other.resolve(prompt, ranges, TRIAL) as resolved:
+                assert kinds(resolved)[1] == ["variant", "variant"]
+                gate = await other.report_reuse(report_of(resolved))
+                assert not gate.is_open
+
+    asyncio.run(work())
+    server.settled()
+
+
 # --- leases, evictions, restarts
 
 
@@ -203,6 +223,26 @@ def test_documents_are_found_again_after_a_restart(make_server: ServerMaker) -> 
         assert kinds(resolved)[1:3] == [["variant"] * 2] * 2
         assert [one.best.tier for one in resolved.chunks()] == ["disk"] * 4
         assert len(read(resolved)) == 4
+
+
+def test_what_another_node_put_is_found_once_it_was_read_here(
+    make_server: ServerMaker, own_redis: RedisProcess, tmp_path: Path
+) -> None:
+    own_redis.start()
+    flags = ("--tiers", "cpu,redis", "--redis", own_redis.url)
+    here = make_server(*flags)
+    segments = put_prompt(here.connect(), *prompt_of(HEAD, DOCUMENT))
+    here.settled()  # now it is in Redis
+    there = make_server(*flags, "--socket", str(tmp_path / "there.sock")).connect()
+    keys = [key for segment in segments for key in keys_of(there, segment)]
+    assert there.lookup(keys).ready == 3
+    assert len(there.get(keys)) == 3
+
+    def is_found() -> bool:
+        with there.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+            return kinds(resolved)[1] == ["variant", "variant"]
+
+    assert eventually(is_found)
 
 
 def test_a_frame_that_is_not_what_was_promised_is_not_used(client: Client) -> None:

@@ -127,6 +127,12 @@ def test_reports_that_cannot_be_are_refused_by_name_and_change_nothing(
 
 
 Wrong = Callable[[pb.ResolveRequest], object]
+
+
+def _cut_into_too_many(request: pb.ResolveRequest) -> None:
+    request.segments[1].tokens.extend([16] * 1024)
+
+
 BAD_QUESTIONS: dict[str, tuple[str, Wrong]] = {
     "nothing": ("segments", lambda r: r.ClearField("segments")),
     "segments over one another": ("segments", lambda r: setattr(r.segments[2], "start", 20)),
@@ -140,7 +146,7 @@ BAD_QUESTIONS: dict[str, tuple[str, Wrong]] = {
     "fewer chains": ("segments.contents", lambda r: setattr(r.segments[1], "chains", b"c" * 16)),
     "tiny chunks": ("segments.tokens", lambda r: r.segments[1].tokens.__setitem__(0, 3)),
     "too many chunks": (
-        "segments.tokens", lambda r: [r.segments[1].tokens.extend([16] * 1024)],
+        "segments.tokens", _cut_into_too_many,
     ),
     "too many segments": ("segments", lambda r: [r.segments.add() for _ in range(257)]),
     "too many variants": ("max_variants", lambda r: setattr(r, "max_variants", 6)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +27,13 @@ from kvstore.proto.types import (
 
 SALT = b"salt of the tests' tenant"
 _TOKEN_IDS = 32_000
+
+
+ENDS = (
+    LayerGroup(LayerKind.window, DType.int8, (10, 12), 2, 8, window_tokens=13),
+    LayerGroup(LayerKind.state, DType.uint8, (11,), 1, 301),
+)
+"""Layers that a chunk has the end of."""
 
 
 def make_representation(
@@ -62,6 +70,8 @@ def make_info(seed: int, size_bytes: int, parent: ChainDigest = ROOT) -> ChunkIn
     """Return an info whose fields all depend on *seed*; ``payload`` makes bytes to go with it."""
     draw = random.Random(seed)
     representation = make_representation(1 + seed % 3)
+    if seed % 5 == 4:
+        representation = replace(representation, layer_groups=(*representation.layer_groups, *ENDS))
     digest = chain_digest(parent, tokens_le32([seed, seed + 1]))
     return ChunkInfo(
         key=chunk_key(make_namespace(representation), digest),

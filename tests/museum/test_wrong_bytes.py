@@ -6,6 +6,7 @@ import pytest
 from coarse_codec import coarse_codec
 from conftest import ServerMaker
 from disk_damage import flip_a_bit
+from documents import DOCUMENT, HEAD, OTHER, OTHER_HEAD, TRIAL, kinds, prompt_of, put_prompt
 from local_server import LocalServer, eventually
 from plain_engine import PlainEngine
 from prompts import chunks_of, store, tokens
@@ -91,3 +92,23 @@ def test_lmcache_2787_a_codec_that_cannot_code_a_model_loses_nothing_in_silence(
     assert server.counter("lossless_instead") == CHUNKS
     assert server.counter("failed_copies") == 0
     assert PlainEngine(client).load(PROMPT).stored_tokens == CHUNKS * 16
+
+
+def test_lmcache_4666_nothing_is_blended_for_a_model_that_was_not_measured(
+    server: LocalServer,
+) -> None:
+    """LMCache#4666 and #500: with CacheBlend on, KV of the same tokens behind others was used for
+    any model and prompt, and nothing measured what that did to the answers.
+
+    Here a gate is closed until the model was compared with a full prefill: the documents are
+    there and are not given out. Only who compares is let through; what is exact needs no gate.
+    """
+    client = server.connect()
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
+    turned = prompt_of(OTHER_HEAD, OTHER, DOCUMENT)
+    with client.resolve(*turned) as resolved:
+        assert {kind for segment in kinds(resolved) for kind in segment} == {"none"}
+    with client.resolve(*turned, TRIAL) as resolved:
+        assert "variant" in kinds(resolved)[1]
+    with client.resolve(*prompt_of(HEAD, DOCUMENT, OTHER)) as resolved:
+        assert resolved.found.exact_prefix == 5

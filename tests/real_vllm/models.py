@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench.vllm_tiny_model import SEED, tokenizer
@@ -18,7 +19,7 @@ from transformers import (
 
 WINDOW_TOKENS = 64
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
     "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
     "tie_word_embeddings": False,
@@ -63,6 +64,6 @@ def save(model: PreTrainedModel, folder: Path, embedding: float = 0.5) -> Path:
         for name, weights in model.named_parameters():
             if weights.dim() == 2:
                 weights.normal_(0.0, embedding if "embed" in name else 0.08)
-    model.float().save_pretrained(folder)
+    model.float().save_pretrained(folder)  # type: ignore[no-untyped-call]
     tokenizer().save_pretrained(folder)
     return folder

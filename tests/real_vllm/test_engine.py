@@ -140,12 +140,12 @@ def test_requests_given_up_while_they_load_harm_nothing(engine: EngineProcess, s
     assert same(*prompts) == [384] * 4
 
 
-def test_another_engine_finds_what_this_one_stored(
+def test_another_engine_with_other_blocks_finds_what_this_one_stored(
     engine: EngineProcess, same: Same, make_engine: EngineMaker
 ) -> None:
     same(prompt(70, 500))
     engine.fresh()
-    other = make_engine({})
+    other = make_engine({}, block_size=64)
     found = other.generate(prompt(70, 500))
     assert found[0]["cached"] == 448
     assert_same(found, engine.generate(prompt(70, 500)))

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from bench.peer_process import free_port
 from bench.vllm_engine import EngineProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, prompt
 from server_process import ServerProcess
@@ -33,18 +32,19 @@ def forgetful(home: Path) -> Iterator[ServerProcess]:
 
 
 class Router:
-    """Who listens to an engine's events."""
+    """Who listens to an engine's events; vLLM connects to where it listens."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.connect(endpoint)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
         self._socket.subscribe("")
         self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
         self.heard: list[Any] = []
 
-    def hears(self, kind: type, medium: str, count: int) -> list[Any]:
-        """Return the events of a kind about a medium once there are so many."""
-        deadline = time.monotonic() + 30
+    def hears(self, kind: type, medium: str, count: int, within_s: float = 5.0) -> list[Any]:
+        """Return the events of a kind about a medium, once there are so many."""
+        deadline = time.monotonic() + within_s
         while len(found := self.known(kind, medium)) < count and time.monotonic() < deadline:
             if self._socket.poll(100):
                 self.heard += self._decoder.decode(self._socket.recv_multipart()[-1]).events
@@ -55,6 +55,13 @@ class Router:
 
     def close(self) -> None:
         self._socket.close(0)
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    made = Router()
+    yield made
+    made.close()
 
 
 def stepped(engine: EngineProcess) -> None:
@@ -73,16 +80,14 @@ def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
 
 
 def test_routers_learn_what_the_store_holds_and_what_it_lost(
-    make_engine: EngineMaker, forgetful: ServerProcess
+    make_engine: EngineMaker, forgetful: ServerProcess, router: Router
 ) -> None:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint}
     engine = make_engine({"address": forgetful.address}, kv_events_config=events)
-    router = Router(endpoint)
     assert eventually(lambda: heard_anything(engine, router))
     engine.generate(PROMPT)
     stepped(engine)
-    stored = router.hears(BlockStored, "STORAGE", CHUNKS)
+    stored = router.hears(BlockStored, "STORAGE", CHUNKS, 30.0)
     assert [len(one.block_hashes) for one in stored] == [CHUNK_TOKENS // BLOCK_TOKENS] * CHUNKS
     assert [token for one in stored for token in one.token_ids] == PROMPT[: CHUNKS * CHUNK_TOKENS]
     assert {(one.locality, one.ownership, one.group_idx) for one in stored} == {
@@ -113,7 +118,6 @@ def test_routers_learn_what_the_store_holds_and_what_it_lost(
     assert eventually(is_missed), engine.ask("counts")
     removed = [name for one in router.known(BlockRemoved, "STORAGE") for name in one.block_hashes]
     assert removed == [name for one in stored for name in one.block_hashes]
-    router.close()
 
 
 def heard_anything(engine: EngineProcess, router: Router) -> bool:

@@ -95,6 +95,8 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "redis_connections": "3", "tenant_codecs": "acme/redis=raw",
         "assets": str(tmp_path), "policy": "lru,disk=gdsf", "tenant_quotas": "acme=1GiB:1MiB",
         "category_terms": "batch=10min:1GiB", "redis_write": "auto", "disk_copies": "exclusive",
+        "blend_ratio": "0.3", "blend_agreement": "0.9", "blend_divergence": "0.1",
+        "blend_shadows": "0.1",
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")

@@ -191,8 +191,7 @@ def test_deleted_and_expired_chunks_say_so(server: LocalServer) -> None:
     assert client.delete(keys) == 1
     assert states(explained(server, keys)) == ["deleted"]
     short = store(client, 2, 1, Hints(ttl_ms=1))
-    time.sleep(0.002)
-    assert states(explained(server, short)) == ["expired"]
+    assert eventually(lambda: states(explained(server, short)) == ["expired"])
     assert eventually(lambda: not server.node.manager.catalog.holders(short[0]))
     assert states(explained(server, short)) == ["expired"]
 

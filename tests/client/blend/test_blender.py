@@ -14,7 +14,7 @@ from blend_world import MODELS, SUFFIX, World, distance, make_world
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.layer_loop import place
 from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin
-from kvstore.client.blend.rope import rerotate
+from kvstore.client.blend.rope import RopeSpec, rerotate
 from kvstore.client.blend.runs import positions_of, reads, runs_of
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.blend.source import LayerKV, MemorySource
@@ -33,6 +33,12 @@ def world() -> World:
 
 def adapter_of(world: World) -> TransformersAdapter:
     return TransformersAdapter(world.model)
+
+
+def rotation_of(world: World) -> RopeSpec:
+    found = adapter_of(world).rope[0]
+    assert found is not None
+    return found
 
 
 # --- both ends of the ratio
@@ -56,7 +62,7 @@ def test_all_rows_computed_is_the_engines_full_prefill(name: str, dtype: torch.d
 def test_no_rows_computed_is_the_stored_chunks_moved_and_joined(world: World, name: str) -> None:
     found = world.blender.blend(world.plan(0.0, selector=name), world.source)
     assert found.report.rows == (SUFFIX,) * len(found.report.rows)
-    rope = adapter_of(world).rope[0]
+    rope = rotation_of(world)
     for index, segment in enumerate(world.segments[1:-1], 1):
         new = torch.arange(segment.start, segment.end)
         old = torch.arange(len(new)) + segment.src_pos
@@ -83,7 +89,7 @@ def test_the_suffix_reads_joined_chunks_as_the_engine_reads_a_cache(world: World
 
 
 def test_keys_stored_without_their_rotation_blend_to_the_same(world: World) -> None:
-    rope = adapter_of(world).rope[0]
+    rope = rotation_of(world)
     segments, stored = list(world.segments), dict(world.stored)
     for index in (1, 2, 3):
         size = len(segments[index])

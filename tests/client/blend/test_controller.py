@@ -95,6 +95,13 @@ def test_what_is_not_known_well_has_to_gain_more() -> None:
     assert choose(plan(), LAYERS, storage, SURE, SURE).action == "blend"
 
 
+def test_a_blend_that_is_believed_to_be_cheaper_than_its_rows_is_not_trusted() -> None:
+    """Both speeds are learned apart: one that errs low is not a gain."""
+    flattered = CostEstimate(Speed(0.0, 0.0, 1e-9, 1e-15), 0.0)
+    high = plan(0.97, selector="first_k", exact=0)
+    assert choose(high, LAYERS, Storage(TOKEN_BYTES, 1e12), SURE, flattered).action == "full"
+
+
 def test_a_decision_is_applied_to_its_plan() -> None:
     found = plan()
     assert decide(found, 1e12).applied(found) == found

@@ -14,8 +14,8 @@ from bench.blend_designed import answered, make_designed, make_riddle
 from kvstore.client.blend.blender import Blender
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 
-RIDDLES = 8
-RATIOS = (0.0, 0.1, 0.3, 0.6, 1.0)
+RIDDLES = 6
+RATIOS = (0.0, 0.15, 0.5, 1.0)
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,7 @@ def test_a_comparison_is_divergence_and_agreement_of_the_likeliest_token() -> No
     one = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     assert found.divergence == pytest.approx(one / 2)
     assert (found.agreement, found.tokens) == (1.0, 2)
-    assert compare(full, -blended).agreement == 0.5
+    assert compare(full, torch.tensor([[0.0, 1.0], [3.0, 0.0]])).agreement == 0.5
     assert compare(full, full).divergence == 0
 
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvstore.client.blend.rope import RopeSpec, rerotate
-from kvstore.client.engines.transformers_identity import rope_parameters
+from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import RopeParameters
 
 HEAD_DIM = 64
 
 
-def named(scaling: str, rotary_dim: int = HEAD_DIM, **factors: float) -> RopeParameters:
-    return RopeParameters(1e4, rotary_dim, scaling, tuple(sorted(factors.items())))
+def named(scaling: str, **factors: float) -> RopeParameters:
+    return RopeParameters(1e4, HEAD_DIM, scaling, tuple(sorted(factors.items())))
 
 
 def numbers(settings: dict[str, object]) -> dict[str, float]:
@@ -33,7 +33,7 @@ FAMILIES = {
     "ntk": named("ntk", factor=4.0),
     "yarn": named("yarn", **numbers(YARN)),
     "llama3": named("llama3", **numbers(LLAMA3)),
-    "partial": named("default", rotary_dim=24),
+    "partial": RopeParameters(1e4, 24),
 }
 
 

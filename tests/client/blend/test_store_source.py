@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -50,7 +49,7 @@ def blender() -> Blender:
 
 
 @pytest.fixture
-def client(server: LocalServer, blender: Blender) -> Iterator[Client]:
+def client(server: LocalServer) -> Client:
     adapter = TransformersAdapter(make_model("llama", torch.float32))
     group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
     representation = Representation(

@@ -11,7 +11,7 @@ from torch_engine import greedy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
-from kvstore.client.engines.transformers_identity import full_layers
+from kvstore.client.engines.transformers_cache import CacheShape
 from kvstore.proto.errors import RepresentationError
 
 
@@ -47,7 +47,7 @@ def test_a_blended_cache_is_never_stored_as_an_original(world: World) -> None:
     result = world.blender.blend(world.plan(0.2), world.source)
     assert result.is_blended
     with pytest.raises(RepresentationError, match="BlendedCache"):
-        full_layers(BlendedCache.of(world.model, result))
+        CacheShape.of_cache(BlendedCache.of(world.model, result))
 
 
 def test_a_model_of_another_kind_is_refused_by_name() -> None:

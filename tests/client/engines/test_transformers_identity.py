@@ -13,8 +13,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers import representation_of
-from kvstore.client.engines.transformers_identity import rope_parameters, weights_digest
+from kvstore.client.engines.transformers_identity import weights_digest
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, RopeParameters
 

@@ -43,11 +43,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, a window within a chunk": ("MistralConfig", {"sliding_window": 12}),
     "gemma2, every other layer": ("Gemma2Config", {"head_dim": 16, "sliding_window": 40}),
     "deepseek, latents": ("DeepseekV3Config", _MLA),
-    "jamba, mamba": (
-        "JambaConfig",
+    "granite, mamba": (
+        "GraniteMoeHybridConfig",
         {
-            "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 2, "mamba_d_state": 8,
-            "use_mamba_kernels": False, "mamba_dt_rank": 8,
+            "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 32,
+            "layer_types": ["mamba", "attention", "mamba", "attention"], "mamba_chunk_size": 16,
+            **_MAMBA2,
         },
     ),
     "qwen3-next, linear attention": (
@@ -69,8 +70,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(name: str) -> PreTrainedModel:
     kind, settings = MODELS[name]
     torch.manual_seed(5)
-    config = getattr(transformers, kind)(**(BASE | settings))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    return random_model(getattr(transformers, kind)(**(BASE | settings)))
+
+
+def random_model(config: Any) -> PreTrainedModel:
+    """Return a model of *config* with weights of the seed at hand."""
+    makers: Any = AutoModelForCausalLM
+    model: PreTrainedModel = makers.from_config(config).float().eval()
     return model
 
 
@@ -113,7 +119,7 @@ def test_tokens_are_the_same_without_with_and_from_the_store(
 def test_where_a_prompt_leaves_another_a_state_is_kept_for_the_third(
     server: LocalServer, tokenizer: Any
 ) -> None:
-    model = make_model("jamba, mamba")
+    model = make_model("granite, mamba")
     identity = representation_of(model, tokenizer)
     connector = TransformersConnector(server.connect("auto", identity, OPTIONS), model)
     common = random_ids(64, VOCABULARY)
@@ -126,7 +132,9 @@ def test_where_a_prompt_leaves_another_a_state_is_kept_for_the_third(
     assert hits == [0, 0, 64], "the second finds what is shared, the third hits it"
 
 
-@pytest.mark.parametrize("name", ["gemma2, every other layer", "jamba, mamba", "deepseek, latents"])
+@pytest.mark.parametrize(
+    "name", ["gemma2, every other layer", "granite, mamba", "deepseek, latents"]
+)
 def test_a_batch_of_prompts_with_different_prefixes_gives_the_tokens_of_each(
     server: LocalServer, tokenizer: Any, name: str
 ) -> None:
@@ -165,7 +173,7 @@ def test_what_each_model_keeps_is_found_by_looking(tokenizer: Any) -> None:
     assert found["mistral, windows alone"] == {(window, (0, 1, 2, 3), 40)}
     assert found["gemma2, every other layer"] == {(window, (0, 2), 40), (attention, (1, 3), 0)}
     assert found["deepseek, latents"] == {(LayerKind.mla, (0, 1, 2, 3), 0)}
-    assert found["jamba, mamba"] == {(attention, (2,), 0), (state, (0, 1, 3), 0)}
+    assert found["granite, mamba"] == {(attention, (1, 3), 0), (state, (0, 2), 0)}
     assert found["falcon-h1, both in each layer"] == {
         (attention, (0, 1, 2, 3), 0),
         (state, (4, 5, 6, 7), 0),
@@ -221,8 +229,7 @@ def test_models_whose_prefixes_cannot_be_continued_are_refused_by_name(
 ) -> None:
     kind, settings, words = REFUSED[reason]
     torch.manual_seed(5)
-    config = getattr(transformers, kind)(**(BASE | settings))
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = random_model(getattr(transformers, kind)(**(BASE | settings)))
     with pytest.raises(RepresentationError, match=words):
         representation_of(model, tokenizer)
 
@@ -237,18 +244,36 @@ def test_a_model_with_cross_attention_is_refused_by_name(tokenizer: Any) -> None
 def test_a_model_that_goes_on_otherwise_than_it_began_is_refused(
     server: LocalServer, tokenizer: Any
 ) -> None:
-    model = make_model("jamba, mamba")
+    model = make_model("granite, mamba")
     identity = representation_of(model, tokenizer)
     client = server.connect("auto", identity, OPTIONS)
     mixer: Any = model.model.layers[0].mamba
     slow = mixer.forward
 
-    def forgetful(*given: Any, **named: Any) -> Any:
+    def mistaken(*given: Any, **named: Any) -> Any:
         caches = [each for each in (*given, *named.values()) if isinstance(each, DynamicCache)]
-        caches[0].layers[0].has_previous_state[0] = False
+        layers: Any = caches[0].layers
+        for layer in (layers[0], layers[2]):
+            for states in (layer.conv_states, layer.recurrent_states):
+                if states[0] is not None:
+                    states[0].add_(3)
         return slow(*given, **named)
 
-    mixer.forward = forgetful
+    mixer.forward = mistaken
+    with pytest.raises(RepresentationError, match="behind a stored prefix"):
+        TransformersConnector(client, model)
+
+
+def test_a_model_that_looks_at_its_state_for_one_token_only_is_refused(
+    server: LocalServer, tokenizer: Any
+) -> None:
+    torch.manual_seed(5)
+    jamba = {
+        "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 2, "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    }  # fmt: skip
+    model = random_model(transformers.JambaConfig(**(BASE | jamba)))
+    client = server.connect("auto", representation_of(model, tokenizer), OPTIONS)
     with pytest.raises(RepresentationError, match="behind a stored prefix"):
         TransformersConnector(client, model)
 

@@ -22,7 +22,9 @@ from kvstore.proto.hints import Hints
 from kvstore.proto.types import KVLayout
 
 PROMPT = prompt_tokens(1, 200)
-SHAPES = pytest.mark.parametrize("shape", [HYBRID, SLIDING, LATENT], ids=["hybrid", "window", "mla"])
+SHAPES = pytest.mark.parametrize(
+    "shape", [HYBRID, SLIDING, LATENT], ids=["hybrid", "window", "mla"]
+)
 
 Start = Callable[..., Engine]
 
@@ -87,9 +89,33 @@ def test_blocks_that_the_engine_had_are_not_written_to_in_any_table(start: Start
     for group in HYBRID.groups:
         for layer in group.layers:
             kept = [block for block in room[layer.table][:5] if block]
-            assert bool((engine.pages[0][layer.name][torch.tensor(kept, dtype=torch.long)] == 7.0).all())
+            assert bool(
+                (engine.pages[0][layer.name][torch.tensor(kept, dtype=torch.long)] == 7.0).all()
+            )
     last = [[0, 0, 0, 0, 0, table[5]] for table in room]
     assert holds(engine.pages[0], engine.packing, PROMPT[:192], last, HYBRID)
+
+
+def test_a_prompt_that_is_stored_to_its_end_is_loaded_with_the_window_of_its_last_token(
+    start: Start,
+) -> None:
+    start(HYBRID).run("a", PROMPT)
+    engine = start(HYBRID)
+    request = FakeRequest("b", PROMPT[:128])
+    assert engine.matched(request) == 127
+    room = tables(engine, 128, 127)
+    assert engine.load(request, room, 127) == set()
+    assert engine.workers[0].failed_loads() == set()
+    assert holds(engine.pages[0], engine.packing, PROMPT[:128], room, HYBRID)
+
+
+def test_a_window_that_is_wanted_longer_than_chunks_have_it_fails_the_load(start: Start) -> None:
+    start(HYBRID).run("a", PROMPT)
+    engine = start(HYBRID)
+    request = FakeRequest("b", PROMPT)
+    assert engine.matched(request) == 192
+    assert engine.load(request, tables(engine, 200), 192) == set()
+    assert engine.workers[0].failed_loads() == {"b"}
 
 
 def test_chunks_whose_windows_the_engine_gave_up_end_no_prefix(start: Start) -> None:

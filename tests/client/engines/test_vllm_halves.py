@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -151,6 +152,26 @@ def test_a_preempted_request_loads_what_was_stored_of_it(start: Start) -> None:
     request.num_computed_tokens = 128
     orders = engine.step(request, again, 72)
     assert [chunk.position for order in orders.stores for chunk in order.chunks] == [128]
+
+
+def test_a_request_preempted_while_it_is_stored_leaves_what_it_had_computed(start: Start) -> None:
+    engine = start()
+    request, blocks = FakeRequest("a", PROMPT), engine.blocks(200)
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+    worker, hold = engine.workers[0], threading.Event()
+    worker._storer.do(hold.wait)
+    engine.step(request, blocks, 150)
+    other = FakeRequest("b", prompt_tokens(5, 200))
+    engine.scheduler.arrived(other)
+    assert engine.matched(other) == 0
+    engine.step(other, blocks, 200)  # the blocks of the preempted one
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert engine.matched(request) == 0, "nothing is there yet"
+    hold.set()
+    assert worker.settled(20.0)
+    assert start().run("c", PROMPT) == 128
+    assert start().run("d", other.all_token_ids) == 192
 
 
 def test_a_request_given_up_while_it_loads_is_reported_all_the_same(start: Start) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm_stand_ins import (
     FakeLora,
     FakeRequest,
@@ -25,7 +26,7 @@ from kvstore.client.engines.vllm_settings import VllmSettings
 from kvstore.client.engines.vllm_shape import shape_of
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.keys import chain_digests
-from kvstore.proto.types import LayerKind, Representation
+from kvstore.proto.types import DType, LayerKind, Representation
 
 SIZE = 64
 TOKENS = list(range(300))
@@ -134,7 +135,7 @@ def test_random_weights_and_folders_without_weights_are_refused(model: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"rope": {"rope_type": "longrope"}}, "rope_type"),
@@ -182,7 +183,7 @@ def test_layers_of_a_kind_are_one_group_whatever_tables_their_blocks_are_in(mode
     ]  # fmt: skip
     assert [(layer.number, layer.table) for layer in full.layers] == [(2, 2), (5, 2)]
     assert (windows.kind, full.kind) == (LayerKind.window, LayerKind.attention)
-    assert windows.window_tokens == 65, "39 tokens before the next one, in whole blocks of 32"
+    assert windows.window_tokens == 65, "40 tokens, in whole blocks of 32"
     assert (shape.tables, shape.has_ends) == (3, True)
     assert (shape.kept_blocks(windows, 8), shape.kept_blocks(windows, 1)) == (2, 1)
     assert shape.kept_blocks(full, 8) == 8
@@ -190,7 +191,7 @@ def test_layers_of_a_kind_are_one_group_whatever_tables_their_blocks_are_in(mode
     assert [group.layer_ids for group in representation.layer_groups] == [(0, 1, 3, 4), (2, 5)]
 
 
-@pytest.mark.parametrize(("window", "tokens"), [(1, 33), (2, 33), (33, 33), (34, 65), (1024, 1025)])
+@pytest.mark.parametrize(("window", "tokens"), [(1, 33), (32, 33), (33, 65), (64, 65), (1024, 1025)])
 def test_windows_are_of_whole_blocks(model: Path, window: int, tokens: int) -> None:
     (group,) = shape_of(
         engine_config(model), cache_config(SlidingWindowSpec(sliding_window=window))
@@ -209,6 +210,19 @@ def test_latents_have_one_head_and_one_part(model: Path) -> None:
     alone = engine_config(model, enable_chunked_prefill=False)
     assert not shape_of(alone, cache_config(spec)).continues
     assert shape_of(alone, cache_config(FullAttentionSpec())).continues
+
+
+def test_fp8_kv_is_of_its_own_identity_and_type(model: Path) -> None:
+    cache = cache_config(FullAttentionSpec(dtype=torch.uint8))
+    made = {}
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        config = engine_config(model, cache_dtype=name)
+        made[name] = representation_of(config, shape_of(config, cache))
+    assert made["fp8"] == made["fp8_e4m3"]
+    assert made["fp8"].quantization == "float8_e4m3fn"
+    assert made["fp8"].layer_groups[0].dtype is DType.float8_e4m3fn
+    assert made["fp8_e5m2"].quantization == "float8_e5m2"
+    assert made["fp8_e5m2"].layer_groups[0].dtype is DType.float8_e5m2
 
 
 def test_layers_that_do_not_say_their_number_are_refused(model: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,17 @@ def test_a_packing_is_found_by_what_the_engine_writes(packing: Packing, dtype: t
     pages = torch.full((4, 2, 32, 16), 3.0, dtype=dtype)
     assert find_packing(pages, 2, writer(packing)("a layer")) is packing
     assert bool((pages == 3.0).all()), "the engine's own pages were written to"
+
+
+@pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_pages_of_bytes_have_the_elements_that_were_written_bit_for_bit(kept: torch.dtype) -> None:
+    pages = torch.zeros((4, 2, 32, 16), dtype=torch.uint8)
+
+    def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
+        assert {part.dtype for part in parts} == {kept}
+        writer(PACKINGS[0])("")([part.view(torch.uint8) for part in parts], pages, slots)
+
+    assert find_packing(pages, 2, write, kept) is PACKINGS[0]
 
 
 def test_a_packing_that_nobody_knows_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -140,6 +141,36 @@ def test_after_a_switch_it_holds_what_the_policy_would_hold_alone() -> None:
     assert (policy.why().policy, policy.why().switches, len(here)) == ("lfu", 1, 20)
     assert {row for row in here if shadows.holds(1, row)} == here
     assert not all(shadows.holds(0, row) for row in here)
+
+
+def test_a_small_cache_is_shared_out_while_the_hits_are_near_one_another() -> None:
+    for names, owners in ((("lru", "lru"), [0] * 8 + [1] * 8), (("lru", "lfu"), [1] * 16)):
+        history = History()
+        policy = AdaptiveEviction(history, names)
+        replay(policy, history, hot_set_and_scan(1000), 20)
+        assert policy._owners == owners
+
+
+def test_chunks_stored_one_after_the_other_are_in_one_share_and_the_next_in_another() -> None:
+    policy = AdaptiveEviction(History(), ("lru", "lfu"))
+    policy.insert_chain(np.arange(1, 40), NO_ROW, 1, 1.0)
+    policy.insert(40, 39, 1, 1.0)
+    policy.insert_chain(np.arange(41, 60), 3, 1, 1.0)
+    assert len(set(policy._shares[1:41])) == len(set(policy._shares[41:60])) == 1
+    assert policy._shares[40] != policy._shares[41]
+
+
+def test_what_the_owner_of_a_share_would_not_have_goes_first() -> None:
+    history = History()
+    policy = AdaptiveEviction(history, ("lru", "lfu"))
+    replay(policy, history, hot_set_and_scan(400), 20)
+    policy._owners = [0] * 16
+    policy._find_strays()
+    strays = {row for row in everyone(policy) if not policy._shadows.holds(0, row)}
+    assert policy._strays == strays
+    assert strays
+    named = list(islice(policy.victims(keep_none, 1e4), len(strays)))
+    assert set(named) == strays
 
 
 @pytest.mark.parametrize(("chunks", "switches"), [(10, 1), (1_000_000, 0)])

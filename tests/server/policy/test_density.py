@@ -192,3 +192,24 @@ def test_a_clock_that_stands_or_leaps_ahead_keeps_the_counts() -> None:
         slots.add(u16(0), np.array([now_s]), 1)
     assert slots.by_bin(2e12, EDGES_S, 1).sum() == 5
     assert len(slots) < 300
+
+
+def test_a_refresh_in_steps_changes_nothing_before_its_last_and_ends_in_the_same() -> None:
+    coarse = np.zeros(100, np.intp)
+    whole, steps = DensityTable(coarse), DensityTable(coarse)
+    kinds = np.arange(100, dtype=np.uint16)
+    for table in (whole, steps):
+        table.wait(kinds, 1.0)
+        table.asked(kinds[::2], np.ones(50), 9.0)
+    whole.refresh(10.0, 100)
+    before = steps.values.copy()
+    done = steps.refreshing(10.0, 100)
+    count = 0
+    for _ in done:
+        count += 1
+        assert steps.version == 0
+        np.testing.assert_array_equal(steps.values, before)
+    assert count == 5
+    assert steps.version == 1
+    np.testing.assert_array_equal(steps.values, whole.values)
+    assert (steps.values != before).any()

@@ -42,6 +42,7 @@ class Tier:
         """Let the class of a chunk promise these, the last for all older ages."""
         values = [*by_bin, *[by_bin[-1]] * (AGE_BINS - len(by_bin))]
         self.history.table.values[self.history.class_of(chunk)] = values
+        self.history.table.version += 1
 
     def victims(self, at_s: float) -> list[int]:
         return list(self.policy.victims(keep_none, at_s))
@@ -75,10 +76,20 @@ def test_a_bared_parent_goes_by_its_own_class_and_use() -> None:
     tier.promise(2, 0.1)
     tier.promise(3, 0.5)
     assert tier.victims(3.0) == [2, 1, 3]
-    tier.history.table.values[tier.history.class_of(1)] = np.linspace(0.9, 0.1, AGE_BINS)
+    tier.promise(1, *np.linspace(0.9, 0.1, AGE_BINS))
     assert tier.victims(1e4) == [2, 1, 3]
     tier.policy.remove(2)
     assert tier.victims(1e4) == [1, 3]
+
+
+def test_a_bared_parent_that_is_the_newest_of_its_class_is_a_candidate() -> None:
+    tier = Tier()
+    tier.store(1, NO_ROW, 1.0)
+    tier.store(2, NO_ROW, 30.0)
+    tier.store(3, 2, 30.0, Facts(tokens_full=False))
+    tier.promise(1, *[0.2] * 10, 0.9)  # what has waited for long is the best to keep
+    tier.promise(3, 0.1)
+    assert tier.victims(31.0) == [3, 2, 1]
 
 
 def test_the_smaller_of_two_that_promise_the_same_stays() -> None:
@@ -125,13 +136,14 @@ def test_a_choice_of_one_and_again_is_that_of_many() -> None:
             tier.ask(float(number // 4), *(row(draw.randrange(number + 1)) for _ in range(2)))
         values = np.random.default_rng(1).random((tier.history.kinds.count, AGE_BINS))
         tier.history.table.values[: len(values)] = values
+        tier.history.table.version += 1
     singles = []
     while len(one.policy):
         victim = next(one.policy.victims(keep_none, 99.0))
         assert victim in (leaf := _leaves(one.policy)), leaf
         singles.append(victim)
         one.policy.remove(victim)
-    assert sorted(singles) == sorted(many.victims(99.0))
+    assert singles == many.victims(99.0)
 
 
 def _leaves(policy: HitDensityEviction) -> set[int]:

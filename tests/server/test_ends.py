@@ -1,0 +1,92 @@
+"""Chunks that gain what is of their end, over tiers, restarts, codecs and nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import pytest
+from contracts.ends import HYBRID, chunk_of, put_ends
+from local_server import LocalServer, eventually
+from prompts import equal, keys_of, outcomes
+
+from kvstore.client import Chunk, Client
+from kvstore.codecs.base import ChunkTensors, Part
+from kvstore.proto.types import Fidelity, PutOutcome
+
+stored = PutOutcome.stored
+
+
+def connect(server: LocalServer) -> Client:
+    return server.connect("auto", HYBRID)
+
+
+def put_durably(client: Client, keys: list, at: int, ends: str) -> PutOutcome:  # type: ignore[type-arg]
+    return client.put([chunk_of(client, keys, at, ends)], durable=True)[0].outcome
+
+
+def test_a_state_that_came_later_survives_a_restart(
+    make_server: Callable[..., LocalServer],
+) -> None:
+    server = make_server()
+    client = connect(server)
+    keys = keys_of(client, 1, 3)
+    client.put([chunk_of(client, keys, at, "") for at in range(3)], durable=True)
+    assert client.lookup(keys).ready == 0
+    assert put_durably(client, keys, 1, "ws") is stored
+    server.close()
+    again = connect(make_server())
+    match = again.lookup(keys)
+    assert (match.ready, match.shared) == (2, 3)
+    found = again.get(keys)
+    assert len(found) == 2, "behind the state nobody could go on"
+    assert equal(found[1], chunk_of(again, keys, 1, "ws").tensors)  # type: ignore[arg-type]
+
+
+def finite(chunk: Chunk) -> Chunk:
+    """Return the chunk with numbers from 1 to 2 in its attention."""
+    for parts in cast("ChunkTensors", chunk.tensors)[0]:
+        for part in parts:
+            part[...] = part & 0x7F | 0x3F80
+    return chunk
+
+
+def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., LocalServer]) -> None:
+    server = make_server("--disk-codec", "gq8")
+    client = connect(server)
+    keys = keys_of(client, 1, 2)
+    chunks = [finite(chunk_of(client, keys, at, ends)) for at, ends in enumerate(("w", "ws"))]
+    assert outcomes(client, chunks) == [stored, stored]
+    node = server.node
+    assert eventually(lambda: len(node.manager.catalog.holders(keys[1])) == 2)
+    copies = node.manager.catalog.copies(keys[1])
+    assert copies["disk"].fidelity is not Fidelity.exact
+    assert copies["disk"].layout == copies["cpu"].layout
+    for key in keys:
+        assert node.manager.catalog.cast_out("cpu", key)
+        node.manager.transfers.delete_from(node.manager.transfers.cpu, key)
+    assert client.lookup(keys).ready == 0
+    assert client.lookup(keys, min_fidelity=Fidelity.none).ready == 2
+    found = client.get(keys, min_fidelity=Fidelity.none)
+    for mine, theirs in zip(found[1][2], chunks[1].tensors[2], strict=True):
+        assert np.array_equal(mine[0], cast("Part", theirs[0]))
+
+
+@pytest.mark.parametrize(("ends", "ready"), [("ws", 2), ("", 0)])
+def test_a_copy_with_another_end_than_the_others_is_not_counted(
+    make_server: Callable[..., LocalServer], ends: str, ready: int
+) -> None:
+    server = make_server()
+    client = connect(server)
+    keys = keys_of(client, 1, 2)
+    put_ends(client, keys, ["", ends])
+    catalog = server.node.manager.catalog
+    assert eventually(lambda: "disk" in catalog.holders(keys[1]))
+    other = chunk_of(client, keys, 1, "w").arrays(HYBRID)[0]
+    info = catalog.copies(keys[1])["cpu"]
+    catalog.forget("disk", keys[1])
+    catalog.note_sealed("disk", type(info)(info.key, info.parent, other, 0, 900))
+    assert catalog.holders(keys[1]) == ["cpu"]
+    assert catalog.is_stray("disk", keys[1])
+    assert client.lookup(keys).ready == ready
