@@ -117,10 +117,7 @@ class EngineCalls(Caller, ABC):
         close it: it keeps the chunks from eviction.
         """
         check_out(keys, out)
-        for group in self.representation.layer_groups:
-            if group.kind in END_KINDS:
-                fix = "not every chunk has such layers: read these models' chunks whole, by get"
-                raise LayoutMismatchError("kind", group.kind.name, fix)
+        self._check_every_layer()
         transport = self._connected()
         layers = self._layers(transport, keys, given(out), min_fidelity)
         try:
@@ -135,6 +132,13 @@ class EngineCalls(Caller, ABC):
             if first is not None:
                 yield first
                 yield from layers
+
+    def _check_every_layer(self) -> None:
+        """Raise LayoutMismatchError for models whose chunks differ in the layers they have."""
+        for group in self.representation.layer_groups:
+            if group.kind in END_KINDS:
+                fix = "not every chunk has such layers: read these models' chunks whole, by get"
+                raise LayoutMismatchError("kind", group.kind.name, fix)
 
     def _layers(
         self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Fidelity
@@ -166,6 +170,7 @@ class EngineCalls(Caller, ABC):
         InvalidRequestError for keys of another namespace.
         """
         check_out(keys, out)
+        self._check_every_layer()
         if not keys:
             return Levelled((), ())
         self._digests(keys)

@@ -193,6 +193,8 @@ class Transfers(Reclaim):
         if not target.tier.shared:
             raise TierUnavailableError(target.name, f"does not let go of {key.hex()}")
         (info,) = target.tier.find([key])
+        if info is not None and self.catalog.is_outgrown(key, info.layout):
+            return False  # it has more than ours, and is learned of when somebody asks
         if info is not None:
             self.catalog.note_sealed(target.name, info)
         return info is not None

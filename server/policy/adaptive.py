@@ -47,7 +47,7 @@ _AWAITED = 1 << 14
 _SHARES = 16
 """Parts that a small cache is shared out in."""
 
-_EVEN_PROMPTS = 1.0
+_EVEN_PROMPTS = 1.5
 """Prompts by whose chunks one is behind that gets e times less of a small cache: about what
 chance alone makes."""
 

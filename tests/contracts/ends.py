@@ -15,8 +15,10 @@ from prompts import equal, keys_of, outcomes
 
 from kvstore.client import Chunk, Client
 from kvstore.client.client import parents
+from kvstore.client.levels import PlanTerms
 from kvstore.codecs.base import AnyTensors, ChunkTensors, empty_tensors
 from kvstore.proto.errors import LayoutMismatchError
+from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import (
     ChunkKey,
     DType,
@@ -172,3 +174,5 @@ class EndsContract:
         keys = keys_of(client, 1, 1)
         with pytest.raises(LayoutMismatchError, match="kind='window'"):
             next(client.get_layers(keys))
+        with pytest.raises(LayoutMismatchError, match="kind='window'"):
+            client.get_levelled(keys, PlanTerms(1.0, PrefillModel(0.0, 1e-3), 1e9))

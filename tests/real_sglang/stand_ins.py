@@ -45,6 +45,8 @@ def import_sglang() -> None:
 
     What torch and transformers ask of the same packages is asked before, and answered truly.
     """
+    import torch._dynamo
+    import torch._inductor.runtime.triton_compat
     import transformers.image_utils
     import transformers.utils.import_utils
 

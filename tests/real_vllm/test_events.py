@@ -83,11 +83,13 @@ def test_routers_learn_what_the_store_holds_and_what_it_lost(
     make_engine: EngineMaker, forgetful: ServerProcess, router: Router
 ) -> None:
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint}
-    engine = make_engine({"address": forgetful.address}, kv_events_config=events)
+    store = {"address": forgetful.address, "durable": False}
+    engine = make_engine(store, kv_events_config=events)
     assert eventually(lambda: heard_anything(engine, router))
     engine.generate(PROMPT)
     stepped(engine)
     stored = router.hears(BlockStored, "STORAGE", CHUNKS, 30.0)
+    assert stored, engine.ask("counts")
     assert [len(one.block_hashes) for one in stored] == [CHUNK_TOKENS // BLOCK_TOKENS] * CHUNKS
     assert [token for one in stored for token in one.token_ids] == PROMPT[: CHUNKS * CHUNK_TOKENS]
     assert {(one.locality, one.ownership, one.group_idx) for one in stored} == {

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
 from typing_extensions import override
 
-from kvstore.proto.types import ChunkInfo, ChunkKey, Match
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ChunkInfo,
+    ChunkKey,
+    Component,
+    DType,
+    KVLayout,
+    LayerKind,
+    Match,
+    Namespace,
+)
 from kvstore.server.absent import ABSENT_TTL_S
+from kvstore.server.policy.prefix_ends import EndNeeds
 from kvstore.server.sessions import Session
 
 TIER_BYTES = 2 << 20
@@ -100,6 +113,22 @@ def test_a_chain_that_goes_on_in_a_shared_tier_is_asked_for_once(
         redis.others_put(version.info, version.frame)
     assert [look_up(core, session).ready for _ in range(3)] == [2, 2, 2]
     assert redis.asked == [KEYS], "the answer to the first question was the end of the chain too"
+
+
+def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
+    core: Core, session: Session, redis: AskedRedis
+) -> None:
+    catalog, info = core.manager.catalog, VERSIONS[0].info
+    catalog.needs_ends(Namespace(info.key[:DIGEST_BYTES]), EndNeeds(state=True))
+    state = Component(LayerKind.state, DType.uint8, 1, 1, 40, 1, info.layout.tokens)
+    richer = replace(info, layout=KVLayout((*info.layout.components, state)), size_bytes=900)
+    redis.others_put(richer, np.zeros(900, np.uint8))
+    core.put(session, VERSIONS[:1])
+    assert catalog.copies(KEYS[0])["cpu"].layout == info.layout
+    match = look_up(core, session)
+    assert (match.ready, match.tiers, match.shared) == (1, ("redis",), 1)
+    assert catalog.copies(KEYS[0])["redis"].layout == richer.layout
+    assert redis.find(KEYS[:1]) == [richer]
 
 
 @pytest.mark.parametrize(("there", "asked"), [(0, [16]), (15, [16]), (16, [16, 4]), (20, [16, 4])])

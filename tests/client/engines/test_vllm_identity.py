@@ -191,7 +191,9 @@ def test_layers_of_a_kind_are_one_group_whatever_tables_their_blocks_are_in(mode
     assert [group.layer_ids for group in representation.layer_groups] == [(0, 1, 3, 4), (2, 5)]
 
 
-@pytest.mark.parametrize(("window", "tokens"), [(1, 33), (32, 33), (33, 65), (64, 65), (1024, 1025)])
+@pytest.mark.parametrize(
+    ("window", "tokens"), [(1, 33), (32, 33), (33, 65), (64, 65), (1024, 1025)]
+)
 def test_windows_are_of_whole_blocks(model: Path, window: int, tokens: int) -> None:
     (group,) = shape_of(
         engine_config(model), cache_config(SlidingWindowSpec(sliding_window=window))
