@@ -59,6 +59,7 @@ OTHER_FLAGS = {
     "--json": "kvstore status, kvstore demo and the benchmarks",
     "--kv-bytes-per-token": "kvstore simulate",
     "--model": "kvstore simulate, vLLM",
+    "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",
     "--once": "kvstore top",
     "--plot": "kvstore simulate, bench.codecs, bench.peers and bench.scaling",

@@ -216,10 +216,14 @@ def test_types_that_are_no_floats_are_kept_exactly(dtype: DType) -> None:
             assert all(map(np.array_equal, decode(bound(), data, component), layers[0]))
 
 
-def test_states_are_refused_by_name() -> None:
-    state = Component(LayerKind.state, DType.float32, 1, 4, 16, 16)
-    with pytest.raises(LayoutMismatchError, match=r"kind='state'.*cachegen"):
-        bound().max_segment_bytes(state)
+def test_states_are_kept_as_they_are() -> None:
+    state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1)
+    parts = chunk((state,))[0][0]
+    data, layer = encode(bound(), parts, state)
+    assert (layer.fidelity, len(data)) == (Fidelity.exact, 24 + state.layer_bytes)
+    out = [np.zeros(state.shape, "<u4")]
+    bound().decode_layer([data], state, out, None)
+    assert np.array_equal(out[0], parts[0])
 
 
 def test_keys_are_not_rotated() -> None:

@@ -19,6 +19,7 @@ from contracts.codec import (
     filled,
     frame_of_bodies,
     layouts,
+    paged_layouts,
     random_bits,
 )
 from cpu_kernels import compile_kernels
@@ -90,7 +91,7 @@ def shapes(dtype: DType) -> dict[str, KVLayout]:
         "several tiles": KVLayout((Component(LayerKind.attention, dtype, 1, 3, 128, 300),)),
         "rows of one": latents(1, 77),
     }
-    return layouts(dtype) | ours
+    return paged_layouts(dtype) | ours
 
 
 def decode(kernels: ExponentKernels, place: Place) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from contracts.codec import Tensors, layouts, template
+from contracts.codec import Tensors, layouts, paged_layouts, template
 from contracts.lossy_codec import Numbers, centred, encoded, large, numbers, outliers, tiny
 from cpu_kernels import compile_kernels
 from cuda_compiler import ARCHITECTURES, compile_cuda, resources
@@ -98,7 +98,7 @@ def shapes(dtype: DType) -> dict[str, KVLayout]:
         "more than a block": attention(1, 64, 300),
         "odd": attention(1, 66, 16),
     }
-    return layouts(dtype) | ours
+    return paged_layouts(dtype) | ours
 
 
 ROPES = {

@@ -191,9 +191,15 @@ def test_types_that_are_no_floats_are_kept_exactly(dtype: DType) -> None:
             assert all(map(np.array_equal, decode(bound(), data, component), layers[0]))
 
 
-def test_states_are_refused_by_name() -> None:
-    with pytest.raises(LayoutMismatchError, match=r"kind='state'.*kvt"):
-        bound().max_segment_bytes(Component(LayerKind.state, DType.float32, 1, 4, 16, 16))
+def test_states_are_kept_as_they_are() -> None:
+    state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1)
+    parts = [np.arange(700, dtype="<u4").reshape(state.shape)]
+    room = np.zeros(bound().max_segment_bytes(state), np.uint8)
+    layer = bound().encode_layer(parts, LayerTerms(state), room)
+    assert (layer.fidelity, layer.stored_bytes) == (Fidelity.exact, 24 + state.layer_bytes)
+    out = [np.zeros(state.shape, "<u4")]
+    bound().decode_layer([room[: layer.stored_bytes]], state, out, None)
+    assert np.array_equal(out[0], parts[0])
 
 
 # --- assets

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from contracts.codec import FILLS, Fill, encoded, filled, layouts, random_bits, template
+from contracts.codec import (
+    FILLS,
+    Fill,
+    encoded,
+    filled,
+    layouts,
+    paged_layouts,
+    random_bits,
+    template,
+)
 from cpu_kernels import compile_kernels
 from device_frames import CPU, Place
 
@@ -59,7 +68,7 @@ def shapes(dtype: DType) -> dict[str, KVLayout]:
         "a row a tile": latents(20_000, 3),
         "several tiles": KVLayout((Component(LayerKind.attention, dtype, 1, 3, 128, 300),)),
     }
-    return layouts(dtype) | ours
+    return paged_layouts(dtype) | ours
 
 
 def assert_encoded(

@@ -63,6 +63,15 @@ def layouts(dtype: DType) -> dict[str, KVLayout]:
     }
 
 
+def paged_layouts(dtype: DType) -> dict[str, KVLayout]:
+    """Return those of which an engine's pages hold every token."""
+    return {
+        name: layout
+        for name, layout in layouts(dtype).items()
+        if not any(c.first_token or c.kind is LayerKind.state for c in layout.components)
+    }
+
+
 INFINITIES = {
     1: [0x7C, 0xFC],
     2: [0x7F80, 0xFF80, 0x7C00, 0xFC00, 0x7FC1, 0x7C01],

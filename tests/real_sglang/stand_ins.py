@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -45,8 +46,8 @@ def import_sglang() -> None:
 
     What torch and transformers ask of the same packages is asked before, and answered truly.
     """
-    import torch._dynamo
-    import torch._inductor.runtime.triton_compat
+    for asks_for_triton in ("torch._dynamo", "torch._inductor.runtime.triton_compat"):
+        importlib.import_module(asks_for_triton)
     import transformers.image_utils
     import transformers.utils.import_utils
 

@@ -35,14 +35,14 @@ class Router:
     """Who listens to an engine's events; vLLM connects to where it listens."""
 
     def __init__(self) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self._socket.subscribe("")
         self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
         self.heard: list[Any] = []
 
-    def hears(self, kind: type, medium: str, count: int, within_s: float = 5.0) -> list[Any]:
+    def hears(self, kind: Any, medium: str, count: int, within_s: float = 5.0) -> list[Any]:
         """Return the events of a kind about a medium, once there are so many."""
         deadline = time.monotonic() + within_s
         while len(found := self.known(kind, medium)) < count and time.monotonic() < deadline:
@@ -50,8 +50,8 @@ class Router:
                 self.heard += self._decoder.decode(self._socket.recv_multipart()[-1]).events
         return found
 
-    def known(self, kind: type, medium: str) -> list[Any]:
-        return [one for one in self.heard if type(one) is kind and one.medium == medium]
+    def known(self, kind: Any, medium: str) -> list[Any]:
+        return [one for one in self.heard if isinstance(one, kind) and one.medium == medium]
 
     def close(self) -> None:
         self._socket.close(0)
