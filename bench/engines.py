@@ -36,9 +36,9 @@ from bench.report import Report, parse_flags
 from bench.vllm_engine import PYTHON, make_model
 
 MODEL_SCALE = 2
-ROUNDS, TURNS_S = 40, 200.0
+ROUNDS, TURNS_S = 40, 180.0
 """Of prompts alone, as many as the seconds allow."""
-BATCHES, BATCHES_S = 16, 150.0
+BATCHES, BATCHES_S = 16, 120.0
 BATCH, BATCH_TOKENS, GENERATED = 8, 512, 32
 WARM_UP = 2
 """Rounds that do not count: first requests wait for what is made once."""

@@ -22,7 +22,7 @@ from bench.report import Report
 from bench.workload import serving
 
 DEAD_KEYS = ("dead_server_once_ms", "dead_server_after_ms")
-CYCLES = 5
+CYCLES = 4
 AFTER = 40
 """Requests after the first: long enough that the store is asked about again meanwhile."""
 BACK_S = 30.0

@@ -55,7 +55,6 @@ OTHER_FLAGS = {
     "--curves": "bench.codecs",
     "--every": "kvstore top",
     "--from": "kvstore simulate",
-    "--disable-hybrid-kv-cache-manager": "vLLM",
     "--json": "kvstore status, kvstore demo and the benchmarks",
     "--kv-bytes-per-token": "kvstore simulate",
     "--model": "kvstore simulate, vLLM",

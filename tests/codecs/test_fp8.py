@@ -13,7 +13,7 @@ from kvstore.codecs.fp8 import LARGEST, Fp8Codec, from_e4m3, to_e4m3
 from kvstore.codecs.part_codec import HEAD_BYTES
 from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LayoutMismatchError
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Component, DType, Fidelity, LayerKind
 
 CODEC = Fp8Codec()

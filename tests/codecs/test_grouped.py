@@ -16,7 +16,7 @@ from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec, GroupedCodec
 from kvstore.codecs.part_codec import HEAD_BYTES
 from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LayoutMismatchError
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind
 
 CODECS: list[GroupedCodec] = [Gq8Codec(), Gq4Codec(), Gq2Codec()]

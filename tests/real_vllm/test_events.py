@@ -36,7 +36,7 @@ class Router:
 
     def __init__(self) -> None:
         self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self._socket.subscribe("")
         self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
