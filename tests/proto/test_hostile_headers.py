@@ -166,5 +166,5 @@ def test_the_hostile_headers_fail_for_their_edits_alone() -> None:
 
 def test_reserved_bytes_are_not_looked_at() -> None:
     frame = encoded(RawCodec(), filled(SMALL), SMALL)
-    for at in (160, 183, 195, 228, 239, HEADER_BYTES - 1):
+    for at in (160, 183, 195, 232, 239, HEADER_BYTES - 1):
         assert check_frame(resigned(frame, {at: b"\x01"})).layout == SMALL

@@ -25,9 +25,13 @@ ELSEWHERE = {
     "unworthy_copies", "left_copies", "announced_chunks", "unkept_chunks",
     "prefetched_chunks", "prefetch_used_chunks", "unusable_histories", "evicted_for_quota_chunks",
     "expired_chunks", "ignored_pins", "unreadable_chunks",
+    "put_portions", "dropped_unfinished_chunks", "promised_chunks", "waited_lookups",
+    "refused_waits", "blend_resolves", "blend_exact_chunks", "blend_variant_chunks",
+    "blend_missing_chunks", "blend_reports", "blend_refused_reports", "blend_shadows",
+    "blend_gate_changes", "blend_gates_closed",
 }  # fmt: skip
 """What the bulk channel, a tier's start, lossy codecs, admissions, plans, prefetches, quotas,
-lifetimes, the history file and codecs that only others have count:
+lifetimes, the history file, codecs that only others have, portions, promises and blending count:
 none is in a schedule; for lossy codecs tests/server/test_fidelity.py has schedules of its own."""
 
 
