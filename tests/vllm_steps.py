@@ -28,6 +28,7 @@ from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_layout import PACKINGS, Packing
 from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
+from kvstore.client.engines.vllm_settings import Role
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
 from kvstore.client.rectangle import Rectangle
@@ -56,8 +57,7 @@ class Engine:
         packing: Packing = PACKINGS[0],
         queue_bytes: int = QUEUE_BYTES,
         opts: ClientOptions | None = None,
-        loads: bool = True,
-        stores: bool = True,
+        role: Role = Role(),  # noqa: B008 - frozen
         shape: EngineShape = SHAPE,
         ranks: Sequence[Rectangle | None] = (None,),
     ) -> None:
@@ -66,7 +66,7 @@ class Engine:
         self.packing = packing
         identity = identity or representation(shape=shape)
         lookups = Connector(Client(address, identity, opts))
-        self.scheduler = VllmScheduler(lookups, shape, loads=loads, stores=stores)
+        self.scheduler = VllmScheduler(lookups, shape, role=role)
         self.workers: list[Any] = []
         self.pages = [empty_pages(shape=shape)] * len(ranks)
         for rank, pages in zip(ranks, self.pages, strict=True):

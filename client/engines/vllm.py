@@ -50,7 +50,7 @@ from kvstore.client.engines.vllm_identity import representation_of
 from kvstore.client.engines.vllm_layout import BlockWriter
 from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm_settings import Role, VllmSettings
 from kvstore.client.engines.vllm_shape import EngineShape, shape_of
 from kvstore.client.engines.vllm_stats import StoreMetrics, StoreStats
 from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
@@ -339,8 +339,12 @@ def _scheduler(
     return VllmScheduler(
         _connector(config, settings, shape, chunk_tokens, None),
         shape,
-        loads=transfer.is_kv_consumer,
-        stores=transfer.is_kv_producer,
+        role=Role(
+            transfer.is_kv_consumer,
+            transfer.is_kv_producer,
+            settings.handover_ms,
+            settings.wait_ms,
+        ),
     )
 
 

@@ -16,6 +16,9 @@ MAX_WAITING_LOOKUPS = 1024
 
 CLOSE_S = 2.0
 
+WAITERS = 8
+"""Prompts of which a desk that waits for other engines asks at the same time."""
+
 
 class Ticket:
     """A prompt that is being looked up.
@@ -46,7 +49,7 @@ class Ticket:
 
 
 class LookupDesk:
-    """Answers tickets in turn. ``ask`` and ``wait`` are for the engine's thread.
+    """Answers tickets, *threads* at a time. ``ask`` and ``wait`` are for the engine's thread.
 
     *find* returns how many of the digests it is given are stored, or None when the store failed;
     it may take its time. After a failure the next tickets are answered by 0 at once, and after
@@ -60,6 +63,7 @@ class LookupDesk:
         chunk_tokens: int,
         retry_s: float,
         clock: Callable[[], float] = time.monotonic,
+        threads: int = 1,
     ) -> None:
         self._find = find
         self._chunk_tokens = chunk_tokens
@@ -69,8 +73,12 @@ class LookupDesk:
         self._tickets: SimpleQueue[Ticket | None] = SimpleQueue()
         self._waiting = 0
         self._answers = threading.Condition()  # guards _waiting
-        self._thread = threading.Thread(target=self._run, name="kvstore-lookup", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(n == 0,), name="kvstore-lookup", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_down(self) -> bool:
@@ -95,8 +103,9 @@ class LookupDesk:
             if self._waiting:
                 self._answers.wait(within_s)
 
-    def _run(self) -> None:
-        self._look(())
+    def _run(self, is_first: bool) -> None:
+        if is_first:
+            self._look(())
         while (ticket := self._tickets.get()) is not None:
             self._answer(ticket)
             with self._answers:
@@ -135,6 +144,9 @@ class LookupDesk:
         return chain.digests
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
-        self._tickets.put(None)
-        self._thread.join(CLOSE_S)
+        """End the threads. Idempotent."""
+        for _ in self._threads:
+            self._tickets.put(None)
+        until_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))

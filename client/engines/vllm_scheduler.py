@@ -12,14 +12,14 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_cost import hints_of
 from kvstore.client.engines.vllm_events import KVEvents
-from kvstore.client.engines.vllm_lookup import LookupDesk, Ticket
+from kvstore.client.engines.vllm_lookup import WAITERS, LookupDesk, Ticket
 from kvstore.client.engines.vllm_names import RequestNames
 from kvstore.client.engines.vllm_orders import (
     BlockTables,
@@ -28,11 +28,12 @@ from kvstore.client.engines.vllm_orders import (
     StoreOrder,
     WorkerNews,
 )
+from kvstore.client.engines.vllm_settings import Role
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.types import ChainDigest
+from kvstore.proto.types import ChainDigest, ChunkKey
 
 IDLE_WAIT_S = 0.001
 """What an idle step waits for the answer to a lookup."""
@@ -83,8 +84,7 @@ class VllmScheduler:
         lookups: Connector,
         shape: EngineShape,
         *,
-        loads: bool = True,
-        stores: bool = True,
+        role: Role = Role(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = lookups.client.options
@@ -93,9 +93,9 @@ class VllmScheduler:
         self._block_tokens = shape.block_tokens
         self._continues, self._has_ends = shape.continues, shape.has_ends
         self._all_or_nothing = shape.has_ends or shape.tables > 1
-        self._loads, self._stores = loads, stores
+        self._role = role
         self._clock = clock
-        self._late_s = options.deadline_ms / 1000 + LATE_S
+        self._late_s = (options.deadline_ms + role.wait_ms) / 1000 + LATE_S
         self._names = RequestNames()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
@@ -107,12 +107,32 @@ class VllmScheduler:
         self.events: KVEvents | None = None
         """Where others are told what is stored; None if nobody is."""
         self._desk = LookupDesk(
-            self._find, self._chunk_tokens, options.retry_after_ms / 1000, clock
+            self._find,
+            self._chunk_tokens,
+            options.retry_after_ms / 1000,
+            clock,
+            WAITERS if role.wait_ms else 1,
         )
 
     def _find(self, digests: Sequence[ChainDigest]) -> int | None:
-        """Return how many chunks are there. In the desk's thread."""
-        return self._lookups.ask(partial(_ready, self._lookups, digests), None)
+        """Return how many chunks are there, and promise the others. In a thread of the desk."""
+        digests = digests[:MAX_LOOKUP_CHUNKS]
+        ready = self._lookups.ask(partial(self._look, digests), None)
+        if ready is not None and self._role.handover_ms and ready < len(digests):
+            self._lookups.ask(partial(self._promise, digests[ready:]), None)
+        return ready
+
+    def _look(self, digests: Sequence[ChainDigest]) -> int | None:
+        keys = self._keys(digests)
+        return self._lookups.client.lookup(keys, wait_ms=self._role.wait_ms).ready if keys else 0
+
+    def _promise(self, digests: Sequence[ChainDigest]) -> int | None:
+        return self._lookups.client.promise(self._keys(digests), self._role.handover_ms)
+
+    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
+        """Name chunks; asking for the namespace opens a session, even for none."""
+        space = self._lookups.client.namespace
+        return [chunk_key(space, digest) for digest in digests]
 
     # --- a request's way
 
@@ -136,11 +156,13 @@ class VllmScheduler:
         return tracked
 
     def _hints(self, request: Any) -> Hints:
+        handover_ms = self._role.handover_ms
         try:
-            return hints_of(request)
+            hints = hints_of(request)
+            return hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
         except (InvalidRequestError, TypeError):
             self.counted["bad_hints"] += 1
-            return NO_HINTS
+            return Hints(handover_ms=handover_ms)
 
     def _ask(self, request: Any) -> Ticket:
         identify = partial(self._names.identity, request, self._epoch)
@@ -157,7 +179,7 @@ class VllmScheduler:
         tracked = self._track(request)
         tracked.computed_tokens = computed_tokens
         whole_tokens = request.num_tokens // self._chunk_tokens * self._chunk_tokens
-        is_unwanted = getattr(request, "skip_reading_prefix_cache", False) or not self._loads
+        is_unwanted = getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads
         if tracked.is_loaded or is_unwanted or whole_tokens <= computed_tokens:
             return 0
         ticket = tracked.ticket
@@ -292,7 +314,7 @@ class VllmScheduler:
             self._recent.popitem(last=False)
 
     def _may_store(self, tracked: _Tracked) -> bool:
-        is_possible = self._stores and not self._refusal and not self._desk.is_down
+        is_possible = self._role.stores and not self._refusal and not self._desk.is_down
         return is_possible and tracked.ticket.chain is not None
 
     # --- news
@@ -328,11 +350,3 @@ class VllmScheduler:
         """End the desk and the client."""
         self._desk.close()
         self._lookups.client.close()
-
-
-def _ready(lookups: Connector, digests: Sequence[ChainDigest]) -> int | None:
-    space = lookups.client.namespace
-    if not digests:
-        return 0
-    keys = [chunk_key(space, digest) for digest in digests[:MAX_LOOKUP_CHUNKS]]
-    return lookups.client.lookup(keys).ready

@@ -8,7 +8,18 @@ from typing import Any
 
 from kvstore.client.options import ClientOptions, TransportName
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.hints import MAX_HANDOVER_MS
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an engine does with the store. Hand-over times are those of VllmSettings."""
+
+    loads: bool = True
+    stores: bool = True
+    handover_ms: int = 0
+    wait_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +32,9 @@ class VllmSettings:
     and a store, ``lookup_deadline_ms`` what a request waits to learn what is stored. After the
     server did not answer nobody asks it for ``retry_after_ms``. ``queue_bytes``: KV that waits
     to be stored; what comes beyond it is not stored. ``durable``: stores are on disk when they
-    are over. ``transport``: as in ClientOptions.
+    are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored is promised when
+    its prompt arrives, and kept until another engine read it, for so long at most. ``wait_ms``:
+    what a request waits for what another engine has promised.
     """
 
     address: str = "127.0.0.1:7420"
@@ -33,6 +46,8 @@ class VllmSettings:
     queue_bytes: int = 256 << 20
     durable: bool = False
     transport: TransportName = "auto"
+    handover_ms: int = 0
+    wait_ms: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -44,6 +59,9 @@ class VllmSettings:
         for name in ("deadline_ms", "lookup_deadline_ms", "retry_after_ms", "queue_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(name, getattr(self, name), "give a positive number")
+        for name, most in (("handover_ms", MAX_HANDOVER_MS), ("wait_ms", MAX_HANDOVER_MS // 2)):
+            if not 0 <= getattr(self, name) <= most:
+                raise InvalidRequestError(name, getattr(self, name), f"give 0 to {most}")
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> VllmSettings:

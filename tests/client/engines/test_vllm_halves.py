@@ -24,6 +24,7 @@ from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine, options
 
 from kvstore.client.engines.vllm_layout import PACKINGS
+from kvstore.client.engines.vllm_settings import Role
 from kvstore.client.engines.vllm_worker import RefusedWorker
 
 Start = Callable[..., Engine]
@@ -210,10 +211,10 @@ def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Sta
 
 
 def test_roles_load_only_or_store_only(start: Start) -> None:
-    start(stores=False).run("a", PROMPT)
-    assert start(loads=False).run("b", PROMPT) == 0
-    assert start(loads=False).run("c", PROMPT) == 0
-    assert start(stores=False).run("d", PROMPT) == 192
+    start(role=Role(stores=False)).run("a", PROMPT)
+    assert start(role=Role(loads=False)).run("b", PROMPT) == 0
+    assert start(role=Role(loads=False)).run("c", PROMPT) == 0
+    assert start(role=Role(stores=False)).run("d", PROMPT) == 192
 
 
 def test_who_wants_no_cached_prefix_gets_none(start: Start) -> None:

@@ -1,0 +1,98 @@
+"""Prefill in one engine, decode in another: what is promised is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from local_server import LocalServer, eventually
+from prompts import tokens as prompt_tokens
+from vllm_stand_ins import FakeRequest
+from vllm_steps import Engine
+
+from kvstore.client.engines.vllm_settings import Role, VllmSettings
+from kvstore.proto.errors import InvalidRequestError
+
+PREFILL = Role(loads=False, handover_ms=60_000)
+DECODE = Role(stores=False, wait_ms=60_000)
+PROMPT, OTHER = prompt_tokens(1, 200), prompt_tokens(2, 200)
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
+    """Start engines on the server, closed in the end."""
+
+    def make(role: Role) -> Engine:
+        engine = Engine(server.address, role=role)
+        request.addfinalizer(engine.close)
+        return engine
+
+    return make
+
+
+def promised(start: Start, server: LocalServer) -> Engine:
+    """Return a prefill engine at which PROMPT has arrived, and nothing been computed of it."""
+    engine = start(PREFILL)
+    engine.scheduler.arrived(FakeRequest("first", list(PROMPT)))
+    assert eventually(lambda: server.counter("promised_chunks") == 3)
+    return engine
+
+
+def waiting(start: Start, server: LocalServer) -> tuple[Engine, FakeRequest]:
+    """Return a decode engine that waits for PROMPT."""
+    engine = start(DECODE)
+    request = FakeRequest("second", list(PROMPT))
+    engine.scheduler.arrived(request)
+    assert eventually(lambda: server.counter("waited_lookups") == 1)
+    assert engine.scheduler.matched_tokens(request, 0) is None
+    return engine, request
+
+
+def test_a_decode_engine_waits_for_what_a_prefill_engine_promised(
+    start: Start, server: LocalServer
+) -> None:
+    prefill = promised(start, server)
+    decode, request = waiting(start, server)
+    prefill.run("first", PROMPT)
+    assert decode.matched(request) == 192
+    assert decode.load(request, decode.room_for(200, 192), 192) == set()
+
+
+def test_who_waits_holds_up_nobody_else(start: Start, server: LocalServer) -> None:
+    start(Role()).run("other", OTHER)
+    promised(start, server)
+    decode, request = waiting(start, server)
+    assert decode.matched(FakeRequest("third", list(OTHER))) == 192
+    assert decode.scheduler.matched_tokens(request, 0) is None
+
+
+def test_a_prefill_engine_that_goes_is_not_waited_for(start: Start, server: LocalServer) -> None:
+    prefill = promised(start, server)
+    decode, request = waiting(start, server)
+    prefill.close()
+    assert decode.matched(request) == 0
+    assert decode.scheduler.counted["miss_absent"] == 1
+
+
+def test_what_nobody_promised_is_not_waited_for(start: Start, server: LocalServer) -> None:
+    assert start(DECODE).matched(FakeRequest("first", list(PROMPT))) == 0
+    assert server.counter("waited_lookups") == 0
+
+
+def test_stores_of_a_prefill_engine_ask_to_be_kept_until_they_were_read(start: Start) -> None:
+    engine = start(PREFILL)
+    request = FakeRequest("first", list(PROMPT))
+    engine.scheduler.arrived(request)
+    tracked = engine.scheduler._tracked["first"]
+    assert eventually(lambda: tracked.ticket.ready is not None)
+    orders = engine.step(request, engine.blocks(200), 200)
+    assert [order.hints.handover_ms for order in orders.stores] == [60_000]
+
+
+@pytest.mark.parametrize("name", ["handover_ms", "wait_ms"])
+def test_times_that_no_server_allows_stop_the_start(name: str) -> None:
+    for value in (-1, 600_001):
+        with pytest.raises(InvalidRequestError, match=name):
+            VllmSettings.of({name: value})
