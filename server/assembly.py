@@ -172,7 +172,10 @@ class Assembly:
         if first is not chunk:  # another writer was quicker
             self._landing.give_back(reserved)
             self._release(need_bytes)
-        return self._join(ticket) or self._refused("given up meanwhile")
+        elif self._landing.has(info.key):  # others were, and have made it whole since
+            self._let_go(lambda one: one is chunk)
+            return PutResult(PutOutcome.exists)
+        return self._join(ticket) or self._too_late(ticket)
 
     def _release(self, size_bytes: int) -> None:
         with self._lock:
@@ -230,8 +233,7 @@ class Assembly:
             with self._lock:
                 is_whole = chunk.leave(portion, claim, is_filled=is_right)
                 is_gone = chunk.is_dropped and not chunk.writers
-                if is_whole and not chunk.is_dropped:
-                    self._forget(chunk)
+                chunk.is_sealing = chunk.is_sealing or (is_whole and not chunk.is_dropped)
             if is_gone:
                 self._landing.give_back(chunk.reservation)
         if chunk.is_dropped:
@@ -239,8 +241,12 @@ class Assembly:
         self._counters.add("put_portions")
         if not is_whole:
             return PutResult(PutOutcome.pending, "waits for the chunk's other portions")
-        whole = chunk.sum_up()
-        return self._landing.seal(chunk.reservation, whole, chunk.tenant, chunk.hints)
+        try:
+            whole = chunk.sum_up()
+            return self._landing.seal(chunk.reservation, whole, chunk.tenant, chunk.hints)
+        finally:  # not before it is visible: it is known all the time
+            with self._lock:
+                self._forget(chunk)
 
     def _forget(self, chunk: Unfinished) -> None:
         del self._chunks[chunk.info.key]
@@ -262,15 +268,19 @@ class Assembly:
         return self._drop(lambda chunk: chunk in theirs and not chunk.sessions)
 
     def _drop(self, is_over: Callable[[Unfinished], bool]) -> int:
+        count = self._let_go(is_over)
+        self._counters.add("dropped_unfinished_chunks", count)
+        return count
+
+    def _let_go(self, is_over: Callable[[Unfinished], bool]) -> int:
         with self._lock:
-            over = [chunk for chunk in self._chunks.values() if is_over(chunk)]
+            over = [one for one in self._chunks.values() if is_over(one) and not one.is_sealing]
             for chunk in over:
                 chunk.is_dropped = True
                 self._forget(chunk)
             free = [chunk for chunk in over if not chunk.writers]
         for chunk in free:
             self._landing.give_back(chunk.reservation)
-        self._counters.add("dropped_unfinished_chunks", len(over))
         return len(over)
 
     @property

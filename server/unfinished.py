@@ -44,6 +44,8 @@ class Unfinished:
         self.hints: Hints = NO_HINTS
         self.writers = 0
         """Who writes into the room at this moment."""
+        self.is_sealing = False
+        """It is whole, and about to be visible: nobody begins it anew, and nobody drops it."""
         self.is_dropped = False
         """Its room is freed by the last of them."""
         self._room = room
