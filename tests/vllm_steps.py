@@ -28,7 +28,7 @@ from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_layout import PACKINGS, Packing
 from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_settings import Role
+from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
 from kvstore.client.rectangle import Rectangle
@@ -57,7 +57,7 @@ class Engine:
         packing: Packing = PACKINGS[0],
         queue_bytes: int = QUEUE_BYTES,
         opts: ClientOptions | None = None,
-        role: Role = Role(),  # noqa: B008 - frozen
+        role: Role = BOTH,
         shape: EngineShape = SHAPE,
         ranks: Sequence[Rectangle | None] = (None,),
     ) -> None:

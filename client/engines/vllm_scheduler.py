@@ -28,7 +28,7 @@ from kvstore.client.engines.vllm_orders import (
     StoreOrder,
     WorkerNews,
 )
-from kvstore.client.engines.vllm_settings import Role
+from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import NO_HINTS, Hints
@@ -84,7 +84,7 @@ class VllmScheduler:
         lookups: Connector,
         shape: EngineShape,
         *,
-        role: Role = Role(),  # noqa: B008 - frozen
+        role: Role = BOTH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = lookups.client.options

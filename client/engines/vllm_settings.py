@@ -22,6 +22,10 @@ class Role:
     wait_ms: int = 0
 
 
+BOTH = Role()
+"""An engine that prefills and decodes."""
+
+
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
     """``kv_connector_extra_config`` of one engine; every field may be left out.
