@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_USAGE, fail
+from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 
 if TYPE_CHECKING:  # help is to load none of the rooms
     from kvstore.proto.blend import GateView
 
-_ADDRESS = "127.0.0.1:7420"
-_EXIT_NOT_HELD, _EXIT_USAGE = 1, 2
 _NEEDS = ("torch", "transformers")
 _SAY_EVERY = 8
 """Trials between two lines of progress."""
@@ -28,14 +28,15 @@ blend_app = typer.Typer(
 
 @blend_app.command("status")
 def blend_status(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the server")] = _ADDRESS,
+    where: AddressArgument = None,
+    address: Address = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the gates of a server: one for each model and tag that was heard of."""
     from kvstore.cli.blend_report import gates_as_json, print_gates
     from kvstore.cli.status import ask_status
 
-    reply = ask_status(address)
+    reply = ask_status(one_of(where, address))
     if as_json:
         print(gates_as_json(reply))
     else:
@@ -46,7 +47,7 @@ def blend_status(
 def blend_calibrate(  # noqa: PLR0913 - each is an option
     model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
     text: Annotated[Path, typer.Option(metavar="FILE", help="Text to cut documents from.")],
-    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = _ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
     tag: Annotated[str, typer.Option(help="What kind of prompts; gates are one for each.")] = "",
     documents: Annotated[int, typer.Option(min=2, metavar="N", help="In a prompt.")] = 4,
     document_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Of each.")] = 128,
@@ -69,11 +70,10 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
         terms = TrialTerms(tag, documents, document_tokens, question_tokens, selector, seed)
         gate = run_trials(address, model, text, terms, _say)
     except (InvalidRequestError, RepresentationError) as error:
-        typer.echo(f"kvstore: {error}", err=True)
-        raise typer.Exit(_EXIT_USAGE) from None
+        fail(error, EXIT_USAGE)
     print_gate(gate)
     if not gate.is_open:
-        raise typer.Exit(_EXIT_NOT_HELD)
+        raise typer.Exit(EXIT_NOT_HELD)
 
 
 def _say(gate: GateView) -> None:

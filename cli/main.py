@@ -1,4 +1,4 @@
-"""The kvstore command: what to type, and what it exits with.
+"""The kvstore command: what to type.
 
 Exit codes: 0 done; 1 the demo did not hold; 2 wrong usage or configuration; 3 the store
 answered with an error or not at all.
@@ -15,21 +15,15 @@ import typer
 
 from kvstore import __version__
 from kvstore.cli.blend import blend_app
+from kvstore.cli.config import config_app
+from kvstore.cli.exits import EXIT_CODES, EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE, fail
+from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
+from kvstore.cli.trace import trace_app
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
-EXIT_NOT_HELD = 1
-EXIT_USAGE = 2
-EXIT_STORE = 3
-
-DEFAULT_ADDRESS = "127.0.0.1:7420"
 DEMO_TOKENS = 900
 MIN_DEMO_TOKENS = 64
 
-_EXIT_CODES = (
-    "Exit codes: 0 done; 1 the demo did not hold; 2 wrong usage or configuration;"
-    " 3 the store answered with an error or not at all."
-)
-_AS_SERVER = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 # Plain help and tracebacks: rich takes longer to import than most commands take to run.
 app = typer.Typer(
@@ -38,19 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Look at a kvstore server, check its configuration, see the store at work.",
-    epilog=_EXIT_CODES,
-)
-config_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="What kvstore-server would make of these flags, the environment and the file.",
+    epilog=EXIT_CODES,
 )
 app.add_typer(config_app, name="config")
-trace_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="What a server is asked for: recorded without anything of anybody's, and replayed.",
-)
 app.add_typer(trace_app, name="trace")
 app.add_typer(blend_app, name="blend")
 
@@ -60,12 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         app(args=None if argv is None else list(argv), prog_name="kvstore")
     except KVStoreError as error:
-        _fail(error, EXIT_STORE)
-
-
-def _fail(reason: object, status: int) -> None:
-    print(f"kvstore: {reason}", file=sys.stderr)
-    raise SystemExit(status)
+        fail(error, EXIT_STORE)
 
 
 def _print_version(wanted: bool) -> None:
@@ -88,12 +67,14 @@ def _options(
 
 @app.command()
 def status(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the server")] = DEFAULT_ADDRESS,
+    where: AddressArgument = None,
+    address: Address = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a server's tiers and counters; exits with 3 when it cannot be reached."""
     from kvstore.cli.status import ask_status, print_status, status_as_json
 
+    address = one_of(where, address)
     reply = ask_status(address)
     if as_json:
         print(status_as_json(address, reply))
@@ -103,7 +84,8 @@ def status(
 
 @app.command()
 def top(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the server")] = DEFAULT_ADDRESS,
+    where: AddressArgument = None,
+    address: Address = DEFAULT_ADDRESS,
     once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one look as JSON.")] = False,
     every_s: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between looks.")] = 2,
@@ -111,6 +93,7 @@ def top(
     """Watch a server's tiers, hit ratios, policies and what another size would be worth."""
     from kvstore.cli.top import show_live, show_once
 
+    address = one_of(where, address)
     if once or as_json:
         show_once(address, as_json=as_json)
     else:
@@ -119,7 +102,7 @@ def top(
 
 @app.command()
 def explain(  # noqa: PLR0913 - each is an option
-    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = DEFAULT_ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
     representation: Annotated[
         Path | None,
         typer.Option(
@@ -158,36 +141,11 @@ def explain(  # noqa: PLR0913 - each is an option
         )
         reply = ask_explain(address, question)
     except (InvalidRequestError, RepresentationError, OSError) as error:
-        _fail(error, EXIT_USAGE)
+        fail(error, EXIT_USAGE)
     if as_json:
         print(explain_as_json(address, reply))
     else:
         print_explain(reply)
-
-
-@config_app.command(context_settings=_AS_SERVER)
-def show(context: typer.Context) -> None:
-    """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
-    from kvstore.server.config import load_with_origins
-    from kvstore.server.settings_file import show
-
-    try:
-        config, origins = load_with_origins(context.args)
-    except InvalidRequestError as error:
-        _fail(error, EXIT_USAGE)
-    print(show(config, origins), end="")
-
-
-@config_app.command(context_settings=_AS_SERVER)
-def validate(context: typer.Context) -> None:
-    """Print ok, or exit with 2 and what is wrong. Takes kvstore-server's flags."""
-    from kvstore.server.config import load_config
-
-    try:
-        load_config(context.args)
-    except InvalidRequestError as error:
-        _fail(error, EXIT_USAGE)
-    print("ok")
 
 
 @app.command()
@@ -215,7 +173,7 @@ def demo(
     try:
         held = run_demo(model, tokens, json_file)
     except DemoError as error:
-        _fail(error, error.exit_status)
+        fail(error, error.exit_status)
     if not held:
         raise typer.Exit(EXIT_NOT_HELD)
 
@@ -234,7 +192,7 @@ def codecs(
     try:
         speeds, missing = measure_all(names or every_name())
     except UnknownCodecError as error:
-        _fail(error, EXIT_USAGE)
+        fail(error, EXIT_USAGE)
     if as_json:
         print(speeds_as_json(speeds, missing))
     else:
@@ -265,7 +223,7 @@ def calibrate(
     try:
         path, asset = make(Calibration(kind, sources, out, text, representation, tokens))
     except (InvalidRequestError, RepresentationError) as error:
-        _fail(error, EXIT_USAGE)
+        fail(error, EXIT_USAGE)
     print(f"{path}: {path.stat().st_size} bytes, digest {asset.digest.hex()}")
 
 
@@ -316,7 +274,7 @@ def simulate(  # noqa: PLR0913 - each is an option
         simulator = Simulator(trace)
         outcomes = [simulator.run(one) for one in terms]
     except (InvalidRequestError, OSError) as error:
-        _fail(error, EXIT_USAGE)
+        fail(error, EXIT_USAGE)
     if as_json:
         print(outcomes_as_json(outcomes))
     else:
@@ -325,53 +283,3 @@ def simulate(  # noqa: PLR0913 - each is an option
         drawn = plot_outcomes(plot, trace.name, outcomes)
         if drawn != plot:
             print(f"kvstore: no matplotlib for {plot.name}: drew {drawn}", file=sys.stderr)
-
-
-@trace_app.command("record")
-def trace_record(
-    out: Annotated[Path, typer.Argument(help="File to write, which must not exist.")],
-    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = DEFAULT_ADDRESS,
-    seconds: Annotated[float, typer.Option(metavar="S", help="How long.")] = 60.0,
-    block_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a chunk of that server.")
-    ] = 256,
-) -> None:
-    """Record a server's lookups from now on: times, lengths, and numbers in place of chunks.
-
-    Runs on the server's host. The file is one that simulate and replay read.
-    """
-    from kvstore.cli.trace_record import Recording, record
-
-    try:
-        made = record(Recording(address, seconds, block_tokens), out)
-    except (InvalidRequestError, OSError) as error:
-        _fail(error, EXIT_USAGE)
-    lost = f", {made.lost} lost: read too late" if made.lost else ""
-    print(f"{out}: {made.lookups} lookups of {made.chunks} chunks{lost}")
-
-
-@trace_app.command("replay")
-def trace_replay(
-    trace: Annotated[Path, typer.Argument(help="JSONL, as simulate reads.")],
-    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = DEFAULT_ADDRESS,
-    chunk_bytes: Annotated[int, typer.Option(metavar="N", help="Of each chunk.")] = 64 << 10,
-    requests: Annotated[int, typer.Option(metavar="N", help="How many; 0 is all.")] = 0,
-    speed: Annotated[
-        float, typer.Option(metavar="X", help="Of the trace's time; 0: one after the other.")
-    ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Play a trace against a server, with chunks of made-up bytes, and print what it had."""
-    from kvstore.cli.trace_replay import ReplayTerms, replay_trace
-
-    try:
-        done = replay_trace(trace, ReplayTerms(address, chunk_bytes, requests, speed))
-    except (InvalidRequestError, OSError) as error:
-        _fail(error, EXIT_USAGE)
-    if as_json:
-        print(done.as_json())
-        return
-    print(
-        f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
-        f" blocks hit ({done.block_hit_rate:.2%}), {done.stored} stored, {done.refused} refused"
-    )

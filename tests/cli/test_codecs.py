@@ -8,7 +8,8 @@ import pytest
 
 from kvstore.cli import codecs as codecs_module
 from kvstore.cli.codecs import every_name, measure_all
-from kvstore.cli.main import EXIT_USAGE, main
+from kvstore.cli.exits import EXIT_USAGE
+from kvstore.cli.main import main
 from kvstore.codecs.base import CODECS
 from kvstore.proto.errors import UnknownCodecError
 

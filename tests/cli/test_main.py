@@ -104,6 +104,15 @@ def test_status_shows_them_as_tables(kvstore: Kvstore, server: LocalServer) -> N
         assert word in run.out
 
 
+def test_the_address_comes_first_or_as_an_option(kvstore: Kvstore, server: LocalServer) -> None:
+    for argv in ((server.address,), ("--address", server.address)):
+        run = kvstore("status", *argv, "--json")
+        assert json.loads(run.out)["address"] == server.address
+    run = kvstore("status", "127.0.0.1:1", "--address", server.address)
+    assert run.status == 2
+    assert is_one_sentence(run.err)
+
+
 def test_status_of_a_server_that_is_not_there_exits_with_3(kvstore: Kvstore) -> None:
     address = f"127.0.0.1:{free_port()}"
     run = kvstore("status", address)

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvstore.cli.main import EXIT_USAGE, main
+from kvstore.cli.exits import EXIT_USAGE
+from kvstore.cli.main import main
 from kvstore.cli.simulate import MODELS, Terms, parse_capacity
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.registry import POLICIES

@@ -10,7 +10,8 @@ import pytest
 from conftest import ServerMaker
 
 from kvstore.cli import trace_record
-from kvstore.cli.main import EXIT_STORE, EXIT_USAGE, main
+from kvstore.cli.exits import EXIT_STORE, EXIT_USAGE
+from kvstore.cli.main import main
 from kvstore.cli.trace_files import BlockLine, read_trace
 from kvstore.cli.trace_record import TraceWriter
 from kvstore.cli.trace_replay import ReplayTerms, replay_trace

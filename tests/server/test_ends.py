@@ -59,7 +59,8 @@ def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., Lo
     chunks = [finite(chunk_of(client, keys, at, ends)) for at, ends in enumerate(("w", "ws"))]
     assert outcomes(client, chunks) == [stored, stored]
     node = server.node
-    assert eventually(lambda: len(node.manager.catalog.holders(keys[1])) == 2)
+    catalog = node.manager.catalog
+    assert eventually(lambda: all(len(catalog.holders(key)) == 2 for key in keys))
     copies = node.manager.catalog.copies(keys[1])
     assert copies["disk"].fidelity is not Fidelity.exact
     assert copies["disk"].layout == copies["cpu"].layout

@@ -1,0 +1,41 @@
+"""`kvstore config`: what a server would make of its flags, the environment and the file."""
+
+from __future__ import annotations
+
+import typer
+
+from kvstore.cli.exits import EXIT_USAGE, fail
+from kvstore.proto.errors import InvalidRequestError
+
+_AS_SERVER = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+config_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What kvstore-server would make of these flags, the environment and the file.",
+)
+
+
+@config_app.command(context_settings=_AS_SERVER)
+def show(context: typer.Context) -> None:
+    """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
+    from kvstore.server.config import load_with_origins
+    from kvstore.server.settings_file import show
+
+    try:
+        config, origins = load_with_origins(context.args)
+    except InvalidRequestError as error:
+        fail(error, EXIT_USAGE)
+    print(show(config, origins), end="")
+
+
+@config_app.command(context_settings=_AS_SERVER)
+def validate(context: typer.Context) -> None:
+    """Print ok, or exit with 2 and what is wrong. Takes kvstore-server's flags."""
+    from kvstore.server.config import load_config
+
+    try:
+        load_config(context.args)
+    except InvalidRequestError as error:
+        fail(error, EXIT_USAGE)
+    print("ok")
