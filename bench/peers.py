@@ -34,7 +34,7 @@ from bench.report import Report, best_s
 from bench.workload import MIB, redis_server
 from kvstore.cli.plot import bar_chart
 from kvstore.server.main import keep_freed_memory
-from kvstore.server.node import LOADS_AT_ONCE
+from kvstore.server.manager_start import LOADS_AT_ONCE
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.redis import RedisTier
 

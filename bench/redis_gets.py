@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkKey
-from kvstore.server.node import LOADS_AT_ONCE
+from kvstore.server.manager_start import LOADS_AT_ONCE
 from kvstore.tiers.redis import RedisTier
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import TYPE_CHECKING
 
-import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -18,35 +17,23 @@ from grpc_reflection.v1alpha import reflection
 import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
-from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, host_id
-from kvstore.server.auto_codec import LANE, begin_choices
+from kvstore.server.auto_codec import begin_choices
 from kvstore.server.blend_keeper import BlendKeeper
-from kvstore.server.breaker import Breaker
-from kvstore.server.catalog import Catalog
 from kvstore.server.checks import Checks, ServiceLimits
-from kvstore.server.codec_config import is_auto
 from kvstore.server.config import ServerConfig
 from kvstore.server.dataplane import DataPlane, PlaneLimits
 from kvstore.server.gauges import gauges
+from kvstore.server.grpc_start import REQUESTS_PER_WORKER, bind, bind_health
 from kvstore.server.history_keeper import HistoryKeeper
-from kvstore.server.interceptors import ErrorInterceptor
 from kvstore.server.known_models import KnownModels
-from kvstore.server.leases import LeaseTable
 from kvstore.server.local_calls import LocalCalls
-from kvstore.server.manager import ManagerLimits, TierManager
+from kvstore.server.manager_start import build_manager
 from kvstore.server.metrics import Counters, start_metrics_server
-from kvstore.server.mover import Mover
-from kvstore.server.placement_config import write_rules
-from kvstore.server.policies import Policies
-from kvstore.server.policy.admission import make_admission
 from kvstore.server.service import Identity, KVStoreService
 from kvstore.server.sessions import SessionTable
-from kvstore.server.shelf import Shelf
-from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
-from kvstore.server.tier_start import open_tiers
-from kvstore.server.transfer import Transfers
-from kvstore.tiers.base import Tier
+from kvstore.server.trust import Trust
 
 if TYPE_CHECKING:  # its file loads torch
     from kvstore.server.zmq_plane import ZmqPlane
@@ -54,13 +41,6 @@ if TYPE_CHECKING:  # its file loads torch
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
 TICK_S = 0.25
 MAX_STAGING_BYTES = 1 << 30
-MESSAGE_SLACK_BYTES = 1 << 20
-REQUESTS_PER_WORKER = 8
-PIN_LIMIT_PERCENT = 50
-WORKERS_PER_WAITER = 4
-"""One of so many threads may wait in a lookup for chunks that are about to come."""
-LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "redis": 2}
-"""Loading threads of each tier: one reads while the other verifies what it read."""
 
 logger = structlog.get_logger(__name__)
 
@@ -90,7 +70,7 @@ class Node:
         if config.assets is not None:
             ASSETS.load_folder(config.assets)
         models = KnownModels()
-        self.manager = build_manager(config, clock, self.counters, self._closers, models)
+        self.manager = build_manager(config, clock, self.counters, self._closers, models, _new_id)
         self._keeper = self._open_keeper()
         self.recovered_chunks = self.manager.recover()
         self._blends = self._open_blends()
@@ -99,10 +79,13 @@ class Node:
         )
         self.sessions.on_open += [models.note, self.manager.begin_session]
         self.sessions.on_close.append(self.manager.end_session)
+        self.trust = Trust(config, self.sessions, clock)
+        self._closers.append(self.trust.close)
+        self.manager.catalog.limit_leases(self.trust.lease_terms)
         workers = futures.ThreadPoolExecutor(config.workers, thread_name_prefix="rpc")
         # Not waited for: a call may still sleep out its deadline.
         self._closers.append(lambda: workers.shutdown(wait=False))
-        self._grpc, self.port = _bind(config, workers)
+        self._grpc, self.port = bind(config, workers, self.trust.gatekeeper)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -113,12 +96,15 @@ class Node:
         self.bulk = self._open_bulk(checks)
         bulk_terms = (self.bulk.address, self.bulk.public_key) if self.bulk else ("", b"")
         identity = Identity(_new_id(), kvstore.__version__, host_id(), clock(), *bulk_terms)
-        service = KVStoreService(self.manager, self.sessions, self.data_plane, checks, identity)
+        service = KVStoreService(
+            self.manager, self.sessions, self.data_plane, checks, identity, self.trust
+        )
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
-            self.data_plane.answer_calls(LocalCalls(service).answer)
+            self.data_plane.answer_calls(LocalCalls(service, self.trust.doorkeeper).answer)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        self.health_port = self._open_health()
         reflection.enable_server_reflection(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
@@ -175,7 +161,9 @@ class Node:
         keys = None if is_private(config.zmq) else load_keys(config.zmq_keys)
         service = BulkService(self.manager, self.sessions, checks)
         limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers)
-        plane = ZmqPlane(config.zmq, keys, self.sessions, service, limits)
+        plane = ZmqPlane(
+            config.zmq, keys, self.sessions, service, limits, self.trust.doorkeeper.admit_on
+        )
         self._closers.append(plane.close)
         return plane
 
@@ -185,6 +173,14 @@ class Node:
             raise InvalidRequestError("extent", extent, "this server has no disk tier")
         descriptor = shelf.tier.extent_file(extent, tenant)
         return descriptor, os.fstat(descriptor).st_size
+
+    def _open_health(self) -> int | None:
+        address = self._config.health_address
+        if address is None:
+            return None
+        server, port = bind_health(address, self._health)
+        self._closers.append(lambda: server.stop(None).wait())
+        return port
 
     def _open_metrics(self) -> int | None:
         address = self._config.http_address
@@ -228,6 +224,7 @@ class Node:
         while not self._stopping.wait(TICK_S):
             self.manager.tick()
             self.counters.add("expired_sessions", self.sessions.expire())
+            self.counters.add("revoked_sessions", self.trust.tick())
             if not self.is_alive():
                 logger.error("a worker died; health fails until the restart")
                 self._set_health(serving=False)
@@ -275,89 +272,6 @@ def tenant_salts(config: ServerConfig) -> Callable[[str], bytes]:
     """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
     secret = config.read_secret()
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")
-
-
-def build_manager(
-    config: ServerConfig,
-    clock: Clock,
-    counters: Counters,
-    closers: list[Callable[[], object]],
-    models: KnownModels,
-) -> TierManager:
-    """Open the configured tiers and put a manager over them; *closers* learns how to close."""
-    tiers = open_tiers(config, closers)
-    capacities = {tier.name: tier.capacity_bytes for tier in tiers}
-    policies = Policies(config, capacities, time.perf_counter)
-    shelves = [_shelf(config, tier, policies, clock, models) for tier in tiers]
-    counters.add("dropped_rows", sum(shelf.tier.dropped_rows for shelf in shelves))
-    lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}
-    lanes[LANE] = 1
-    for shelf in shelves:
-        if shelf.name == "cpu":
-            continue
-        lanes |= {f"load-{shelf.name}": LOADS_AT_ONCE[shelf.name], f"store-{shelf.name}": 1}
-        if shelf.tier.shared:
-            lanes[f"ask-{shelf.name}"] = 1
-    leases = LeaseTable(config.max_leases_per_session, _new_id)
-    pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
-    catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.knowledge)
-    mover = Mover(lanes, config.mover_queue, clock)
-    closers.append(mover.close)
-    move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
-    transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
-    limits = ManagerLimits(
-        lease_ttl_ms=config.lease_ttl_ms,
-        max_reservations_per_session=config.max_reservations_per_session,
-        load_headroom_percent=config.load_headroom_percent,
-        loose_bytes=config.max_frame_bytes,
-        prefetch_bytes=config.prefetch_bytes,
-        waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
-        blend=config.blend_terms,
-    )
-    return TierManager(transfers, limits, _new_id)
-
-
-def _shelf(
-    config: ServerConfig, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
-) -> Shelf:
-    breaker = Breaker(config.breaker_failures, config.breaker_retry_ms, clock)
-    name = config.codecs[tier.name]
-    is_open = is_auto(name)  # until it is measured
-    codec = NamedCodec(f"{name}, measuring", lossless_codec()) if is_open else NamedCodec.of(name)
-    others = config.tenant_codecs.of_tier(tier.name) if config.tenant_codecs else {}
-    by_tenant = {tenant: NamedCodec.of(other) for tenant, other in others.items()}
-    encoder = TierCodec(codec, by_tenant, models.terms_of)
-    policy = policies.by_tier[tier.name]
-    rule = write_rules(config.disk_write, config.redis_write).get(tier.name)
-    return Shelf(
-        tier, codec.codec, policy, breaker, clock, encoder,
-        make_admission(rule) if rule else None,
-        is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
-    )  # fmt: skip
-
-
-def _bind(config: ServerConfig, workers: futures.ThreadPoolExecutor) -> tuple[grpc.Server, int]:
-    largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
-    server = grpc.server(
-        workers,
-        interceptors=[ErrorInterceptor()],
-        maximum_concurrent_rpcs=REQUESTS_PER_WORKER * config.workers,
-        options=[
-            ("grpc.max_receive_message_length", largest),
-            ("grpc.max_send_message_length", largest),
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ],
-    )
-    host, port = config.listen_address
-    try:
-        return server, server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError:
-        raise TierUnavailableError(
-            "grpc", f"cannot listen on {config.listen}; is it taken? choose another --listen"
-        ) from None
 
 
 def _new_id() -> int:

@@ -1,0 +1,97 @@
+"""Puts a manager over the tiers that the configuration names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvstore.server.auto_codec import LANE
+from kvstore.server.breaker import Breaker
+from kvstore.server.catalog import Catalog
+from kvstore.server.codec_config import is_auto
+from kvstore.server.config import ServerConfig
+from kvstore.server.known_models import KnownModels
+from kvstore.server.leases import LeaseTable
+from kvstore.server.manager import ManagerLimits, TierManager
+from kvstore.server.metrics import Counters
+from kvstore.server.mover import Mover
+from kvstore.server.placement_config import write_rules
+from kvstore.server.policies import Policies
+from kvstore.server.policy.admission import make_admission
+from kvstore.server.shelf import Shelf
+from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
+from kvstore.server.tier_start import open_tiers
+from kvstore.server.transfer import Transfers
+from kvstore.tiers.base import Tier
+
+PIN_LIMIT_PERCENT = 50
+WORKERS_PER_WAITER = 4
+"""One of so many threads may wait in a lookup for chunks that are about to come."""
+LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "redis": 2}
+"""Loading threads of each tier: one reads while the other verifies what it read."""
+
+Clock = Callable[[], float]
+
+
+def build_manager(
+    config: ServerConfig,
+    clock: Clock,
+    counters: Counters,
+    closers: list[Callable[[], object]],
+    models: KnownModels,
+    new_id: Callable[[], int],
+) -> TierManager:
+    """Open the configured tiers and put a manager over them; *closers* learns how to close.
+
+    *new_id* returns unpredictable numbers below 2^64.
+    """
+    tiers = open_tiers(config, closers)
+    capacities = {tier.name: tier.capacity_bytes for tier in tiers}
+    policies = Policies(config, capacities, time.perf_counter)
+    shelves = [_shelf(config, tier, policies, clock, models) for tier in tiers]
+    counters.add("dropped_rows", sum(shelf.tier.dropped_rows for shelf in shelves))
+    lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}
+    lanes[LANE] = 1
+    for shelf in shelves:
+        if shelf.name == "cpu":
+            continue
+        lanes |= {f"load-{shelf.name}": LOADS_AT_ONCE[shelf.name], f"store-{shelf.name}": 1}
+        if shelf.tier.shared:
+            lanes[f"ask-{shelf.name}"] = 1
+    leases = LeaseTable(config.max_leases_per_session, new_id)
+    pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
+    catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.knowledge)
+    mover = Mover(lanes, config.mover_queue, clock)
+    closers.append(mover.close)
+    move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
+    transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
+    limits = ManagerLimits(
+        lease_ttl_ms=config.lease_ttl_ms,
+        max_reservations_per_session=config.max_reservations_per_session,
+        load_headroom_percent=config.load_headroom_percent,
+        loose_bytes=config.max_frame_bytes,
+        prefetch_bytes=config.prefetch_bytes,
+        waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
+        blend=config.blend_terms,
+        state_admission=config.state_admission,
+    )
+    return TierManager(transfers, limits, new_id)
+
+
+def _shelf(
+    config: ServerConfig, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
+) -> Shelf:
+    breaker = Breaker(config.breaker_failures, config.breaker_retry_ms, clock)
+    name = config.codecs[tier.name]
+    is_open = is_auto(name)  # until it is measured
+    codec = NamedCodec(f"{name}, measuring", lossless_codec()) if is_open else NamedCodec.of(name)
+    others = config.tenant_codecs.of_tier(tier.name) if config.tenant_codecs else {}
+    by_tenant = {tenant: NamedCodec.of(other) for tenant, other in others.items()}
+    encoder = TierCodec(codec, by_tenant, models.terms_of)
+    policy = policies.by_tier[tier.name]
+    rule = write_rules(config.disk_write, config.redis_write).get(tier.name)
+    return Shelf(
+        tier, codec.codec, policy, breaker, clock, encoder,
+        make_admission(rule) if rule else None,
+        is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
+    )  # fmt: skip
