@@ -158,6 +158,13 @@ def riddle_case(engine: Engine, riddle: Riddle, rng: random.Random) -> Case:
     return Case(engine, prefix, chunks, riddle.question, learned, secret=riddle)
 
 
+def bare_case(engine: Engine, riddle: Riddle) -> Case:
+    """Return the prompt of *riddle* with nothing learned of its chunks."""
+    prefix, chunks = (BEGIN, *riddle.chunks[0]), riddle.chunks[1:]
+    nothing = tuple((0.0,) * len(chunk) for chunk in chunks)
+    return Case(engine, prefix, chunks, riddle.question, nothing, secret=riddle)
+
+
 def trained_engine(folder: Path = FOLDER) -> tuple[Engine, Any]:
     """Return the model of *folder*, float32, and its tokenizer."""
     disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -39,3 +39,14 @@ def validate(context: typer.Context) -> None:
     except InvalidRequestError as error:
         fail(error, EXIT_USAGE)
     print("ok")
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of the YAML file, for editors and for what generates such files."""
+    import json
+
+    from kvstore.server.config import ServerConfig
+    from kvstore.server.settings_schema import settings_schema
+
+    print(json.dumps(settings_schema(ServerConfig), indent=2))

@@ -1,5 +1,6 @@
 """The client library: ``Client``, ``AsyncClient`` and what they take and give."""
 
+from kvstore.client.access import Access as Access
 from kvstore.client.aio import AsyncClient as AsyncClient
 from kvstore.client.chunk import Chunk as Chunk
 from kvstore.client.chunk import PlannedChunk as PlannedChunk

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvstore.client.connection import Connection
+from kvstore.client.levelled_get import Meters
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import ClientOptions
 from kvstore.client.reader import Reader, Room
@@ -41,6 +42,8 @@ T = TypeVar("T")
 
 FIRST_GUESS_BYTES_PER_S = 125e6
 """What is thought of the link until something came over it: a gigabit a second."""
+FIRST_DECODE_BYTES_PER_S = 250e6
+"""What is thought of decoding until something was decoded: half of what one core does."""
 
 
 class Caller:
@@ -56,9 +59,13 @@ class Caller:
         self.options = options or ClientOptions()
         if self.options.assets is not None:
             ASSETS.load_folder(self.options.assets)
-        self._connection = Connection(address, self.options.retry_after_ms)
+        self._connection = Connection(
+            address, self.options.retry_after_ms, access=self.options.access
+        )
         self._reader = Reader(self.options.copy_threads)
-        self._link = LinkMeter(FIRST_GUESS_BYTES_PER_S)
+        self._meters = Meters(
+            LinkMeter(FIRST_GUESS_BYTES_PER_S), LinkMeter(FIRST_DECODE_BYTES_PER_S)
+        )
         self.counts: Callable[[], Mapping[str, int]] = dict
         """Returns what the engine counted, for ``kvstore explain``; each heartbeat tells it."""
         self._transport: Transport | None = None
@@ -124,6 +131,20 @@ class Caller:
         except LeaseExpiredError:
             return False
         return True
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether calls fail at once for a while, as the server did not answer the last one."""
+        return self._connection.gate.is_shut
+
+    def end_if_hung(self) -> bool:
+        """Whether the server hangs; if so, calls that wait for it fail now, as if it were late.
+
+        A server on this host that neither answers nor runs does, one that takes its time does
+        not. Of others nothing is known. Takes some 20 ms.
+        """
+        transport = self._transport
+        return transport is not None and transport.end_if_hung()
 
     @property
     def namespace(self) -> Namespace:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvstore.client.access import OPEN, Access, Bearer
 from kvstore.client.retry import Gate, translate
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
@@ -33,14 +34,20 @@ class Connection:
     """
 
     def __init__(
-        self, address: str, retry_after_ms: int, clock: Callable[[], float] = time.monotonic
+        self,
+        address: str,
+        retry_after_ms: int,
+        clock: Callable[[], float] = time.monotonic,
+        access: Access = OPEN,
     ) -> None:
+        """Raises InvalidRequestError for what of *access* cannot be used; connects later."""
         self.address = address
         self.clock = clock
+        self._bearer = Bearer(access)
         limit = 2 * MESSAGE_BYTES
-        self._channel = grpc.insecure_channel(
+        self._channel = access.open(
             address,
-            options=[
+            [
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
                 ("grpc.keepalive_time_ms", 30_000),
@@ -58,8 +65,11 @@ class Connection:
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
+        metadata = self._bearer.metadata()
         return self._tried(
-            lambda: getattr(self._stub, method)(request, timeout=deadline_ms / 1000 + SLACK_S),
+            lambda: getattr(self._stub, method)(
+                request, timeout=deadline_ms / 1000 + SLACK_S, metadata=metadata
+            ),
             reply,
         )
 
@@ -78,8 +88,11 @@ class Connection:
 
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""
+        metadata = self._bearer.metadata()
         return self._tried(
-            lambda: getattr(self._stub, method)(requests, timeout=deadline_ms / 1000 + SLACK_S),
+            lambda: getattr(self._stub, method)(
+                requests, timeout=deadline_ms / 1000 + SLACK_S, metadata=metadata
+            ),
             reply,
         )
 
@@ -87,8 +100,9 @@ class Connection:
         """Yield the replies of *method*. Closing the iterator cancels the call."""
         self.gate.check()
         timeout_s = deadline_ms / 1000 + SLACK_S
+        metadata = self._bearer.metadata()
         try:
-            call = getattr(self._stub, method)(request, timeout=timeout_s)
+            call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=metadata)
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
         try:
@@ -120,12 +134,13 @@ class Connection:
         gRPC connects only while a call waits. Calls on a broken channel fail too soon for that,
         and a server that came back was found after 5 to 20 s (grpcio 1.76).
         """
+        metadata = self._bearer.metadata()
         with self._lock:
             if self._mending is not None and not self._mending.done():
                 return
             try:
                 self._mending = self._stub.Status.future(
-                    pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True
+                    pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True, metadata=metadata
                 )
             except ValueError:  # closed meanwhile
                 return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -12,7 +11,7 @@ from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer, LayerReader
-from kvstore.client.levelled_get import Levelled, LevelledGet
+from kvstore.client.levelled_get import Levelled, LevelledGet, Within
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.pages import PagedKV
@@ -22,7 +21,7 @@ from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Put, Transport
-from kvstore.codecs.base import ChunkTensors
+from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.hints import NO_HINTS, Hints
@@ -170,6 +169,15 @@ class EngineCalls(Caller, ABC):
         InvalidRequestError for keys of another namespace.
         """
         check_out(keys, out)
+        return self._levelled(keys, terms, given(out), begin)
+
+    def _levelled(
+        self,
+        keys: Sequence[ChunkKey],
+        terms: PlanTerms,
+        room: Room,
+        begin: Callable[[Sequence[int]], None] | None = None,
+    ) -> Levelled:
         self._check_every_layer()
         if not keys:
             return Levelled((), ())
@@ -177,14 +185,39 @@ class EngineCalls(Caller, ABC):
         layout = KVLayout.of(self.representation, self.options.chunk_tokens)
 
         def work(transport: Transport) -> Levelled:
-            get = LevelledGet(transport.session, keys, layout, self._link, time.monotonic)
+            get = LevelledGet(transport, self._reader, keys, layout, self._meters)
             try:
-                return get.run(terms, given(out), begin)
+                return get.run(terms, room, begin)
             finally:
                 for key in get.damaged:
                     self._quarantine(transport, key)
 
         return self._with_session(work)
+
+    def get_within(
+        self,
+        keys: Sequence[ChunkKey],
+        slo_ms: int,
+        *,
+        min_fidelity: Fidelity = Fidelity.bounded,
+    ) -> Within:
+        """Read the longest prefix of *keys* that *slo_ms* leaves time for, as exactly as it does.
+
+        What ``get_levelled`` does for who computes nothing: all chunks at their base level come
+        before any refinement, over whatever transport, and the call is over in time. Raises
+        InvalidRequestError for keys of another namespace, or an *slo_ms* out of range.
+        """
+        if not 1 <= slo_ms <= MAX_DEADLINE_MS:
+            raise InvalidRequestError("slo_ms", slo_ms, f"use 1 to {MAX_DEADLINE_MS}")
+        rooms: dict[int, ChunkTensors] = {}
+
+        def room(index: int, layout: KVLayout) -> ChunkTensors:
+            return rooms.setdefault(index, empty_tensors(layout))
+
+        found = self._levelled(keys, PlanTerms(slo_ms / 1000, least=min_fidelity), room)
+        count = next(iter(found.to_compute), len(keys))
+        tensors = [rooms[index] for index in range(count)]
+        return Within(tensors, found.levels[:count], found.fidelity[:count])
 
     def begin_put(
         self,

@@ -39,7 +39,12 @@ class Range(NamedTuple):
 
 
 class LayerFeed(ABC):
-    """Segments as they arrive. Thread-safe but for ``headers`` and ``expect``, called first."""
+    """Segments as they arrive. Thread-safe but for ``headers`` and ``expect``, called first.
+
+    ``is_cut``: raw segments come without the rows that the get was asked to leave out.
+    """
+
+    is_cut = False
 
     @abstractmethod
     def headers(self) -> list[Opened]:

@@ -11,6 +11,8 @@ from kvstore.client.layer_feed import LayerFeed, Opened, Range
 from kvstore.client.reader import Reader, Room, check_header
 from kvstore.client.session import Session
 from kvstore.codecs.base import AnyPart, AnyTensors, Codec, Part, check_tensors, codec_by_id
+from kvstore.codecs.row_cut import copy_kept, cut_bytes, kept_rows, place_cut
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
@@ -19,6 +21,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.layers import layer_order
+from kvstore.proto.skipped_rows import Rows, SkippedRows
 from kvstore.proto.types import ChunkKey
 
 
@@ -44,7 +47,9 @@ class _Chunk:
     codec: Codec
     layers: Sequence[Sequence[AnyPart]]
     extents: Sequence[tuple[int, int]]
-    """Where each segment begins and ends in the frame."""
+    """Where each segment begins and ends in the frame, as it comes."""
+    kept: Rows | None
+    """The rows that are wanted; None: all."""
 
 
 class LayerReader:
@@ -69,6 +74,10 @@ class LayerReader:
         self._room = room
         self.accepts: Callable[[int, FrameHeader], bool] | None = None
         """Whether the frame of a chunk, by its place, is the one that is wanted; None: all are."""
+        self.skipped: SkippedRows | None = None
+        """Rows, by a chunk's place, that are not wanted: those of raw frames stay as they are."""
+        self.arrived_bytes = 0
+        """What came of the layers so far."""
         self._order = layer_order(session.representation)
         self._chunks: list[_Chunk] = []
         # Chunks from here on are lost. It only ever sinks; who reads it late does too much.
@@ -128,10 +137,9 @@ class LayerReader:
             tensors: AnyTensors = self._room(opened.index, header.layout)
             check_tensors(header.layout, tensors)
             layers = [parts for component in tensors for parts in component]
-            starts = header.segments["offset"]
-            stops = starts + header.segments["stored_bytes"]
-            extents = list(zip(starts.tolist(), stops.tolist(), strict=True))
-            self._chunks.append(_Chunk(opened, header, codec, layers, extents))
+            kept = kept_rows(header, self.skipped, opened.index)
+            extents = _extents(header, kept if self._feed.is_cut else None)
+            self._chunks.append(_Chunk(opened, header, codec, layers, extents, kept))
         self._count = len(self._chunks)
 
     def _start(self, position: int) -> list[Future[None]]:
@@ -153,12 +161,23 @@ class LayerReader:
                 self._lose(number, None)
                 return
             try:
-                chunk.codec.decode_checked(chunk.header, segment, data, chunk.layers[segment])
+                self._decode_one(chunk, segment, data)
             except (ChunkCorruptError, InvalidFrameError):
                 self._lose(number, self._keys[chunk.opened.index])
             finally:
                 # First of all errors: memory that was reused says nothing of the chunk.
                 chunk.opened.confirm()
+
+    def _decode_one(self, chunk: _Chunk, segment: int, data: Bytes) -> None:
+        out, kept = chunk.layers[segment], chunk.kept
+        if kept is None:
+            chunk.codec.decode_checked(chunk.header, segment, data, out)
+        elif self._feed.is_cut:
+            place_cut(chunk.header, segment, data, kept, out)  # type: ignore[arg-type]
+        else:
+            copy_kept(chunk.header, segment, data, kept, out)  # type: ignore[arg-type]
+        with self._lock:
+            self.arrived_bytes += len(data)
 
     def _lose(self, number: int, broken: ChunkKey | None) -> None:
         """End the prefix before chunk *number*."""
@@ -166,3 +185,10 @@ class LayerReader:
             if number < self._count:
                 self._count, self.broken = number, broken
                 self._feed.drop(self._chunks[number].opened.index)
+
+
+def _extents(header: FrameHeader, cut_to: Rows | None) -> list[tuple[int, int]]:
+    starts, sizes = header.segments["offset"].tolist(), header.segments["stored_bytes"].tolist()
+    if cut_to is not None:
+        sizes = [cut_bytes(header, index, cut_to) for index in range(len(starts))]
+    return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]

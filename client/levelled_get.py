@@ -6,28 +6,28 @@ least, then refinements, with a new plan after every batch. What came by the dea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
-
-import numpy as np
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from kvstore.client.levels import (
-    MISSING,
+    LOADS_ONLY,
     RECOMPUTE,
     Fetch,
-    LevelledChunk,
     Plan,
     PlanTerms,
     Progress,
     plan,
 )
 from kvstore.client.link_meter import LinkMeter
-from kvstore.client.session import Session
-from kvstore.codecs.base import AnyTensors, codec_by_id
-from kvstore.codecs.lossy import LossyCodec
+from kvstore.client.reader import Reader, Room
+from kvstore.client.stored_frame import MAX_LEVELS, StoredFrame
+from kvstore.client.transport import FramePiece, Transport
+from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
@@ -36,21 +36,31 @@ from kvstore.proto.errors import (
     RepresentationError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_header
-from kvstore.proto.frame_check import check_prefix
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.frame import header_bytes
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout
 from kvstore.proto.wire import fidelity_number, join_digests
 
-MAX_LEVELS = 4
-"""Of frames whose headers are asked for in one go; frames of more levels are computed."""
 BATCH_S = 0.05
 """What is asked for at once, by the link's mean: no plan is older than that by much."""
+LATE_BATCH_S = 4 * BATCH_S
+"""A batch that takes longer is cut short: the link is not what was thought."""
+BATCH_PIECES = 16
+"""A batch comes in so many, or of so many bytes as say something, so that each is of use alone."""
+MAX_DECODE_SHARE = 0.5
+"""Of the deadline: at most so much is kept for decoding what came."""
 LEAST_MEASURED_BYTES = 64 << 10
 """Of less, what a transfer takes says nothing about the link's bandwidth."""
 RELEASE_MS = 1000
-_PER_LEVEL = 9.0
-"""A refinement cuts a step into three, and so the squared error into nine."""
 _DAMAGED = (ChunkCorruptError, InvalidFrameError, RepresentationError)
+
+
+@dataclass(frozen=True, slots=True)
+class Meters:
+    """What a client has seen of its link and of its decoders. *clock* returns seconds."""
+
+    link: LinkMeter
+    decoder: LinkMeter
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,90 +79,41 @@ class Levelled:
         return tuple(i for i, level in enumerate(self.levels) if level == RECOMPUTE)
 
 
-class StoredFrame:
-    """The first bytes of a chunk's frame, as they come. ``chunk`` is what they promise."""
+@dataclass(frozen=True, slots=True)
+class Within:
+    """A prefix that came in time: ``tensors`` by chunk, and ``levels`` and ``fidelity`` of each.
 
-    def __init__(self, key: ChunkKey, layout: KVLayout) -> None:
-        self.key = key
-        self.layout = layout
-        self.header: FrameHeader | None = None
-        self.chunk = LevelledChunk(layout.tokens, layout.raw_bytes)
-        self.data: Bytes = np.empty(0, np.uint8)
-        self.arrived_bytes = 0
-        self._levels: tuple[int, ...] = ()
+    What is not exact is never to be put, nor what is computed from it.
+    """
 
-    def open(self, head: Bytes, representation: bytes) -> None:
-        """Read the header at the start of *head*. Raises InvalidFrameError, ChunkCorruptError."""
-        header = parse_header(head)
-        if header.key != self.key or header.representation != representation:
-            raise ChunkCorruptError(self.key, f"its frame is of {header.key.hex()}")
-        if header.levels > MAX_LEVELS:
-            return
-        top = header.levels
-        is_exact = header.fidelity is Fidelity.exact
-        levels = [top] if is_exact else list(range(top + 1))
-        ends = [header.level_end(level) for level in levels]
-        self.header, self._levels = header, tuple(levels)
-        self.chunk = LevelledChunk(
-            header.layout.tokens,
-            header.layout.raw_bytes,
-            tuple(ends),
-            (header.fidelity,) * len(levels),
-            tuple(0.0 if is_exact else _PER_LEVEL ** (top - level) for level in levels),
-        )
-        self.data = np.empty(ends[-1], np.uint8)
-        self.add(0, head)
-
-    def add(self, offset: int, data: Bytes) -> None:
-        """Take bytes that begin at *offset*; only what follows those that are here is of use."""
-        if offset == self.arrived_bytes:
-            data = data[: len(self.data) - offset]
-            copy_bytes(self.data[offset : offset + len(data)], data)
-            self.arrived_bytes += len(data)
-
-    def reached(self) -> int:
-        """Return the highest level that is here whole, as the plan counts them; else MISSING."""
-        count = sum(end <= self.arrived_bytes for end in self.chunk.end_bytes)
-        return count - 1 if count else MISSING
-
-    def decode(self, reached: int, out: AnyTensors) -> int:
-        """Verify and decode what is here into *out*; return the frame's own number of the level.
-
-        Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, RepresentationError.
-        """
-        assert self.header is not None
-        prefix = self.data[: self.chunk.end_bytes[reached]]
-        level = self._levels[reached]
-        codec = codec_by_id(self.header.codec_id)
-        if isinstance(codec, LossyCodec):
-            header = check_prefix(prefix, level, self.key)
-            codec.decode_prefix(header, prefix, level, out)
-        else:
-            codec.decode_into(check_frame(prefix, self.key), prefix, out)
-        return level
+    tensors: list[ChunkTensors]
+    levels: tuple[int, ...]
+    fidelity: tuple[Fidelity, ...]
 
 
 class LevelledGet:
-    """One get of the chunks of a prompt, all of *layout*. Used once, by one thread.
+    """One get of the chunks of a prompt, all of *layout*. Used once, by one thread; the threads
+    of *reader* decode.
 
-    *clock* returns seconds. A store that is late or wrong makes chunks to be computed, never an
+    A store that is late or wrong makes chunks to be computed, never an
     error; ``damaged`` names what proved wrong.
     """
 
     def __init__(
         self,
-        session: Session,
+        transport: Transport,
+        reader: Reader,
         keys: Sequence[ChunkKey],
         layout: KVLayout,
-        meter: LinkMeter,
-        clock: Callable[[], float],
+        meters: Meters,
     ) -> None:
-        self._session = session
-        self._digests = join_digests(key[DIGEST_BYTES:] for key in keys)
+        self._transport = transport
+        self._reader = reader
+        self._digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
         self._frames = [StoredFrame(key, layout) for key in keys]
-        self._meter = meter
-        self._clock = clock
-        self._started_s = clock()
+        self._meters = meters
+        self._clock = meters.clock
+        self._started_s = self._clock()
         self._lease_id = 0
         self._ready = 0
         """Chunks under the lease."""
@@ -164,7 +125,7 @@ class LevelledGet:
     def run(
         self,
         terms: PlanTerms,
-        room: Callable[[int, KVLayout], AnyTensors],
+        room: Room,
         begin: Callable[[Sequence[int]], None] | None = None,
     ) -> Levelled:
         """Read into *room* what is worth it, until *terms*' deadline; return what came.
@@ -172,29 +133,41 @@ class LevelledGet:
         *begin* is told once, when it is known what there is, which chunks the engine is to
         compute. Raises LeaseExpiredError when the session is over before anything was read.
         """
+        terms = self._resolved(terms)
         try:
             self._find(terms)
             self._open(terms)
-            while (left_s := terms.deadline_s - self._elapsed_s()) > 0:
-                batch = self._batch(self._plan(terms, begin))
+            fetching = replace(terms, deadline_s=terms.deadline_s - self._decode_s(terms))
+            while (left_s := fetching.deadline_s - self._elapsed_s()) > 0:
+                batch = self._batch(self._plan(fetching, begin))
                 if not batch or not self._fetch(batch, left_s, terms.least):
                     break
         finally:
-            self._release(terms)
-        found = [self._decoded(at, room) for at in range(len(self._frames))]
+            self._release()
+        found = self._decode_all(room, terms)
         return Levelled(tuple(level for level, _ in found), tuple(of for _, of in found))
+
+    def _resolved(self, terms: PlanTerms) -> PlanTerms:
+        """Return *terms* with the speed of decoding as this client has seen it, if left out."""
+        speed = terms.decode_bytes_per_s or self._meters.decoder.estimate().p20_bytes_per_s
+        return replace(terms, decode_bytes_per_s=speed)
+
+    def _decode_s(self, terms: PlanTerms) -> float:
+        """Return what of the deadline is kept for decoding all that can come."""
+        size_bytes = sum(frame.chunk.raw_bytes for frame in self._frames if frame.header)
+        return min(size_bytes / terms.decode_bytes_per_s, MAX_DECODE_SHARE * terms.deadline_s)
 
     def _find(self, terms: PlanTerms) -> None:
         """Lease what is there."""
         request = pb.LookupRequest(
-            session_id=self._session.terms.session_id,
-            digests=self._digests,
+            session_id=self._transport.session.terms.session_id,
+            digests=join_digests(self._digests),
             lease=True,
             min_fidelity=fidelity_number(terms.least),
             deadline_ms=max(1, int(1000 * terms.deadline_s)),
         )
         try:
-            reply = self._session.connection.call(
+            reply = self._transport.calls.call(
                 "Lookup", request, request.deadline_ms, pb.LookupResponse
             )
         except LeaseExpiredError:
@@ -204,14 +177,14 @@ class LevelledGet:
         self._lease_id = reply.lease_id
         self._ready = min(reply.ready, len(self._frames))
 
-    def _release(self, terms: PlanTerms) -> None:
+    def _release(self) -> None:
         if not self._lease_id:
             return
         request = pb.ReleaseRequest(
-            session_id=self._session.terms.session_id, lease_ids=[self._lease_id]
+            session_id=self._transport.session.terms.session_id, lease_ids=[self._lease_id]
         )
         with suppress(KVStoreError):  # it ends with its session or its time
-            self._session.connection.call("Release", request, RELEASE_MS, pb.ReleaseResponse)
+            self._transport.calls.call("Release", request, RELEASE_MS, pb.ReleaseResponse)
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._started_s
@@ -226,12 +199,22 @@ class LevelledGet:
             self._fetch(wanted, terms.deadline_s, terms.least)
 
     def _plan(self, terms: PlanTerms, begin: Callable[[Sequence[int]], None] | None) -> Plan:
-        chunks = [frame.chunk for frame in self._frames]
-        now = plan(chunks, self._progress(), terms, self._meter.estimate())
+        chunks = [frame.chunk for frame in self._frames[: self._planned(terms)]]
+        now = plan(chunks, self._progress(len(chunks)), terms, self._meters.link.estimate())
         if begin is not None and self._computed is None:
             self._tell(now, terms, begin)
-            now = plan(chunks, self._progress(), terms, self._meter.estimate())
+            now = plan(chunks, self._progress(len(chunks)), terms, self._meters.link.estimate())
         return now
+
+    def _planned(self, terms: PlanTerms) -> int:
+        """Return how many chunks the plan is over.
+
+        All; but for a reader without an engine, those up to the first that cannot be loaded.
+        """
+        if terms.prefill != LOADS_ONLY:
+            return len(self._frames)
+        floors = (frame.chunk.floor(terms.least) for frame in self._frames)
+        return next((at for at, floor in enumerate(floors) if floor is None), len(self._frames))
 
     def _tell(self, now: Plan, terms: PlanTerms, begin: Callable[[Sequence[int]], None]) -> None:
         """Let the engine begin with what is to be computed."""
@@ -244,10 +227,10 @@ class LevelledGet:
                 self._engine_s += terms.prefill.seconds(frame.chunk.tokens, context)
             context += frame.chunk.tokens
 
-    def _progress(self) -> Progress:
+    def _progress(self, count: int) -> Progress:
         levels = [
             RECOMPUTE if at in (self._computed or ()) else frame.reached()
-            for at, frame in enumerate(self._frames)
+            for at, frame in enumerate(self._frames[:count])
         ]
         return Progress(tuple(levels), self._elapsed_s(), self._engine_s)
 
@@ -256,8 +239,9 @@ class LevelledGet:
 
         Bytes that are here already are not asked for again.
         """
-        chunks, progress = [frame.chunk for frame in self._frames], self._progress()
-        budget_bytes = BATCH_S * self._meter.estimate().mean_bytes_per_s
+        chunks = [frame.chunk for frame in self._frames[: len(now.actions)]]
+        progress = self._progress(len(chunks))
+        budget_bytes = BATCH_S * self._meters.link.estimate().mean_bytes_per_s
         batch: list[Fetch] = []
         while budget_bytes > 0 and (fetch := now.next_fetch(chunks, progress)) is not None:
             start = max(fetch.start, self._frames[fetch.chunk].arrived_bytes)
@@ -271,47 +255,58 @@ class LevelledGet:
 
     def _fetch(self, batch: Sequence[Fetch], left_s: float, least: Fidelity) -> bool:
         """Ask for *batch*; return whether anything came."""
-        request = pb.GetRequest(
-            session_id=self._session.terms.session_id,
-            digests=self._digests[: DIGEST_BYTES * self._ready],
-            lease_id=self._lease_id,
-            deadline_ms=max(1, int(1000 * left_s)),
-            min_fidelity=fidelity_number(least),
-            ranges=[pb.FrameRange(index=f.chunk, start=f.start, stop=f.stop) for f in batch],
-        )
-        started_s, size_bytes = self._clock(), 0
+        digests, started_s, size_bytes = self._digests[: self._ready], self._clock(), 0
+        end_s = started_s + min(left_s, LATE_BATCH_S)
+        left_ms = max(1, int(1000 * left_s))
         try:
-            stream = self._session.connection.stream("Get", request, request.deadline_ms)
-            with closing(stream) as replies:
-                for reply in replies:
-                    size_bytes += self._add(reply)
+            with self._transport.get_ranges(
+                digests, _in_pieces(batch), self._lease_id, left_ms, least
+            ) as pieces:
+                for piece in pieces:
+                    size_bytes += self._add(piece)
+                    if self._clock() >= end_s:
+                        break  # what came is of use; the rest is planned anew
         except KVStoreError:
-            return False  # what came before it is used
+            is_over = True  # what came before it is used
+        else:
+            is_over = False
         if size_bytes >= LEAST_MEASURED_BYTES:
-            self._meter.observe(size_bytes, self._clock() - started_s)
-        return size_bytes > 0
+            self._meters.link.observe(size_bytes, self._clock() - started_s)
+        return size_bytes > 0 and not is_over
 
-    def _add(self, reply: pb.GetResponse) -> int:
-        if reply.index >= len(self._frames):
+    def _add(self, piece: FramePiece) -> int:
+        if piece.index >= len(self._frames):
             return 0
-        frame, data = self._frames[reply.index], as_bytes(reply.part.data)
+        frame = self._frames[piece.index]
         if frame.header is not None:
-            frame.add(reply.part.offset, data)
-            return len(data)
+            frame.add(piece.offset, piece.data)
+            return len(piece.data)
         try:
-            frame.open(data, self._session.representation_digest)
+            frame.open(piece.data, self._transport.session.representation_digest)
         except InvalidFrameError:
             pass  # a header longer than was asked for, or damage: computed, either way
         except ChunkCorruptError:
             self.damaged.append(frame.key)
-        return len(data)
+        return len(piece.data)
 
-    def _decoded(
-        self, at: int, room: Callable[[int, KVLayout], AnyTensors]
-    ) -> tuple[int, Fidelity]:
+    def _decode_all(self, room: Room, terms: PlanTerms) -> list[tuple[int, Fidelity]]:
+        """Decode what came, in order, as far as the deadline allows, by all threads."""
+        started_s = self._clock()
+        work = [
+            self._reader.submit(self._decoded, at, room, terms.deadline_s)
+            for at in range(len(self._frames))
+        ]
+        wait(work)
+        found = [one.result() for one in work]
+        pairs = zip(self._frames, found, strict=True)
+        size_bytes = sum(frame.chunk.raw_bytes for frame, (level, _) in pairs if level >= 0)
+        self._meters.decoder.observe(size_bytes, self._clock() - started_s)
+        return found
+
+    def _decoded(self, at: int, room: Room, deadline_s: float) -> tuple[int, Fidelity]:
         frame = self._frames[at]
         reached = RECOMPUTE if at in (self._computed or ()) else frame.reached()
-        if reached < 0 or frame.header is None:
+        if reached < 0 or frame.header is None or self._elapsed_s() >= deadline_s:
             return RECOMPUTE, Fidelity.none
         try:
             level = frame.decode(reached, room(at, frame.header.layout))
@@ -322,3 +317,14 @@ class LevelledGet:
         else:
             return level, frame.header.fidelity
         return RECOMPUTE, Fidelity.none
+
+
+def _in_pieces(batch: Sequence[Fetch]) -> list[Range]:
+    """Return the ranges of *batch*, cut so that a slow link brings something soon."""
+    size_bytes = sum(fetch.stop - fetch.start for fetch in batch)
+    step = max(LEAST_MEASURED_BYTES, -(-size_bytes // BATCH_PIECES))
+    return [
+        Range(fetch.chunk, start, min(start + step, fetch.stop))
+        for fetch in batch
+        for start in range(fetch.start, fetch.stop, step)
+    ]

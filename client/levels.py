@@ -26,6 +26,8 @@ RECOMPUTE = -1
 """A chunk that the engine computes: exact, and free of the link."""
 MISSING = -2
 """A chunk of which nothing has come."""
+LOADS_ONLY = PrefillModel(0.0, 1e6)
+"""Of a reader without an engine: nothing is computed while it can be loaded."""
 PREFIXES_TRIED = 12
 FLIPS_TRIED = 8
 MAX_FLIPPED = 32
@@ -71,19 +73,20 @@ class PlanTerms:
     """What a request asks for, and what its engine and decoder do.
 
     ``deadline_s`` is from the request's start to all KV being there (the time to first token
-    less what follows). Decoding of a chunk runs beside the load of the next. With
+    less what follows). ``decode_bytes_per_s`` 0 stands for what the client has measured; ``plan``
+    itself needs a number. Decoding of a chunk runs beside the load of the next. With
     ``spares_engine`` nothing is computed that can be loaded in time, at whatever level; without
     it, as much as lowers the loss.
     """
 
     deadline_s: float
-    prefill: PrefillModel
-    decode_bytes_per_s: float
+    prefill: PrefillModel = LOADS_ONLY
+    decode_bytes_per_s: float = 0.0
     least: Fidelity = Fidelity.exact
     spares_engine: bool = True
 
     def __post_init__(self) -> None:
-        if not (self.deadline_s > 0 and self.decode_bytes_per_s > 0):
+        if not (self.deadline_s > 0 and self.decode_bytes_per_s >= 0):
             wrong = (self.deadline_s, self.decode_bytes_per_s)
             raise InvalidRequestError("deadline_s or decode_bytes_per_s", wrong, "positive numbers")
 
@@ -185,6 +188,8 @@ class _Planner:
         self._chunks = chunks
         self._progress = progress
         self._terms = terms
+        if not terms.decode_bytes_per_s:
+            raise InvalidRequestError("decode_bytes_per_s", 0, "give what decoding takes")
         found = [chunk.floor(terms.least) for chunk in chunks]
         self._floors = tuple(RECOMPUTE if level is None else level for level in found)
         starts = [0]

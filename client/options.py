@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from kvstore.client.access import OPEN, Access
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
@@ -26,6 +27,8 @@ class ClientOptions:
     rather than wait again. ``name`` shows in the server's log and status. ``copy_threads``
     verify and copy what a get of several chunks brings. ``assets`` is a folder of model assets,
     as ``kvstore calibrate`` writes them, for frames that are read as they lie on a tier.
+    ``access`` says who the client is, ``tenant`` whose chunks it is about: empty for those of
+    whoever it is, or ``pool:NAME`` for a pool that tenants share.
     """
 
     transport: TransportName = "auto"
@@ -36,6 +39,8 @@ class ClientOptions:
     name: str = ""
     copy_threads: int = 2
     assets: Path | None = None
+    access: Access = OPEN
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):

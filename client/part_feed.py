@@ -26,7 +26,10 @@ class PartFeed(LayerFeed):
     Raises InvalidFrameError when the parts are not as they should be.
     """
 
-    def __init__(self, replies: Iterator[pb.GetResponse], limit_bytes: int) -> None:
+    def __init__(
+        self, replies: Iterator[pb.GetResponse], limit_bytes: int, *, is_cut: bool = False
+    ) -> None:
+        self.is_cut = is_cut
         self._replies = replies
         self._limit_bytes = limit_bytes
         self._held: pb.GetResponse | None = None

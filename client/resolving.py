@@ -30,6 +30,7 @@ from kvstore.proto.errors import InvalidRequestError, KVStoreError, Representati
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.plan_wire import engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.proto.wire import fidelity_number
 
@@ -99,14 +100,19 @@ class Resolved:
                     yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, told.ratio)
 
     def layers(
-        self, chunks: Sequence[FoundChunk], out: Sequence[LayerTensors] | None = None
+        self,
+        chunks: Sequence[FoundChunk],
+        out: Sequence[LayerTensors] | None = None,
+        skipped: SkippedRows | None = None,
     ) -> Generator[Layer, None, None]:
         """Read *chunks* layer by layer as ``Client.get_layers`` does, under this lease.
 
         A frame that is not of the tokens or the position that were promised ends them, as one
-        that is lost does. Raises LeaseExpiredError after the release or past the lease's time.
+        that is lost does. Rows of *skipped*, by a chunk's place in *chunks*, need not come: where
+        frames are raw they stay as they were in *out*, and are not sent by a transport that
+        copies. Raises LeaseExpiredError after the release or past the lease's time.
         """
-        return self._client._resolved_layers(self, chunks, out)
+        return self._client._resolved_layers(self, chunks, out, skipped)
 
     def release(self) -> None:
         """End the lease. Idempotent."""
@@ -196,14 +202,16 @@ class Resolving(Caller):
         resolved: Resolved,
         chunks: Sequence[FoundChunk],
         out: Sequence[LayerTensors] | None,
+        skipped: SkippedRows | None = None,
     ) -> Generator[Layer, None, None]:
         digests = [one.best.digest for one in chunks]
         keys = [ChunkKey(self.namespace + digest) for digest in digests]
         lease_id, least = resolved.found.lease_id, resolved.terms.min_fidelity
         transport = self._connected()
-        with transport.get_layers(digests, lease_id, self.options.deadline_ms, least) as feed:
+        deadline_ms = self.options.deadline_ms
+        with transport.get_layers(digests, lease_id, deadline_ms, least, skipped) as feed:
             reading = LayerReader(self._reader, transport.session, keys, feed, given(out))
-            reading.accepts = partial(_is_promised, chunks)
+            reading.accepts, reading.skipped = partial(_is_promised, chunks), skipped
             with closing(reading.layers()) as layers:
                 yield from layers
         if reading.broken is not None:

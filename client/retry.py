@@ -46,10 +46,18 @@ class Gate:
         self._shut_until = 0.0
         self._lock = threading.Lock()
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether calls fail at once."""
+        return self._left_s() > 0
+
+    def _left_s(self) -> float:
+        with self._lock:
+            return self._shut_until - self._clock()
+
     def check(self) -> None:
         """Raise TierUnavailableError while the gate is shut."""
-        with self._lock:
-            left_s = self._shut_until - self._clock()
+        left_s = self._left_s()
         if left_s > 0:
             raise TierUnavailableError("server", f"did not answer; tried again in {left_s:.1f} s")
 

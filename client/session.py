@@ -61,7 +61,9 @@ class Session:
         reply = connection.call(
             "OpenSession",
             pb.OpenSessionRequest(
-                representation=representation_to_message(representation), client=options.name
+                representation=representation_to_message(representation),
+                client=options.name,
+                tenant=options.tenant,
             ),
             options.deadline_ms,
             pb.OpenSessionResponse,

@@ -9,20 +9,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
+import numpy as np
 from typing_extensions import override
 
 from kvstore.client.file_frame import FileFrame
 from kvstore.client.layer_sink import PutTerms
+from kvstore.client.liveness import hangs, peer_pid
 from kvstore.client.local_link import LocalLink
 from kvstore.client.put_pipeline import PutPipeline
 from kvstore.client.session import Session
 from kvstore.client.slabs import Slabs
 from kvstore.client.staging import PARTS, StagingMemory
-from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport
+from kvstore.client.transport import (
+    Arrived,
+    Assembly,
+    FramePiece,
+    Outgoing,
+    Put,
+    Transport,
+    piece_of,
+)
 from kvstore.client.view import ChunkView, View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
+from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
+    DeadlineError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
@@ -65,6 +77,7 @@ class ShmTransport(Transport):
             self._socket = self._attach(self._staging)
         finally:
             self._staging.close_descriptor()
+        self._server_pid = peer_pid(self._socket)
         self.calls = LocalLink(session.terms, session.connection)
         self.slabs = Slabs(self._socket)
         # One put at a time owns the staging memory, over its copies by design.
@@ -86,6 +99,15 @@ class ShmTransport(Transport):
             link.close()
             raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
         return link
+
+    @override
+    def end_if_hung(self) -> bool:
+        if not self._server_pid or not hangs(self.session.terms, self._server_pid):
+            return False
+        self.session.connection.gate.note(DeadlineError("the server hangs"))
+        if isinstance(self.calls, LocalLink):
+            self.calls.hang_up()
+        return True
 
     @override
     def put(
@@ -158,6 +180,38 @@ class ShmTransport(Transport):
         slab = self.slabs.reach(place)
         frame = slab.data[place.offset : place.offset + place.size_bytes]
         return Arrived(index, tier, frame, partial(slab.confirm, place))
+
+    @override
+    @contextmanager
+    def get_ranges(
+        self,
+        digests: Sequence[ChainDigest],
+        ranges: Sequence[Range],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+    ) -> Iterator[Iterator[FramePiece]]:
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
+        request.ranges.extend(pb.FrameRange(index=r[0], start=r[1], stop=r[2]) for r in ranges)
+        with self._leased_replies(request) as (replies, leases):
+            yield self._pieces(replies, ranges, leases)
+
+    def _pieces(
+        self, replies: Iterator[pb.GetResponse], ranges: Sequence[Range], leases: set[int]
+    ) -> Iterator[FramePiece]:
+        """Yield *ranges*: out of memory and files that the server names, or as it sends them."""
+        for reply in replies:
+            leases.add(reply.lease_id)
+            if reply.HasField("part"):
+                yield piece_of(reply)
+            for place in unpack_places(reply.places.rows):
+                tier = reply.places.tier_names[place.tier]
+                frame = self._arrived(reply.index, tier, place)
+                for index, start, stop in ranges:
+                    if index == reply.index and start < place.size_bytes:
+                        data = np.array(frame.frame[start:stop])
+                        frame.confirm()  # before anybody takes it for the chunk's
+                        yield FramePiece(index, tier, place.size_bytes, start, data)
 
     @override
     def viewer(self, places: PlaceRows) -> View:

@@ -20,6 +20,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.portion import Portion
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChainDigest, Fidelity
 from kvstore.proto.wire import MESSAGE_BYTES, hints_to_message
 
@@ -88,11 +89,15 @@ class StreamTransport(Transport):
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
+        skipped: SkippedRows | None = None,
     ) -> Iterator[LayerFeed]:
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
         request.layer_major = True
+        if skipped is not None:
+            request.skip_rows = skipped.pack()
+        limit_bytes, is_cut = self.session.terms.max_frame_bytes, skipped is not None
         with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
-            yield PartFeed(replies, self.session.terms.max_frame_bytes)
+            yield PartFeed(replies, limit_bytes, is_cut=is_cut)
 
     @override
     @contextmanager

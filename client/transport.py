@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -21,11 +21,13 @@ from kvstore.client.session import Session
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FIDELITY_OFFSET, FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.places import PlaceRows
 from kvstore.proto.portion import Portion
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChainDigest, Fidelity, PutOutcome
 from kvstore.proto.wire import fidelity_number, join_digests
 
@@ -50,6 +52,16 @@ class Arrived:
     tier: str
     frame: Bytes | FileFrame | SparseFrame
     confirm: Callable[[], None]
+
+
+class FramePiece(NamedTuple):
+    """Bytes of the frame of chunk ``index`` of a request, from ``offset``. Not verified."""
+
+    index: int
+    tier: str
+    frame_bytes: int
+    offset: int
+    data: Bytes
 
 
 class Transport(ABC):
@@ -100,11 +112,13 @@ class Transport(ABC):
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
+        skipped: SkippedRows | None = None,
     ) -> Iterator[LayerFeed]:
         """Enter for a feed of the same frames layer by layer.
 
         Whole frames, unless a transport does better: where frames are in reach at once, that is
-        as good. One that streams asks with ``layer_major`` and returns a ``PartFeed``.
+        as good. One that streams asks with ``layer_major``, leaves the rows that are *skipped*
+        with the server, and returns a ``PartFeed``.
         """
         with self.get(digests, lease_id, deadline_ms, least) as arriving:
             yield WholeFrames(arriving)
@@ -122,6 +136,24 @@ class Transport(ABC):
         Whole frames, unless a transport does better: those in reach at once cost nothing more.
         """
         return self.get(digests, lease_id, deadline_ms, least)
+
+    @contextmanager
+    def get_ranges(
+        self,
+        digests: Sequence[ChainDigest],
+        ranges: Sequence[Range],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+    ) -> Iterator[Iterator[FramePiece]]:
+        """Enter to iterate *ranges* of frames as they lie on a tier, those of a chunk together.
+
+        What is not there, or not in time, does not come. ``digests`` are under *lease_id*.
+        """
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
+        request.ranges.extend(pb.FrameRange(index=r[0], start=r[1], stop=r[2]) for r in ranges)
+        with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
+            yield map(piece_of, replies)
 
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
         """Begin a put whose layers come one by one, within the session's limits.
@@ -149,6 +181,13 @@ class Transport(ABC):
             min_fidelity=fidelity_number(least),
         )
 
+    def end_if_hung(self) -> bool:
+        """End what waits for a server that hangs, with an error of its own; whether it does.
+
+        False where that cannot be told from one that takes its time.
+        """
+        return False
+
     def viewer(self, places: PlaceRows) -> View:
         """Return what shows leased chunks where they lie; none, where memory is not shared."""
         return lambda index, key: None
@@ -156,6 +195,12 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the transport holds. Idempotent."""
+
+
+def piece_of(reply: pb.GetResponse) -> FramePiece:
+    """Return the bytes that a reply brought."""
+    part = reply.part
+    return FramePiece(reply.index, reply.tier, part.frame_bytes, part.offset, as_bytes(part.data))
 
 
 def as_true(arriving: Iterator[Arrived], least: Fidelity) -> Iterator[Arrived]:

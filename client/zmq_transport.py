@@ -17,7 +17,7 @@ from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.part_feed import PartFeed
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Arrived, Outgoing, Put, Transport
+from kvstore.client.transport import Arrived, FramePiece, Outgoing, Put, Transport
 from kvstore.client.zmq_link import ZmqLink, endpoint
 from kvstore.client.zmq_upload import BulkUpload
 from kvstore.proto import bulk
@@ -29,6 +29,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChainDigest, Fidelity
 from kvstore.proto.wire import fidelity_number, join_digests
 
@@ -116,21 +117,52 @@ class ZmqTransport(Transport):
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
+        skipped: SkippedRows | None = None,
     ) -> Iterator[LayerFeed]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
         link = self._take(deadline)
         if link is None:
-            with self._fallback.get_layers(digests, lease_id, deadline_ms, least) as feed:
+            with self._fallback.get_layers(digests, lease_id, deadline_ms, least, skipped) as feed:
                 yield feed
             return
         limit_bytes = self.session.terms.max_frame_bytes
         reading = BulkPieces(link.next_request())
-        word = self._word(reading, lease_id, deadline_ms, bulk.LAYER_MAJOR | _least_flags(least))
+        flags, payload = bulk.LAYER_MAJOR | _least_flags(least), join_digests(digests)
+        if skipped is not None:
+            flags, payload = flags | bulk.SKIP_ROWS, bulk.pack_skipped(skipped.pack(), payload)
+        word = self._word(reading, lease_id, deadline_ms, flags)
         try:
-            link.send(word, deadline, join_digests(digests))
+            link.send(word, deadline, payload)
             # A piece has what the feed looks at in a reply.
             pieces = cast("Iterator[pb.GetResponse]", self._pieces(link, reading, deadline))
-            yield PartFeed(pieces, limit_bytes)
+            yield PartFeed(pieces, limit_bytes, is_cut=skipped is not None)
+        finally:
+            self._leave(link, reading, deadline)
+
+    @override
+    @contextmanager
+    def get_ranges(
+        self,
+        digests: Sequence[ChainDigest],
+        ranges: Sequence[bulk.Range],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+    ) -> Iterator[Iterator[FramePiece]]:
+        deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
+        link = self._take(deadline)
+        if link is None:
+            with self._fallback.get_ranges(digests, ranges, lease_id, deadline_ms, least) as pieces:
+                yield pieces
+            return
+        reading = BulkPieces(link.next_request())
+        word = self._word(reading, lease_id, deadline_ms, bulk.RANGES | _least_flags(least))
+        try:
+            link.send(word, deadline, bulk.pack_ranges(join_digests(digests), ranges))
+            yield (
+                FramePiece(one.index, one.tier, *one.part)
+                for one in self._pieces(link, reading, deadline)
+            )
         finally:
             self._leave(link, reading, deadline)
 

@@ -126,9 +126,15 @@ class BlockPart:
 
     def scatter(self, part: NDArray[Any]) -> None:
         """Copy *part*, a tensor of this shape and type, into the blocks."""
+        is_turned = self.pages.strides[2] < self.pages.strides[3]
         for piece in self.span.scattered:
-            # numpy lets go of the interpreter lock and goes block by block, in one call.
-            self.pages[piece.blocks, :, piece.slots] = self._in_blocks(part, piece)
+            ours = self._in_blocks(part, piece)
+            # numpy lets go of the interpreter lock and goes block by block, in one call. It goes
+            # by the order of what it writes to: where that is turned, so is what it is told.
+            if is_turned:
+                self.pages.swapaxes(2, 3)[piece.blocks, :, :, piece.slots] = ours.swapaxes(2, 3)
+            else:
+                self.pages[piece.blocks, :, piece.slots] = ours
 
     def gather(self, part: NDArray[Any]) -> None:
         """Fill *part*, a tensor of this shape and type, from the blocks."""

@@ -19,13 +19,14 @@ from kvstore.codecs.base import Part
 from kvstore.codecs.kvq_backends import best_tile_backend
 from kvstore.codecs.kvq_body import QUANTISED, Stream, parse_body
 from kvstore.codecs.kvq_exact import decode_exact, encode_exact, max_exact_bytes
+from kvstore.codecs.kvq_fine import FineBackend, best_fine_backend
 from kvstore.codecs.kvq_layer import Decoding, Encoding, angles_of, is_quantised, refined
 from kvstore.codecs.kvq_levels import (
     LEVELS,
+    at_level,
     max_refined_bytes,
+    ones,
     parse_refinement,
-    refine,
-    write_refined,
 )
 from kvstore.codecs.kvq_models import ASSET
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, TileBackend, Tiles
@@ -67,11 +68,13 @@ class KvqCodec(LossyCodec):
         quality: int | None = DEFAULT_QUALITY,
         tiles: TileBackend | None = None,
         entropy: Backend | None = None,
+        fine: FineBackend | None = None,
     ) -> None:
         self.ratio = RATIOS[0 if quality is None else quality]
         self.levels = LEVELS if quality is None else 0
         self._tiles = tiles
         self._entropy = entropy
+        self._fine = fine
 
     @override
     @classmethod
@@ -85,6 +88,10 @@ class KvqCodec(LossyCodec):
     def tiles(self, dtype: DType) -> TileBackend:
         """Return what quantises numbers of *dtype*."""
         return self._tiles or best_tile_backend(dtype)
+
+    def fine(self, dtype: DType) -> FineBackend:
+        """Return what refines numbers of *dtype*."""
+        return self._fine or best_fine_backend(dtype)
 
     @property
     def entropy(self) -> Backend:
@@ -127,7 +134,8 @@ class KvqCodec(LossyCodec):
             for part, turned, ratio in zip(parts, (angles, None), ratios, strict=False):
                 bits = part[:, block].view(f"<u{component.dtype.item_bytes}")
                 tiles = self.tiles(dtype).quantise(bits, dtype, turned, ratio)
-                thirds = refine(bits, dtype, turned, tiles) if tiles and self.levels else []
+                has_more = tiles is not None and self.levels
+                thirds = self.fine(dtype).refine(bits, dtype, turned, tiles) if has_more else []
                 if tiles is None or thirds is None:
                     return None
                 encoding.add(tiles, thirds, turned)
@@ -167,10 +175,11 @@ class KvqCodec(LossyCodec):
         dtype, angles, bits = given
         if not streams:
             return self.tiles(dtype).dequantise(tiles, dtype, angles, bits)
-        quotients = refined(tiles, streams, self.entropy)
+        fine = self.fine(dtype)
+        quotients = refined(tiles, streams, self.entropy, fine)
         if quotients is None:
             return False
-        write_refined(quotients, tiles, len(streams), dtype, angles, bits)
+        fine.write(quotients, at_level(tiles, len(streams)), ones(tiles), (dtype, angles, bits))
         return True
 
     def bound_at(self, header: FrameHeader, prefix: Bytes, level: int) -> float:

@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.floats import FLOAT_TYPES, Floats
 from kvstore.codecs.kvq_body import Body, Stream, parse_body
+from kvstore.codecs.kvq_fine import FineBackend
 from kvstore.codecs.kvq_levels import (
     Thirds,
-    add_thirds,
     encode_thirds,
     pack_refinement,
     parse_refinement,
+    ternary_table,
 )
 from kvstore.codecs.kvq_models import kvq_models
-from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, Tiles, quotients_of
+from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, Tiles
 from kvstore.codecs.rans import Backend
 from kvstore.codecs.rope import inverse_frequencies, rotation
 from kvstore.codecs.terms import LayerTerms
@@ -142,15 +143,23 @@ class Decoding:
         return parts
 
 
-def refined(tiles: Tiles, streams: Sequence[Stream], entropy: Backend) -> Floats | None:
+def refined(
+    tiles: Tiles, streams: Sequence[Stream], entropy: Backend, fine: FineBackend
+) -> Floats | None:
     """Return the quotients of *tiles* at the level of the last of *streams*, f32.
 
     None when the escapes are not as many as were coded. Raises InvalidFrameError.
     """
-    quotients = quotients_of(tiles)
-    if quotients is not None:
-        for level, stream in enumerate(streams, 1):
-            add_thirds(quotients, tiles.models, level, stream, entropy)
+    quotients: Floats | None = fine.quotients(tiles)
+    if quotients is None:
+        return None
+    symbols = np.empty((len(quotients), 1, quotients[0].size), np.uint8)
+    for level, stream in enumerate(streams, 1):
+        contexts = fine.contexts(quotients, tiles.models, level).reshape(len(quotients), -1)
+        entropy.decode_tiles(
+            stream.states, stream.counts, stream.words, contexts, ternary_table(), symbols
+        )
+        fine.add(quotients, symbols.reshape(quotients.shape))
     return quotients
 
 

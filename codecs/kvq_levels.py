@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -62,10 +62,16 @@ def ternary_table() -> ModelTable:
 
 def contexts_of(quotients: Floats, models: NDArray[np.uint8], level: int) -> NDArray[np.uint8]:
     """Return the row of ``ternary_table`` for each third of *level*, from the level before."""
+    distance = np.minimum(np.abs(quotients), np.float32(_FARTHEST)).astype(np.uint8)
+    found: NDArray[np.uint8] = rows_of(models, level)[:, None] + distance
+    return found
+
+
+def rows_of(models: NDArray[np.uint8], level: int) -> NDArray[np.uint8]:
+    """Return the first of the three rows of ``ternary_table`` of each model, u8 (n, 128)."""
     wider = models // SHAPES + SCALE_STEP_OF_THREE * (level - 1)
     row = SHAPES * np.minimum(wider, SCALES - 1) + models % SHAPES
-    distance = np.minimum(np.abs(quotients), np.float32(_FARTHEST)).astype(np.uint8)
-    found: NDArray[np.uint8] = (3 * row)[:, None].astype(np.uint8) + distance
+    found: NDArray[np.uint8] = (3 * row).astype(np.uint8)
     return found
 
 
@@ -124,36 +130,45 @@ def encode_thirds(thirds: Sequence[Thirds], entropy: Backend) -> tuple[NDArray[A
     return entropy.encode_tiles(symbols.reshape(count, 1, -1), rows, ternary_table())
 
 
-def add_thirds(
-    quotients: Floats, models: NDArray[np.uint8], level: int, stream: Stream, entropy: Backend
-) -> None:
-    """Make *quotients* f32 (n, tokens, 128) those of *level*. Raises InvalidFrameError."""
-    contexts = contexts_of(quotients, models, level).reshape(len(quotients), -1)
-    symbols = np.empty((len(quotients), 1, contexts.shape[1]), np.uint8)
-    entropy.decode_tiles(
-        stream.states, stream.counts, stream.words, contexts, ternary_table(), symbols
-    )
-    third = symbols.reshape(quotients.shape).view(np.int8)
+def add_symbols(quotients: Floats, symbols: NDArray[np.uint8]) -> None:
+    """Make *quotients* those of the next level, in place; *symbols* are overwritten."""
+    third = symbols.view(np.int8)
     third -= 1
     _mirrored(third, quotients < 0)
     quotients *= _THREE
     quotients += third
 
 
-def write_refined(
-    quotients: Floats, tiles: Tiles, level: int, dtype: DType, angles: Angles | None, out: Part
+def write_scaled(
+    quotients: Floats, tiles: Tiles, factors: Floats, given: tuple[DType, Angles | None, Part]
 ) -> None:
-    """Write the numbers of *level*, whose *quotients* are overwritten, to a part's block."""
-    steps = tiles.steps
-    for _ in range(level):
-        steps = steps / _THREE
+    """Write *quotients*, which are overwritten, times their tokens' *factors* f32 (tokens,), times
+    the steps and about the means of *tiles*, to a part's block: *given* is its type, the angles
+    to turn it by, and where it goes.
+    """
+    dtype, angles, out = given
     with np.errstate(over="ignore", invalid="ignore"):  # what nobody wrote may be infinite
-        quotients *= steps[:, None, None]
+        quotients *= factors[:, None]
+        quotients *= tiles.steps[:, None, None]
         quotients += tiles.means.astype(np.float32)[:, None]
         rows = from_tiles(quotients, out.shape[0], out.shape[2])
         if angles is not None:
             rotate(rows, *angles)
         from_float32(rows, dtype, out)
+
+
+def ones(tiles: Tiles) -> Floats:
+    """Return the factors of tokens that all have the tile's step."""
+    found: Floats = np.ones(tiles.symbols.shape[1], np.float32)
+    return found
+
+
+def at_level(tiles: Tiles, level: int) -> Tiles:
+    """Return *tiles* with the steps of *level*."""
+    steps = tiles.steps
+    for _ in range(level):
+        steps = steps / _THREE
+    return replace(tiles, steps=steps)
 
 
 def max_refined_bytes(tiles: int, numbers: int) -> int:

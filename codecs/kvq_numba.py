@@ -47,11 +47,12 @@ def _dequantiser(item_bytes: int) -> Any:
     return compiled(types.boolean, _TILES, u32, _ANGLES, words)(kvq_dequantise_loops.dequantise)
 
 
-def _angles(angles: Angles | None) -> Angles:
+def angles_or_none(angles: Angles | None) -> Angles:
+    """Return *angles* as the loops take them: empty for none."""
     return (_NO_ANGLES, _NO_ANGLES) if angles is None else angles
 
 
-def _wide(bits: Part, dtype: DType) -> tuple[Part, int]:
+def wide_of(bits: Part, dtype: DType) -> tuple[Part, int]:
     """Return *bits* as the loops take them, C-ordered, and how far to shift them left."""
     if dtype is DType.float16:
         return to_float32(bits, dtype).view(np.uint32), 0
@@ -60,7 +61,7 @@ def _wide(bits: Part, dtype: DType) -> tuple[Part, int]:
 
 def quantise(bits: Part, dtype: DType, angles: Angles | None, ratio: float) -> Tiles | None:
     """Quantise the block *bits*; see ``kvq_tiles.Quantise``."""
-    words, shift = _wide(bits, dtype)
+    words, shift = wide_of(bits, dtype)
     heads, tokens, dim = words.shape
     count = -(-heads * dim // TILE_CHANNELS)
     shape = (count, TILE_CHANNELS)
@@ -71,7 +72,7 @@ def quantise(bits: Part, dtype: DType, angles: Angles | None, ratio: float) -> T
     values = np.empty(symbols.size // ESCAPE_SHARE, np.int16)
     family = kvq_models()
     used = _quantiser(words.itemsize)(
-        words, np.uint32(shift), _angles(angles), ratio,
+        words, np.uint32(shift), angles_or_none(angles), ratio,
         (family.costs, family.edges, family.reach),
         (steps, means, models, symbols, escapes, values, errors, magnitudes),
     )  # fmt: skip
@@ -95,7 +96,7 @@ def dequantise(tiles: Tiles, dtype: DType, angles: Angles | None, out: Part) -> 
             contiguous(tiles.steps), tiles.means.astype(np.float32), contiguous(tiles.symbols),
             contiguous(tiles.escapes), contiguous(tiles.values),
         ),
-        np.uint32(16 if dtype is DType.bfloat16 else 0), _angles(angles), room,
+        np.uint32(16 if dtype is DType.bfloat16 else 0), angles_or_none(angles), room,
     )  # fmt: skip
     if is_half:
         from_float32(room.view(np.float32), dtype, out)

@@ -16,6 +16,7 @@ from kvstore.codecs.base import Part
 from kvstore.codecs.kvq import DEFAULT_QUALITY, RATIOS, ratios_of
 from kvstore.codecs.kvq_body import QUANTISED, Body, Stream, parse_body
 from kvstore.codecs.kvq_exact import decode_exact, encode_exact, max_exact_bytes
+from kvstore.codecs.kvq_fine import FineBackend, best_fine_backend
 from kvstore.codecs.kvq_layer import (
     Coded,
     angles_of,
@@ -25,16 +26,15 @@ from kvstore.codecs.kvq_layer import (
     key_frequencies,
     rounded_up,
 )
-from kvstore.codecs.kvq_levels import write_refined
 from kvstore.codecs.kvq_models import ASSET, kvq_models
-from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut, Quotients, Tiles, quotients_of
+from kvstore.codecs.kvq_tiles import Cut, Quotients, Tiles
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.mixed_tiles import Classes, classes_of, factors_of, moved, quantise_mixed
+from kvstore.codecs.mixed_tiles import Classes, classes_of, factors_of
 from kvstore.codecs.rans import Backend, best_backend
 from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
-from kvstore.proto.types import Component, Fidelity
+from kvstore.proto.types import Component, DType, Fidelity
 
 _CLASSES_A_BYTE = 4
 
@@ -57,9 +57,15 @@ class MixedCodec(LossyCodec):
     fidelity = Fidelity.bounded
     asset = ASSET
 
-    def __init__(self, quality: int = DEFAULT_QUALITY, entropy: Backend | None = None) -> None:
+    def __init__(
+        self,
+        quality: int = DEFAULT_QUALITY,
+        entropy: Backend | None = None,
+        fine: FineBackend | None = None,
+    ) -> None:
         self.ratio = RATIOS[quality]
         self._entropy = entropy
+        self._fine = fine
 
     @override
     @classmethod
@@ -67,6 +73,10 @@ class MixedCodec(LossyCodec):
         if terms not in map(str, range(len(RATIOS))):
             raise UnknownCodecError(f"{cls.name}:{terms}", "mixed:0 to mixed:3")
         return cls(int(terms))
+
+    def fine(self, dtype: DType) -> FineBackend:
+        """Return what quantises numbers of *dtype*."""
+        return self._fine or best_fine_backend(dtype)
 
     @property
     def entropy(self) -> Backend:
@@ -94,6 +104,7 @@ class MixedCodec(LossyCodec):
         component = layer.component
         frequencies = key_frequencies(layer)
         classes = classes_of(layer.importance, layer.position, component.tokens)
+        fine = self.fine(component.dtype)
         tiles: list[Tiles] = []
         streams: list[Coded] = []
         bound = 0.0
@@ -102,14 +113,14 @@ class MixedCodec(LossyCodec):
             ratios = ratios_of(component, self.ratio)
             for part, turned, ratio in zip(parts, (angles, None), ratios, strict=False):
                 bits = part[:, block].view(f"<u{component.dtype.item_bytes}")
-                found = quantise_mixed(bits, component.dtype, turned, ratio, classes[block])
+                found = fine.quantise_mixed(bits, component.dtype, turned, ratio, classes[block])
                 if found is None:
                     return None
                 bound = max(
                     bound, bound_of(found.errors, found.magnitudes, component.dtype, turned)
                 )
                 tiles.append(found)
-                streams.append(self._coded(found, classes[block]))
+                streams.append(self._coded(found, fine.move(found.models, classes[block])))
         body = Body(
             layer.position if len(frequencies) else 0,
             rounded_up(bound),
@@ -123,12 +134,11 @@ class MixedCodec(LossyCodec):
         )
         return _Layer(body, classes, bound)
 
-    def _coded(self, tiles: Tiles, classes: Classes) -> Coded:
+    def _coded(self, tiles: Tiles, models: Classes) -> Coded:
         count = len(tiles.symbols)
         # One token of very many channels: that gives each number a model of its own.
-        rows = moved(tiles.models, classes).reshape(count, -1)
         symbols = tiles.symbols.reshape(count, 1, -1)
-        return self.entropy.encode_tiles(symbols, rows, kvq_models().table)
+        return self.entropy.encode_tiles(symbols, models.reshape(count, -1), kvq_models().table)
 
     @override
     def decode_layer(
@@ -151,39 +161,36 @@ class MixedCodec(LossyCodec):
         classes = _unpack_classes(whole[size:], component.tokens)
         place = body.position if position is None else position
         streams = body.stream.pieces([cut.columns] * (component.parts * len(cut.blocks)))
+        fine = self.fine(component.dtype)
         first = value = 0
         for block in cut.blocks:
             angles = angles_of(body.frequencies, place, block)
             for part, turned in zip(out, (angles, None), strict=False):
                 at = slice(first, first + cut.columns)
                 end = value + int(body.escapes[at].sum(dtype=np.uint64))
-                tiles = self._tiles(body, at, body.values[value:end], next(streams), classes[block])
-                quotients = quotients_of(tiles)
+                rows = fine.move(body.models[at], classes[block])
+                tiles = self._tiles(body, at, body.values[value:end], next(streams), rows)
+                quotients = fine.quotients(tiles)
                 if quotients is None:
                     raise InvalidFrameError("escapes", end - value, "not as many as coded")
-                quotients *= factors_of(classes[block])[:, None]
                 bits = part[:, block].view(f"<u{component.dtype.item_bytes}")
-                write_refined(quotients, tiles, 0, component.dtype, turned, bits)
+                factors = factors_of(classes[block])
+                fine.write(quotients, tiles, factors, (component.dtype, turned, bits))
                 first, value = at.stop, end
 
     def _tiles(
-        self,
-        body: Body,
-        at: slice,
-        values: Quotients,
-        stream: Stream,
-        classes: Classes,
+        self, body: Body, at: slice, values: Quotients, stream: Stream, models: Classes
     ) -> Tiles:
-        """Return the tiles *at* of *body*, their symbols decoded."""
-        models = body.models[at]
+        """Return the tiles *at* of *body*, their symbols decoded by the *models* of each."""
         count = len(models)
-        symbols = np.empty((count, len(classes), TILE_CHANNELS), np.uint8)
+        symbols = np.empty(models.shape, np.uint8)
         self.entropy.decode_tiles(
             stream.states, stream.counts, stream.words,
-            moved(models, classes).reshape(count, -1), kvq_models().table,
-            symbols.reshape(count, 1, -1),
+            models.reshape(count, -1), kvq_models().table, symbols.reshape(count, 1, -1),
         )  # fmt: skip
-        return Tiles(body.steps[at], body.means[at], models, symbols, body.escapes[at], values)
+        return Tiles(
+            body.steps[at], body.means[at], body.models[at], symbols, body.escapes[at], values
+        )
 
 
 def _pack_classes(classes: Classes) -> Bytes:

@@ -38,6 +38,8 @@ Classes = NDArray[np.uint8]
 """u8 (tokens,): 0 a quarter of the step, 1 half, 2 the step, 3 twice the step."""
 
 PLAIN = 2
+KINDS = 4
+"""Classes there are."""
 SINK_TOKENS = 4
 """A prompt's first tokens, which all later ones attend to (StreamingLLM, arXiv 2309.17453)."""
 FINEST_SHARE, FINER_SHARE = 0.02, 0.12

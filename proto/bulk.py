@@ -50,11 +50,20 @@ DURABLE = 1
 LAYER_MAJOR = 1
 """Flag of a get: first the headers of all its frames, then their layers, in the model's order."""
 
+SKIP_ROWS = 1 << 4
+"""Flag of a get by layers: token rows that its payload names before the digests need not come."""
+
 FIDELITY_SHIFT = 1
 """Two bits of a get's flags from here on: the minimum fidelity, as gRPC's requests state it."""
 
+RANGES = 1 << 3
+"""Flag of a get: of stored frames, only the bytes that its payload names behind the digests."""
+
 _HEAD = struct.Struct("<4sHHQ")
+_COUNT = struct.Struct("<I")
+_RANGE = struct.Struct("<IQQ")
 _REASON = struct.Struct("<H")
+_SKIPPED = struct.Struct("<I")
 _MAX_REASON_BYTES = 600
 
 
@@ -229,6 +238,46 @@ def tier_bytes(name: str) -> bytes:
 def cost(payload_bytes: int) -> int:
     """Return what a part takes of the credit."""
     return payload_bytes + PART_COST_BYTES
+
+
+class Range(NamedTuple):
+    """Bytes start to stop, the last not included, of the frame of digest ``index``."""
+
+    index: int
+    start: int
+    stop: int
+
+
+def pack_ranges(digests: bytes, ranges: Sequence[Range]) -> bytes:
+    """Return the payload of a get of *ranges* of the frames of *digests*."""
+    rows = b"".join(_RANGE.pack(*one) for one in ranges)
+    return _COUNT.pack(len(ranges)) + rows + digests
+
+
+def unpack_ranges(payload: bytes) -> tuple[bytes, list[Range]]:
+    """Parse it: the digests, and the ranges. Raises InvalidRequestError for one cut short."""
+    if len(payload) < _COUNT.size:
+        raise InvalidRequestError("payload", len(payload), "begins with the number of ranges")
+    (number,) = _COUNT.unpack_from(payload)
+    stop = _COUNT.size + number * _RANGE.size
+    if stop > len(payload):
+        raise InvalidRequestError("ranges", number, f"{len(payload)} bytes came")
+    rows = _RANGE.iter_unpack(payload[_COUNT.size : stop])
+    return payload[stop:], [Range(*row) for row in rows]
+
+
+def pack_skipped(skip_rows: bytes, digests: bytes) -> bytes:
+    """Return the payload of a get with SKIP_ROWS."""
+    return _SKIPPED.pack(len(skip_rows)) + skip_rows + digests
+
+
+def unpack_skipped(payload: bytes) -> tuple[bytes, bytes]:
+    """Parse it: the digests, and the rows. Raises InvalidRequestError for one cut short."""
+    size = _SKIPPED.unpack_from(payload)[0] if len(payload) >= _SKIPPED.size else len(payload)
+    end = _SKIPPED.size + size
+    if end > len(payload):
+        raise InvalidRequestError("payload", len(payload), f"its rows end at {end}")
+    return payload[end:], payload[_SKIPPED.size : end]
 
 
 def pack_outcomes(outcomes: bytes, reasons: Sequence[str]) -> bytes:

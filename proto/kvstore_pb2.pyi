@@ -108,12 +108,14 @@ class Component(_message.Message):
     def __init__(self, kind: _Optional[int] = ..., dtype: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("representation", "client")
+    __slots__ = ("representation", "client", "tenant")
     REPRESENTATION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     representation: Representation
     client: str
-    def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes")
@@ -305,7 +307,7 @@ class PlanResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., order: _Optional[_Iterable[int]] = ..., uses: _Optional[bytes] = ..., kept: _Optional[int] = ..., peak_chunks: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major", "ranges")
+    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major", "ranges", "skip_rows")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +316,7 @@ class GetRequest(_message.Message):
     MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
     LAYER_MAJOR_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    SKIP_ROWS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease_id: int
@@ -322,7 +325,8 @@ class GetRequest(_message.Message):
     min_fidelity: int
     layer_major: bool
     ranges: _containers.RepeatedCompositeFieldContainer[FrameRange]
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ...) -> None: ...
+    skip_rows: bytes
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ...) -> None: ...
 
 class FrameRange(_message.Message):
     __slots__ = ("index", "start", "stop")
@@ -1122,3 +1126,65 @@ class ExplainResponse(_message.Message):
     engines: _containers.RepeatedCompositeFieldContainer[EngineReport]
     spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ...) -> None: ...
+
+class QuotaRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class TierQuota(_message.Message):
+    __slots__ = ("tier", "used_bytes", "quota_bytes", "guaranteed_bytes", "used_chunks")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    used_bytes: int
+    quota_bytes: int
+    guaranteed_bytes: int
+    used_chunks: int
+    def __init__(self, tier: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., used_chunks: _Optional[int] = ...) -> None: ...
+
+class TenantQuota(_message.Message):
+    __slots__ = ("tenant", "tiers", "chunks", "requests_per_s", "leases", "used_leases")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    USED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    tiers: _containers.RepeatedCompositeFieldContainer[TierQuota]
+    chunks: int
+    requests_per_s: int
+    leases: int
+    used_leases: int
+    def __init__(self, tenant: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierQuota, _Mapping]]] = ..., chunks: _Optional[int] = ..., requests_per_s: _Optional[int] = ..., leases: _Optional[int] = ..., used_leases: _Optional[int] = ...) -> None: ...
+
+class QuotaResponse(_message.Message):
+    __slots__ = ("server", "tenants")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantQuota]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantQuota, _Mapping]]] = ...) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("tenant", "tier", "quota_bytes", "guaranteed_bytes", "chunks", "requests_per_s", "leases")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    tier: str
+    quota_bytes: int
+    guaranteed_bytes: int
+    chunks: int
+    requests_per_s: int
+    leases: int
+    def __init__(self, tenant: _Optional[str] = ..., tier: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., requests_per_s: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...

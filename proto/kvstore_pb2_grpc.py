@@ -139,6 +139,16 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.StatusRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Quota = channel.unary_unary(
+                '/kvstore.v1.KVStore/Quota',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.QuotaRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.QuotaResponse.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/kvstore.v1.KVStore/SetQuota',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.QuotaResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvstore.v1.KVStore/Drain',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.DrainRequest.SerializeToString,
@@ -291,6 +301,19 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Quota(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """until the restart
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -417,6 +440,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.StatusRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.StatusResponse.SerializeToString,
+            ),
+            'Quota': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quota,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.QuotaRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.QuotaResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.SetQuotaRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.QuotaResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -1001,6 +1034,60 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Status',
             kvstore_dot_proto_dot_kvstore__pb2.StatusRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Quota',
+            kvstore_dot_proto_dot_kvstore__pb2.QuotaRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.QuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/SetQuota',
+            kvstore_dot_proto_dot_kvstore__pb2.SetQuotaRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.QuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,

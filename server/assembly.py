@@ -23,10 +23,9 @@ from kvstore.proto.frame import (
     parse_header,
     stated_header_bytes,
 )
-from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.portion import Portion
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome
-from kvstore.server.landing import Landing, PutResult
+from kvstore.server.landing import NOTHING_SAID, Landing, PutResult, Said
 from kvstore.server.sessions import Session
 from kvstore.server.unfinished import Claim, Unfinished
 from kvstore.tiers.cpu import CpuTier
@@ -72,7 +71,7 @@ class PortionTicket:
     session: Session
     info: ChunkInfo
     piece: Piece
-    hints: Hints = NO_HINTS
+    said: Said = NOTHING_SAID
     frame: Bytes | None = None
     """Memory for a streamed one."""
 
@@ -157,7 +156,7 @@ class Assembly:
         if is_full:
             return self._refused(self._full())
         try:
-            reserved = self._landing.reserve(ticket.session, info, deadline, ticket.hints)
+            reserved = self._landing.reserve(ticket.session, info, deadline, ticket.said)
         except KVStoreError:
             self._release(need_bytes)
             raise
@@ -227,7 +226,7 @@ class Assembly:
         try:
             chunk.fill(header, frame, portion, claim)
             with self._lock:
-                chunk.agree(header, ticket.hints)
+                chunk.agree(header, ticket.said.hints)
             is_right = True
         finally:
             with self._lock:

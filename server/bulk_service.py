@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from itertools import groupby
+from operator import attrgetter
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.bulk_work import GetWork, Piece, PutWork
 from kvstore.server.checks import Checks, fidelity
@@ -13,6 +17,7 @@ from kvstore.server.intake import PutResult
 from kvstore.server.layered import LayeredGet
 from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
+from kvstore.server.ranged import RangedRead, Span
 from kvstore.server.sessions import Session, SessionTable
 
 
@@ -30,7 +35,10 @@ class BulkService:
 
     def new_get(self, session: Session, word: bulk.Get, wake: Callable[[], None]) -> GetWork:
         """Return a get about to run. Raises InvalidRequestError."""
-        _check_flags(word.flags, bulk.LAYER_MAJOR | 3 << bulk.FIDELITY_SHIFT)
+        known = bulk.LAYER_MAJOR | bulk.RANGES | 3 << bulk.FIDELITY_SHIFT
+        if word.flags & bulk.LAYER_MAJOR and not word.flags & bulk.RANGES:
+            known |= bulk.SKIP_ROWS
+        _check_flags(word.flags, known)
         deadline = self._checks.deadline(word.deadline_ms)
         return GetWork(session, word, deadline, self._checks.clock, wake)
 
@@ -43,17 +51,36 @@ class BulkService:
     def get(self, work: GetWork, digests: bytes) -> None:
         """Offer the frames of *digests*, in order, up to the first missing or late one, or layers.
 
-        Return once their memory is in use no more, or the deadline is over.
+        With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
+        ``unpack_skipped`` parse. Return once their memory is in use no more, or the deadline is
+        over.
         """
         session = self._sessions.get(work.word.session_id)
+        ranges: list[bulk.Range] = []
+        if work.word.flags & bulk.RANGES:
+            digests, ranges = bulk.unpack_ranges(digests)
+        skip_rows = b""
+        if work.word.flags & bulk.SKIP_ROWS:
+            digests, skip_rows = bulk.unpack_skipped(digests)
         keys = self._checks.keys(session, digests)
+        self._checks.ranges(ranges, len(keys))
+        skipped = SkippedRows.unpack(skip_rows, len(keys))
         lease_id, known = self._manager.open_get(session, keys, work.word.lease_id)
         try:
-            pieces = self._layers if work.word.flags & bulk.LAYER_MAJOR else self._frames
             least = fidelity(work.word.flags >> bulk.FIDELITY_SHIFT & 3)
-            for piece in pieces(session, keys[:known], work.deadline, least):
-                if not work.offer(piece):
-                    break
+            if work.word.flags & bulk.RANGES:
+                found = self._ranges(keys[:known], ranges, work.deadline, least)
+            elif work.word.flags & bulk.LAYER_MAJOR:
+                transfers = self._manager.transfers
+                layered = LayeredGet(transfers, session, keys[:known], work.deadline, least)
+                layered.skipped = skipped
+                found = self._layers(layered)
+            else:
+                found = self._frames(session, keys[:known], work.deadline, least)
+            with closing(found):
+                for piece in found:
+                    if not work.offer(piece):
+                        break
             work.settle()
         finally:
             if not work.word.lease_id:
@@ -61,15 +88,33 @@ class BulkService:
 
     def _frames(
         self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         for one in self._manager.gets.get(session, keys, deadline, least=least):
             yield Piece(one.index, one.tier, len(one.frame), 0, one.frame, one.place is None)
 
-    def _layers(
-        self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
-    ) -> Iterator[Piece]:
-        for part in LayeredGet(self._manager.transfers, session, keys, deadline, least).parts():
+    def _layers(self, layered: LayeredGet) -> Generator[Piece, None, None]:
+        for part in layered.parts():
             yield Piece(*part)
+
+    def _ranges(
+        self,
+        keys: Sequence[ChunkKey],
+        ranges: Sequence[bulk.Range],
+        deadline: float,
+        least: Fidelity,
+    ) -> Generator[Piece, None, None]:
+        reading = RangedRead(self._manager.transfers, self._manager.gets, least, deadline)
+        for index, group in groupby(ranges, key=attrgetter("index")):
+            if index >= len(keys):
+                continue
+            spans = [Span(one.start, one.stop) for one in group]
+            with reading.read(keys[index], spans) as stored:
+                if stored is None:
+                    continue
+                for span, data in zip(spans, stored.data, strict=True):
+                    if len(data):
+                        size = stored.frame_bytes
+                        yield Piece(index, stored.tier, size, span.start, data, stored.is_loose)
 
     def put(self, work: PutWork, grant: Callable[[int], None]) -> list[PutResult]:
         """Store the frames of *work* and return what became of each; *grant* sends credit.

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.arrivals import Arrivals
 from kvstore.server.found import Found as Found
 from kvstore.server.found import Holding as Holding
 from kvstore.server.found import LeaseTerms as LeaseTerms
@@ -20,6 +19,7 @@ from kvstore.server.leases import Lease
 from kvstore.server.policy.journal import Asked
 from kvstore.server.policy.partitions import PartitionedEviction
 from kvstore.server.policy.radix import Rows
+from kvstore.server.quota_book import QuotaBook
 
 _EXPIRED_AT_ONCE = 256
 
@@ -35,7 +35,7 @@ class Wanted:
 EVERYBODY = Wanted()
 
 
-class Catalog(Arrivals):
+class Catalog(QuotaBook):
     """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
 
     Invariants: a policy knows exactly the rows of the copies on its tier; a key with a lease,

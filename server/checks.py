@@ -17,6 +17,7 @@ from kvstore.proto.errors import (
     RepresentationError,
 )
 from kvstore.proto.frame import FrameHeader, raw_frame_bytes
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
 from kvstore.server.assembly import Piece
 from kvstore.server.catalog import Holding
@@ -86,6 +87,12 @@ class Checks:
                 wrong = (one.index, one.start, one.stop)
                 fix = f"an index below {count}, and a start before the stop"
                 raise InvalidRequestError("ranges", wrong, fix)
+
+    def skipped(self, request: pb.GetRequest, count: int) -> SkippedRows | None:
+        """Return the rows of *count* chunks that *request* does not want."""
+        if request.skip_rows and not request.layer_major:
+            raise InvalidRequestError("skip_rows", len(request.skip_rows), "with layer_major only")
+        return SkippedRows.unpack(request.skip_rows, count)
 
     def info(self, session: Session, info: ChunkInfo) -> ChunkInfo:
         """Return *info* if it is a chunk that *session* may put.

@@ -26,6 +26,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
 from kvstore.server import placement_config as placement
+from kvstore.server.admission_config import AdmissionSettings
 from kvstore.server.blend_config import BlendSettings
 from kvstore.server.codec_config import CodecName, TenantCodecs
 from kvstore.server.disk_config import DiskFolders, absolute
@@ -34,6 +35,7 @@ from kvstore.server.gpu_config import GpuConfig
 from kvstore.server.policy_config import CategoryTerms, TenantQuotas, TierPolicies
 from kvstore.server.refusal import refusal
 from kvstore.server.settings_file import read_settings
+from kvstore.server.trust_config import TrustSettings, check_endpoint
 from kvstore.server.units import (
     GIB,
     KIB,
@@ -49,13 +51,11 @@ from kvstore.server.units import (
     TierSize,
     Workers,
     format_size,
-    is_loopback,
     is_redis_url,
     parse_endpoint,
     slab_bytes,
 )
 
-MIN_SECRET_BYTES = 16
 TIER_NAMES = ("gpu", "cpu", "disk", "redis")
 """From the fastest to the farthest."""
 
@@ -95,7 +95,7 @@ class DiskConfig(DiskFolders):
     path: Annotated[Path, AfterValidator(absolute)] = Field(default_factory=_disk_path)
 
 
-class ServerConfig(BlendSettings):
+class ServerConfig(TrustSettings, BlendSettings, AdmissionSettings):
     """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -169,7 +169,6 @@ class ServerConfig(BlendSettings):
         description="how long chunks of categories live and what they may take of each tier",
     )
 
-    insecure: bool = Field(default=False, description="allow other hosts to connect, without TLS")
     listen: Endpoint = Field(default="127.0.0.1:7420", description="address of the gRPC service")
     socket_path: SocketPath = Field(
         default_factory=_socket_path,
@@ -185,11 +184,6 @@ class ServerConfig(BlendSettings):
         " go without",
     )
     http: Endpoint = Field(default="off", description="address of the metrics page, or off")
-    secret_file: Annotated[Path | None, "PATH"] = Field(
-        default=None,
-        description="file whose bytes salt the namespaces; default: none, so that whoever knows"
-        " a model and a prompt can name their chunks",
-    )
 
     max_frame_bytes: Size = Field(
         default=256 * MIB,
@@ -284,15 +278,7 @@ class ServerConfig(BlendSettings):
     @field_validator("listen", "http")
     @classmethod
     def _check_endpoint(cls, value: str, info: ValidationInfo) -> str:
-        if value == "off" and info.field_name == "http":
-            return value
-        host, _ = parse_endpoint(value)
-        if not info.data.get("insecure") and not is_loopback(host):
-            raise ValueError(
-                "other hosts could connect without TLS, which comes in a later version;"
-                " listen on 127.0.0.1, or add --insecure on a network you trust"
-            )
-        return value
+        return check_endpoint(value, info.field_name or "", info.data)
 
     @field_validator("socket_path")
     @classmethod
@@ -312,17 +298,6 @@ class ServerConfig(BlendSettings):
         if path is not None and not path.is_dir():
             raise ValueError("name a folder that exists")
         return None if path is None else absolute(path)
-
-    @field_validator("secret_file")
-    @classmethod
-    def _check_secret_file(cls, path: Path | None) -> Path | None:
-        if path is None:
-            return None
-        if not (path.is_file() and os.access(path, os.R_OK)):
-            raise ValueError("name a file that this user can read")
-        if path.stat().st_size < MIN_SECRET_BYTES:
-            raise ValueError(f"put at least {MIN_SECRET_BYTES} random bytes into it")
-        return absolute(path)
 
     @property
     def listen_address(self) -> tuple[str, int]:
@@ -349,10 +324,6 @@ class ServerConfig(BlendSettings):
         if self.socket_path == "off":
             return None
         return Path(self.socket_path.replace("{port}", str(port)))
-
-    def read_secret(self) -> bytes:
-        """Return the secret that salts the namespaces; empty when no file is named."""
-        return self.secret_file.read_bytes() if self.secret_file is not None else b""
 
 
 class _Environment(ServerConfig, BaseSettings):

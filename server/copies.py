@@ -93,6 +93,12 @@ class Copies:
             row = self._index.row(key)
             return bool(row) and self._index.lacks(row, layout)
 
+    def is_absent_or_outgrown(self, key: ChunkKey, layout: KVLayout) -> bool:
+        """Whether a chunk of *layout* would be news."""
+        with self._lock:
+            row = self._index.row(key)
+            return not row or self._index.lacks(row, layout)
+
     def note_sealed(self, tier: str, info: ChunkInfo, origin: Origin | None = None) -> None:
         """A copy became visible on *tier*; *origin* says where it came from, if it was put."""
         with self._lock:

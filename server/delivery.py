@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.base import codec_by_id
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -22,7 +20,6 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierFullError,
     TierUnavailableError,
-    UnknownCodecError,
 )
 from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
@@ -130,7 +127,7 @@ class Delivery:
                     yield replace(arrival, tier=origins[index] or arrival.tier)
                 finally:
                     if arrival.place is None:
-                        self._return_loose(len(arrival.frame))
+                        self.return_loose(len(arrival.frame))
         finally:
             self._counters.add("get_chunks", delivered)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
@@ -307,7 +304,7 @@ class Delivery:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
         shelf = self._transfers.shelves[name]
         info = self._catalog.copies(key).get(name)
-        if info is None or not self._take_loose(info.size_bytes):
+        if info is None or not self.take_loose(info.size_bytes):
             return None
         ticket = self._mover.submit(
             f"load-{name}", b"loose" + key, lambda: self._transfers.read_loose(info, shelf)
@@ -318,58 +315,23 @@ class Delivery:
         except KVStoreError:
             self._counters.add("get_late_chunks")
         if frame is None:
-            self._return_loose(info.size_bytes)
+            self.return_loose(info.size_bytes)
             return None
         self._counters.add("read_throughs")
         return Arrival(index, name, frame, None)  # type: ignore[arg-type]
 
-    @contextmanager
-    def stored(
-        self, key: ChunkKey, least: Fidelity, deadline: float
-    ) -> Iterator[tuple[str, Bytes] | None]:
-        """Lend the frame of a leased chunk as it lies, verified, and the name of its tier.
-
-        One with levels is chosen before others, of those the smallest. None when there is none
-        of *least*, or not in time.
-        """
-        name = self._stored_at(key, least)
-        arrival = None
-        if name == self._transfers.cpu.name:
-            arrival = self._in_cpu(0, key)
-        elif name:
-            arrival = self._loose(0, key, name, deadline)
-        try:
-            yield None if arrival is None else (name, arrival.frame)
-        finally:
-            if arrival is not None and arrival.place is None:
-                self._return_loose(len(arrival.frame))
-
-    def _stored_at(self, key: ChunkKey, least: Fidelity) -> str:
-        copies = {
-            name: info
-            for name, info in self._catalog.copies(key).items()
-            if info.fidelity >= least and not self._transfers.shelves[name].breaker.is_open
-        }
-        order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
-        return min(order, key=order.__getitem__, default="")
-
-    def _take_loose(self, size_bytes: int) -> bool:
+    def take_loose(self, size_bytes: int) -> bool:
+        """Account for memory of a reader's own; False when there is too much of it already."""
         with self._lock:
             if self._loose_bytes + size_bytes > self._loose_limit_bytes:
                 return False
             self._loose_bytes += size_bytes
             return True
 
-    def _return_loose(self, size_bytes: int) -> None:
+    def return_loose(self, size_bytes: int) -> None:
+        """Account for it no more."""
         with self._lock:
             self._loose_bytes -= size_bytes
-
-
-def _has_levels(codec_id: int) -> bool:
-    try:
-        return codec_by_id(codec_id).max_levels > 0
-    except UnknownCodecError:
-        return False
 
 
 def _prefetched(shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:

@@ -10,6 +10,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Nam
 from kvstore.server.catalog import Catalog
 from kvstore.server.known_spaces import Differing, KnownSpaces, Space
 from kvstore.server.outcomes import Fate, Outcome, Outcomes
+from kvstore.server.policy.state_admission import StateAdmission
 from kvstore.server.shelf import Shelf
 
 MAX_NEAR = 3
@@ -59,6 +60,7 @@ class Explanation:
 class Explainer:
     """Explains to who asks. *sources* are the shelves in the order in which they are read.
 
+    *states* says whose state was turned away.
     Thread-safe; *clock* is that of *outcomes*. Costs nothing until it is asked but memory.
     """
 
@@ -68,7 +70,9 @@ class Explainer:
         sources: Sequence[Shelf],
         outcomes: Outcomes,
         clock: Callable[[], float],
+        states: StateAdmission | None = None,
     ) -> None:
+        self._states = states
         self._catalog = catalog
         self._shelves = {shelf.name: shelf for shelf in sources}
         self._outcomes = outcomes
@@ -86,6 +90,8 @@ class Explainer:
         hits = min(first, self._usable(keys, least))
         for at in range(hits, first):
             text = "here, but no prefix that ends here or further has all that the model needs"
+            if self._states is not None and self._states.has_turned_away(keys[at]):
+                text += "; its state was not kept, by --state-admission"
             reasons[at] = replace(reasons[at], state="no_end", text=text)
         for at in range(first + 1, len(keys)):
             if reasons[at].state == "ready":

@@ -27,7 +27,7 @@ class ExplainDesk:
         self._checks = checks
         self._clock: Callable[[], float] = checks.clock
         self._explainer = Explainer(
-            manager.catalog, transfers.sources, transfers.outcomes, transfers.clock
+            manager.catalog, transfers.sources, transfers.outcomes, transfers.clock, manager.states
         )
         self._log = MissLog(checks.clock)
         sessions.on_open.append(self._explainer.spaces.note)

@@ -15,6 +15,7 @@ from kvstore.server.absent import AbsentKeys
 from kvstore.server.catalog import Found, LeaseTerms
 from kvstore.server.policy.admission import Moment
 from kvstore.server.policy.planner import PlanQuestion, plan_loads
+from kvstore.server.policy.state_admission import StateAdmission
 from kvstore.server.prefetch import Prefetch
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
@@ -49,6 +50,8 @@ class Finder:
         self._names = tuple(shelf.name for shelf in transfers.sources)
         self.shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
         self._absent = AbsentKeys(transfers.clock)
+        self.states: StateAdmission | None = None
+        """Who is told where prompts part, for models with states."""
 
     def lookup(
         self,
@@ -75,6 +78,8 @@ class Finder:
         self._counters.add("lookups")
         self._counters.add("lookup_chunks", len(keys))
         self._counters.add("lookup_ready_chunks", ready)
+        if found.shared and self.states is not None:
+            self.states.parted(keys[found.shared - 1])
         if found.ghosts:
             self._counters.add("lookup_ghost_chunks", found.ghosts)
         self._after(keys[:ready])
@@ -98,8 +103,11 @@ class Finder:
         """Copy what was asked for again to tiers whose admission looks for that."""
         for shelf in self._watching:
             for key in self._catalog.asked_again(keys, shelf.name):
-                if self._transfers.placement.admits(shelf, key, Moment.asked):
-                    self._transfers.copy_down(key, shelf)
+                placement = self._transfers.placement
+                if not placement.admits(shelf, key, Moment.asked):
+                    continue
+                if self._transfers.copy_down(key, shelf) is None:
+                    placement.given_up(shelf.name, key)
 
     def _plan(
         self,

@@ -14,8 +14,9 @@ from kvstore.server.units import format_size
 
 _SHORT = {"cpu_size": "--cpu", "redis_url": "--redis", "socket_path": "--socket"}
 _GROUPS = {
+    "tls_cert": "trust",
     "tiers": "tiers",
-    "insecure": "addresses",
+    "listen": "addresses",
     "max_frame_bytes": "limits",
     "log_format": "logs",
 }

@@ -50,6 +50,11 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
         ("blend_priority_bytes", "what is known of their tokens", "", priority_bytes),
         ("blend_open_gates", "models and tags whose variants are given", "", gates),
     ]
+    for tier, (a_day, left) in manager.transfers.placement.budgets().items() or [("", (0, 0.0))]:
+        rows += [
+            ("write_budget_bytes", "bytes a day that the tier may write, 0 for all", tier, a_day),
+            ("write_budget_left_bytes", "what it may write now; less than 0 is debt", tier, left),
+        ]
     for status in manager.shelf_statuses():
         name, stats = status.name, status.stats
         rows += [

@@ -11,10 +11,12 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
 from kvstore.proto.places import Place, Reach, pack_places
 from kvstore.proto.shm import ARENA_SLAB
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.delivery import IN_MEMORY, Arrival
 from kvstore.server.layered import LayeredGet, LayerPart
 from kvstore.server.manager import TierManager
+from kvstore.server.ranged import RangedRead, Span
 from kvstore.server.sessions import Session
 from kvstore.tiers.base import FilePlace
 from kvstore.tiers.slab import SlabPlace
@@ -41,27 +43,42 @@ class GetStream:
     deadline: float
     least: Fidelity
 
-    def layers(self, keys: Sequence[ChunkKey]) -> Iterator[pb.GetResponse]:
-        """Yield the first layer of all chunks, then the second, and so on."""
+    def layers(
+        self, keys: Sequence[ChunkKey], skipped: SkippedRows | None = None
+    ) -> Iterator[pb.GetResponse]:
+        """Yield the first layer of all chunks, then the second, and so on, without *skipped*."""
         transfers = self.manager.transfers
         layered = LayeredGet(transfers, self.session, keys, self.deadline, self.least)
+        layered.skipped = skipped
         for part in layered.parts():
             yield from self._pieces(part)
 
     def ranges(
-        self, keys: Sequence[ChunkKey], ranges: Sequence[pb.FrameRange]
+        self,
+        keys: Sequence[ChunkKey],
+        ranges: Sequence[pb.FrameRange],
+        reach: Collection[Reach] | None,
     ) -> Iterator[pb.GetResponse]:
-        """Yield *ranges* of the frames of *keys* as they lie, in order; one read for neighbours."""
+        """Yield *ranges* of the frames of *keys* as they lie, in order; one read for neighbours.
+
+        Of a frame within *reach* its place instead.
+        """
+        reading = RangedRead(self.manager.transfers, self.manager.gets, self.least, self.deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
-            with self.manager.gets.stored(keys[index], self.least, self.deadline) as found:
-                if found is None:
+            found = reading.place(keys[index], reach) if reach is not None else None
+            if found is not None:
+                tier, place = found
+                yield self._places(index, pack_places([place]), [tier])
+                continue
+            spans = [Span(one.start, one.stop) for one in group]
+            with reading.read(keys[index], spans) as stored:
+                if stored is None:
                     continue
-                tier, frame = found
-                for one in group:
-                    data = frame[one.start : one.stop]
-                    yield from self._pieces(LayerPart(index, tier, len(frame), one.start, data))
+                for span, data in zip(spans, stored.data, strict=True):
+                    part = LayerPart(index, stored.tier, stored.frame_bytes, span.start, data)
+                    yield from self._pieces(part)
 
     def frames(
         self, keys: Sequence[ChunkKey], reach: Collection[Reach] | None

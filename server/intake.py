@@ -21,7 +21,7 @@ from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_fr
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.assembly import Assembly, Piece, PortionTicket
-from kvstore.server.landing import Landing
+from kvstore.server.landing import Landing, Said
 from kvstore.server.landing import PutResult as PutResult
 from kvstore.server.sessions import Session
 from kvstore.tiers.base import Reservation
@@ -88,19 +88,30 @@ class Intake:
         *info* is that of the whole chunk, also where only a *piece* of it is put.
         Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
         """
+        return self.begin_as(session, info, deadline, Said(hints), piece)
+
+    def begin_as(
+        self,
+        session: Session,
+        info: ChunkInfo,
+        deadline: float,
+        said: Said,
+        piece: Piece | None = None,
+    ) -> AnyTicket | PutResult:
+        """The same of a chunk of which more is *said*."""
         if self._draining:
             raise ShuttingDownError("the server drains; no new puts")
         ticket: AnyTicket
         if piece is not None:
-            ticket = PortionTicket(self._new_id(), session, info, piece, hints)
+            ticket = PortionTicket(self._new_id(), session, info, piece, said)
             answer = self.assembly.begin(ticket, deadline)
             if answer is not None:
                 return answer
         else:
-            reserved = self._landing.reserve(session, info, deadline, hints)
+            reserved = self._landing.reserve(session, info, deadline, said)
             if isinstance(reserved, PutResult):
                 return reserved
-            ticket = PutTicket(self._new_id(), session, reserved, hints)
+            ticket = PutTicket(self._new_id(), session, reserved, said.hints)
         try:
             self._own(ticket)
         except (QuotaExceededError, LeaseExpiredError):
@@ -118,9 +129,11 @@ class Intake:
     ) -> list[AnyTicket | PutResult]:
         """Begin a batch; all of its room is given back when one of it is invalid."""
         begun: list[AnyTicket | PutResult] = []
+        continued = {info.parent_key for info in infos}
         try:
             for info, piece in zip(infos, pieces or [None] * len(infos), strict=True):
-                begun.append(self.begin(session, info, deadline, hints, piece))
+                said = Said(hints, info.key not in continued)
+                begun.append(self.begin_as(session, info, deadline, said, piece))
         except KVStoreError:
             for result in begun:
                 if not isinstance(result, PutResult):
@@ -185,13 +198,20 @@ class Intake:
         self.discard(ticket)
         return True
 
-    def commit(self, ticket: AnyTicket) -> PutResult:
+    def may_lose_state(self, ticket: AnyTicket) -> bool:
+        """Whether the chunk will be kept without its state, unless it ends its put."""
+        return isinstance(ticket, PutTicket) and self._landing.may_lose_state(ticket.reservation)
+
+    def commit(self, ticket: AnyTicket, *, is_end: bool = False) -> PutResult:
         """Verify what was written into a claimed put and make it visible, or abort it.
 
+        *is_end*: it turned out that nothing of the put continues it.
         Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
         for frames that are not what was reserved; nothing of them stays.
         """
         if isinstance(ticket, PutTicket):
+            if is_end:
+                self._landing.keep_state(ticket.reservation)
             return self._finish(ticket, check_frame)
         return self.assembly.take(ticket, self.view(ticket))
 

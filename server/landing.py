@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import KVStoreError, TierFullError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
 from kvstore.server.knowledge import Origin
 from kvstore.server.outcomes import Fate
 from kvstore.server.policy.admission import Moment
+from kvstore.server.policy.state_admission import StateAdmission
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Room
 from kvstore.server.transfer import Transfers
+from kvstore.server.trimming import trimmed, without_state
 from kvstore.tiers.base import Reservation
+
+WITHOUT_STATE = "kept without its state: no prompt ended or parted here (--state-admission)"
+_TRIM_S = 1.0
+"""What a chunk that gave its room back waits at most for the smaller one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +32,35 @@ class PutResult:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a writer says of a chunk. ``is_end``: nothing of the put continues it; None: unknown."""
+
+    hints: Hints = NO_HINTS
+    is_end: bool | None = True
+
+
+NOTHING_SAID = Said()
+
+
 class Landing:
     """Where puts land. Thread-safe.
 
-    ``headroom_percent`` of CPU memory are kept for loads: stores give way to them.
+    ``headroom_percent`` of CPU memory are kept for loads: stores give way to them. *states* says
+    which recurrent states are kept; None: all of them.
     """
 
-    def __init__(self, transfers: Transfers, headroom_percent: int) -> None:
+    def __init__(
+        self,
+        transfers: Transfers,
+        headroom_percent: int,
+        states: StateAdmission | None = None,
+    ) -> None:
         self._transfers = transfers
+        self._states = states
+        # By the id of its reservation, what is kept of a chunk whose state was turned away.
+        # Single operations on a dictionary: no lock.
+        self._bare: dict[int, KVLayout] = {}
         self._catalog = transfers.catalog
         self.counters = transfers.counters
         self.clock = transfers.clock
@@ -42,25 +69,31 @@ class Landing:
         self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
 
     def reserve(
-        self, session: Session, info: ChunkInfo, deadline: float, hints: Hints
+        self, session: Session, info: ChunkInfo, deadline: float, said: Said
     ) -> Reservation | PutResult:
         """Take room for a frame, or say why there is nothing to write.
 
         From then on the chunk is pending, until ``seal`` or ``give_back``. Raises
         QuotaExceededError, InvalidRequestError.
         """
-        if self._catalog.is_outgrown(info.key, info.layout) and not self._transfers.replace(info):
+        bare = self._bare_layout(info, said)
+        kept = info if bare is None else replace(info, layout=bare)
+        if self._catalog.is_outgrown(info.key, kept.layout) and not self._transfers.replace(kept):
             reason = "somebody reads it as it is, without its checkpoint"
             self.counters.add("put_refused_chunks")
             self._transfers.outcomes.note(info.key, Fate.refused, detail=reason)
             return PutResult(PutOutcome.refused, reason)
         if not self._catalog.begin_put(info.key):
             self.counters.add("put_existing_chunks")
-            self._hint(info.key, hints)
-            return PutResult(PutOutcome.exists)
+            self._hint(info.key, said.hints)
+            return PutResult(PutOutcome.exists, "" if bare is None else WITHOUT_STATE)
         try:
-            room = Room(info, session.tenant, deadline, self._headroom_bytes, hints.category)
-            return self._transfers.reserve_for_put(room)
+            category = said.hints.category
+            room = Room(info, session.tenant, deadline, self._headroom_bytes, category)
+            reservation = self._transfers.reserve_for_put(room)
+            if bare is not None:
+                self._bare[id(reservation)] = bare
+            return reservation
         except TierFullError as error:
             self._catalog.end_put(info.key)
             self.counters.add("put_refused_chunks")
@@ -70,6 +103,27 @@ class Landing:
             self._catalog.end_put(info.key)
             self._transfers.outcomes.note(info.key, Fate.refused, detail=str(error))
             raise
+
+    def _bare_layout(self, info: ChunkInfo, said: Said) -> KVLayout | None:
+        """Return what is kept of a chunk whose state is not worth it; None: all of it."""
+        if self._states is None or not info.layout.has(LayerKind.state):
+            return None
+        bare = without_state(info.layout)
+        if bare is None or not self._catalog.is_absent_or_outgrown(info.key, info.layout):
+            return None
+        # Of a chunk that is known, and whose end is not, somebody asks a second time.
+        is_end = self._catalog.is_outgrown(info.key, info.layout) if said.is_end is None else False
+        admitted = self._states.admits(info.key, is_end=bool(said.is_end or is_end))
+        return None if admitted else bare
+
+    def may_lose_state(self, reservation: Reservation) -> bool:
+        """Whether the chunk that comes will be kept without its state."""
+        return id(reservation) in self._bare
+
+    def keep_state(self, reservation: Reservation) -> None:
+        """Keep the state after all: nothing of the put continues the chunk."""
+        if self._bare.pop(id(reservation), None) is not None and self._states is not None:
+            self._states.forget(reservation.info.key)
 
     def note_refused(self, key: ChunkKey, reason: str) -> None:
         """Remember why a chunk was not taken, for who asks."""
@@ -89,6 +143,7 @@ class Landing:
 
     def give_back(self, reservation: Reservation) -> None:
         """Free room that nothing comes into any more."""
+        self.keep_state(reservation)
         self._transfers.cpu_tier.abort(reservation)
         self._catalog.end_put(reservation.info.key)
 
@@ -96,7 +151,17 @@ class Landing:
         self, reservation: Reservation, header: FrameHeader, tenant: str, hints: Hints
     ) -> PutResult:
         """Make a verified frame visible, and have it copied on."""
-        key = reservation.info.key
+        key, reason = reservation.info.key, ""
+        bare = self._bare.pop(id(reservation), None)
+        if bare is not None and not header.levels:
+            try:
+                reservation, header = self._trim(reservation, header, bare, hints)
+            except KVStoreError as error:
+                self._catalog.end_put(key)
+                self.counters.add("put_refused_chunks")
+                self.note_refused(key, str(error))
+                return PutResult(PutOutcome.refused, str(error))
+            reason = WITHOUT_STATE
         sealed = self._transfers.cpu_tier.seal(reservation)
         if sealed:
             origin = Origin(tenant, hints, header.content, header.position)
@@ -110,7 +175,25 @@ class Landing:
         self.counters.add("put_bytes", reservation.info.size_bytes)
         self._transfers.settle_quota(self._transfers.cpu, key)
         self._copy_through(key)
-        return PutResult(PutOutcome.stored)
+        return PutResult(PutOutcome.stored, reason)
+
+    def _trim(
+        self, reservation: Reservation, header: FrameHeader, layout: KVLayout, hints: Hints
+    ) -> tuple[Reservation, FrameHeader]:
+        """Put what is kept of a verified frame into room of its size; raise with neither left."""
+        cpu = self._transfers.cpu_tier
+        try:
+            fresh, frame = trimmed(header, cpu.view(reservation), layout)
+        finally:
+            cpu.abort(reservation)
+        room = Room(
+            fresh.info(), reservation.tenant, self.clock() + _TRIM_S, self._headroom_bytes,
+            hints.category,
+        )  # fmt: skip
+        smaller = self._transfers.reserve_for_put(room)
+        copy_bytes(cpu.view(smaller), frame)
+        self.counters.add("put_states_left_out")
+        return smaller, fresh
 
     def _hint(self, key: ChunkKey, hints: Hints) -> None:
         if hints != NO_HINTS:
@@ -121,4 +204,5 @@ class Landing:
             if not self._transfers.placement.admits(shelf, key, Moment.stored):
                 continue
             if shelf.breaker.is_open or self._transfers.copy_down(key, shelf) is None:
+                self._transfers.placement.given_up(shelf.name, key)
                 self.counters.add("skipped_copies")

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvstore.codecs.row_cut import cut_rows, kept_rows
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import DeadlineError, KVStoreError
+from kvstore.proto.errors import ChunkCorruptError, DeadlineError, KVStoreError
 from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.layers import layer_order
+from kvstore.proto.skipped_rows import Rows, SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.fill import Fill
 from kvstore.server.mover import Ticket
@@ -41,6 +43,8 @@ class _Source:
     header: FrameHeader
     frame: Bytes
     fill: Fill | None
+    kept: Rows | None = None
+    """The rows that are sent; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class LayeredGet:
         deadline: float,
         least: Fidelity = Fidelity.exact,
     ) -> None:
+        self.skipped: SkippedRows | None = None
+        """Rows that the reader does not want."""
         self._transfers = transfers
         self._least = least
         self._session = session
@@ -107,6 +113,7 @@ class LayeredGet:
             source = self._opened(index, key, openings[index])
             if source is None:
                 return
+            source.kept = kept_rows(source.header, self.skipped, index)
             self._sources.append(source)
 
     def _begin(self, key: ChunkKey) -> _Opening | None:
@@ -173,4 +180,20 @@ class LayeredGet:
                 live = source.index  # a segment that failed: nothing from here on
                 continue
             offset = int(source.header.segments[segment]["offset"])
-            yield self._part(source, offset, source.header.segment(source.frame, segment))
+            data = self._wanted(source, segment)
+            if data is None:
+                live = source.index
+                continue
+            yield self._part(source, offset, data)
+
+    def _wanted(self, source: _Source, segment: int) -> Bytes | None:
+        """Return what is sent of a segment; None when it proved wrong before it was cut."""
+        header, data = source.header, source.header.segment(source.frame, segment)
+        if source.kept is None:
+            return data
+        try:
+            return cut_rows(header, segment, data, source.kept)
+        except ChunkCorruptError:
+            shelf = source.fill.source if source.fill is not None else self._transfers.cpu
+            self._transfers.quarantine(shelf, header.key)
+            return None

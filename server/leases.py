@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,15 @@ class Lease:
     session_id: int
     keys: Sequence[ChunkKey]
     deadline: float
+    tenant: str = ""
+
+
+TenantOf = Callable[[int], tuple[str, int]]
+"""From a session's id to its tenant and how many leases that may have; 0: as many as it likes."""
+
+
+def _nobody(session_id: int) -> tuple[str, int]:
+    return "", 0
 
 
 class LeaseTable:
@@ -32,13 +42,21 @@ class LeaseTable:
         self._leases: dict[int, Lease] = {}
         self._by_session: dict[int, set[int]] = {}
         self.pins: dict[ChunkKey, int] = {}
+        self.tenant_of: TenantOf = _nobody
+        self.by_tenant: Counter[str] = Counter()
 
     def grant(self, session_id: int, keys: Iterable[ChunkKey], deadline: float) -> Lease:
         """Pin *keys* for a session. Raises QuotaExceededError."""
         owned = self._by_session.setdefault(session_id, set())
         if len(owned) >= self._limit:
             raise QuotaExceededError("max_leases_per_session", self._limit, f"session {session_id}")
-        lease = Lease(self._new_id(), session_id, list(keys), deadline)
+        tenant, most = self.tenant_of(session_id)
+        if most and self.by_tenant[tenant] >= most:
+            if not owned:
+                del self._by_session[session_id]
+            raise QuotaExceededError("leases", most, f"tenant {tenant!r}")
+        lease = Lease(self._new_id(), session_id, list(keys), deadline, tenant)
+        self.by_tenant[tenant] += 1
         self._leases[lease.lease_id] = lease
         owned.add(lease.lease_id)
         pins, held = self.pins, self.pins.get
@@ -70,6 +88,9 @@ class LeaseTable:
         owned.discard(lease_id)
         if not owned:
             del self._by_session[session_id]
+        self.by_tenant[lease.tenant] -= 1
+        if not self.by_tenant[lease.tenant]:
+            del self.by_tenant[lease.tenant]
         for key in lease.keys:
             self.unpin(key)
         return True

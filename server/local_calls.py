@@ -9,7 +9,8 @@ from typing import Any
 
 from kvstore.proto import shm
 from kvstore.proto.calls import METHODS, Packet, pack_answer, pack_failure, unpack_call
-from kvstore.proto.errors import UnauthenticatedError
+from kvstore.proto.errors import KVStoreError, UnauthenticatedError
+from kvstore.server.doorkeeper import Doorkeeper
 from kvstore.server.interceptors import told
 from kvstore.server.service import KVStoreService
 from kvstore.server.sessions import Session
@@ -19,10 +20,14 @@ _NO_CONTEXT: Any = None
 
 
 class LocalCalls:
-    """Runs a call against *service* and packs what it answers, errors included."""
+    """Runs a call against *service* and packs what it answers, errors included.
 
-    def __init__(self, service: KVStoreService) -> None:
+    *doorkeeper* says whether the session may, and is told what became of it.
+    """
+
+    def __init__(self, service: KVStoreService, doorkeeper: Doorkeeper | None = None) -> None:
         self._service = service
+        self._doorkeeper = doorkeeper
 
     def answer(
         self, session: Session, head: shm.Request, body: bytes
@@ -38,6 +43,21 @@ class LocalCalls:
         method, request = unpack_call(head, body)
         if request.session_id != session.session_id:  # type: ignore[attr-defined]
             raise UnauthenticatedError("session_id: call on the connection of your session")
+        if self._doorkeeper is None:
+            yield from self._answered(method, request)
+            return
+        outcome = "cancelled"
+        try:
+            self._doorkeeper.admit_on(session, method)
+            yield from self._answered(method, request)
+            outcome = "OK"
+        except KVStoreError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self._doorkeeper.note(session.owner, method, outcome, session, request, lambda: "unix")
+
+    def _answered(self, method: str, request: Any) -> Generator[Packet, None, None]:
         reply = getattr(self._service, method)(request, _NO_CONTEXT)
         if not isinstance(reply, GeneratorType):
             yield from pack_answer(reply)

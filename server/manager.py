@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -31,6 +31,7 @@ from kvstore.server.policy.admission import WriteBack, WriteThrough
 from kvstore.server.policy.batch_plan import BatchPlan, plan_batch
 from kvstore.server.policy.blend_gate import GateTerms
 from kvstore.server.policy.prefix_ends import EndNeeds
+from kvstore.server.policy.state_admission import StateAdmission, StateRule
 from kvstore.server.prefetch import Prefetch
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
@@ -52,6 +53,9 @@ class ManagerLimits:
     blend: GateTerms = field(default_factory=GateTerms)
     unfinished_s: float = UNFINISHED_S
     waiting_lookups: int = 8
+    state_admission: StateRule = "all"
+    write_budgets: Mapping[str, int] = field(default_factory=dict)
+    """Bytes a day, of the tiers that are held to a budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class TierManager:
         self.transfers = transfers
         self.catalog = transfers.catalog
         self.counters = transfers.counters
-        landing = Landing(transfers, limits.load_headroom_percent)
+        self.states = StateAdmission() if limits.state_admission == "judicious" else None
+        landing = Landing(transfers, limits.load_headroom_percent, self.states)
         self.puts = Intake(
             landing,
             Assembly(landing, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
@@ -96,6 +101,10 @@ class TierManager:
             transfers.clock,
             otherwise,
         )
+        transfers.placement.limit_writes(
+            {name: n for name, n in limits.write_budgets.items() if name in transfers.shelves},
+            self.counters,
+        )
         self._mover = transfers.mover
         self._lease_ttl_ms = limits.lease_ttl_ms
         self._new_id = new_id
@@ -106,6 +115,7 @@ class TierManager:
         ]
         self.hand_over = HandOver(self.catalog, self.counters, limits.waiting_lookups)
         self._finder = Finder(transfers, limits.lease_ttl_ms, prefetch)
+        self._finder.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
         self.blends = Blending(transfers, self._finder, limits.lease_ttl_ms, gates)
 
@@ -314,7 +324,7 @@ class TierManager:
                 shelf.encoder.name,
                 shelf.encoder.codec_id,
                 shelf.rate.bytes_per_s,
-                shelf.breaker.reason,
+                shelf.reason,
             )
             for shelf in self.transfers.shelves.values()
         ]

@@ -74,6 +74,7 @@ def build_manager(
         waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
         blend=config.blend_terms,
         state_admission=config.state_admission,
+        write_budgets=config.write_budgets,
     )
     return TierManager(transfers, limits, new_id)
 

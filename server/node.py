@@ -212,6 +212,7 @@ class Node:
         for name in ("", SERVICE_NAME, "readiness"):
             self._health.set(name, state)
         alive = self.is_alive()
+        self._health.set("startup", states.SERVING)
         self._health.set("liveness", states.SERVING if alive else states.NOT_SERVING)
 
     def is_alive(self) -> bool:

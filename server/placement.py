@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.catalog import Catalog
+from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover
 from kvstore.server.policy.admission import (
     Moment,
@@ -19,6 +20,8 @@ from kvstore.server.policy.admission import (
     TierAdmission,
     WriteBack,
 )
+from kvstore.server.policy.write_budget import WriteBudget
+from kvstore.server.prospects import Prospect
 from kvstore.server.shelf import Shelf
 
 MAX_ENGINES = 1024
@@ -46,28 +49,76 @@ class Placement:
         self._catalog = catalog
         self._mover = mover
         self._clock = clock
+        self._budgets: dict[str, WriteBudget] = {}
+        self._counters: Counters | None = None
         self._engines: dict[Namespace, PrefillModel] = {}
-        self._lock = threading.Lock()  # guards _pressures and _engines
+        self._lock = threading.Lock()  # guards _pressures, _budgets and _engines
+
+    def limit_writes(self, bytes_a_day: Mapping[str, int], counters: Counters) -> None:
+        """Have tiers write at most so many bytes a day, but for durable puts. At the start."""
+        now_s = self._clock()
+        self._budgets = {name: WriteBudget(size, now_s) for name, size in bytes_a_day.items()}
+        self._counters = counters
 
     def admits(self, shelf: Shelf, key: ChunkKey, moment: Moment) -> bool:
-        """Whether a copy of *key* on *shelf* is worth making now; it has none there."""
+        """Whether a copy of *key* on *shelf* is worth making now; it has none there.
+
+        One that is has been paid for, out of the tier's budget of writes.
+        """
         rule = self._rules[shelf.name]
+        budget = self._budgets.get(shelf.name)
         engine = self._engines.get(Namespace(key[:DIGEST_BYTES]))
-        if engine is None and not rule.looks_ahead:
+        if engine is None and not rule.looks_ahead and budget is None:
             return rule.admits(Offer(moment, 0), 0.0)
-        prospect = self._catalog.prospect(key, ahead=rule.looks_ahead)
+        looks_ahead = rule.looks_ahead or (budget is not None and moment is Moment.leaving)
+        prospect = self._catalog.prospect(key, ahead=looks_ahead)
         if prospect is None:
             return False
+        offer = self._offer(moment, prospect, shelf, engine)
+        if not rule.admits(offer, self.pressure(shelf.name)):
+            return False
+        return budget is None or self._affords(budget, key, offer)
+
+    def _offer(
+        self, moment: Moment, prospect: Prospect, shelf: Shelf, engine: PrefillModel | None
+    ) -> Offer:
         load_s = compute_s = 0.0
         if engine is not None:
             load_s = float(shelf.load_s(np.array([prospect.size_bytes]))[0])
             tokens, context = prospect.tokens, prospect.context_tokens
             compute_s = engine.token_s * tokens + engine.pair_s * tokens * context
-        offer = Offer(
+        return Offer(
             moment, prospect.size_bytes, prospect.hits, prospect.chance, load_s, compute_s,
             prospect.is_needed,
         )  # fmt: skip
-        return rule.admits(offer, self.pressure(shelf.name))
+
+    def _affords(self, budget: WriteBudget, key: ChunkKey, offer: Offer) -> bool:
+        """Pay for a copy, if it is worth it: beyond the budget only what leaves memory may be."""
+        with self._lock:
+            price = budget.price(self._clock())
+            is_leaving = offer.moment is Moment.leaving
+            value = offer.chance * offer.saved_share
+            affords = price == 0 or (is_leaving and (offer.is_needed or value >= price))
+            if affords:
+                budget.admitted(key, offer.size_bytes)
+        if not affords and self._counters is not None:
+            self._counters.add("over_budget_copies")
+        return affords
+
+    def given_up(self, name: str, key: ChunkKey) -> None:
+        """A copy that was worth making was not begun."""
+        with self._lock:
+            if name in self._budgets:
+                self._budgets[name].given_up(key)
+
+    def budgets(self) -> dict[str, tuple[int, float]]:
+        """Return, of tiers that have one, the budget in bytes a day and what is left of it now."""
+        with self._lock:
+            now_s = self._clock()
+            return {
+                name: (budget.bytes_a_day, budget.left_bytes(now_s))
+                for name, budget in self._budgets.items()
+            }
 
     def watches_askings(self, shelf: Shelf) -> bool:
         """Whether a copy on *shelf* may follow from a chunk's being asked for."""
@@ -79,10 +130,12 @@ class Placement:
         with self._lock:
             return self._pressures[name].level(share, self._clock())
 
-    def wrote(self, name: str, seconds: float) -> None:
-        """A copy to a tier took so long."""
+    def wrote(self, name: str, seconds: float, key: ChunkKey, size_bytes: int) -> None:
+        """A copy of so many bytes to a tier took so long."""
         with self._lock:
             self._pressures[name].note(seconds, self._clock())
+            if name in self._budgets:
+                self._budgets[name].wrote(key, size_bytes)
 
     def note_engine(self, space: Namespace, prefill: PrefillModel) -> None:
         """An engine said how long it computes."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.config import ServerConfig
 from kvstore.server.knowledge import Knowledge
+from kvstore.server.limits_config import TenantLimitRules
 from kvstore.server.placement_config import write_rules
 from kvstore.server.policy.admission import make_admission
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.content_index import ContentIndex
-from kvstore.server.policy.partitions import PartitionedEviction, PartitionTable, Quota
+from kvstore.server.policy.partitions import NO_QUOTA, PartitionedEviction, PartitionTable, Quota
 from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.reuse import ReuseForecast
 from kvstore.server.policy.what_if import WhatIf
@@ -38,7 +40,10 @@ class Policies:
         self._tenants = config.tenant_quotas or TenantQuotas()
         terms = config.category_terms or CategoryTerms()
         self._categories = terms.quotas
-        partitions = PartitionTable(self._tenants.tenants, tuple(self._categories))
+        self._limits = (config.tenant_limits or TenantLimitRules()).limits
+        limited = [tenant for tenant, limits in self._limits.items() if limits.chunks]
+        tenants = tuple(dict.fromkeys((*self._tenants.tenants, *limited)))
+        partitions = PartitionTable(tenants, tuple(self._categories))
         self.knowledge = Knowledge(
             partitions=partitions,
             category_ttls_s=terms.ttls_s,
@@ -48,7 +53,8 @@ class Policies:
             policy_names={tier: self.name(tier) for tier in capacities},
         )
         rules = write_rules(config.disk_write, config.redis_write)
-        if any(make_admission(rule).looks_ahead for rule in rules.values()):
+        looks_ahead = any(make_admission(rule).looks_ahead for rule in rules.values())
+        if looks_ahead or config.write_budgets:
             self.knowledge.forecast = ReuseForecast(self.knowledge.history)
         self.by_tier = {tier: self._policy(tier) for tier in capacities}
 
@@ -60,7 +66,12 @@ class Policies:
         partitions = self.knowledge.partitions
         if len(partitions.names) == 1:
             return self._plain(tier)
-        quotas = partitions.quotas(self._tenants.of_tier(tier), self._categories)
+        by_tenant = self._tenants.of_tier(tier)
+        for tenant, limits in self._limits.items():
+            if limits.chunks:
+                quota = by_tenant.get(tenant, NO_QUOTA)
+                by_tenant[tenant] = replace(quota, limit_chunks=limits.chunks)
+        quotas = partitions.quotas(by_tenant, self._categories)
         self._check(tier, quotas)
         return PartitionedEviction(
             lambda: self._plain(tier),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.checks import Checks
 from kvstore.server.intake import AnyTicket, PutResult
+from kvstore.server.landing import Said
 from kvstore.server.manager import TierManager
 from kvstore.server.sessions import Session, SessionTable
 
@@ -41,6 +43,8 @@ class PutStream:
         self._results: list[PutResult] = []
         self._keys: list[ChunkKey] = []
         self._incoming: _Incoming | None = None
+        self._held: AnyTicket | None = None
+        """A whole frame whose state is kept only if the next one does not continue it."""
         self._durable = False
         self._deadline_ms = 0
         self._deadline = 0.0
@@ -97,6 +101,7 @@ class PutStream:
             raise InvalidFrameError(
                 "frame", self._incoming.received_bytes, "the stream ended inside it"
             )
+        self._commit_held(is_end=True)
         if self._durable:
             deadline = self._checks.deadline(self._deadline_ms)
             return self._manager.harden(self._keys, self._results, deadline)
@@ -111,9 +116,16 @@ class PutStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        with suppress(KVStoreError):  # the frames before a bad one stay
+            self._commit_held(is_end=True)
         if self._incoming is not None and self._incoming.ticket is not None:
             self._manager.puts.discard(self._incoming.ticket)
         self._incoming = None
+
+    def _commit_held(self, *, is_end: bool) -> None:
+        ticket, self._held = self._held, None
+        if ticket is not None:
+            self._results.append(self._manager.puts.commit(ticket, is_end=is_end))
 
     def _begin(self, session: Session, frame_bytes: int, data: Bytes) -> None:
         if not frame_bytes:
@@ -121,7 +133,10 @@ class PutStream:
         self._checks.batch("frames", len(self._keys) + 1)
         header = parse_header(data, takes_portions=True)
         info, piece = self._checks.header(session, header, frame_bytes)
-        begun = self._manager.puts.begin(session, info, self._deadline, self._hints, piece)
+        if self._held is not None:
+            self._commit_held(is_end=info.parent_key != self._held.key)
+        said = Said(self._hints, is_end=None)
+        begun = self._manager.puts.begin_as(session, info, self._deadline, said, piece)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)
@@ -144,4 +159,6 @@ class PutStream:
         if stop == incoming.frame_bytes:
             self._incoming = None
             if incoming.ticket is not None:
-                self._results.append(self._manager.puts.commit(incoming.ticket))
+                self._held = incoming.ticket
+                if not self._manager.puts.may_lose_state(incoming.ticket):
+                    self._commit_held(is_end=False)

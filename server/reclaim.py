@@ -92,7 +92,8 @@ class Reclaim(ABC):
                 except TierFullError:
                     missing = need
                 except TierUnavailableError as error:
-                    shelf.breaker.fail(str(error))
+                    if not error.is_partial:
+                        shelf.breaker.fail(str(error))
                     raise
             around = room if is_scattered else None
             claimed = self._claim(shelf, missing, around, attempt, Wanted(partition))

@@ -12,21 +12,26 @@ from typing_extensions import override
 from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
-from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.blend_calls import BlendCalls
-from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes, tier_status
+from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes
 from kvstore.server.dataplane import DataPlane
 from kvstore.server.explain_wire import ExplainDesk
+from kvstore.server.gatekeeper import principal_of
 from kvstore.server.get_stream import REACH, GetStream
 from kvstore.server.hand_over_calls import HandOverCalls
 from kvstore.server.intake import PutResult
 from kvstore.server.layered_put import LayeredPutStream
 from kvstore.server.manager import TierManager
+from kvstore.server.pools import Standings
 from kvstore.server.put_stream import PutStream
+from kvstore.server.quota_calls import QuotaCalls
+from kvstore.server.quota_desk import QuotaDesk
 from kvstore.server.request_log import RequestLog, check_local
 from kvstore.server.sessions import SessionTable
+from kvstore.server.status_calls import StatusCalls
+from kvstore.server.trust import Trust
 
 LIST_PAGE_CHUNKS = 256
 MAX_CLIENT_CHARS = 128
@@ -49,7 +54,9 @@ class Identity:
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 
-class KVStoreService(BlendCalls, HandOverCalls, kvstore_pb2_grpc.KVStoreServicer):
+class KVStoreService(
+    BlendCalls, HandOverCalls, StatusCalls, QuotaCalls, kvstore_pb2_grpc.KVStoreServicer
+):
     """Every RPC of kvstore.v1."""
 
     def __init__(
@@ -59,7 +66,10 @@ class KVStoreService(BlendCalls, HandOverCalls, kvstore_pb2_grpc.KVStoreServicer
         data_plane: DataPlane | None,
         checks: Checks,
         identity: Identity,
+        trust: Trust | None = None,
     ) -> None:
+        self._standings = trust.standings if trust else Standings()
+        self._quotas = QuotaDesk(manager.catalog, trust.limits if trust else None)
         self._manager = manager
         self._sessions = sessions
         self._data_plane = data_plane
@@ -81,7 +91,11 @@ class KVStoreService(BlendCalls, HandOverCalls, kvstore_pb2_grpc.KVStoreServicer
         if len(request.client) > MAX_CLIENT_CHARS:
             raise InvalidRequestError("client", request.client, f"at most {MAX_CLIENT_CHARS}")
         representation = wire.representation_from_message(request.representation)
-        session = self._sessions.open(representation, request.client)
+        caller = principal_of(context)
+        standing = self._standings.of(caller, request.tenant)
+        session = self._sessions.open(
+            representation, request.client, standing.tenant, caller, standing.roles
+        )
         plane, gpu = self._data_plane, self._manager.transfers.gpu_tier
         return pb.OpenSessionResponse(
             server=self._stamp,
@@ -112,7 +126,7 @@ class KVStoreService(BlendCalls, HandOverCalls, kvstore_pb2_grpc.KVStoreServicer
     def CloseSession(
         self, request: pb.CloseSessionRequest, context: grpc.ServicerContext
     ) -> pb.CloseSessionResponse:
-        self._sessions.close(request.session_id)
+        self._sessions.close_owned(request.session_id, principal_of(context))
         return pb.CloseSessionResponse(server=self._stamp)
 
     # --- reading
@@ -180,12 +194,13 @@ class KVStoreService(BlendCalls, HandOverCalls, kvstore_pb2_grpc.KVStoreServicer
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._data_plane is not None else None
         self._checks.ranges(request.ranges, len(keys))
+        skipped = self._checks.skipped(request, len(keys))
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
         stream = GetStream(self._manager, session, self._stamp, lease_id, deadline, least)
         if request.ranges:
-            messages = stream.ranges(keys[:known], request.ranges)
+            messages = stream.ranges(keys[:known], request.ranges, reach)
         elif request.layer_major:
-            messages = stream.layers(keys[:known])
+            messages = stream.layers(keys[:known], skipped)
         else:
             messages = stream.frames(keys[:known], reach)
         release = not request.lease_id
@@ -339,28 +354,6 @@ class KVStoreService(BlendCalls, HandOverCalls, kvstore_pb2_grpc.KVStoreServicer
         for start in range(0, len(held), LIST_PAGE_CHUNKS):
             page = held[start : start + LIST_PAGE_CHUNKS]
             yield pb.ListResponse(server=self._stamp, chunks=map(chunk_stat, page))
-
-    @override
-    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusResponse:
-        return pb.StatusResponse(
-            server=self._stamp,
-            version=self._identity.version,
-            state="draining" if self._sessions.is_draining else "serving",
-            uptime_s=self._clock() - self._identity.started_at,
-            tiers=self._tier_statuses(),
-            ghosts=self._manager.catalog.ghost_count(),
-            gates=map(gate_to_message, self._manager.blends.gates.views()),
-            sessions=len(self._sessions),
-            leases=self._manager.catalog.lease_count(),
-            counters=self._manager.counters.snapshot(),
-            socket_path=str(self._data_plane.path) if self._data_plane else "",
-        )
-
-    def _tier_statuses(self) -> list[pb.TierStatus]:
-        messages = [tier_status(status) for status in self._manager.shelf_statuses()]
-        for message in messages:
-            self._manager.catalog.policy_report(message.name).fill(message)
-        return messages
 
     @override
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:

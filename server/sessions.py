@@ -15,6 +15,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.keys import namespace, representation_digest
 from kvstore.proto.types import Namespace, Representation
+from kvstore.server.principal import ANYBODY, ROLES, Principal
 from kvstore.tiers.base import DEFAULT_TENANT
 
 TOKEN_BYTES = 16
@@ -22,7 +23,10 @@ TOKEN_BYTES = 16
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What the server knows of one engine process. ``heard_at`` is in the clock's seconds."""
+    """What the server knows of one engine process. ``heard_at`` is in the clock's seconds.
+
+    ``owner`` opened it and alone may use it; ``roles`` say for what, of the chunks of ``tenant``.
+    """
 
     session_id: int
     tenant: str
@@ -32,6 +36,8 @@ class Session:
     representation_digest: bytes
     attach_token: bytes
     heard_at: float
+    owner: Principal = ANYBODY
+    roles: frozenset[str] = ROLES
     is_attached: bool = False
     """Whether its process holds the data plane's socket open: then it is alive."""
     is_closed: bool = False
@@ -67,7 +73,12 @@ class SessionTable:
         self._lock = threading.Lock()
 
     def open(
-        self, representation: Representation, client: str, tenant: str = DEFAULT_TENANT
+        self,
+        representation: Representation,
+        client: str,
+        tenant: str = DEFAULT_TENANT,
+        owner: Principal = ANYBODY,
+        roles: frozenset[str] = ROLES,
     ) -> Session:
         """Open a session. Raises QuotaExceededError or ShuttingDownError."""
         session = Session(
@@ -79,6 +90,8 @@ class SessionTable:
             representation_digest(representation),
             self._random_bytes(TOKEN_BYTES),
             self._clock(),
+            owner,
+            roles,
         )
         with self._lock:
             if self._draining:
@@ -97,9 +110,35 @@ class SessionTable:
             if session is not None:
                 session.heard_at = self._clock()
                 return session
-        raise LeaseExpiredError(
-            f"session_id={session_id}: closed, expired or of an earlier start; open a session"
-        )
+        raise _unknown(session_id)
+
+    def owned(self, session_id: int, owner: Principal) -> Session:
+        """Return a live session of *owner*; another's is as if it were not there.
+
+        Raises LeaseExpiredError.
+        """
+        with self._lock:
+            session = self._sessions.get(session_id)
+        if session is None or (session.owner.name, session.owner.tenant) != (
+            owner.name,
+            owner.tenant,
+        ):
+            raise _unknown(session_id)
+        return session
+
+    def owner_of(self, session_id: int) -> Principal | None:
+        """Return who opened a session; None when it is not there."""
+        session = self._sessions.get(session_id)
+        return None if session is None else session.owner
+
+    def close_unless(self, holds: Callable[[Principal], bool]) -> int:
+        """End the sessions whose owner does not hold any more. Return how many."""
+        with self._lock:
+            owners = {session.owner for session in self._sessions.values()}
+        gone = {owner for owner in owners if not holds(owner)}
+        with self._lock:
+            lost = [s.session_id for s in self._sessions.values() if s.owner in gone]
+        return sum(self.close(session_id) for session_id in lost)
 
     def of_token(self, token: bytes) -> Session:
         """Return the session that *token* was given to. Raises UnauthenticatedError."""
@@ -129,6 +168,14 @@ class SessionTable:
             callback(session)
         return True
 
+    def close_owned(self, session_id: int, owner: Principal) -> bool:
+        """``close``, unless the session is somebody else's."""
+        try:
+            self.owned(session_id, owner)
+        except LeaseExpiredError:
+            return False
+        return self.close(session_id)
+
     def expire(self) -> int:
         """End the sessions unheard of for longer than the time to live. Return how many."""
         oldest = self._clock() - self.ttl_ms / 1000
@@ -152,3 +199,9 @@ class SessionTable:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+
+def _unknown(session_id: int) -> LeaseExpiredError:
+    return LeaseExpiredError(
+        f"session_id={session_id}: closed, expired or of an earlier start; open a session"
+    )

@@ -94,6 +94,11 @@ class Shelf:
         """The tier's name."""
         return self.tier.name
 
+    @property
+    def reason(self) -> str:
+        """Why it is left alone, or takes nothing; empty while it serves."""
+        return self.breaker.reason or self.tier.trouble
+
     def read_verified(self, info: ChunkInfo, out: Bytes) -> FrameHeader | None:
         """Fill *out* with the frame of *info* and verify it; None when the tier lost it.
 

@@ -216,7 +216,8 @@ class Transfers(Reclaim):
                 target.tier.abort(reservation)
             raise
         finally:
-            self.placement.wrote(target.name, self.clock() - started)
+            taken_s = self.clock() - started
+            self.placement.wrote(target.name, taken_s, reservation.info.key, len(frame))
 
     def _best_frame(self, key: ChunkKey, copies: dict[str, ChunkInfo]) -> Bytes | None:
         """Return the verified frame of the best and nearest copy that proves right."""

@@ -66,6 +66,8 @@ class _Peer:
 class ZmqPlane:
     """Bind *endpoint* and serve ``bulk`` words; *keys* None: in plain text.
 
+    *admit* raises for a session that may not call the method, ``Get`` or ``Put``.
+
     ``address`` is what clients are told: with ``*`` for the host when every interface is bound.
     Raises InvalidRequestError when it cannot be bound.
     """
@@ -77,7 +79,9 @@ class ZmqPlane:
         sessions: SessionTable,
         service: BulkService,
         limits: BulkLimits,
+        admit: Callable[[Session, str], None] = lambda session, method: None,
     ) -> None:
+        self._admit = admit
         self.public_key = keys.public if keys else b""
         self._sessions = sessions
         self._service = service
@@ -220,6 +224,7 @@ class ZmqPlane:
     def _begin(self, peer: _Peer, word: bulk.Get | bulk.Put, payload: bytes) -> None:
         if word.session_id != peer.session.session_id or peer.session.is_closed:
             raise UnauthenticatedError("session_id: ask on the connection of your session")
+        self._admit(peer.session, type(word).__name__)
         at_work = len(peer.gets) + len(peer.puts)
         if word.request in peer.gets or word.request in peer.puts or at_work >= bulk.MAX_REQUESTS:
             raise QuotaExceededError("requests", bulk.MAX_REQUESTS, peer.session.client)

@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kill-loops", type=int, default=10, help="times that tests/e2e/test_kill9.py kills"
     )
     parser.addoption(
+        "--long", action="store_true", help="the long forms of the faults in tests/faults"
+    )
+    parser.addoption(
         "--exact-values",
         type=int,
         default=1 << 21,

@@ -29,6 +29,10 @@ class ServerProcess:
         self.port = 0
         self.recovered_chunks = 0
         self.output = ""
+        self.environment: dict[str, str] = {}
+        """What it gets beside this process's; changes count from the next start."""
+        self.launcher: list[str] = []
+        """A command to start it by, such as one that enters another network."""
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -65,11 +69,11 @@ class ServerProcess:
         with self.errors_path.open("ab") as errors:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "kvstore.server", "--listen", listen),
+                    *(*self.launcher, sys.executable, "-m", "kvstore.server", "--listen", listen),
                     *("--socket", str(self.socket_path), *self._flags),
                 ],
                 cwd=self.socket_path.parent,
-                env={**os.environ, "PYTHONPATH": str(_ROOT / "src")},
+                env={**os.environ, "PYTHONPATH": str(_ROOT / "src"), **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,

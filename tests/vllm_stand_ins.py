@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,11 +46,15 @@ def feature(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=place)
 
 
-def step(**tokens: int) -> Any:
-    """vllm.v1.core.sched.output.SchedulerOutput of a step that computes so many tokens of each."""
+def step(taken: Sequence[Sequence[int]] = (), /, **tokens: int) -> Any:
+    """vllm.v1.core.sched.output.SchedulerOutput of a step that computes so many tokens of each,
+    for which blocks were given out in the tables *taken*."""
+    cached = SimpleNamespace(new_block_ids=[None, tuple(list(ids) for ids in taken)])
     return SimpleNamespace(
-        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
-    )
+        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached, new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
+    )  # fmt: skip
 
 
 @dataclass

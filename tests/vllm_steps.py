@@ -109,11 +109,15 @@ class Engine:
         return found[-1] or 0
 
     def step(self, request: FakeRequest, blocks: Blocks, tokens: int) -> StepOrders:
-        """Run one step that computes *tokens* of the request."""
+        """Run one step that computes *tokens* of the request, in blocks it was just given."""
+        tables, start = tables_of(blocks), request.num_computed_tokens
+        stop = start + tokens
+        new = slice(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS))
         orders = self.scheduler.orders(
-            step(**{request.request_id: tokens}), lambda _: tables_of(blocks)
+            step([table[new] for table in tables], **{request.request_id: tokens}), lambda _: tables
         )
-        stop = request.num_computed_tokens + tokens
+        for worker in self.workers:
+            worker.begin(orders)
         for worker, pages in zip(self.workers, self.pages, strict=True):
             worker.load(orders)
             known = request.all_token_ids[:stop]
@@ -129,6 +133,7 @@ class Engine:
         failed: set[int] = set()
         news: WorkerNews | None = None
         for worker in self.workers:
+            worker.begin(orders)
             worker.load(orders)
             assert isinstance(worker, RefusedWorker) or worker.settled(20.0)
             assert worker.finished_loads(is_idle=True) == {request.request_id}

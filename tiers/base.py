@@ -76,6 +76,11 @@ class Tier(ABC):
     dropped_rows: int = 0
     """What the tier had noted of its chunks and could not use when it started."""
 
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be put here now, although it can be read; empty while it can."""
+        return ""
+
     @abstractmethod
     def allocated_bytes(self, size_bytes: int) -> int:
         """Bytes a frame of *size_bytes* takes here, slack included."""

@@ -109,6 +109,11 @@ class DiskTier(Tier):
         return self._commit.commits
 
     @property
+    @override
+    def trouble(self) -> str:
+        return self._commit.write_failure
+
+    @property
     def lost_seals(self) -> int:
         """Chunks dropped since the start because their commit failed."""
         return self._commit.lost_seals
@@ -128,14 +133,15 @@ class DiskTier(Tier):
         """Take room for a frame of ``info.size_bytes``.
 
         Raises TierFullError, also while the index is full, and TierUnavailableError while
-        the index cannot be written.
+        the index cannot be written or files cannot be synced.
         """
         size = self.allocated_bytes(info.size_bytes)
         with self._calling():
             if self._commit.index_full:
                 self._commit.settle_all()
-            if self._commit.index_failure:
-                raise TierUnavailableError(TIER, self._commit.index_failure)
+            if failure := self._commit.write_failure:
+                # What is there can be read all the same.
+                raise TierUnavailableError(TIER, failure, is_partial=True)
             if self._commit.index_full:
                 raise TierFullError(TIER, size, 0)
             place = self._allocate(tenant, size)

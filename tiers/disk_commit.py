@@ -15,6 +15,10 @@ MAX_PENDING_SEALS = 256
 """A seal that finds this many before it commits them, durable or not."""
 COMMIT_AGE_S = 0.2
 """How long a seal or delete that nobody waits for may stay uncommitted."""
+MAX_SYNC_FAILURES = 3
+"""Commits in a row whose sync failed, after which nothing is put there for a while."""
+SYNC_RETRY_S = 1.0
+"""How long that is."""
 
 
 class Group:
@@ -80,6 +84,9 @@ class GroupCommit:
         self.lost_seals = 0
         self.index_full = False
         self.index_failure = ""
+        self._sync_failure = ""
+        self._failed_syncs = 0
+        self._sync_retry_at_s = 0.0
         self._extents = extents
         self._index = index
         self._lock = lock
@@ -92,6 +99,14 @@ class GroupCommit:
         self._closed = False
         self._thread = Thread(target=self._commit_late, name="kvstore-disk-commit", daemon=True)
         self._thread.start()
+
+    @property
+    def write_failure(self) -> str:
+        """Why nothing should be put now: it would not become durable. Empty while it would."""
+        if self.index_failure:
+            return self.index_failure
+        is_off = self._failed_syncs >= MAX_SYNC_FAILURES and self._clock() < self._sync_retry_at_s
+        return self._sync_failure if is_off else ""
 
     def add(self, row: IndexRow, packed: bytes, sync_failures: int) -> Seal:
         """Let *row*, reserved when its extent had *sync_failures*, join the open group."""
@@ -196,6 +211,8 @@ class GroupCommit:
                 self._extents.sync(extent)
             except TierUnavailableError as error:
                 failures[extent] = error
+        if seals:
+            self._note_syncs([error for error in failures.values() if not error.is_partial])
         good: list[Seal] = []
         for seal in seals:
             extent = seal.row.extent
@@ -206,6 +223,13 @@ class GroupCommit:
                 lost = TierUnavailableError(TIER, "its bytes were lost when an earlier sync failed")
                 seal.failure = failures.get(extent, lost)
         return good
+
+    def _note_syncs(self, failures: list[TierUnavailableError]) -> None:
+        """Take note of a commit's syncs; failures of one disk of several are not counted."""
+        self._failed_syncs = self._failed_syncs + 1 if failures else 0
+        for error in failures:
+            self._sync_failure = str(error)
+            self._sync_retry_at_s = self._clock() + SYNC_RETRY_S
 
     def _conclude(self, group: Group, is_written: bool) -> None:
         """Forget the seals that failed; what must still be deleted joins the next group."""

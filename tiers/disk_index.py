@@ -120,6 +120,7 @@ class DiskIndex:
         self._file = path / "data.mdb"
         self._index_bytes = index_bytes // _PAGE_BYTES * _PAGE_BYTES
         self._env: lmdb.Environment | None = None
+        self._is_in_doubt = False
 
     @property
     def missing_bytes(self) -> int:
@@ -174,9 +175,26 @@ class DiskIndex:
         return count == 0 or used + count + pages // SPARE_SHARE <= pages
 
     def _opened(self) -> lmdb.Environment:
+        if self._is_in_doubt:
+            self._reopen()
         if self._env is None:
             raise TierUnavailableError(TIER, f"{self._path} is not open")
         return self._env
+
+    def _reopen(self) -> None:
+        """Map the index anew: after a failed write LMDB takes no other until that is done.
+
+        What is there is the state before that write or the one after it: LMDB syncs the pages
+        of a transaction before it writes the page that names them.
+        """
+        if self._env is not None:
+            self._env.close()  # LMDB allows one mapping in a process
+            self._env = None
+        try:
+            self._env = _open_environment(self._path, self._index_bytes)
+        except (OSError, lmdb.Error) as error:
+            raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
+        self._is_in_doubt = False
 
     def _write(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> bool:
         """Run one transaction; False, changing nothing, when it does not fit the index."""
@@ -189,6 +207,7 @@ class DiskIndex:
         except lmdb.MapFullError:
             return False
         except lmdb.Error as error:
+            self._is_in_doubt = True
             raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
         return True
 
@@ -200,6 +219,7 @@ class DiskIndex:
 
     def close(self) -> None:
         """Unmap the index. Idempotent."""
+        self._is_in_doubt = False
         if self._env is not None:
             self._env.close()
             self._env = None

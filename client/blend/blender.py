@@ -26,6 +26,9 @@ from kvstore.proto.errors import KVStoreError
 LAYER_WAIT_S = 10.0
 PROBE_ROWS = 64
 """How many of the prompt's last rows are asked what they attend to."""
+LEAST_LOADED = 0.05
+"""A prefix that is a smaller share of a prompt, all else of which is computed, is computed too:
+loading it gains nothing, and like this the result is the full prefill, bit for bit."""
 
 
 class Blender:
@@ -88,30 +91,30 @@ class Blender:
     def _computed(self, order: _Order, logits_from: int, failure: str) -> BlendResult:
         """Compute the whole prompt."""
         plan = order.plan
-        work = Pass(plan, torch.arange(len(plan.tokens)), logits_from)
-        logits = work.run(self._adapter, self._nothing_stored(plan))
+        work = Pass(plan, torch.arange(len(plan.tokens)), logits_from, is_engines_own=True)
+        logits = work.run(self._adapter, _nothing_stored)
         return order.result(work, logits, failure=failure)
-
-    def _nothing_stored(self, plan: BlendPlan) -> Stored:
-        empty = plan.without("exact", "approx")
-        return lambda layer: place(self._adapter, empty, layer, {})
 
     def _blended(self, order: _Order, source: LayerSource, selector: Selector) -> BlendResult:
         plan = order.plan
-        if plan.count("miss") == len(plan.tokens):
+        if not plan.count("approx") and plan.count("exact") < LEAST_LOADED * len(plan.tokens):
             return self._computed(order, plan.segments[-1].start, "")
         has_choice = plan.count("approx") > 0
         checks = selector.check_layers(plan) if has_choice and _wants_any(plan) else ()
         checks = tuple(layer for layer in checks if layer < self._adapter.n_layers)
+        is_probed = has_choice and selector.needs_attention and _wants_any(plan)
+        rows = None if is_probed else self._rows(plan, selector, None, checks)
+        if rows is not None and not checks:
+            source.narrow(rows.tolist(), 0)  # before the first layer: they need not be sent
         with LayerLoader(source, self._asked(plan, checks), self._layer_wait_s) as loader:
             stored = self._loaded(plan, loader, checks)
             attention = None
-            if has_choice and selector.needs_attention and _wants_any(plan):
+            if rows is None:
                 attention, stored = self._probed(plan, stored)
-            rows = self._rows(plan, selector, attention, checks)
-            if not checks:
+                rows = self._rows(plan, selector, attention, checks)
                 loader.narrow(rows.tolist(), 0)
             work = Pass(plan, rows, plan.segments[-1].start, checks, selector)
+            work.is_engines_own = not has_choice
             work.narrow = lambda kept, layer: loader.narrow(kept.tolist(), layer)
             logits = work.run(self._adapter, stored)
         return order.result(work, logits, attention, loader)
@@ -190,6 +193,10 @@ class _Order:
             time.perf_counter() - self.started,
         )
         return BlendResult(logits, tuple(work.kv), is_blended, report)
+
+
+def _nothing_stored(layer: int) -> LayerKV:
+    raise LookupError(f"layer {layer}: nothing is stored of a prompt that is computed whole")
 
 
 def _computed_anyway(plan: BlendPlan) -> frozenset[int]:

@@ -148,6 +148,7 @@ class _Reporter:
                 span = slice(segment.start, segment.end)
                 wanted = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in self.full.kv]
                 found[span] = deviations(wanted, self.source.stored(place)).numpy()
+            found[sorted(self.source.left_out)] = -1.0
             return 0, _halves(found)
         checked = self.result.report.deviation
         if not checked:

@@ -26,7 +26,9 @@ class Pass:
 
     *rows*: positions that are computed, rising. *checks*: layers at which *selector* says
     which of them stay. *probe*: rows whose attention is summed. *logits_from*: the first
-    position whose logits are wanted.
+    position whose logits are wanted. *is_engines_own*: no stale row is read, and the result is
+    to be the engine's own to the bit: the last layer is then computed for all rows, as engines
+    do, and not only for those whose logits are wanted (other shapes, other sums).
     """
 
     plan: BlendPlan
@@ -35,6 +37,7 @@ class Pass:
     checks: tuple[int, ...] = ()
     selector: Selector | None = None
     probe: Tensor | None = None
+    is_engines_own: bool = False
     narrow: Callable[[Tensor, int], None] | None = None
     kv: list[LayerKV] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)
@@ -45,27 +48,38 @@ class Pass:
     runs: list[Run] = field(default_factory=list)
 
     def run(self, adapter: EngineAdapter, stored: Stored) -> Tensor:
-        """Compute all layers; return the logits of the rows from ``logits_from`` on."""
+        """Compute all layers; return the logits of the rows from ``logits_from`` on.
+
+        *stored* is not asked when every row is computed and none is compared.
+        """
         tokens = torch.tensor(self.plan.tokens, device=adapter.device)
         self._set_rows(self.rows.to(adapter.device))
         hidden = adapter.embed(tokens[self.rows])
         for layer in range(adapter.n_layers):
-            hidden = self._layer(adapter, layer, hidden, stored(layer))
+            hidden = self._layer(adapter, layer, hidden, stored)
+        if self.rows.numel():
+            hidden = hidden[self.rows >= self.logits_from]
         return adapter.logits(hidden)
 
-    def _layer(self, adapter: EngineAdapter, layer: int, hidden: Tensor, kv: LayerKV) -> Tensor:
-        query, *fresh = adapter.qkv(layer, hidden, self.rows)
-        if layer in self.checks:
-            self._compare(layer, fresh[1], kv[1])
-        for part, rows in zip(kv, fresh, strict=True):
-            part[:, self.rows] = rows
+    def _layer(self, adapter: EngineAdapter, layer: int, hidden: Tensor, stored: Stored) -> Tensor:
+        query, keys, values = adapter.qkv(layer, hidden, self.rows)
+        if not self.checks and self.rows.numel() == len(self.plan.tokens):
+            kv = keys.contiguous(), values.contiguous()
+        else:
+            kv = stored(layer)
+            if layer in self.checks:
+                self._compare(layer, values, kv[1])
+            for part, rows in zip(kv, (keys, values), strict=True):
+                part[:, self.rows] = rows
         self.kv.append(kv)
         if layer in self.checks:
             query, hidden = self._keep(layer, query, hidden)
         self.row_counts.append(self.rows.numel())
         self._probe(adapter, layer, query, kv)
-        if layer == adapter.n_layers - 1:  # its KV is written; only these rows are read again
+        if layer == adapter.n_layers - 1:
             self.selected = self.rows
+        if layer == adapter.n_layers - 1 and not self.is_engines_own:
+            # its KV is written; only these rows are read again
             is_wanted = self.rows >= self.logits_from
             query, hidden = query[:, is_wanted], hidden[is_wanted]
             self._set_rows(self.rows[is_wanted])

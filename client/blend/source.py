@@ -15,7 +15,8 @@ LayerKV: TypeAlias = "tuple[Tensor, Tensor]"
 class LayerSource(Protocol):
     """Gives what is stored of a plan's segments.
 
-    One thread asks for layers, in rising order; ``narrow`` may come meanwhile from another.
+    One thread asks for layers, in rising order; ``narrow`` may come before or meanwhile from
+    another.
     """
 
     def layer(self, i: int) -> Mapping[int, LayerKV]:

@@ -14,6 +14,7 @@ from kvstore.client.blend.source import LayerKV
 from kvstore.client.layers import Layer
 from kvstore.client.resolving import FoundChunk, Resolved
 from kvstore.proto.errors import RepresentationError
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import LayerKind, Representation
 
 _HIGHEST_PRIORITY = 255
@@ -60,6 +61,8 @@ class StoreSource:
         self._places = [places[run.start] for run in self._runs]
         self._tensors: list[list[LayerKV]] = []
         self._layers: Generator[Layer, None, None] | None = None
+        self._unwanted: frozenset[int] = frozenset()
+        self._left_out: frozenset[int] = frozenset()
         self._at = -1
         self._is_closed = False
         # Held while a layer is waited for: a generator is run by one thread at a time.
@@ -67,8 +70,18 @@ class StoreSource:
 
     @property
     def loaded_bytes(self) -> int:
-        """What the segments of the plan take in the store."""
-        return sum(chunk.best.size_bytes for run in self._runs for chunk in run.chunks)
+        """What the segments of the plan take in the store, but for rows that were left out."""
+        return sum(
+            chunk.best.size_bytes * (chunk.asked.tokens - len(self._unwanted_of(chunk)))
+            // chunk.asked.tokens
+            for run in self._runs
+            for chunk in run.chunks
+        )  # fmt: skip
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Positions that were not asked for: what ``stored`` has there is nothing."""
+        return self._left_out
 
     def approximate_chunks(self) -> Iterator[FoundChunk]:
         """Yield the chunks in the plan that come from other prompts."""
@@ -101,7 +114,9 @@ class StoreSource:
             return self._whole(i, count)
 
     def _begun(self) -> Generator[Layer, None, None]:
-        chunks, out = [], []
+        chunks: list[FoundChunk] = []
+        out = []
+        self._left_out = self._unwanted
         for run in self._runs:
             shape = (self._heads, run.stop - run.start, self._head_dim)
             layers = [
@@ -113,7 +128,16 @@ class StoreSource:
                 span = slice(chunk.asked.start - run.start, chunk.asked.stop - run.start)
                 out.append([[(k[:, span], v[:, span]) for k, v in layers]])
                 chunks.append(chunk)
-        return self._resolved.layers(chunks, out)
+        rows = {place: self._unwanted_of(chunk) for place, chunk in enumerate(chunks)}
+        skipped = SkippedRows.of(rows)
+        return self._resolved.layers(chunks, out, skipped if len(skipped) else None)
+
+    def _unwanted_of(self, chunk: FoundChunk) -> list[int]:
+        """Return the rows of a chunk, from its first on, that are left out."""
+        if chunk.is_exact or not self._left_out:
+            return []
+        start, stop = chunk.asked.start, chunk.asked.stop
+        return [at - start for at in range(start, stop) if at in self._left_out]
 
     def _whole(self, i: int, count: int) -> dict[int, LayerKV]:
         """Return what is there of layer *i* if so many chunks have come."""
@@ -126,7 +150,12 @@ class StoreSource:
         return found
 
     def narrow(self, rows: Sequence[int], from_layer: int) -> None:
-        """Nothing is left out: the store sends whole layers of its chunks."""
+        """Leave *rows* out, if they are computed in all layers and none was asked for yet.
+
+        Not of a request that is compared with a full prefill: there all rows are measured.
+        """
+        if from_layer == 0 and self._layers is None and not self._resolved.found.is_shadow:
+            self._unwanted = frozenset(rows)
 
     def close(self) -> None:
         """End the loads. Idempotent; waits for a layer that is being waited for."""

@@ -163,7 +163,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; its blocks are free at once, as what is stored was copied."""
+        """Forget the request; its blocks are free at once: who gets them waits for their copy."""
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
@@ -200,6 +200,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         dtype = self._vllm_config.model_config.dtype
         return block_writer(layer_name, self._layers.get(layer_name), dtype)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copy what is still to be stored of blocks that the step is about to write to."""
+        if self._worker is not None:
+            known = isinstance(kv_connector_metadata, StepMetadata)
+            self._worker.begin(kv_connector_metadata.orders if known else StepOrders())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of the step."""
         if self._worker is not None:
@@ -214,7 +220,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing: whole chunks are stored at the end of the step."""
 
     def wait_for_save(self) -> None:
-        """Copy what the step completed; it is sent while the engine goes on."""
+        """Have what the step completed copied and sent while the engine goes on."""
         if self._worker is not None:
             self._worker.store(self._orders())
 

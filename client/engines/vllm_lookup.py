@@ -85,6 +85,10 @@ class LookupDesk:
         """Whether the store failed when it was last asked."""
         return self._failed_s is not None
 
+    def note_down(self) -> None:
+        """Take note that the store failed, as somebody else found out."""
+        self._failed_s = self._clock()
+
     def ask(self, tokens: Sequence[int], identify: Callable[[], Identity]) -> Ticket:
         """Have *tokens* looked up; *identify* says what else names them, and may wait for files."""
         ticket = Ticket(tokens, identify, self._clock())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
@@ -59,11 +59,16 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """What the workers have to do in one step. An idle step computes nothing."""
+    """What the workers have to do in one step. An idle step computes nothing.
+
+    ``taken_blocks``: those that the engine gave out for this step. What lay in them is written
+    over from its beginning on, by what it computes and by its loads. None: any may be.
+    """
 
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
     is_idle: bool = False
+    taken_blocks: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +76,14 @@ class WorkerNews:
     """What the scheduler has to learn from workers.
 
     ``short_loads``: requests of which not every chunk was read, and how many were. ``refusal``:
-    why this engine's pages cannot be stored, or nothing. ``stored``: chunks that are in the store
+    why this engine's pages cannot be stored, or nothing. ``is_down``: a load failed as the
+    server did not answer. ``stored``: chunks that are in the store
     now, and by how many ranks, where somebody wants to be told.
     """
 
     short_loads: dict[str, int] = field(default_factory=dict)
     refusal: str = ""
+    is_down: bool = False
     stored: Mapping[ChainDigest, int] = field(default_factory=dict)
 
     def joined(self, other: WorkerNews) -> WorkerNews:
@@ -85,4 +92,22 @@ class WorkerNews:
         for request_id, chunks in other.short_loads.items():
             loads[request_id] = min(chunks, loads.get(request_id, chunks))
         stored = Counter(self.stored) + Counter(other.stored)
-        return WorkerNews(loads, self.refusal or other.refusal, stored)
+        refusal, is_down = self.refusal or other.refusal, self.is_down or other.is_down
+        return WorkerNews(loads, refusal, is_down, stored)
+
+
+def taken_blocks(output: Any, loads: Sequence[LoadOrder]) -> frozenset[int] | None:
+    """Return the blocks that vLLM gave out for the step of its SchedulerOutput *output*.
+
+    None where it does not say: another release of vLLM. Blocks that a request shares are among
+    them, which costs a copy that could have waited, and nothing else.
+    """
+    try:
+        tables = [one.block_ids for one in output.scheduled_new_reqs]
+        tables += [one for one in output.scheduled_cached_reqs.new_block_ids if one is not None]
+        others = list(output.new_block_ids_to_zero or ())
+        others += [one.dst_block_id for one in output.kv_cache_block_copies or ()]
+    except AttributeError:
+        return None
+    tables += [order.tables for order in loads]
+    return frozenset(others).union(*(ids for request in tables for ids in request))

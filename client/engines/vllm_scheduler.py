@@ -27,6 +27,7 @@ from kvstore.client.engines.vllm_orders import (
     StepOrders,
     StoreOrder,
     WorkerNews,
+    taken_blocks,
 )
 from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
@@ -274,7 +275,8 @@ class VllmScheduler:
             for request_id, tokens in output.num_scheduled_tokens.items()
             if (order := self._store_order(request_id, tokens, tables_of)) is not None
         ]
-        return StepOrders(tuple(loads), tuple(stores), is_idle)
+        taken = taken_blocks(output, loads) if self._role.stores else frozenset()
+        return StepOrders(tuple(loads), tuple(stores), is_idle, taken)
 
     def _store_order(
         self, request_id: str, tokens: int, tables_of: Callable[[str], BlockTables]
@@ -322,6 +324,8 @@ class VllmScheduler:
     def learn(self, news: WorkerNews) -> None:
         """Take in what the workers have to say."""
         self._refusal = self._refusal or ("pages" if news.refusal else "")
+        if news.is_down:
+            self._desk.note_down()
         if self.events is not None:
             self.events.stored(news.stored)
         for request_id, chunks in news.short_loads.items():

@@ -1,8 +1,7 @@
 """The workers' half of the vLLM connector: one object a rank, loads and stores beside the engine.
 
-Loads go straight into the engine's pages, by one thread. What is to be stored is copied at the
-end of the step that filled it, as its blocks may be another request's in the next; another
-thread sends the copies.
+Loads go straight into the engine's pages, by one thread. What is to be stored is copied and sent
+by another; what a step is about to overwrite is copied before it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import compress
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -20,6 +18,7 @@ import torch
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_copies import ChunkCopy, CopyPool
 from kvstore.client.engines.vllm_cost import PrefillCost
 from kvstore.client.engines.vllm_layout import BlockWriter, EnginePages, PageCopy
 from kvstore.client.engines.vllm_orders import (
@@ -32,6 +31,8 @@ from kvstore.client.engines.vllm_orders import (
 )
 from kvstore.client.engines.vllm_room import ChunkRoom
 from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm_watch import LoadWatch
+from kvstore.codecs.base import AnyTensors
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
@@ -90,9 +91,11 @@ class VllmWorker:
         self._queue_bytes = queue_bytes
         self._pages: EnginePages | None = None
         self._loader, self._storer = WorkThread("kvstore-load"), WorkThread("kvstore-store")
+        self._watch = LoadWatch(lambda: connector.ask(connector.client.end_if_hung, False))
+        self._is_down = False
         self._loading = 0
-        self._storing = 0
-        self._copies: list[PageCopy] = []
+        self._pool: CopyPool | None = None
+        self._storing: list[ChunkCopy] = []
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._done: set[str] = set()
@@ -113,13 +116,14 @@ class VllmWorker:
         """Take the engine's pages; return why they cannot be stored, or nothing."""
         try:
             self._pages = EnginePages.of(self._shape, registered, writer)
+            self._pool = CopyPool(self._pages, self._chunk_blocks)
         except KVStoreError as error:
             self.refuse(str(error))
         return self._refusal
 
     def refuse(self, reason: str) -> None:
         """Neither load nor store from now on, and have the scheduler told."""
-        self._pages = None
+        self._pages = self._pool = None
         with self._news:
             self._refusal = reason
 
@@ -141,6 +145,7 @@ class VllmWorker:
             self._done.add(order.request_id)
             if read < len(order.digests):
                 self._short_loads[order.request_id] = read
+                self._is_down = self._is_down or self._connector.client.is_shut
             if not order.all_or_nothing:
                 self._failed_blocks.update(order.blocks_from(read * self._chunk_blocks))
             elif not order.digests or read < len(order.digests):
@@ -157,9 +162,13 @@ class VllmWorker:
         ]
         if not rooms:
             return 0
-        read = self._connector.read_into(
-            order.digests, lambda number, layout: rooms[number].tensors(layout)
-        )
+
+        def room(number: int, layout: KVLayout) -> AnyTensors:
+            self._watch.note_arrival()
+            return rooms[number].tensors(layout)
+
+        with self._watch.over():
+            read = self._connector.read_into(order.digests, room)
         for room in rooms[:read]:
             room.settle()
         return read
@@ -197,48 +206,54 @@ class VllmWorker:
 
     # --- stores
 
-    def store(self, orders: StepOrders) -> None:
-        """Copy what is to be stored, as far as there is room for it, and have it sent."""
-        if self._pages is not None:
-            for order in orders.stores:
-                self._store(self._pages, order)
+    def begin(self, orders: StepOrders) -> None:
+        """Copy what is still to be stored of blocks that the step is about to write to."""
+        if not self._storing:
+            return
+        with self._news:
+            taken = [one for one in self._storing if one.lies_in(orders.taken_blocks)]
+        for one in taken:
+            self._connector.ask(one.make, None)
 
-    def _store(self, pages: EnginePages, order: StoreOrder) -> None:
-        size = self._chunk_blocks
-        most = max(1, self._queue_bytes // pages.chunk_bytes(size))
+    def store(self, orders: StepOrders) -> None:
+        """Have what the step completed copied and sent, as far as there is room for it."""
+        if self._pool is not None:
+            for order in orders.stores:
+                self._store(self._pool, order)
+
+    def _store(self, pool: CopyPool, order: StoreOrder) -> None:
+        most = max(1, self._queue_bytes // pool.chunk_bytes)
         with self._news:
             # The first ones: later ones are of no use without them.
-            chunks = order.chunks[: most - self._storing]
+            chunks = order.chunks[: max(0, most - len(self._storing))]
             self.counted["dropped_chunks"] += len(order.chunks) - len(chunks)
-            self._storing += len(chunks)
-            copies = [self._copies.pop() for _ in chunks[: len(self._copies)]]
-        copies += [PageCopy(pages, size) for _ in chunks[len(copies) :]]
-        cut = self._cut(order.tables, len(chunks))
-        whole = [copied.take(tables) for copied, tables in zip(copies, cut, strict=True)]
+            copies = [ChunkCopy(pool, tables) for tables in self._cut(order.tables, len(chunks))]
+            self._storing += copies
         if chunks:
-            self._storer.do(partial(self._send, chunks, copies, whole, order.hints))
+            self._storer.do(partial(self._send, chunks, copies, order.hints))
 
     def _send(
-        self,
-        chunks: Sequence[NamedChunk],
-        copies: Sequence[PageCopy],
-        whole: Sequence[bool],
-        hints: Hints,
+        self, chunks: Sequence[NamedChunk], copies: Sequence[ChunkCopy], hints: Hints
     ) -> None:
         time.sleep(BREATH_S)
-        sent, taken = list(compress(chunks, whole)), list(compress(copies, whole))
-        outcomes = self._connector.write_each(lambda: self._chunks(sent, taken), hints)
+        for copy in copies:
+            self._connector.ask(copy.make, None)
+        whole = [(chunk, copy.whole) for chunk, copy in zip(chunks, copies, strict=True)]
+        sent = [(chunk, copied) for chunk, copied in whole if copied is not None]
+        outcomes = self._connector.write_each(lambda: self._chunks(sent), hints)
+        for copy in copies:
+            copy.free()
         told = zip(sent, outcomes, strict=False)
-        held = [chunk.digest for chunk, one in told if one is not PutOutcome.refused]
+        held = [chunk.digest for (chunk, _), one in told if one is not PutOutcome.refused]
         with self._news:
             self._stored += held if self.tells_stores else ()
-            self._storing -= len(chunks)
-            self._copies += copies
+            over = set(copies)
+            self._storing = [one for one in self._storing if one not in over]
             self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored)
-            self.counted["gone_chunks"] += whole.count(False)
+            self.counted["gone_chunks"] += len(chunks) - len(sent)
             self._news.notify_all()
 
-    def _chunks(self, chunks: Sequence[NamedChunk], copies: Sequence[PageCopy]) -> list[Chunk]:
+    def _chunks(self, copies: Sequence[tuple[NamedChunk, PageCopy]]) -> list[Chunk]:
         client = self._connector.client
         space, tokens = client.namespace, client.options.chunk_tokens
         return [
@@ -251,7 +266,7 @@ class VllmWorker:
                 content=named.content,
                 layout=KVLayout.of(client.representation, tokens, window=copied.has_windows),
             )
-            for named, copied in zip(chunks, copies, strict=True)
+            for named, copied in copies
         ]
 
     def settled(self, within_s: float) -> bool:
@@ -267,8 +282,9 @@ class VllmWorker:
             short, self._short_loads = self._short_loads, {}
             stored, self._stored = self._stored, []
             refusal = self._refusal
-        news = WorkerNews(short, refusal, dict.fromkeys(stored, 1))
-        return news if short or refusal or stored else None
+            is_down, self._is_down = self._is_down, False
+        news = WorkerNews(short, refusal, is_down, dict.fromkeys(stored, 1))
+        return news if short or refusal or is_down or stored else None
 
     def counts(self) -> dict[str, int]:
         """Return what was counted since the last call; ``counted`` has all of it."""
@@ -280,6 +296,7 @@ class VllmWorker:
     def close(self) -> None:
         """End the threads, once they are through with what they have, and the client."""
         self.settled(SHUTDOWN_S)
+        self._watch.close()
         self._loader.stop(SHUTDOWN_S)
         self._storer.stop(SHUTDOWN_S)
         self._connector.client.close()
@@ -311,6 +328,9 @@ class RefusedWorker:
                 self._failed_loads.add(order.request_id)
             else:
                 self._failed_blocks.update(order.blocks_from(0))
+
+    def begin(self, orders: StepOrders) -> None:
+        """Do nothing: nothing waits to be copied."""
 
     def store(self, orders: StepOrders) -> None:
         """Store nothing."""

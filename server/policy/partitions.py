@@ -20,17 +20,18 @@ MAX_PARTITIONS = 15
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a partition may take of a tier, and what nobody else may take from it, in bytes.
+    """What a partition may take of a tier, and what nobody else may take from it.
 
-    ``limit_bytes`` 0 means that it has no limit.
+    ``limit_bytes`` and ``limit_chunks`` 0 mean that it has no limit.
     """
 
     limit_bytes: int = 0
     guaranteed_bytes: int = 0
+    limit_chunks: int = 0
 
     def __post_init__(self) -> None:
-        if self.limit_bytes < 0 or self.guaranteed_bytes < 0:
-            raise InvalidRequestError("quota", self, "give bytes, none below 0")
+        if self.limit_bytes < 0 or self.guaranteed_bytes < 0 or self.limit_chunks < 0:
+            raise InvalidRequestError("quota", self, "give numbers, none below 0")
         if self.limit_bytes and self.guaranteed_bytes > self.limit_bytes:
             fix = f"at most the quota of {self.limit_bytes}"
             raise InvalidRequestError("guaranteed_bytes", self.guaranteed_bytes, fix)
@@ -52,6 +53,7 @@ class PartitionTable:
             )
         self.names = ("", *(f"tenant {t}" for t in tenants), *(f"category {c}" for c in categories))
         self._tenants = {name: number for number, name in enumerate(tenants, 1)}
+        self.tenants = tuple(tenants)
         first = len(tenants) + 1
         self._categories = {name: number for number, name in enumerate(categories, first)}
 
@@ -205,8 +207,28 @@ class PartitionedEviction(EvictionPolicy):
 
     def owed_bytes(self, number: int, need_bytes: int) -> int:
         """Return what a partition has to free of its own before it may take *need_bytes* more."""
-        limit = self.quotas[number].limit_bytes
-        return max(0, self._used[number] + need_bytes - limit) if limit else 0
+        quota = self.quotas[number]
+        limit, most = quota.limit_bytes, quota.limit_chunks
+        owed = max(0, self._used[number] + need_bytes - limit) if limit else 0
+        # A chunk too many is a byte at least, and whoever frees a byte frees a chunk.
+        over = len(self.parts[number]) + (need_bytes > 0) - most if most else 0
+        return max(owed, over)
+
+    def set_quota(self, number: int, quota: Quota) -> None:
+        """Hold a partition to *quota* from now on.
+
+        Raises InvalidRequestError when all of them would be sure of more than the tier has.
+        """
+        quotas = (*self.quotas[:number], quota, *self.quotas[number + 1 :])
+        sure = sum(one.guaranteed_bytes for one in quotas)
+        if sure > self._capacity_bytes:
+            fix = f"at most {self._capacity_bytes - sure + quota.guaranteed_bytes} are left"
+            raise InvalidRequestError("guaranteed_bytes", quota.guaranteed_bytes, fix)
+        self.quotas = quotas
+
+    def chunks(self, number: int) -> int:
+        """Return how many chunks a partition has."""
+        return len(self.parts[number])
 
     def _shares(self) -> list[int]:
         fair = self._capacity_bytes // max(1, sum(used > 0 for used in self._used))

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from contracts.lossy_codec import compile_all
-from local_server import DEADLINE_MS, LocalServer, eventually
+from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, equal, keys_of, parts_of
+from slow_link import SlowLink
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.client import parents
 from kvstore.client.levels import RECOMPUTE, PlanTerms
+from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
+from kvstore.client.transport import FramePiece
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, PutOutcome
 
@@ -61,18 +66,17 @@ def compiled() -> None:
 
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
-    return make_server("--disk-codec", "kvq:layered")
+    return make_server("--disk-codec", "kvq:layered", "--zmq", "127.0.0.1:0")
 
 
-@pytest.fixture(params=["shm", "grpc"])
+@pytest.fixture(params=["shm", "zmq", "grpc"])
 def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
     options = ClientOptions(request.param, chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
     return server.connect(representation=MEDIUM, options=options)
 
 
-@pytest.fixture
-def keys(server: LocalServer, client: Client) -> list[ChunkKey]:
-    """A prompt of which only the layered copies on disk are left."""
+def stored_layered(server: LocalServer, client: Client) -> list[ChunkKey]:
+    """Store a prompt of which only the layered copies on disk are left."""
     keys = keys_of(client, 1, CHUNKS)
     chunks = [
         Chunk(key, numbers_of(key), parent, position=TOKENS * at)
@@ -88,6 +92,11 @@ def keys(server: LocalServer, client: Client) -> list[ChunkKey]:
     return keys
 
 
+@pytest.fixture
+def keys(server: LocalServer, client: Client) -> list[ChunkKey]:
+    return stored_layered(server, client)
+
+
 def rooms(count: int) -> list[ChunkTensors]:
     return [empty_tensors(KVLayout.of(MEDIUM, TOKENS)) for _ in range(count)]
 
@@ -95,7 +104,24 @@ def rooms(count: int) -> list[ChunkTensors]:
 def set_link(client: Client, bytes_per_s: float) -> None:
     """Make the client think that its link gives so much."""
     for _ in range(40):
-        client._link.observe(int(bytes_per_s), 1.0)
+        client._meters.link.observe(int(bytes_per_s), 1.0)
+
+
+def change_pieces(
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Iterator[FramePiece]], Iterator[FramePiece]],
+) -> None:
+    """Have *change* between the transport and what reads pieces of frames from it."""
+    transport = client._connected()
+    plain = transport.get_ranges
+
+    @contextmanager
+    def changed(*asked: object) -> Iterator[Iterator[FramePiece]]:
+        with plain(*asked) as pieces:  # type: ignore[arg-type]
+            yield change(pieces)
+
+    monkeypatch.setattr(transport, "get_ranges", changed)
 
 
 def test_with_time_enough_every_chunk_comes_at_its_finest_level(
@@ -113,15 +139,12 @@ def test_with_time_enough_every_chunk_comes_at_its_finest_level(
 def test_a_slow_link_brings_bases_and_those_are_coarser(
     client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection = client._connected().session.connection
-    stream = connection.stream
+    def throttled(pieces: Iterator[FramePiece]) -> Iterator[FramePiece]:
+        for piece in pieces:
+            time.sleep(len(piece.data) / 250e3)
+            yield piece
 
-    def throttled(method: str, request: pb.GetRequest, deadline_ms: int):  # type: ignore[no-untyped-def]
-        for reply in stream(method, request, deadline_ms):
-            time.sleep(len(reply.part.data) / 250e3)
-            yield reply
-
-    monkeypatch.setattr(connection, "stream", throttled)
+    change_pieces(client, monkeypatch, throttled)
     set_link(client, 250e3)
     out, fine = rooms(CHUNKS), rooms(CHUNKS)
     found = client.get_levelled(keys, replace(TERMS, deadline_s=1.0), out)
@@ -173,16 +196,15 @@ def test_what_is_not_stored_is_to_be_computed(client: Client, keys: list[ChunkKe
 def test_a_store_that_fails_halfway_leaves_the_rest_to_the_engine(
     client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection = client._connected().session.connection
-    stream, calls = connection.stream, []
+    calls: list[int] = []
 
-    def failing(method: str, request: pb.GetRequest, deadline_ms: int):  # type: ignore[no-untyped-def]
-        calls.append(request)
+    def failing(pieces: Iterator[FramePiece]) -> Iterator[FramePiece]:
+        calls.append(1)
         if len(calls) > 2:
             raise TierUnavailableError("server", "gone")
-        yield from stream(method, request, deadline_ms)
+        yield from pieces
 
-    monkeypatch.setattr(connection, "stream", failing)
+    change_pieces(client, monkeypatch, failing)
     set_link(client, 256 << 10)
     out = rooms(CHUNKS)
     found = client.get_levelled(keys, TERMS, out)
@@ -196,16 +218,15 @@ def test_a_store_that_fails_halfway_leaves_the_rest_to_the_engine(
 def test_bytes_that_were_changed_on_the_way_are_not_used(
     client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection = client._connected().session.connection
-    stream = connection.stream
+    def changing(pieces: Iterator[FramePiece]) -> Iterator[FramePiece]:
+        for piece in pieces:
+            if piece.index == 1 and piece.offset:
+                data = np.array(piece.data)
+                data[-1] ^= 1
+                piece = piece._replace(data=data)
+            yield piece
 
-    def changing(method: str, request: pb.GetRequest, deadline_ms: int):  # type: ignore[no-untyped-def]
-        for reply in stream(method, request, deadline_ms):
-            if reply.index == 1 and reply.part.offset:
-                reply.part.data = reply.part.data[:-1] + bytes([reply.part.data[-1] ^ 1])
-            yield reply
-
-    monkeypatch.setattr(connection, "stream", changing)
+    change_pieces(client, monkeypatch, changing)
     found = client.get_levelled(keys, TERMS, rooms(CHUNKS))
     assert found.levels == (TOP, RECOMPUTE, TOP, TOP)
     monkeypatch.undo()
@@ -224,3 +245,83 @@ def test_ranges_that_cannot_be_are_refused_by_name(
     )
     with pytest.raises(InvalidRequestError, match="ranges"):
         list(session.connection.stream("Get", request, 1000))
+
+
+def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
+    server: LocalServer, client: Client, keys: list[ChunkKey]
+) -> None:
+    """Whatever the transport: in place where the reader has the file, else over its channel."""
+    transport = client._connected()
+    digests = [client._digest(key) for key in keys]
+    asked = [Range(0, 0, 192), Range(1, 64, 640), Range(1, 640, 1000), Range(3, 1 << 30, 1 << 31)]
+    before = server.counter("get_bytes")
+    with transport.get_ranges(digests, asked, 0, DEADLINE_MS, Fidelity.bounded) as pieces:
+        found = [(p.index, p.tier, p.offset, np.array(p.data), p.frame_bytes) for p in pieces]
+    disk = server.node.manager.transfers.shelves["disk"].tier
+    spans = [(index, offset, offset + len(data)) for index, _, offset, data, _ in found]
+    assert spans == [(0, 0, 192), (1, 64, 640), (1, 640, 1000)]
+    for index, tier, offset, data, frame_bytes in found:
+        info = server.node.manager.catalog.copies(keys[index])["disk"]
+        whole = np.empty(info.size_bytes, np.uint8)
+        assert disk.read_into(keys[index], whole)
+        assert (tier, frame_bytes) == ("disk", len(whole))
+        assert (data == whole[offset : offset + len(data)]).all()
+    sent = server.counter("get_bytes") - before
+    assert sent == (0 if client.transport_name == "shm" else 192 + 936)
+    server.settled()
+
+
+def test_a_get_within_a_time_is_what_a_levelled_get_brings(
+    server: LocalServer, client: Client, keys: list[ChunkKey]
+) -> None:
+    longer = keys_of(client, 1, CHUNKS + 2)
+    found = client.get_within(longer, DEADLINE_MS)
+    assert found.levels == (TOP,) * CHUNKS
+    assert found.fidelity == (Fidelity.bounded,) * CHUNKS
+    whole = client.get(keys, min_fidelity=Fidelity.bounded)
+    assert all(map(equal, found.tensors, whole, strict=True))
+    assert client.get_within([], 10).levels == ()
+    assert client.get_within(keys, DEADLINE_MS, min_fidelity=Fidelity.exact).tensors == []
+    with pytest.raises(InvalidRequestError, match="slo_ms"):
+        client.get_within(keys, 0)
+    assert server.settled().leases == 0
+
+
+@pytest.mark.parametrize("transport", ["zmq", "grpc"])
+def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not(
+    make_server: ServerMaker, transport: TransportName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server("--disk-codec", "kvq:layered", "--zmq", "127.0.0.1:0")
+    control = SlowLink(server.node.port)
+    bulk = SlowLink(int(open_session(server.dial()).zmq_address.rpartition(":")[2]))
+    try:
+        options = ClientOptions(transport, chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
+        client = Client(control.address, MEDIUM, options)
+        monkeypatch.setattr(
+            "kvstore.client.zmq_transport.endpoint", lambda *_: f"tcp://{bulk.address}"
+        )
+        with client:
+            keys = stored_layered(server, client)
+            link = bulk if transport == "zmq" else control
+            sizes = [server.node.manager.catalog.copies(key)["disk"].size_bytes for key in keys]
+            assert client.get_within(keys, DEADLINE_MS).levels == (TOP,) * CHUNKS
+            slo_s = 0.6
+            control.bytes_per_s = bulk.bytes_per_s = 0.7 * sum(sizes) / slo_s
+            before, started_s = link.passed_bytes, time.monotonic()
+            found = client.get_within(keys, int(1000 * slo_s))
+            took_s = time.monotonic() - started_s
+            passed_bytes = link.passed_bytes - before
+            control.bytes_per_s = bulk.bytes_per_s = 0.0
+            fine = client.get_within(keys, DEADLINE_MS)
+        assert len(found.tensors) == CHUNKS
+        assert set(found.fidelity) == {Fidelity.bounded}
+        assert min(found.levels) < TOP, "all of it came: the link was not slow"
+        assert passed_bytes < sum(sizes)
+        assert took_s < slo_s + 0.3  # a call that is cancelled ends; nothing waits for the rest
+        for at, key in enumerate(keys):
+            best = largest_error(fine.tensors[at], numbers_of(key))
+            error = largest_error(found.tensors[at], numbers_of(key))
+            assert error <= best * 3 ** (TOP - found.levels[at]) * 1.2
+    finally:
+        control.close()
+        bulk.close()

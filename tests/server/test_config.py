@@ -80,7 +80,11 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
     }
 
 
-@pytest.mark.parametrize("name", sorted(ServerConfig.model_fields))
+TOGETHER = {"tls_cert", "tls_key", "tls_client_ca", "jwt_key", "jwt_audience"}
+"""Settings that make no sense alone."""
+
+
+@pytest.mark.parametrize("name", sorted(set(ServerConfig.model_fields) - TOGETHER))
 def test_every_setting_has_the_same_name_as_flag_variable_and_key(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,16 +100,35 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "assets": str(tmp_path), "policy": "lru,disk=gdsf", "tenant_quotas": "acme=1GiB:1MiB",
         "category_terms": "batch=10min:1GiB", "redis_write": "auto", "disk_copies": "exclusive",
         "blend_ratio": "0.3", "blend_agreement": "0.9", "blend_divergence": "0.1",
-        "blend_shadows": "0.1",
+        "blend_shadows": "0.1", "auth_keys": write(tmp_path / "api-keys", ""),
+        "jwt_algorithm": "RS256", "jwt_issuer": "https://issuer", "open_pages": "true",
+        "shared_pools": "library=*:curator", "tenant_limits": "acme=5:6:7,*=0:8:0",
+        "audit_log": f"{tmp_path}/audit", "audit_reads": "true", "health": "127.0.0.1:0",
+        "encryption_keys": write(tmp_path / "keys.json", ""),
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")
-    from_flag = load_config([flag] if name in ("insecure", "disk_direct") else [flag, value])
+    from_flag = load_config([flag] if value == "true" else [flag, value])
     assert name == "cpu_codec" or getattr(from_flag, name) != getattr(load_config([]), name)
     path = write(tmp_path / "c.yaml", f"{name}: {value}\n")
     assert getattr(load_config(["--config", path]), name) == getattr(from_flag, name)
     monkeypatch.setenv(f"KVSTORE_{name.upper()}", value)
     assert load_config([]) == from_flag
+
+
+def test_settings_that_go_together_have_the_same_names_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "a.pem", "...")
+    values = dict.fromkeys(TOGETHER, file)
+    flags = [word for name in values for word in ("--" + name.replace("_", "-"), file)]
+    from_flags = load_config(flags)
+    assert from_flags.tls_client_ca == from_flags.jwt_key == tmp_path / "a.pem"
+    path = write(tmp_path / "c.yaml", "".join(f"{name}: {file}\n" for name in values))
+    assert load_config(["--config", path]) == from_flags
+    for name in values:
+        monkeypatch.setenv(f"KVSTORE_{name.upper()}", file)
+    assert load_config([]) == from_flags
 
 
 def test_the_short_flags_are_the_long_ones() -> None:
@@ -226,10 +249,20 @@ BAD_VALUES = [
     (["--listen", "127.0.0.1:70000"], ["listen", "at most 65535"]),
     (["--listen", "::1:7420"], ["listen='::1:7420'", "[::1]:7420"]),
     (["--listen", "off"], ["listen='off'", "host:port"]),
-    (["--listen", "0.0.0.0:7420"], ["listen='0.0.0.0:7420'", "TLS", "later", "--insecure"]),
+    (["--listen", "0.0.0.0:7420"], ["listen='0.0.0.0:7420'", "TLS", "--auth-keys", "--insecure"]),
     (["--listen", "[::]:7420"], ["listen", "--insecure"]),
     (["--listen", "node7:7420"], ["listen", "--insecure"]),
-    (["--http", "0.0.0.0:80"], ["http='0.0.0.0:80'", "--insecure"]),
+    (["--http", "0.0.0.0:80"], ["http='0.0.0.0:80'", "--open-pages"]),
+    (["--health", "0.0.0.0:80"], ["health='0.0.0.0:80'", "--open-pages"]),
+    (["--tls-cert", __file__], ["tls_key", "both"]),
+    (["--tls-client-ca", __file__], ["tls_client_ca", "--tls-cert"]),
+    (["--jwt-key", __file__], ["jwt_audience", "whom"]),
+    (["--auth-keys", "/nowhere"], ["auth_keys", "read"]),
+    (["--shared-pools", "library"], ["shared_pools", "POOL="]),
+    (["--shared-pools", "a=*,a=b"], ["shared_pools", "once"]),
+    (["--tenant-limits", "acme=1"], ["tenant_limits", "TENANT="]),
+    (["--tenant-limits", "*=1:0:0"], ["tenant_limits", "named"]),
+    (["--tenant-limits", "acme=-1:0:0"], ["tenant_limits"]),
     (["--http", "on"], ["http='on'", "host:port"]),
     (["--socket-path", "here.sock"], ["socket_path='here.sock'", "absolute path"]),
     (["--socket-path", "/" + "x" * 110], ["socket_path", "107 bytes", "shorten"]),

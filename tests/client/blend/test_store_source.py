@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from kvstore.client.blend.source import MemorySource
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.options import TransportName
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import SegmentRange
@@ -48,15 +50,32 @@ def blender() -> Blender:
     return Blender(TransformersAdapter(make_model("llama", torch.float32)))
 
 
-@pytest.fixture
-def client(server: LocalServer) -> Client:
+def _connected(server: LocalServer, transport: TransportName = "auto") -> Client:
     adapter = TransformersAdapter(make_model("llama", torch.float32))
     group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
     representation = Representation(
         "tiny", "a" * 40, "none", "none", (group,), adapter.origin.rope, "tokens"
     )
-    options = ClientOptions(chunk_tokens=16, deadline_ms=30_000)
-    return server.connect("auto", representation, options)
+    options = ClientOptions(transport, chunk_tokens=16, deadline_ms=30_000)
+    return server.connect(transport, representation, options)
+
+
+@pytest.fixture
+def client(server: LocalServer) -> Client:
+    return _connected(server)
+
+
+def _open_gate(client: Client) -> None:
+    good = pb.ShadowResult(agreement=1.0, tokens=64)
+    for _ in range(TRIALS):
+        gate = client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
+    assert gate.is_open
+
+
+def _without_shadow(resolved: Resolved) -> Resolved:
+    """The same answer for a request that is not compared."""
+    resolved.found = replace(resolved.found, is_shadow=False)
+    return resolved
 
 
 def _store(client: Client, blender: Blender, seed: int, *documents: list[int]) -> None:
@@ -102,6 +121,51 @@ def test_blending_out_of_the_store_is_blending_out_of_memory(
         assert got.is_blended
         assert torch.equal(got.logits, wanted.logits)
         assert torch.equal(got.report.selected, wanted.report.selected)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc", "zmq"])
+def test_rows_that_are_chosen_beforehand_are_not_loaded(
+    make_server: Callable[..., LocalServer], blender: Blender, transport: TransportName
+) -> None:
+    server = make_server("--zmq", "127.0.0.1:0")
+    client = _connected(server, transport)
+    _store(client, blender, 10, FIRST, SECOND)
+    _open_gate(client)
+    prompt, ranges = _prompt(20, SECOND, FIRST)
+    found = {}
+    for selector in ("hkvd", "first_k"):
+        with client.resolve(prompt, ranges) as resolved:
+            resolved = _without_shadow(resolved)
+            before = server.counter("get_bytes")
+            with StoreSource(resolved, prompt, client.representation) as source:
+                plan = replace(source.plan, selector=selector).with_ratio(0.5)
+                result = blender.blend(plan, source)
+                assert result.is_blended, result.report.failure
+                sent = server.counter("get_bytes") - before
+                found[selector] = (sent, source.loaded_bytes, len(source.left_out), result)
+    whole, cut = found["hkvd"], found["first_k"]
+    assert (whole[2], cut[2]) == (0, 44 + HEAD + SUFFIX)
+    row_bytes, cut_chunks = LAYERS * 2 * 2 * 16 * 4, 4
+    if transport != "shm":
+        assert whole[0] - cut[0] == 44 * row_bytes - 8 * LAYERS * cut_chunks
+    assert 0.8 < (whole[1] - cut[1]) / (44 * row_bytes) < 1.6  # headers are shared out, too
+    stored = blender.prefill(_prompt(10, FIRST, SECOND)[0]).kv
+    spans = {1: (68, 108), 2: (20, 68)}
+    memory = {at: [(k[:, a:b], v[:, a:b]) for k, v in stored] for at, (a, b) in spans.items()}
+    wanted = blender.blend(plan, MemorySource(memory))
+    assert torch.equal(cut[3].logits, wanted.logits)
+
+
+def test_all_rows_of_a_request_that_is_compared_are_loaded(
+    client: Client, blender: Blender
+) -> None:
+    """What was left out could not be measured, and those tokens would never be learned of."""
+    _store(client, blender, 10, FIRST, SECOND)
+    prompt, ranges = _prompt(20, SECOND, FIRST)
+    done = GatedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
+    assert done.shadow is not None
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        assert all(len(one.priority) == one.asked.tokens for one in resolved.chunks())
 
 
 def test_with_all_recomputed_it_is_the_full_prefill(client: Client, blender: Blender) -> None:
@@ -202,10 +266,7 @@ def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
 ) -> None:
     """The model's weights are random: what it says depends on every token before it."""
     _store(client, blender, 10, FIRST, SECOND)
-    good = pb.ShadowResult(agreement=1.0, tokens=64)
-    for _ in range(TRIALS):
-        gate = client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
-    assert gate.is_open
+    _open_gate(client)
     gated = GatedBlender(client, blender, ResolveTerms(), selector="first_k")
     prompt, ranges = _prompt(20, SECOND, FIRST)
     requests, blended = 0, 0

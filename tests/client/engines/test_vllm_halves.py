@@ -189,18 +189,6 @@ def test_a_request_given_up_while_it_loads_is_reported_all_the_same(start: Start
     assert worker.finished_loads(is_idle=True) == {"b"}
 
 
-def test_what_is_copied_is_not_what_the_blocks_have_later(start: Start) -> None:
-    engine = start()
-    request, blocks = FakeRequest("a", PROMPT), engine.blocks(200)
-    engine.scheduler.arrived(request)
-    engine.matched(request)
-    engine.step(request, blocks, 200)
-    for whole in engine.pages[0].values():
-        whole.fill_(9.0)  # another request's, from the next step on
-    assert engine.workers[0].settled(20.0)
-    assert start().run("b", PROMPT) == 192
-
-
 def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Start) -> None:
     chunk_bytes = 3 * 2 * CHUNK_TOKENS * HEADS * HEAD_DIM * 4
     engine = start(queue_bytes=2 * chunk_bytes)

@@ -1,0 +1,114 @@
+"""Access: with what a client proves who it is, and how it knows the server. Values only."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import grpc
+
+from kvstore.proto.errors import InvalidRequestError
+
+MAX_TOKEN_CHARS = 8192
+_HEADER = "authorization"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """``tls`` encrypts; with ``ca`` only servers that it signed are believed, else those that the
+    system's roots did. ``cert`` and ``key``, all PEM files, are the client's own, for servers that
+    ask for one; ``server_name`` is what the server's certificate says, where that is not the
+    address. ``token`` is an API key or a JWT; ``token_file`` has one, and is read again when it
+    was replaced. ``insecure`` lets a token travel to other hosts in plain text.
+    """
+
+    tls: bool = False
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+    token: str = field(default="", repr=False)
+    token_file: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise InvalidRequestError("cert", self.cert, "give cert and key, or neither")
+        if self.token and self.token_file is not None:
+            raise InvalidRequestError("token_file", self.token_file, "give token or token_file")
+        if self.ca is not None or self.cert is not None:
+            object.__setattr__(self, "tls", True)
+
+    def open(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
+        """Return a channel to *address*. Raises InvalidRequestError for files that will not do."""
+        if not self.tls:
+            if (self.token or self.token_file) and not (self.insecure or _is_near(address)):
+                fix = "a token would travel in plain text: give tls or ca, or insecure"
+                raise InvalidRequestError("access", address, fix)
+            return grpc.insecure_channel(address, options=options)
+        if self.server_name:
+            options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
+        credentials = grpc.ssl_channel_credentials(
+            *(None if path is None else _read(path) for path in (self.ca, self.key, self.cert))
+        )
+        return grpc.secure_channel(address, credentials, options=options)
+
+
+OPEN = Access()
+"""In plain text, and without saying who one is."""
+
+
+class Bearer:
+    """The metadata that brings a token along. Thread-safe."""
+
+    def __init__(self, access: Access) -> None:
+        """Raises InvalidRequestError for a token that will not do."""
+        self._path = access.token_file
+        self._metadata = _metadata(access.token) if access.token else None
+        self._seen: tuple[int, int] | None = None
+        self._lock = Lock()  # guards the two above
+        if self._path is not None:
+            self.metadata()
+
+    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """Return what goes along with a call; None: nothing."""
+        path = self._path
+        if path is None:
+            return self._metadata
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise InvalidRequestError("token_file", str(path), f"{error.strerror}") from None
+        seen = (found.st_ino, found.st_mtime_ns)
+        with self._lock:
+            if seen != self._seen:
+                self._metadata = _metadata(_read(path).decode("ascii", "replace").strip())
+                self._seen = seen
+            return self._metadata
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    if not token or not token.isascii() or not token.isprintable() or len(token) > MAX_TOKEN_CHARS:
+        raise InvalidRequestError(
+            "token", "...", f"give printable ASCII, {MAX_TOKEN_CHARS} at most"
+        )
+    return ((_HEADER, f"Bearer {token}"),)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequestError("access", str(path), f"{error.strerror}") from None
+
+
+def _is_near(address: str) -> bool:
+    host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
+    try:
+        return address.startswith("unix:") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

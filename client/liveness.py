@@ -1,0 +1,80 @@
+"""Whether a server on this host hangs, or only takes its time: by its socket and by the kernel.
+
+A deadline has to leave time for a slow disk and a busy machine, so one that hangs would cost all
+of it. It is known much sooner by this: nobody answers who joins, and none of its threads runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+from kvstore.client.session import SessionTerms
+from kvstore.proto import shm
+
+PROBE_S = 0.015
+"""What a server takes at most to let somebody join, if it runs at all."""
+GRACE_S = 0.005
+"""Once more, as it may have begun to run when it was looked at."""
+
+_PROC = Path("/proc")
+_RUNNING = ("R", "D")
+"""States of a thread that has, or waits for, a core or a disk (proc(5))."""
+
+
+def peer_pid(link: socket.socket) -> int:
+    """Return the process at the other end of a Unix socket; 0 if it cannot be looked at."""
+    try:
+        pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except OSError:
+        return 0
+    return pid if pid > 0 and os.access(_PROC / str(pid) / "task", os.R_OK | os.X_OK) else 0
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether any thread of a process has or waits for a core or a disk."""
+    try:
+        threads = list((_PROC / str(pid) / "task").iterdir())
+    except OSError:
+        return False
+    return any(_state(thread) in _RUNNING for thread in threads)
+
+
+def _state(thread: Path) -> str:
+    try:
+        # The name comes first, in parentheses, and may have spaces.
+        return (thread / "stat").read_text().rpartition(") ")[2][:1]
+    except OSError:  # it ended
+        return ""
+
+
+def hangs(terms: SessionTerms, pid: int) -> bool:
+    """Whether the server of *terms*, process *pid*, neither answers nor runs. Takes 20 ms at most.
+
+    That this process itself waits for a core only gives the server more time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.settimeout(PROBE_S)
+        try:
+            link.connect(terms.socket_path)
+            link.send(shm.Request(shm.Op.join, 0, terms.attach_token).pack())
+            link.recv(shm.MESSAGE_BYTES)
+            return False
+        except TimeoutError:
+            pass
+        except BlockingIOError:
+            return not is_runnable(pid)  # so many wait to join that there is no room for more
+        except OSError:
+            return False  # it is gone, which its sockets say themselves
+        if is_runnable(pid):
+            return False
+        link.settimeout(GRACE_S)
+        try:
+            link.recv(shm.MESSAGE_BYTES)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        return False

@@ -1,0 +1,144 @@
+{{- define "kvstore.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "kvstore.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
+{{- else if contains (include "kvstore.name" .) .Release.Name }}
+{{- .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "kvstore.name" .) | trunc 50 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "kvstore.selector" -}}
+app.kubernetes.io/name: {{ include "kvstore.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: server
+{{- end }}
+
+{{- define "kvstore.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/name: {{ include "kvstore.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "kvstore.image" -}}
+{{- if .Values.image.digest }}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest }}
+{{- else }}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- end }}
+{{- end }}
+
+{{- /* A size as kvstore-server writes it, 8GiB or 100GB, in bytes. */}}
+{{- define "kvstore.bytes" -}}
+{{- $units := dict "" 1 "B" 1 "KB" 1000 "MB" 1000000 "GB" 1000000000 "TB" 1000000000000 "KIB" 1024 "MIB" 1048576 "GIB" 1073741824 "TIB" 1099511627776 }}
+{{- $number := regexFind "^[0-9]+" . | int64 }}
+{{- $unit := regexReplaceAll "^[0-9]+ *" . "" | upper }}
+{{- mul $number (index $units $unit) }}
+{{- end }}
+
+{{- /* Bytes in the Mi of Kubernetes, rounded up. */}}
+{{- define "kvstore.mi" -}}
+{{- printf "%dMi" (div (add (int64 .) 1048575) 1048576) }}
+{{- end }}
+
+{{- /* The cpu tier with a twentieth for what is known of its chunks, and the headroom. */}}
+{{- define "kvstore.memory" -}}
+{{- $cpu := include "kvstore.bytes" .Values.tiers.cpu.size | int64 }}
+{{- include "kvstore.mi" (add $cpu (div $cpu 20) (include "kvstore.bytes" .Values.resources.headroom | int64)) }}
+{{- end }}
+
+{{- /* The disk tier, its index, and what else its folder has. */}}
+{{- define "kvstore.diskSpace" -}}
+{{- include "kvstore.mi" (add (include "kvstore.bytes" .Values.tiers.disk.size | int64) 1073741824) }}
+{{- end }}
+
+{{- define "kvstore.tiers" -}}
+{{- $names := list }}
+{{- if .Values.tiers.gpu.enabled }}{{ $names = append $names "gpu" }}{{ end }}
+{{- $names = append $names "cpu" }}
+{{- if .Values.tiers.disk.enabled }}{{ $names = append $names "disk" }}{{ end }}
+{{- if .Values.tiers.redis.enabled }}{{ $names = append $names "redis" }}{{ end }}
+{{- join "," $names }}
+{{- end }}
+
+{{- define "kvstore.hasTLS" -}}
+{{- if or .Values.tls.existingSecret .Values.tls.certManager.enabled }}yes{{ end }}
+{{- end }}
+
+{{- define "kvstore.tlsSecret" -}}
+{{- default (printf "%s-tls" (include "kvstore.fullname" .)) .Values.tls.existingSecret }}
+{{- end }}
+
+{{- define "kvstore.hasAuth" -}}
+{{- if or .Values.auth.existingSecret.name .Values.auth.jwt.existingSecret.name (and .Values.tls.clientCA (include "kvstore.hasTLS" .)) }}yes{{ end }}
+{{- end }}
+
+{{- define "kvstore.redisName" -}}
+{{- printf "%s-redis" (include "kvstore.fullname" .) }}
+{{- end }}
+
+{{- /* What Redis may take of its container: the rest is for its buffers. */}}
+{{- define "kvstore.redisMemory" -}}
+{{- $unit := regexFind "[KMGT]i$" .Values.redis.bundled.memory }}
+{{- $number := trimSuffix $unit .Values.redis.bundled.memory | int64 }}
+{{- $scale := index (dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776) $unit }}
+{{- div (mul $number $scale 3) 4 }}
+{{- end }}
+
+{{- define "kvstore.address" -}}
+{{- printf "%s.%s.svc:%d" (include "kvstore.fullname" .) .Release.Namespace (int .Values.ports.grpc) }}
+{{- end }}
+
+{{- /* The server's settings, as its YAML file has them. */}}
+{{- define "kvstore.settings" -}}
+{{- $v := .Values }}
+{{- $s := dict "tiers" (include "kvstore.tiers" .) "cpu_size" $v.tiers.cpu.size "log_format" "json" "open_pages" true }}
+{{- range $name, $port := dict "listen" $v.ports.grpc "health" $v.ports.health "http" $v.ports.http }}
+{{- $_ := set $s $name (printf "0.0.0.0:%d" (int $port)) }}
+{{- end }}
+{{- $_ := set $s "socket_path" "/run/kvstore/kvstore.sock" }}
+{{- if $v.tiers.gpu.enabled }}{{ $_ := set $s "gpu" (printf "%s:%d" $v.tiers.gpu.size (int $v.tiers.gpu.device)) }}{{ end }}
+{{- if $v.tiers.disk.enabled }}{{ $_ := set $s "disk" (printf "%s:/var/lib/kvstore/disk" $v.tiers.disk.size) }}{{ end }}
+{{- if $v.tiers.redis.enabled }}{{ $_ := set $s "redis_size" $v.tiers.redis.size }}{{ end }}
+{{- if $v.zmq.enabled }}
+{{- $_ := set $s "zmq" (printf "0.0.0.0:%d" (int $v.ports.zmq)) }}
+{{- $_ := set $s "zmq_keys" "/run/kvstore-own/zmq" }}
+{{- end }}
+{{- if include "kvstore.hasTLS" . }}
+{{- $_ := set $s "tls_cert" "/etc/kvstore/tls/tls.crt" }}
+{{- $_ := set $s "tls_key" "/etc/kvstore/tls/tls.key" }}
+{{- if $v.tls.clientCA }}{{ $_ := set $s "tls_client_ca" "/etc/kvstore/tls/ca.crt" }}{{ end }}
+{{- end }}
+{{- if $v.auth.existingSecret.name }}{{ $_ := set $s "auth_keys" "/etc/kvstore/auth/keys" }}{{ end }}
+{{- if $v.auth.jwt.existingSecret.name }}
+{{- $_ := set $s "jwt_key" "/etc/kvstore/jwt/key" }}
+{{- $_ := set $s "jwt_algorithm" $v.auth.jwt.algorithm }}
+{{- $_ := set $s "jwt_audience" (required "auth.jwt.audience: say whom the tokens are for" $v.auth.jwt.audience) }}
+{{- if $v.auth.jwt.issuer }}{{ $_ := set $s "jwt_issuer" $v.auth.jwt.issuer }}{{ end }}
+{{- end }}
+{{- if $v.encryption.existingSecret.name }}{{ $_ := set $s "encryption_keys" "/etc/kvstore/encryption/keys" }}{{ end }}
+{{- if $v.namespaceSalt.existingSecret.name }}{{ $_ := set $s "secret_file" "/etc/kvstore/salt/salt" }}{{ end }}
+{{- if $v.insecure }}{{ $_ := set $s "insecure" true }}{{ end }}
+{{- toYaml (mergeOverwrite $s $v.config) }}
+{{- end }}
+
+{{- /* Refuses what would start a server that refuses to start, or one open to everybody. */}}
+{{- define "kvstore.check" -}}
+{{- if not .Values.insecure }}
+{{- if not (include "kvstore.hasTLS" .) }}{{ fail "tls: name tls.existingSecret or enable tls.certManager; insecure: true goes without" }}{{ end }}
+{{- if not (include "kvstore.hasAuth" .) }}{{ fail "auth: name auth.existingSecret or auth.jwt.existingSecret, or set tls.clientCA; insecure: true goes without" }}{{ end }}
+{{- end }}
+{{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}{{ fail "tls.certManager.issuerRef.name: name the issuer" }}{{ end }}
+{{- if .Values.tiers.redis.enabled }}
+{{- if and (eq .Values.redis.mode "external") (not .Values.redis.existingSecret.name) }}{{ fail "redis.existingSecret.name: name the secret with the URL of Redis" }}{{ end }}
+{{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.bundled.existingSecret.name) }}{{ fail "redis.bundled.existingSecret.name: name the secret with its password" }}{{ end }}
+{{- end }}
+{{- if and (eq .Values.tiers.disk.kind "claim") (ne .Values.mode "statefulset") .Values.tiers.disk.enabled }}{{ fail "tiers.disk.kind: a claim belongs to a statefulset; use ephemeral, emptyDir or hostPath" }}{{ end }}
+{{- if and .Values.hostSocket.enabled (ne .Values.mode "daemonset") }}{{ fail "hostSocket.enabled: engines share memory with a server on their node: use mode: daemonset" }}{{ end }}
+{{- end }}

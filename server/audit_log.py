@@ -1,0 +1,203 @@
+"""The audit log: who did what, one JSON object a line, each naming the hash of the one before.
+
+A line cannot be changed, left out or put in without the rest of the chain showing it; only its end
+can be cut off, which ``kvstore audit`` tells by comparing with a hash that was noted elsewhere. No
+token, token id, prompt or salt is ever written: keys appear as the first bytes of their namespace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Condition, Thread
+from typing import BinaryIO
+
+import structlog
+
+from kvstore.proto.errors import InvalidRequestError
+
+QUEUE_EVENTS = 4096
+"""Events waiting to be written; more are dropped and counted in the next line."""
+KEPT_FILES = 8
+"""The file that is written, and those before it: ``.1`` is the youngest."""
+MAX_LINE_BYTES = 1 << 14
+FIRST = "0" * 64
+_CLOSE_WITHIN_S = 5.0
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call. ``key_prefix``: of the namespace; ``outcome``: OK or an error's class name."""
+
+    who: str
+    tenant: str
+    rpc: str
+    outcome: str
+    key_prefix: str = ""
+    chunks: int = 0
+    peer: str = ""
+
+
+class AuditLog:
+    """Writes events to *path* in a thread of its own. Thread-safe; ``note`` never waits.
+
+    A file that reaches *file_bytes* is set aside, ``KEPT_FILES`` in all are kept. *wall_clock*
+    gives seconds since 1970. Raises InvalidRequestError for a file that cannot be written or whose
+    chain is broken.
+    """
+
+    def __init__(self, path: Path, file_bytes: int, wall_clock: Callable[[], float]) -> None:
+        self._path = path
+        self._file_bytes = file_bytes
+        self._wall_clock = wall_clock
+        self._events: deque[tuple[float, Event]] = deque()
+        self._lost = 0
+        self._closed = False
+        self._changed = Condition()
+        self.last, self._count = _end_of(path)
+        try:
+            self._file: BinaryIO = _open(path)
+        except OSError as error:
+            fix = f"{error.strerror}; name a file that this user can write"
+            raise InvalidRequestError("audit_log", str(path), fix) from None
+        self._thread = Thread(target=self._run, name="audit-log", daemon=True)
+        self._thread.start()
+
+    def note(self, event: Event) -> None:
+        """Have *event* written; dropped and counted when too many wait."""
+        with self._changed:
+            if len(self._events) >= QUEUE_EVENTS:
+                self._lost += 1
+                return
+            self._events.append((self._wall_clock(), event))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what waits, and end. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_WITHIN_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._events and not self._closed:
+                    self._changed.wait()
+                batch, lost = list(self._events), self._lost
+                self._events.clear()
+                self._lost = 0
+                if not batch and self._closed:
+                    break
+            try:
+                self._write(batch, lost)
+            except OSError as error:
+                logger.error("audit log cannot be written", reason=str(error), lost=len(batch))
+                with self._changed:
+                    self._lost += lost + len(batch)
+                    if self._closed:
+                        break
+        self._file.close()
+
+    def _write(self, batch: list[tuple[float, Event]], lost: int) -> None:
+        for at_s, event in batch:
+            if self._file.tell() >= self._file_bytes:
+                self._turn_over()
+            fields: dict[str, object] = {"at": round(at_s, 3), "n": self._count}
+            for name in Event.__slots__:
+                value = getattr(event, name)
+                if value:
+                    fields[name] = value[:256] if isinstance(value, str) else value
+            if lost:
+                fields["lost"] = lost
+                lost = 0
+            line, digest = chained(self.last, fields)
+            self._file.write(line)
+            self.last = digest
+            self._count += 1
+        self._file.flush()
+
+    def _turn_over(self) -> None:
+        self._file.close()
+        for number in range(KEPT_FILES - 1, 1, -1):
+            older = _aside(self._path, number - 1)
+            if older.exists():
+                older.replace(_aside(self._path, number))
+        self._path.replace(_aside(self._path, 1))
+        self._file = _open(self._path)
+
+
+def chained(before: str, fields: dict[str, object]) -> tuple[bytes, str]:
+    """Return the line of *fields* behind the line with hash *before*, and its own hash."""
+    body = json.dumps(fields | {"before": before}, sort_keys=True)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{body[:-1]}, "hash": "{digest}"}}\n'.encode(), digest
+
+
+def _open(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
+
+
+def audit_files(path: Path) -> list[Path]:
+    """Return the files of a log, the oldest first."""
+    older = [_aside(path, number) for number in range(KEPT_FILES - 1, 0, -1)]
+    return [one for one in (*older, path) if one.exists()]
+
+
+def read_chain(paths: list[Path]) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield each line's fields and hash. Raises InvalidRequestError at the first that is wrong."""
+    before: str | None = None
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+                fields, digest = _parsed(line, f"{path}:{number}")
+                if before is not None and fields["before"] != before:
+                    fix = "does not follow the line before it: lines were cut out or put in"
+                    raise InvalidRequestError("audit_log", f"{path}:{number}", fix)
+                before = digest
+                yield fields, digest
+
+
+def _parsed(line: bytes, where: str) -> tuple[dict[str, object], str]:
+    try:
+        fields = json.loads(line)
+        digest = str(fields.pop("hash"))
+        expected = chained(str(fields.pop("before")), fields)
+        if expected != (line, digest):
+            raise ValueError("its hash is another")
+        fields = json.loads(line)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        fix = f"was changed, or is no line of an audit log ({error})"
+        raise InvalidRequestError("audit_log", where, fix) from None
+    return fields, digest
+
+
+def _end_of(path: Path) -> tuple[str, int]:
+    """Return the hash of the last line, and the number of the next. Drops what a kill tore off."""
+    try:
+        for one in reversed(audit_files(path)):
+            with one.open("r+b") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 2 * MAX_LINE_BYTES))
+                tail = file.read()
+                torn = len(tail) - (tail.rfind(b"\n") + 1)
+                if torn:
+                    file.truncate(size - torn)
+            lines = tail[: len(tail) - torn].splitlines(keepends=True)
+            if lines:
+                fields, digest = _parsed(lines[-1], str(one))
+                return digest, int(str(fields["n"])) + 1
+    except OSError as error:
+        raise InvalidRequestError("audit_log", str(path), f"{error.strerror}") from None
+    return FIRST, 0

@@ -1,0 +1,110 @@
+"""The Authenticator: from what a call brought along to the Principal behind it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from threading import Lock
+
+from kvstore.proto.errors import UnauthenticatedError
+from kvstore.server.api_keys import ApiKeys
+from kvstore.server.certificates import principal_of_certificate
+from kvstore.server.jwt_tokens import JwtVerifier
+from kvstore.server.principal import ANYBODY, Principal
+from kvstore.server.watched_file import WatchedFile
+
+HEADER = "authorization"
+SCHEME = "Bearer "
+CERTIFICATE = "x509_pem_cert"
+REMEMBERED = 1024
+"""Tokens and certificates whose signature was verified, by their SHA-256."""
+
+Metadata = Iterable[tuple[str, str | bytes]]
+AuthContext = Mapping[str, Iterable[bytes]]
+
+
+class Authenticator:
+    """Says who calls. Thread-safe. *wall_clock* gives seconds since 1970.
+
+    A token decides where there is one, else the certificate. Without any of *keys*, *verifier*
+    and *takes_certificates* whoever calls is ``ANYBODY``.
+    """
+
+    def __init__(
+        self,
+        keys: WatchedFile[ApiKeys] | None,
+        verifier: WatchedFile[JwtVerifier] | None,
+        *,
+        takes_certificates: bool,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._keys = keys
+        self._verifier = verifier
+        self._takes_certificates = takes_certificates
+        self._wall_clock = wall_clock
+        self.is_open = keys is None and verifier is None and not takes_certificates
+        self._known: OrderedDict[bytes, Principal] = OrderedDict()
+        self._lock = Lock()  # guards the table above
+
+    def principal_of(self, metadata: Metadata, auth_context: AuthContext) -> Principal:
+        """Return who calls. Raises UnauthenticatedError, which repeats nothing of a secret."""
+        if self.is_open:
+            return ANYBODY
+        values = [value for name, value in metadata if name == HEADER]
+        if len(values) > 1:
+            raise UnauthenticatedError("bring one token")
+        if values:
+            return self._live(self._of_token(str(values[0])))
+        pem = next(iter(auth_context.get(CERTIFICATE, ())), None)
+        if pem is None or not self._takes_certificates:
+            raise UnauthenticatedError("bring a token: an API key or a JWT")
+        return self._live(self._remembered(pem, lambda: principal_of_certificate(pem)))
+
+    def _of_token(self, value: str) -> Principal:
+        if not value.startswith(SCHEME):
+            raise UnauthenticatedError("bring the token as: Bearer TOKEN")
+        token = value.removeprefix(SCHEME)
+        if self._keys is not None and token.startswith("kvs_"):
+            found = self._keys.value.principal_of(token)
+            if found is None:
+                raise UnauthenticatedError("the API key is unknown or was revoked")
+            return found
+        if self._verifier is None:
+            raise UnauthenticatedError("the token is not one that this server takes")
+        verifier = self._verifier.value
+        return self._remembered(token.encode(), lambda: verifier.principal_of(token))
+
+    def _remembered(self, proof: bytes, verify: Callable[[], Principal]) -> Principal:
+        digest = hashlib.sha256(proof).digest()
+        with self._lock:
+            known = self._known.get(digest)
+        if known is None:
+            known = verify()
+            with self._lock:
+                self._known[digest] = known
+                while len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+        return known
+
+    def _live(self, principal: Principal) -> Principal:
+        if principal.expires_at <= self._wall_clock():
+            raise UnauthenticatedError("what you bring has expired; get another")
+        return principal
+
+    def refresh(self) -> bool:
+        """Read keys again that were replaced. Return whether any were."""
+        is_news = self._keys is not None and self._keys.refresh()
+        if self._verifier is not None and self._verifier.refresh():
+            with self._lock:
+                self._known.clear()
+            is_news = True
+        return is_news
+
+    def holds(self, principal: Principal) -> bool:
+        """Whether whoever was *principal* still is: no key revoked, nothing expired."""
+        if principal.expires_at <= self._wall_clock():
+            return False
+        if self._keys is not None and principal.name.startswith("key:"):
+            return self._keys.value.holds(principal)
+        return True

@@ -1,0 +1,227 @@
+"""A server that hangs while a load waits for it is noticed long before the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from local_server import LocalServer, eventually
+from prompts import tokens as prompt_tokens
+from server_process import ServerProcess
+from vllm_stand_ins import FakeRequest
+from vllm_steps import Engine
+
+from kvstore.client.client import Client
+from kvstore.client.engines import vllm_watch
+from kvstore.client.engines.vllm_watch import LoadWatch
+from kvstore.client.liveness import hangs, is_runnable, peer_pid
+
+PROMPT = prompt_tokens(1, 200)
+
+HANGS_S = 10.0
+"""Half of the deadline of these engines; a hang costs some hundredths of a second."""
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[ServerProcess]:
+    tmp_path.chmod(0o700)
+    server = ServerProcess(tmp_path, "--tiers", "cpu", "--cpu", "16MiB", "--log-level", "error")
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked_no_more(
+    process: ServerProcess,
+) -> None:
+    engine = Engine(process.address)
+    engine.run("a", PROMPT)
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert engine.load(request, blocks, 192) == set(blocks[:6])
+        assert time.monotonic() - began < HANGS_S
+        assert engine.scheduler._desk.is_down
+        assert engine.workers[0].counted["lost_chunks"] == 3
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+    def is_back() -> bool:
+        engine.scheduler.finished(FakeRequest("c", PROMPT))
+        return engine.matched(FakeRequest("c", PROMPT)) == 192
+
+    assert eventually(is_back), "the server is used again"
+    again = FakeRequest("d", PROMPT)
+    assert engine.matched(again) == 192
+    assert engine.load(again, engine.blocks(200), 192) == set()
+    engine.close()
+
+
+def test_a_load_that_takes_its_time_is_not_ended(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(server.address)
+    engine.run("a", PROMPT)
+    asked: list[bool] = []
+    ask = Client.end_if_hung
+
+    def noted(client: Client) -> bool:
+        asked.append(ask(client))
+        return asked[-1]
+
+    monkeypatch.setattr(Client, "end_if_hung", noted)
+    read_into = engine.workers[0]._connector.read_into
+
+    def slow(*given: Any) -> int:
+        assert eventually(lambda: len(asked) >= 2)
+        return read_into(*given)
+
+    engine.workers[0]._connector.read_into = slow
+    request = FakeRequest("b", PROMPT)
+    assert engine.matched(request) == 192
+    assert engine.load(request, engine.blocks(200), 192) == set()
+    assert not any(asked)
+    engine.close()
+
+
+# --- who hangs, and who does not
+
+_LISTENS = """
+import os, socket, sys, time
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link.bind(sys.argv[1])
+link.listen()
+print("up", flush=True)
+while sys.argv[2] == "runs":
+    pass
+sys.stdin.read()
+"""
+
+
+class Listener:
+    """A process with a socket at which nobody answers; it *does* ``runs`` or ``sleeps``."""
+
+    def __init__(self, folder: Path, does: str) -> None:
+        self.path = str(folder / "l.sock")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _LISTENS, self.path, does],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"up\n"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.connect(self.path)
+            self.pid = peer_pid(link)
+
+    @property
+    def hangs(self) -> bool:
+        terms: Any = SimpleNamespace(socket_path=self.path, attach_token=b"t" * 16)
+        return hangs(terms, self.pid)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[Callable[[str], Listener]]:
+    made: list[Listener] = []
+
+    def make(does: str) -> Listener:
+        made.append(Listener(tmp_path, does))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_process_that_runs_and_does_not_answer_is_only_busy(
+    listener: Callable[[str], Listener],
+) -> None:
+    one = listener("runs")
+    assert one.pid == one.process.pid
+    assert is_runnable(one.pid)
+    assert not one.hangs
+
+
+def test_a_process_that_neither_answers_nor_runs_hangs(
+    listener: Callable[[str], Listener],
+) -> None:
+    one = listener("sleeps")
+    assert eventually(lambda: not is_runnable(one.pid))
+    assert one.hangs
+
+
+def test_a_process_that_is_stopped_hangs_whatever_it_did(
+    listener: Callable[[str], Listener],
+) -> None:
+    one = listener("runs")
+    one.process.send_signal(signal.SIGSTOP)
+    assert eventually(lambda: not is_runnable(one.pid))
+    assert one.hangs
+
+
+def test_a_process_that_is_gone_does_not_hang(listener: Callable[[str], Listener]) -> None:
+    one = listener("sleeps")
+    one.close()
+    os.unlink(one.path)
+    assert not one.hangs
+    assert not is_runnable(one.pid)
+
+
+# --- the watch itself
+
+
+class Asked:
+    """What a watch asks; answers are given beforehand."""
+
+    def __init__(self, *answers: bool) -> None:
+        self.answers = list(answers)
+        self.count = 0
+        self.ended = threading.Event()
+
+    def __call__(self) -> bool:
+        self.count += 1
+        answer = self.answers.pop(0) if self.answers else False
+        if answer:
+            self.ended.set()
+        return answer
+
+
+def test_it_asks_again_until_the_load_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_watch, "AGAIN_S", 0.01)
+    asked = Asked(False, False, True)
+    watch = LoadWatch(asked)
+    with watch.over():
+        assert asked.ended.wait(20.0)
+    assert asked.count == 3
+    watch.close()
+
+
+def test_what_brings_something_all_the_time_is_not_asked_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_watch, "QUIET_S", 0.5)
+    asked = Asked()
+    watch = LoadWatch(asked)
+    with watch.over():
+        until = time.monotonic() + 1.2
+        while time.monotonic() < until:
+            watch.note_arrival()
+            time.sleep(0.01)
+    assert asked.count == 0
+    watch.close()

@@ -1,0 +1,53 @@
+"""What a store acknowledged, in a file that outlives whoever was told it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from prompts import is_right
+
+from kvstore.client import Client
+from kvstore.proto.types import ChunkKey
+
+
+class OracleFile:
+    """A line for each prompt that was stored: its seed, and whether it was durable.
+
+    A line is written behind the acknowledgement, so every line is true; the last may be cut.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def note(self, seed: int, *, is_durable: bool) -> None:
+        """The prompt of *seed* was acknowledged."""
+        line = json.dumps({"seed": seed, "durable": is_durable}) + "\n"
+        with self._lock:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+
+    def seeds(self, *, durable: bool = False) -> list[int]:
+        """Return the prompts in the order of their acknowledgement; with *durable* those only."""
+        if not self._path.exists():
+            return []
+        rows = []
+        for line in self._path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                rows.append(json.loads(line))
+        return [row["seed"] for row in rows if row["durable"] or not durable]
+
+
+def verified(client: Client, keys: Sequence[ChunkKey]) -> int:
+    """Read *keys* and return how many came; fail at the first byte that is not what was put."""
+    found = client.get(list(keys))
+    for key, one in zip(keys, found, strict=False):
+        assert is_right(client, key, one), f"{client.transport_name}: wrong bytes of {key.hex()}"
+    return len(found)

@@ -1,0 +1,226 @@
+"""Rows 9, 10 and 14: clients that are killed, hostile, or many at once."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from bare_wire import wire_to
+from conftest import ProcessMaker, ServerMaker
+from faults.oracle import verified
+from faults.processes import resident_bytes
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import SMALL, chunks_of, is_right, keys_of, store
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.options import TransportName
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.types import PutOutcome
+
+ROOT = Path(__file__).resolve().parents[2]
+CHUNKS = 4
+RECLAIM_S = 2.0
+
+HOLD = """
+import sys, time
+from local_server import DEADLINE_MS
+from prompts import SMALL, chunks_of, keys_of
+from kvstore.client import Client, ClientOptions, PlannedChunk
+
+address, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+clients = []
+for seed in range(first, first + count):
+    client = Client(address, SMALL, ClientOptions("shm", 16, DEADLINE_MS))
+    keys = keys_of(client, 1, 4)
+    lease = client.lease(keys)
+    assert len(lease.get()) == 4
+    chunks = chunks_of(client, keys_of(client, seed, 4))
+    put = client.begin_put([PlannedChunk(chunk.key, 16, chunk.parent) for chunk in chunks])
+    put.layer(0, [chunk.tensors[0][0] for chunk in chunks])
+    clients.append((client, lease, put))
+print("holding", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def kill_one(server: LocalServer) -> Iterator[Callable[[int, int], float]]:
+    """Start a process that holds leases and puts, kill it; return how long they outlived it."""
+
+    def kill(first_seed: int, count: int) -> float:
+        command = [sys.executable, "-c", HOLD, server.address, str(first_seed), str(count)]
+        paths = f"{ROOT / 'src'}:{ROOT / 'tests'}"
+        with subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "holding\n"
+            assert server.usage().leases == count
+            process.kill()
+            started = time.monotonic()
+            assert eventually(lambda: server.usage().leases == 0)
+            return time.monotonic() - started
+
+    yield kill
+
+
+def test_what_killed_clients_held_is_free_within_two_seconds_to_the_last_byte(
+    server: LocalServer,
+    kill_one: Callable[[int, int], float],
+    amount: Callable[[int, int], int],
+) -> None:
+    client = server.connect("shm")
+    keys = store(client, 1, CHUNKS)
+    before = server.settled()
+    for turn in range(amount(1, 50)):
+        assert kill_one(100 + 10 * turn, 10) < RECLAIM_S
+        assert eventually(lambda: len(server.node.sessions) == 1)
+        after = server.settled()
+        assert after.tiers[0] == before.tiers[0]
+    assert verified(client, keys) == CHUNKS
+
+
+def test_numbers_beyond_all_sense_are_refused_and_cost_nothing(server: LocalServer) -> None:
+    wire = wire_to(server)
+    huge = [1 << 63, (1 << 64) - 1, 1 << 62]
+    requests = [
+        *(("Reserve", wire.reserve(size)) for size in huge),
+        *(("Lookup", pb.LookupRequest(deadline_ms=(1 << 32) - 1, digests=bytes(16))) for _ in "1"),
+        *(("Pin", pb.PinRequest(ttl_ms=size, digests=bytes(16))) for size in ((1 << 32) - 1,)),
+        *(("Commit", pb.CommitRequest(reservation_ids=[size], offsets=[size])) for size in huge),
+        *(("Plan", pb.PlanRequest(lengths=[(1 << 32) - 1], chains=bytes(16))) for _ in "1"),
+    ]
+    before = server.usage()
+    for method, request in requests:
+        with suppress(KVStoreError):
+            reply = wire.call(method, request)
+            assert not getattr(reply, "reservation_ids", [0])[0]
+    for size in huge:
+        with pytest.raises(KVStoreError):
+            wire.put(pb.PutRequest(frame_bytes=size, data=b"x"))
+    assert server.usage() == before
+    assert store(server.connect("grpc"), 1, CHUNKS)
+
+
+def test_connections_that_send_a_byte_now_and_then_hold_nobody_up(
+    server: LocalServer, amount: Callable[[int, int], int]
+) -> None:
+    client = server.connect("grpc")
+    slow = [socket.create_connection(("127.0.0.1", server.node.port)) for _ in range(200)]
+    try:
+        for turn in range(amount(5, 100)):
+            for link in slow:
+                with suppress(OSError):
+                    link.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[turn : turn + 1] or b"x")
+            assert verified(client, store(client, turn, CHUNKS)) == CHUNKS
+    finally:
+        for link in slow:
+            link.close()
+
+
+def test_a_flood_of_streams_is_refused_by_name_and_the_server_keeps_its_size(
+    server_process: ProcessMaker, amount: Callable[[int, int], int]
+) -> None:
+    process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk", "--workers", "4")
+    process.start()
+    with Client(process.address, SMALL, ClientOptions("grpc", 16, DEADLINE_MS)) as client:
+        keys = store(client, 1, CHUNKS)
+        terms = client._connected().session.terms
+        before = resident_bytes(process.pid)
+        with grpc.insecure_channel(process.address) as channel:
+            put = channel.stream_unary("/kvstore.v1.KVStore/Put")
+            over = threading.Event()
+
+            def endless() -> Iterator[bytes]:
+                first = pb.PutRequest(session_id=terms.session_id, frame_bytes=2304, data=b"x")
+                yield first.SerializeToString()
+                over.wait(DEADLINE_MS / 1000)
+
+            calls = [put.future(endless(), timeout=20) for _ in range(amount(200, 10_000))]
+            assert eventually(lambda: sum(call.done() for call in calls) > len(calls) // 2)
+            codes = {call.code() for call in calls if call.done()}
+            refused = grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert refused in codes <= {refused, grpc.StatusCode.INVALID_ARGUMENT}
+            over.set()
+            for call in calls:
+                call.cancel()
+        assert eventually(lambda: answers(client, keys) == CHUNKS)
+        assert resident_bytes(process.pid) - before < 100 << 20
+
+
+def answers(client: Client, keys: list[object]) -> int:
+    try:
+        return verified(client, keys)  # type: ignore[arg-type]
+    except KVStoreError:
+        return -1
+
+
+def test_memory_that_a_client_was_given_to_read_can_not_be_written(server: LocalServer) -> None:
+    client = server.connect("shm")
+    keys = store(client, 1, CHUNKS)
+    assert verified(client, keys) == CHUNKS
+    cpu = server.node.manager.transfers.cpu_tier
+    place = cpu.locate(keys[0])
+    assert place is not None
+    slab, size = cpu.slab_file(place.slab_id, "default"), cpu.slab_bytes
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(slab, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(OSError, match="not permitted|Bad file"):
+            os.pwrite(slab, b"x", 0)
+        with pytest.raises(OSError):  # noqa: PT011 - EPERM or EINVAL by kernel
+            os.ftruncate(slab, 0)
+    finally:
+        os.close(slab)
+    assert verified(client, keys) == CHUNKS
+
+
+@pytest.mark.parametrize("tiers", ["cpu,disk", "cpu"])
+def test_of_many_writers_of_one_name_one_whole_version_stays(
+    make_server: ServerMaker, amount: Callable[[int, int], int], tiers: str
+) -> None:
+    """The versions differ in every byte; a reader sees one of them, the same from then on."""
+    server = make_server("--tiers", tiers)
+    transports: tuple[TransportName, ...] = ("shm", "grpc")
+    clients = [server.connect(transports[number % 2]) for number in range(8)]
+    versions = 32
+    for seed in range(amount(2, 200)):
+        keys = keys_of(clients[0], seed, 2)
+        start = threading.Barrier(versions)
+        told: list[PutOutcome] = []
+
+        def write(version: int, keys: list = keys, start: threading.Barrier = start) -> None:  # type: ignore[type-arg]
+            client = clients[version % len(clients)]
+            chunks = chunks_of(client, keys, version)
+            start.wait()
+            told.extend(put.outcome for put in client.put(chunks))
+
+        threads = [threading.Thread(target=write, args=(v,)) for v in range(versions)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {*told} <= {PutOutcome.stored, PutOutcome.exists, PutOutcome.pending}
+        assert told.count(PutOutcome.stored) >= 2
+        for at, key in enumerate(keys):
+            seen = {matching(client, keys, at, versions) for client in clients}
+            assert len(seen) == 1, key.hex()
+
+
+def matching(client: Client, keys: list, at: int, versions: int) -> int:  # type: ignore[type-arg]
+    """Return which version of a chunk is there; fail when it is a mix."""
+    found = client.get(keys)[at]
+    right = [v for v in range(versions) if is_right(client, keys[at], found, v)]
+    assert len(right) == 1, "bytes of no version"
+    return right[0]

@@ -1,0 +1,191 @@
+"""Row 3: bytes of a tier are changed behind its back, in every way files and values can be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ServerMaker
+from faults.oracle import verified
+from local_server import LocalServer, eventually
+from prompts import SMALL, store
+from redis_process import RedisProcess
+
+from kvstore.client import Client
+from kvstore.proto.buffers import as_bytes
+from kvstore.proto.frame import KEY_OFFSET, MAGIC, parse_header
+from kvstore.proto.types import ChunkKey
+
+CHUNKS = 4
+PROMPTS = 8
+KINDS = ("flip", "torn", "zeros", "cut", "swapped")
+
+
+def leave_memory(server: LocalServer, keys: list[ChunkKey]) -> None:
+    """Have the next read come from below."""
+    transfers = server.node.manager.transfers
+    for key in keys:
+        if transfers.catalog.cast_out("cpu", key, even_if_held=False):
+            transfers.delete_from(transfers.cpu, key)
+
+
+def frames_in(path: Path) -> dict[ChunkKey, tuple[int, int]]:
+    """Return where the frames of an extent lie: offset and size by key."""
+    data, found = path.read_bytes(), {}
+    start = data.find(MAGIC)
+    while start >= 0:
+        key = ChunkKey(data[start + KEY_OFFSET :][: 2 * 16])
+        found[key] = (start, parse_header(as_bytes(data[start:])).frame_bytes)
+        start = data.find(MAGIC, start + 1)
+    return found
+
+
+def spoil_file(path: Path, places: list[tuple[int, int]], draw: random.Random, kind: str) -> None:
+    """Damage the first frame of *places*; for ``swapped`` the second too."""
+    offset, size = places[0]
+    with path.open("r+b") as file:
+        if kind == "swapped":
+            other, other_size = places[1]
+            file.seek(offset)
+            one = file.read(min(size, other_size))
+            file.seek(other)
+            two = file.read(min(size, other_size))
+            file.seek(offset)
+            file.write(two)
+            file.seek(other)
+            file.write(one)
+            return
+        at = offset + draw.randrange(size)
+        length = {"flip": 1, "torn": size, "zeros": 512, "cut": size}[kind]
+        length = min(length, offset + size - at)
+        file.seek(at)
+        old = file.read(length)
+        new = bytes([old[0] ^ 1 << draw.randrange(8)]) if kind == "flip" else bytes(length)
+        if new == old:  # zeros over zeros are no damage
+            new = bytes(b ^ 0x40 for b in old)
+        file.seek(at)
+        file.write(new)
+
+
+def refilled(client: Client, server: LocalServer, seeds: range) -> list[list[ChunkKey]]:
+    prompts = [store(client, seed, CHUNKS) for seed in seeds]
+    server.settled()
+    return prompts
+
+
+def test_no_edit_of_a_disk_file_is_ever_a_hit_and_each_is_counted(
+    make_server: ServerMaker, tmp_path: Path, amount: Callable[[int, int], int]
+) -> None:
+    server = make_server()
+    client = server.connect("grpc")
+    draw = random.Random(3)
+    done = 0
+    while done < amount(60, 10_000):
+        seeds = range(PROMPTS * done, PROMPTS * (done + 1))
+        prompts = refilled(client, server, seeds)
+        spoilt: set[ChunkKey] = set()
+        for path in (tmp_path / "disk" / "extents").iterdir():
+            wanted = {key for keys in prompts for key in keys}
+            places = {k: p for k, p in frames_in(path).items() if k in wanted}
+            chosen = draw.sample(sorted(places), min(len(places), 5))
+            for key in chosen:
+                kind = draw.choice(KINDS)
+                fresh = [k for k in places if k not in spoilt and k != key]
+                if key in spoilt or (kind == "swapped" and not fresh):
+                    continue
+                two = [key, draw.choice(fresh)] if kind == "swapped" else [key]
+                spoil_file(path, [places[k] for k in two], draw, kind)
+                spoilt.update(two)
+        before = server.counter("corrupt_chunks")
+        for keys in prompts:
+            leave_memory(server, keys)
+            good = next((i for i, key in enumerate(keys) if key in spoilt), len(keys))
+            assert verified(client, keys) == good
+            for key in keys[good:]:
+                assert verified(client, [key]) == (key not in spoilt)
+        assert server.counter("corrupt_chunks") - before == len(spoilt)
+        done += len(spoilt)
+        server.settled()
+        for keys in prompts:
+            client.delete(keys)
+        again = store(client, seeds[0], CHUNKS)
+        assert verified(client, again) == CHUNKS
+        client.delete(again)
+
+
+def redis_edits(redis: RedisProcess, draw: random.Random, count: int) -> None:
+    """Damage so many values, each in one of the ways a value can be."""
+    for name in draw.sample(redis.names(), count):
+        value = redis.value(name)
+        at = draw.randrange(len(value))
+        kind = draw.choice(["flip", "cut", "longer", "zeros", "gone", "another"])
+        if kind == "flip":
+            redis.client.setrange(name, at, bytes([value[at] ^ 1 << draw.randrange(8)]))
+        elif kind == "cut":
+            redis.client.set(name, value[:at])
+        elif kind == "longer":
+            redis.client.append(name, b"\0" * (at + 1))
+        elif kind == "zeros":
+            redis.client.set(name, bytes(len(value)))
+        elif kind == "gone":
+            redis.client.delete(name)
+        else:
+            redis.client.set(name, redis.value(draw.choice(redis.names())))
+
+
+def test_no_edit_of_a_value_in_redis_is_ever_wrong_bytes(
+    make_server: ServerMaker, own_redis: RedisProcess, amount: Callable[[int, int], int]
+) -> None:
+    own_redis.start()
+    server = make_server("--tiers", "cpu,redis", "--redis", own_redis.url)
+    client = server.connect("grpc")
+    draw = random.Random(4)
+    done = read = 0
+    while done < amount(60, 10_000):
+        prompts = refilled(client, server, range(PROMPTS * done, PROMPTS * (done + 1)))
+        redis_edits(own_redis, draw, 15)
+        done += 15
+        for keys in prompts:
+            leave_memory(server, keys)
+            for key in keys:
+                read += verified(client, [key])
+        seed = PROMPTS * done + 7_000_000
+        assert verified(client, store(client, seed, CHUNKS)) == CHUNKS
+        own_redis.client.flushall()
+        for keys in prompts:
+            client.delete(keys)
+    assert read
+    assert server.counter("corrupt_chunks") + server.counter("lost_chunks")
+
+
+@pytest.mark.parametrize("damage", ["flips", "zeros", "cut", "gone"])
+def test_a_damaged_index_costs_chunks_and_never_right_ones(
+    make_server: ServerMaker, tmp_path: Path, damage: str
+) -> None:
+    first = make_server()
+    keys = store(first.connect("grpc"), 1, CHUNKS)
+    first.settled()
+    first.close()
+    (index,) = (p for p in (tmp_path / "disk" / "index").rglob("data.mdb"))
+    data = bytearray(index.read_bytes())
+    draw = random.Random(damage)
+    if damage == "flips":
+        used = len(bytes(data).rstrip(b"\0"))
+        for _ in range(200):
+            data[draw.randrange(used)] ^= 1 << draw.randrange(8)
+    elif damage == "zeros":
+        data[4096 * 2 : 4096 * 6] = bytes(4096 * 4)
+    elif damage == "cut":
+        del data[len(data) // 2 :]
+    index.unlink()
+    if damage != "gone":
+        index.write_bytes(data)
+    second = make_server()
+    client = second.connect("grpc", SMALL)
+    assert eventually(lambda: second.node.recovered_chunks <= CHUNKS)
+    for key in keys:
+        verified(client, [key])
+    fresh = store(client, 2, CHUNKS)
+    assert verified(client, fresh) == CHUNKS

@@ -1,0 +1,78 @@
+"""Row 2: the power goes while chunks are written. What was told durable is there, and right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contracts.chunks import make_frame
+from contracts.shelf import assert_holds, get, put
+from disk_process import SEALER_BYTES, open_disk, sealer
+from faults.media import PowerSwitch
+
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
+from kvstore.proto.frame import check_frame
+from kvstore.proto.types import ChunkInfo
+from kvstore.tiers.disk import DiskTier
+
+
+@pytest.fixture
+def power(tmp_path: Path) -> Iterator[PowerSwitch]:
+    switch = PowerSwitch(tmp_path, 48 << 20)
+    yield switch
+    switch.close()
+
+
+def note(owed: dict[str, int], line: str) -> int:
+    """Take note of what the sealer told; return how many chunks it promised."""
+    verb, key, *seed = line.split()
+    if verb == "sealed":
+        owed[key] = int(seed[0])
+        return 1
+    owed.pop(key, None)
+    return 0
+
+
+def is_whole(tier: DiskTier, info: ChunkInfo) -> bool:
+    found = get(tier, info)
+    assert found is not None
+    try:
+        check_frame(found, info.key)
+    except (ChunkCorruptError, InvalidFrameError):
+        return False
+    return True
+
+
+def test_what_was_durable_survives_a_power_cut_and_the_rest_is_right_or_a_miss(
+    power: PowerSwitch, amount: Callable[[int, int], int]
+) -> None:
+    draw = random.Random(2)
+    owed: dict[str, int] = {}
+    folder = power.path / "disk"
+    for cut in range(amount(3, 60)):
+        with sealer(folder, 1 + 4_000 * cut) as child:
+            assert child.stdout is not None
+            left = draw.randrange(5, 60)
+            while left:
+                left -= note(owed, child.stdout.readline())
+            power.cut()
+            child.kill()
+            for line in child.stdout:
+                note(owed, line)
+        power.turn_off()
+        power.turn_on()
+        tier = open_disk(folder, SEALER_BYTES)
+        for key, seed in owed.items():
+            info, frame = make_frame(seed, tokens=16 + seed % 200)
+            assert info.key.hex() == key
+            assert_holds(tier, info, frame)
+        damaged = [info for info in tier.scan() if not is_whole(tier, info)]
+        for info in damaged:
+            assert tier.delete(info.key)
+        fresh, frame = make_frame(10**6 + cut, tokens=16)
+        assert put(tier, fresh, frame, durable=True)
+        tier.delete(fresh.key)
+        tier.close()
+    assert owed
