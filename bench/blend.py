@@ -1,7 +1,8 @@
 """Blending: how near to a full prefill each selector comes, and how much sooner.
 
-Quality on a model set by hand, whose answers need attention across chunks, and on the trained
-model of data/tinylm; selectors see the question, and what is scored comes after it. Time to the
+Quality on a model set by hand, whose answers need attention across chunks, on one trained until
+naive reuse hurts (data/riddlelm), and on the trained model of data/tinylm; selectors see the
+question, and what is scored comes after it. Time to the
 first token on a Llama with random weights, against its own full prefill in turns.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
@@ -20,15 +21,17 @@ from transformers import DynamicCache
 
 from bench.blend_cases import (
     Case,
-    Engine,
+    designed_engine,
     question_cases,
     riddle_case,
+    riddle_engine,
     text_cases,
     trained_engine,
 )
-from bench.blend_designed import make_designed, make_riddle
+from bench.blend_designed import make_riddle
 from bench.blend_quality import (
     NAIVE,
+    WHOLE,
     Marks,
     difference,
     judge_riddle,
@@ -38,8 +41,8 @@ from bench.blend_quality import (
     table,
 )
 from bench.blend_speed import LINKS_MB_PER_S, Stage, StageShape, Timing
+from bench.blend_stories import make_story
 from bench.report import Report
-from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.rope import rerotate
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 
@@ -54,14 +57,28 @@ class Sizes:
     """How much is measured; the tests measure less."""
 
     riddles: int = 60
+    stories: int = 40
     questions: int = 60
     texts: int = 16
     links_mb_per_s: tuple[float, ...] = LINKS_MB_PER_S
     stage: StageShape = field(default_factory=StageShape)
 
 
-def identity(report: Report, case: Case, model: Any) -> None:
-    """Compare both ends of the ratio with what the model itself computes, in float32."""
+def identity(report: Report, cases: Mapping[str, Case]) -> None:
+    """Compare both ends of the ratio with what each model itself computes, in float32."""
+    found = {name: _ends(case) for name, case in cases.items()}
+    for name, (full, zero, own) in found.items():
+        text = f"{full:.1e} at 100 %, {zero:.1e} at 0"
+        report.note(f"logits, {name}", text, f"its own prefix cache: {own:.1e} from its prefill")
+    full, zero = (max(ends[index] for ends in found.values()) for index in (0, 1))
+    _add_distance(report, "full_ratio_max_abs_logit", full, "the models' full prefills")
+    against = "the models over caches of moved chunks"
+    _add_distance(report, "zero_ratio_max_abs_logit", zero, against)
+
+
+def _ends(case: Case) -> tuple[float, float, float]:
+    """Return how far logits are at 100 % and at 0, and with the model's own prefix cache."""
+    model = case.engine.model
     ids = torch.tensor([case.tokens])
     first = len(case.tokens) - len(case.question)
     with torch.inference_mode():
@@ -70,15 +87,13 @@ def identity(report: Report, case: Case, model: Any) -> None:
         cached = model(ids[:, : len(case.prefix)]).past_key_values
         own = model(ids[:, len(case.prefix) :], past_key_values=cached).logits[0]
     blender = case.engine.blender
-    ours = blender.blend(case.plan(1.0, BEST), case.source).logits
-    _add_distance(
-        report, "full_ratio_max_abs_logit", _distance(ours, full), "the model's full prefill"
+    whole = blender.blend(case.plan(1.0, BEST), case.source).logits
+    stored = blender.blend(case.plan(0.0, BEST), case.source).logits
+    return (
+        _distance(whole, full),
+        _distance(stored, joined),
+        _distance(own[-len(case.question) :], full),
     )
-    noise = _distance(own[-len(case.question) :], full)
-    report.note("the model's own prefix cache", f"{noise:.1e}", "as far from its full prefill")
-    ours = blender.blend(case.plan(0.0, BEST), case.source).logits
-    against = "the model over a cache of moved chunks"
-    _add_distance(report, "zero_ratio_max_abs_logit", _distance(ours, joined), against)
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -111,30 +126,50 @@ def _joined(case: Case, model: Any, tokens: int) -> DynamicCache:
 def quality(report: Report, sizes: Sizes) -> list[str]:
     """Measure every selector at every ratio; return the tables."""
     rng = random.Random(SEED)
-    designed = Engine(Blender(TransformersAdapter(make_designed())))
-    riddles = (riddle_case(designed, make_riddle(rng), rng) for _ in range(sizes.riddles))
-    answers = measure(riddles, judge_riddle)
-    gain = difference(answers.of((BEST, AT), "exact_match"), answers.of((RIVAL, AT), "exact_match"))
+    designed, learned, (trained, tokenizer) = designed_engine(), riddle_engine(), trained_engine()
+    riddles = [riddle_case(designed, make_riddle(rng), rng) for _ in range(sizes.riddles)]
+    stories = [riddle_case(learned, make_story(rng).riddle, rng) for _ in range(sizes.stories)]
+    asked = list(islice(question_cases(trained, tokenizer, "score", rng), sizes.questions))
+    texts = islice(text_cases(trained, tokenizer, "score", rng), sizes.texts)
+    firsts = {"set by hand": riddles[0], "riddlelm": stories[0], "tinylm": asked[0]}
+    identity(report, firsts)
+    answers, told = measure(riddles, judge_riddle), measure(stories, judge_riddle)
+    _compare_answers(report, answers)
+    _compare_stories(report, told)
+    marks = {"questions": measure(asked, judge_text), "text": measure(texts, judge_text)}
+    _compare_trained(report, marks)
+    columns = [("EM", "exact_match", 1.0), ("KL x1e3", "divergence", 1e3)]
+    columns += [("top-1", "agreement", 1.0), ("rows", "rows", 1.0)]
+    lines = table("model set by hand", answers, columns)
+    lines += table("riddlelm, trained until naive reuse hurts", told, columns)
+    lines += table("tinylm, questions", marks["questions"], columns)
+    return lines + table("tinylm, text", marks["text"], columns[1:])
+
+
+def _compare_answers(report: Report, marks: Marks) -> None:
+    gain = difference(marks.of((BEST, AT), "exact_match"), marks.of((RIVAL, AT), "exact_match"))
     report.add(
         "best_em_minus_hkvd_em@15",
         gain[0],
         f"right answers of {BEST} less those of {RIVAL}, {_interval(gain)}",
-        f"{answers.mean((BEST, AT), 'exact_match'):.3f}, "
-        f"{answers.mean((RIVAL, AT), 'exact_match'):.3f}; naive "
-        f"{answers.mean(NAIVE, 'exact_match'):.3f}",
+        f"{marks.mean((BEST, AT), 'exact_match'):.3f}, "
+        f"{marks.mean((RIVAL, AT), 'exact_match'):.3f}; naive "
+        f"{marks.mean(NAIVE, 'exact_match'):.3f}",
     )
-    engine, tokenizer = trained_engine()
-    asked = list(islice(question_cases(engine, tokenizer, "score", rng), sizes.questions))
-    identity(report, asked[0], engine.model)
-    marks = {"questions": measure(asked, judge_text)}
-    texts = islice(text_cases(engine, tokenizer, "score", rng), sizes.texts)
-    marks["text"] = measure(texts, judge_text)
-    _compare_trained(report, marks)
-    columns = [("EM", "exact_match", 1.0), ("KL x1e3", "divergence", 1e3)]
-    more = [("top-1", "agreement", 1.0), ("rows", "rows", 1.0)]
-    lines = table("model set by hand", answers, [*columns, *more])
-    lines += table("trained, questions", marks["questions"], [*columns, *more])
-    return lines + table("trained, text", marks["text"], [columns[1], *more])
+
+
+def _compare_stories(report: Report, marks: Marks) -> None:
+    """Say what naive reuse costs where it hurts, and what the selectors mend of it."""
+    full, naive = (marks.of(key, "exact_match") for key in (WHOLE, NAIVE))
+    lost = difference(full, naive)
+    found = f"{full.mean():.3f}, {naive.mean():.3f}"
+    report.note("riddlelm: full, naive", found, f"lost {lost[0]:.3f}, {_interval(lost)}")
+    ours, theirs = (marks.of((name, AT), "exact_match") for name in (BEST, RIVAL))
+    gain = difference(ours, theirs)
+    found = f"{ours.mean():.3f}, {theirs.mean():.3f}"
+    report.note(f"riddlelm: {BEST}, {RIVAL} @15", found, f"{gain[0]:+.3f}, {_interval(gain)}")
+    part = quotient(*(marks.of((name, AT), "divergence") for name in (BEST, RIVAL)))
+    report.note(f"KL of {BEST} / {RIVAL}, riddlelm", f"{part[0]:.3f}", _interval(part))
 
 
 def _compare_trained(report: Report, marks: dict[str, Marks]) -> None:
@@ -191,7 +226,8 @@ def _line(one: Timing) -> str:
     return (
         f"  {one.selector:16s}{one.link_mb_per_s:8g} MB/s  {decision.action:6s}"
         f" at {decision.ratio:4.0%}  {one.ratio_to_full:6.3f} of full,"
-        f" expected {decision.expected_s * 1e3:6.0f} ms, measured {one.measured_s * 1e3:6.0f}"
+        f" expected {decision.expected_s * 1e3:6.0f} ms, measured {one.measured_s * 1e3:6.0f};"
+        f" expected / measured {one.expected_to_measured:.2f}"
     )
 
 

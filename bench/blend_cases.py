@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from bench.blend_designed import BEGIN, Riddle
+from bench.blend_designed import BEGIN, Riddle, make_designed
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.feedback import deviations, ranks
 from kvstore.client.blend.plan import BlendPlan, Segment
@@ -29,7 +29,9 @@ from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
 
-FOLDER = Path(__file__).resolve().parents[1] / "data" / "tinylm"
+DATA = Path(__file__).resolve().parents[1] / "data"
+FOLDER = DATA / "tinylm"
+RIDDLE_FOLDER = DATA / "riddlelm"
 OTHER_ORDERS = 2
 _TEXT_PREFIX, _TEXT_CHUNK, _TEXT_QUESTION, _TEXT_SCORED = 128, 160, 32, 64
 _TEXT_CHUNKS = 3
@@ -168,10 +170,27 @@ def bare_case(engine: Engine, riddle: Riddle) -> Case:
 def trained_engine(folder: Path = FOLDER) -> tuple[Engine, Any]:
     """Return the model of *folder*, float32, and its tokenizer."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    engine = Engine(Blender(TransformersAdapter(model)), tokenizer.bos_token_id, model)
-    return engine, tokenizer
+    return _engine(_loaded(folder), tokenizer.bos_token_id), tokenizer
+
+
+def riddle_engine(folder: Path = RIDDLE_FOLDER) -> Engine:
+    """Return the model that was trained on stories, float32: its tokens are those of riddles."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    return _engine(_loaded(folder), BEGIN)
+
+
+def designed_engine() -> Engine:
+    """Return the model whose weights are set by hand."""
+    return _engine(make_designed(), BEGIN)
+
+
+def _engine(model: Any, sink: int) -> Engine:
+    return Engine(Blender(TransformersAdapter(model)), sink, model)
+
+
+def _loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def question_cases(engine: Engine, tokenizer: Any, use: str, rng: random.Random) -> Iterator[Case]:

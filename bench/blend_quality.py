@@ -19,6 +19,7 @@ RESAMPLES = 2000
 
 Key = tuple[str, float]
 NAIVE: Key = ("naive", 0.0)
+WHOLE: Key = ("all", 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Marks:
 def keys() -> list[Key]:
     """Return what is measured: no rows at all, and each selector at each ratio."""
     chosen = [(name, ratio) for name in SELECTORS for ratio in RATIOS if ratio < 1]
-    return [NAIVE, *chosen, ("all", 1.0)]
+    return [NAIVE, *chosen, WHOLE]
 
 
 def measure(cases: Iterable[Case], judge: Callable[[Case, BlendResult], Mark]) -> Marks:

@@ -41,7 +41,7 @@ class StageShape:
     chunk: int = 256
     chunks: int = 5
     question: int = 64
-    rounds: int = 5
+    rounds: int = 7
 
     @property
     def token_bytes(self) -> int:
@@ -89,20 +89,51 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """One plan at one speed: what was decided, and seconds against a full prefill's."""
+class Turn:
+    """One decision carried out: its seconds, and those of the model's own full prefill."""
 
-    selector: str
-    link_mb_per_s: float
     decision: Decision
-    ratio_to_full: float
     measured_s: float
     full_s: float
 
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Turns of one selector at one speed of storage."""
+
+    selector: str
+    link_mb_per_s: float
+    turns: tuple[Turn, ...]
+
+    @property
+    def decision(self) -> Decision:
+        """The last one."""
+        return self.turns[-1].decision
+
+    @property
+    def ratio_to_full(self) -> float:
+        """Time over that of a full prefill: the median of the turns."""
+        return median(turn.measured_s / turn.full_s for turn in self.turns)
+
+    @property
+    def measured_s(self) -> float:
+        """The median."""
+        return median(turn.measured_s for turn in self.turns)
+
+    @property
+    def full_s(self) -> float:
+        """Of the full prefill: likewise."""
+        return median(turn.full_s for turn in self.turns)
+
+    @property
+    def expected_to_measured(self) -> float:
+        """Time that was expected over the one measured: the median of the turns."""
+        return median(turn.decision.expected_s / turn.measured_s for turn in self.turns)
+
     @property
     def model_error(self) -> float:
-        """How far the time that was expected is from the one measured."""
-        return abs(self.decision.expected_s / self.measured_s - 1)
+        """How far the time that was expected is from the one measured: likewise."""
+        return median(abs(turn.decision.expected_s / turn.measured_s - 1) for turn in self.turns)
 
 
 class Stage:
@@ -158,24 +189,37 @@ class Stage:
         return found
 
     def time(self, selector: str, lessons: Sequence[Lesson], link_mb_per_s: float) -> Timing:
-        """Let a controller that knows the engine and the link decide, and time what it says."""
-        link = LinkMeter(link_mb_per_s * 1e6)
-        controller = Controller(self._shape.layers, Speed(0.0, 0.0, 1e-4, 1e-9), link)
+        """Let a controller decide that knows the engine and the link, and time what it says.
+
+        Blend and full prefill take turns, each first every other time. The controller learns
+        from every turn, as an engine's does, after it has decided it.
+        """
+        controller = Controller(
+            self._shape.layers, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(link_mb_per_s * 1e6)
+        )
         for lesson in lessons:
             controller.observe_full(len(self.tokens), lesson.full_s)
             controller.observe_blend(lesson.plan, lesson.result, 0)
+        rounds = range(self._shape.rounds)
+        turns = tuple(self._turn(controller, selector, link_mb_per_s, n % 2 == 0) for n in rounds)
+        return Timing(selector, link_mb_per_s, turns)
+
+    def _turn(
+        self, controller: Controller, selector: str, link_mb_per_s: float, full_first: bool
+    ) -> Turn:
         plan = self.plan(0.15, selector)
         decision = controller.decide(
             plan, self._shape.token_bytes, can_skip_rows=selector == "stored_priority"
         )
         chosen = decision.applied(plan)
-        pairs = []
-        for _ in range(self._shape.rounds):
-            full_s = self.full_s()
-            pairs.append((self._blend(chosen, link_mb_per_s)[0], full_s))
-        ratio = median(ours / theirs for ours, theirs in pairs)
-        measured_s, full_s = (median(side) for side in zip(*pairs, strict=True))
-        return Timing(selector, link_mb_per_s, decision, ratio, measured_s, full_s)
+        full_s = self.full_s() if full_first else 0.0
+        source = SlowSource(self.stored, chosen, link_mb_per_s * 1e6)
+        measured_s, result = self._timed(chosen, source)
+        full_s = full_s or self.full_s()
+        controller.observe_full(len(self.tokens), full_s)
+        if decision.action != "full":
+            controller.observe_blend(chosen, result, source.loaded_bytes)
+        return Turn(decision, measured_s, full_s)
 
     def blend_to_full(self, ratio: float, selector: str) -> float:
         """Return the time of a blend from memory over that of a full prefill."""
@@ -192,7 +236,9 @@ class Stage:
         return median(ours / theirs for ours, theirs in pairs)
 
     def _blend(self, plan: BlendPlan, link_mb_per_s: float) -> tuple[float, BlendResult]:
-        source = SlowSource(self.stored, plan, link_mb_per_s * 1e6)
+        return self._timed(plan, SlowSource(self.stored, plan, link_mb_per_s * 1e6))
+
+    def _timed(self, plan: BlendPlan, source: SlowSource) -> tuple[float, BlendResult]:
         started = time.perf_counter()
         result = self.blender.blend(plan, source)
         taken_s = time.perf_counter() - started

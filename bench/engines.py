@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
 from typing import TypeAlias
 
 from bench.engines_dead import DEAD_KEYS, measure_dead_server
 from bench.engines_prompts import MOST_TOKENS, Prompt, Turn, chats, tokens, turns
+from bench.engines_samples import CPU, WARM_UP, Bounds, Samples
 from bench.engines_sides import (
     CHUNK_TOKENS,
     LMCACHE,
@@ -29,89 +27,33 @@ from bench.engines_sides import (
     PLAIN,
     Field,
     Side,
-    Taken,
 )
 from bench.peer_process import PeerSkippedError
 from bench.report import Report, parse_flags
 from bench.vllm_engine import PYTHON, make_model
 
 MODEL_SCALE = 2
-ROUNDS, TURNS_S = 40, 180.0
+ROUNDS, TURNS_S = 40, 150.0
 """Of prompts alone, as many as the seconds allow."""
-BATCHES, BATCHES_S = 16, 120.0
+HITS = 3
+"""Times a round asks for what is stored: it takes little."""
+PAIRS, PAIRS_S = 120, 100.0
+"""Of prompts that nobody knows, with our store and without."""
+BATCHES, BATCHES_S = 16, 100.0
 BATCH, BATCH_TOKENS, GENERATED = 8, 512, 32
-WARM_UP = 2
-"""Rounds that do not count: first requests wait for what is made once."""
 EVERY = 2
 """One round in so many has the peers in it, where only what storing costs is a key."""
-FEWEST = 4
-"""Rounds of which there is a median."""
 
 KEYS = (
     "tokens_identical", "ttft_hit_vs_recompute", "ttft_hit_vs_lmcache", "ttft_hit_vs_vllm_offload",
     "miss_overhead", "store_overhead", *DEAD_KEYS,
 )  # fmt: skip
-CPU = ", CPU"
+_MANY = 1 << 12
+"""More than there are rounds."""
+Asked: TypeAlias = tuple[str, Prompt, Bounds]
+"""A kind of request, its prompt, and how many tokens of it are stored."""
 NEW, TURN, AGAIN = "new", "turn", "again"
 """A prompt that nobody knows; one whose beginning is stored; one of which all is stored."""
-
-Bounds: TypeAlias = tuple[int, int]
-"""At least, and at most."""
-Kind: TypeAlias = tuple[str, str]
-"""A contestant, and the kind of request."""
-
-
-@dataclass(slots=True)
-class Samples:
-    """Seconds by contestant and kind of request, then by round; of hits that did not come none."""
-
-    seconds: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
-    lost: Counter[str] = field(default_factory=Counter)
-    is_same: bool = True
-
-    def take(self, side: Side, kind: str, number: int, taken: Taken, wanted: Bounds) -> None:
-        """Add a request of round *number* that has to have found as many tokens as *wanted* says.
-
-        The CPU's seconds are kept beside those of the clock.
-        """
-        if side.has_store and not wanted[0] <= taken.cached <= wanted[1]:
-            self.lost[side.name] += 1
-            return
-        for name, took_s in ((kind, taken.took_s), (kind + CPU, taken.cpu_s)):
-            self.seconds.setdefault((side.name, name), {})[number] = took_s
-
-    def ratio(self, ours: Kind, theirs: Kind) -> float:
-        """Return the median of the rounds' ratios: what is slow for a while is slow for both.
-
-        Raises PeerSkippedError when too few rounds have both.
-        """
-        mine, other = (self.seconds.get(one, {}) for one in (ours, theirs))
-        ratios = [mine[n] / other[n] for n in mine if n >= WARM_UP and n in other]
-        if len(ratios) < FEWEST:
-            raise PeerSkippedError(f"{len(ratios)} rounds with {ours[0]}: fewer than {FEWEST}")
-        return median(ratios)
-
-    def ms(self, kind: Kind) -> str:
-        """Return the median of a contestant, in words."""
-        found = [s for number, s in self.seconds.get(kind, {}).items() if number >= WARM_UP]
-        return f"{kind[0]} {1e3 * median(found):.1f} ms" if found else f"{kind[0]} never"
-
-    def add(self, report: Report, key: str, ours: Kind, theirs: Kind) -> None:
-        """Report a ratio; an overhead is what it is above 1."""
-        try:
-            value = self.ratio(ours, theirs) - key.endswith("overhead")
-        except PeerSkippedError as error:
-            report.skip([key], str(error))
-        else:
-            report.add(key, value, self.ms(ours), self.ms(theirs))
-
-    def note(self, report: Report, ours: Kind, theirs: Kind) -> None:
-        """Add a ratio to the table alone."""
-        try:
-            value = f"{self.ratio(ours, theirs):.3f}"
-        except PeerSkippedError as error:
-            value = str(error)
-        report.note(f"  {ours[1]}, {ours[0]}", value, f"{self.ms(ours)}, {self.ms(theirs)}")
 
 
 def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
@@ -128,10 +70,11 @@ def one_turn(samples: Samples, sides: Sequence[Side], turn: Turn, number: int) -
     earlier, prompt = turn.prompts(number)
     whole = (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
     shared = turn.history_tokens // CHUNK_TOKENS * CHUNK_TOKENS
+    stored: Asked = (AGAIN, prompt[: whole + 1], (whole - CHUNK_TOKENS, whole))
     for kind, asked, wanted in (
         (NEW, earlier, (0, 0)),
         (TURN, prompt, (shared - CHUNK_TOKENS, whole)),
-        (AGAIN, prompt[: whole + 1], (whole - CHUNK_TOKENS, whole)),
+        stored,
     ):
         answers = []
         for side in in_turn(sides, number):
@@ -142,6 +85,40 @@ def one_turn(samples: Samples, sides: Sequence[Side], turn: Turn, number: int) -
             answers.append(taken.tokens)
             side.fresh()
         samples.is_same &= all(one == answers[0] for one in answers)
+    if number >= WARM_UP:
+        more_hits(samples, [side for side in sides if side.has_store], stored, number)
+
+
+def more_hits(samples: Samples, sides: Sequence[Side], stored: Asked, number: int) -> None:
+    """Have the stores answer once more what is stored: nobody computes, so it takes little."""
+    kind, asked, wanted = stored
+    for again in range(1, HITS):
+        for side in in_turn(sides, number + again):
+            samples.take(side, kind, again * _MANY + number, side.ask([asked]), wanted)
+            side.fresh()
+
+
+def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
+    """Prompts that nobody knows, by turns with our store and without; return whether tokens were
+    the same. The one that goes first changes: AB, BA, AB.
+    """
+    samples = Samples()
+    prompts = cycle(turns(PAIRS // 4))
+    began = time.monotonic()
+    for number, turn in enumerate(islice(prompts, PAIRS + WARM_UP)):
+        prompt, _ = turn.prompts(_MANY + number)
+        answers = []
+        for side in in_turn(sides, number):
+            taken = side.ask([prompt])
+            samples.take(side, NEW, number, taken, (0, 0))
+            answers.append(taken.tokens)
+            side.fresh()
+        samples.is_same &= answers[0] == answers[1]
+        if time.monotonic() - began > PAIRS_S:
+            break
+    samples.add(report, KEYS[4], (OURS, NEW), (PLAIN, NEW))
+    samples.note(report, (OURS, NEW + CPU), (PLAIN, NEW + CPU))
+    return samples.is_same
 
 
 def one_batch(
@@ -172,7 +149,6 @@ def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
     samples.add(report, KEYS[1], ours, plain)
     samples.add(report, KEYS[2], ours, (LMCACHE, AGAIN))
     samples.add(report, KEYS[3], ours, (OFFLOAD, AGAIN))
-    samples.add(report, KEYS[4], (OURS, NEW), (PLAIN, NEW))
     report.note("  rounds", str(number + 1 - WARM_UP), "")
     for side in sides[1:]:
         for kind in (NEW, NEW + CPU, f"{TURN} chat", f"{TURN} document", AGAIN):
@@ -212,6 +188,7 @@ def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
     except PeerSkippedError as error:
         report.note("  LMCache", "skipped", str(error))
     is_same = measure_turns(report, sides)
+    is_same &= measure_misses(report, sides[:2])
     return measure_batches(report, sides) and is_same
 
 

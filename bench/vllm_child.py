@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -92,6 +93,20 @@ def lose(llm: LLM, chunks: int) -> bool:
     return True
 
 
+def stop_before_load(llm: LLM, pid: int) -> bool:
+    """Have the next load find that the server, process *pid*, was stopped after the lookup."""
+    connector = sides(llm)[1]._worker._connector
+    read_into = connector.read_into
+
+    def stopped(*given: Any) -> int:
+        vars(connector).pop("read_into", None)
+        os.kill(pid, signal.SIGSTOP)
+        return int(read_into(*given))
+
+    connector.read_into = stopped
+    return True
+
+
 def counts(llm: LLM) -> dict[str, int]:
     """Return what the engine's metrics counted of the store since it began."""
     names = {
@@ -124,6 +139,7 @@ def main() -> None:
         "settle": settle,
         "drain": drain,
         "lose": lose,
+        "stop_before_load": stop_before_load,
         "counts": counts,
         "reset": lambda llm, **how: llm.reset_prefix_cache(**how),
     }

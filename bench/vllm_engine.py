@@ -26,7 +26,8 @@ _ENVIRONMENT = {
 
 
 class EngineProcess:
-    """One engine over *model*; *store* is its ``kv_connector_extra_config``, None for no store.
+    """One engine over *model*; *store* is its ``kv_connector_extra_config``, None for no store,
+    where a ``kv_role`` may be among them.
 
     *settings* are further arguments of ``vllm.LLM``, *child* the module that runs it and what it
     is told. What it wrote is in *log*.
@@ -45,10 +46,12 @@ class EngineProcess:
             "max_model_len": 3072, "max_num_seqs": 8, "disable_log_stats": False, **settings,
         }  # fmt: skip
         if store is not None:
+            store = dict(store)
+            role = store.pop("kv_role", "kv_both")
             arguments["kv_transfer_config"] = {
                 "kv_connector": "KVStoreConnector",
                 "kv_connector_module_path": "kvstore.client.engines.vllm",
-                "kv_role": "kv_both",
+                "kv_role": role,
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": store,
             }

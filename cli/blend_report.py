@@ -14,15 +14,30 @@ from kvstore.proto.blend_wire import gate_from_message
 
 def gates_as_json(reply: pb.StatusResponse) -> str:
     """Return the gates and the counters of blending as JSON."""
-    shown = [
-        {
-            "model": one.model, "tag": one.tag, "open": one.is_open, "ratio": one.ratio,
-            "agreement": one.agreement, "divergence": one.divergence, "shadows": one.shadows,
-            "speedup": one.speedup, "why": one.why,
-        }
-        for one in map(gate_from_message, reply.gates)
-    ]  # fmt: skip
+    shown = [gate_as_dict(gate_from_message(one)) for one in reply.gates]
     return json.dumps({"gates": shown, "counters": _counters(reply)}, indent=2)
+
+
+def gate_as_dict(gate: GateView) -> dict[str, object]:
+    """Return a gate as JSON shows it."""
+    return {
+        "model": gate.model, "tag": gate.tag, "open": gate.is_open, "ratio": gate.ratio,
+        "agreement": gate.agreement, "divergence": gate.divergence, "shadows": gate.shadows,
+        "speedup": gate.speedup, "let_through": gate.let_through, "kept_out": gate.kept_out,
+        "why": gate.why,
+    }  # fmt: skip
+
+
+def gate_line(gate: GateView) -> str:
+    """Return why requests of a model and tag were blended, or not."""
+    state = f"{'open' if gate.is_open else 'closed'} at ratio {gate.ratio:.3g}"
+    asked = f"{gate.let_through} prompts let through, {gate.kept_out} not"
+    compared = f"{gate.shadows} compared since it changed"
+    if gate.shadows:
+        found = f"agreement {_known(gate.agreement)}, KL a token {_known(gate.divergence)}"
+        compared = f"{compared}: {found}"
+    name = f"{gate.model or 'a model'}, tag {gate.tag or '-'}"
+    return f"{name}: {state}, {gate.why}; {asked}; {compared}"
 
 
 def _counters(reply: pb.StatusResponse) -> dict[str, int]:

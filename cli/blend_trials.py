@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvstore.cli.access import given_access
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.gate import GatedBlender
@@ -78,7 +79,10 @@ def run_trials(
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError("text", str(text), str(error)) from None
     options = ClientOptions(
-        chunk_tokens=min(256, terms.document_tokens), deadline_ms=DEADLINE_MS, name="calibrate"
+        chunk_tokens=min(256, terms.document_tokens),
+        deadline_ms=DEADLINE_MS,
+        name="calibrate",
+        access=given_access(),
     )
     blender = Blender(TransformersAdapter(model))
     with Client(address, representation_of(model, tokenizer), options) as client:

@@ -12,8 +12,10 @@ from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.client.connection import Connection
+from kvstore.cli.access import dial
+from kvstore.cli.blend_report import gate_as_dict, gate_line
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend_wire import gate_from_message
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -64,7 +66,7 @@ def ask_explain(address: str, question: Question) -> pb.ExplainResponse:
     server does not answer within ten seconds or refuses.
     """
     request, representation = _request(question)
-    connection = Connection(address, retry_after_ms=DEADLINE_MS)
+    connection = dial(address, DEADLINE_MS)
     try:
         if representation is None:
             return connection.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
@@ -178,6 +180,7 @@ def explain_as_json(address: str, reply: pb.ExplainResponse) -> str:
             | {"counts": dict(sorted(one.counts.items()))}
             for one in reply.engines
         ]
+        parts["gates"] = [gate_as_dict(gate_from_message(one)) for one in reply.gates]
         parts["spaces"] = [_space(one) for one in reply.spaces]
     return json.dumps(parts, indent=2)
 
@@ -210,9 +213,14 @@ def print_explain(reply: pb.ExplainResponse) -> None:
         _print_chunks(console, reply)
     if reply.recent or reply.engines:
         _print_recent(console, reply)
+    if reply.gates:
+        console.print("blending:")
+        for one in reply.gates:
+            line = f"  {gate_line(gate_from_message(one))}"
+            console.print(line, highlight=False, soft_wrap=True)
     if reply.spaces:
         _print_spaces(console, "known here", reply.spaces)
-    if not (reply.chunks or reply.recent or reply.engines or reply.spaces):
+    if not (reply.chunks or reply.recent or reply.engines or reply.spaces or reply.gates):
         console.print("nothing: no lookup has missed, no engine has reported, no session opened")
 
 

@@ -14,11 +14,14 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
+from kvstore.cli import care
+from kvstore.cli.access import Ca, Cert, Key, Tls, TokenFile, remember
 from kvstore.cli.blend import blend_app
 from kvstore.cli.config import config_app
 from kvstore.cli.exits import EXIT_CODES, EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE, fail
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
 from kvstore.cli.trace import trace_app
+from kvstore.cli.trust import audit_app, keys_app, quota_app, token_app
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 DEMO_TOKENS = 900
@@ -37,6 +40,11 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(trace_app, name="trace")
 app.add_typer(blend_app, name="blend")
+care.add_to(app)
+app.add_typer(token_app, name="token")
+app.add_typer(keys_app, name="keys")
+app.add_typer(quota_app, name="quota")
+app.add_typer(audit_app, name="audit")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,8 +69,13 @@ def _options(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
+    token_file: TokenFile = None,
+    tls: Tls = False,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
 ) -> None:
-    pass
+    remember((token_file, tls, ca, cert, key))
 
 
 @app.command()
@@ -283,3 +296,46 @@ def simulate(  # noqa: PLR0913 - each is an option
         drawn = plot_outcomes(plot, trace.name, outcomes)
         if drawn != plot:
             print(f"kvstore: no matplotlib for {plot.name}: drew {drawn}", file=sys.stderr)
+
+
+@app.command()
+def bench(
+    address: Address = DEFAULT_ADDRESS,
+    chunks: Annotated[int, typer.Option(metavar="N", help="How many.")] = 64,
+    chunk_bytes: Annotated[int, typer.Option(metavar="N", help="Of each.")] = 1 << 20,
+    transport: Annotated[str, typer.Option(help="auto, shm, grpc or zmq.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Put made-up chunks, get them back, compare, delete; exits with 1 unless all are right."""
+    import os
+
+    from kvstore.cli.bench import BenchTerms
+    from kvstore.cli.bench import bench as run
+
+    try:
+        terms = BenchTerms(address, chunks, chunk_bytes, transport)  # type: ignore[arg-type]
+    except InvalidRequestError as error:
+        fail(error, EXIT_USAGE)
+    done = run(terms, int.from_bytes(os.urandom(8), "little"))
+    print(done.as_json() if as_json else done.as_text())
+    if not done.held:
+        raise typer.Exit(EXIT_NOT_HELD)
+
+
+@app.command()
+def drain(
+    address: Address = DEFAULT_ADDRESS,
+    deadline_s: Annotated[float, typer.Option("--within", metavar="S", help="Seconds.")] = 20.0,
+) -> None:
+    """Have a server refuse new work and save what only memory has; exits with 1 if not all was."""
+    from kvstore.cli.drain import ask_drain
+
+    try:
+        is_saved = ask_drain(address, deadline_s)
+    except InvalidRequestError as error:
+        fail(error, EXIT_USAGE)
+    if is_saved:
+        print("drained: everything that was in memory is on disk")
+    else:
+        print("drained, but not all is saved: kvstore status says what the tiers hold")
+        raise typer.Exit(EXIT_NOT_HELD)

@@ -7,7 +7,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.client.connection import Connection
+from kvstore.cli.access import dial
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 
@@ -17,7 +17,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def ask_status(address: str) -> pb.StatusResponse:
     """Return the state of the server at *address*. Raises KVStoreErrors within two seconds."""
-    connection = Connection(address, retry_after_ms=DEADLINE_MS)
+    connection = dial(address, DEADLINE_MS)
     try:
         return connection.call("Status", pb.StatusRequest(), DEADLINE_MS, pb.StatusResponse)
     except (TierUnavailableError, DeadlineError) as error:
@@ -38,7 +38,11 @@ def status_as_json(address: str, reply: pb.StatusResponse) -> str:
         "sessions": reply.sessions,
         "leases": reply.leases,
         "socket_path": reply.socket_path,
-        "tiers": [{name: getattr(tier, name) for name in fields} for tier in reply.tiers],
+        "tiers": [
+            {name: getattr(tier, name) for name in fields}
+            | {"follows": {one.name: one.follows for one in tier.partitions if one.follows}}
+            for tier in reply.tiers
+        ],
         "counters": dict(sorted(reply.counters.items())),
     }
     return json.dumps(status, indent=2)
@@ -63,6 +67,10 @@ def print_status(address: str, reply: pb.StatusResponse) -> None:
             f"{tier.state}: {tier.reason}" if tier.reason else tier.state,
         )
     console.print(tiers)
+    for tier in reply.tiers:
+        followed = [f"{one.name} {one.follows}" for one in tier.partitions if one.follows]
+        if followed:
+            console.print(f"{tier.name} evicts by: {', '.join(followed)}", highlight=False)
     counters = Table("counter", "since the start")
     for name, value in sorted(reply.counters.items()):
         counters.add_row(name, str(value))

@@ -81,6 +81,9 @@ def _tier_as_json(tier: pb.TierStatus) -> dict[str, object]:
                 "used_bytes": one.used_bytes,
                 "quota_bytes": one.quota_bytes,
                 "guaranteed_bytes": one.guaranteed_bytes,
+                "follows": one.follows,
+                "why": one.why,
+                "candidates": dict(sorted(one.hit_ratios.items())),
             }
             for one in tier.partitions
         ],
@@ -93,6 +96,12 @@ def top_as_tables(address: str, reply: pb.StatusResponse, rates: Rates) -> Group
     if any(tier.partitions for tier in reply.tiers):
         parts.append(_partitions(reply))
     reasons = [f"{tier.name}: {tier.policy.why}" for tier in reply.tiers if tier.policy.why]
+    reasons += [
+        f"{tier.name}, {one.name}: {one.why}"
+        for tier in reply.tiers
+        for one in tier.partitions
+        if one.why
+    ]
     return Group(*parts, *reasons)
 
 
@@ -133,7 +142,7 @@ def _tiers(reply: pb.StatusResponse) -> Table:
 
 
 def _partitions(reply: pb.StatusResponse) -> Table:
-    table = Table("tier", "partition", "used", "quota", "guaranteed")
+    table = Table("tier", "partition", "used", "quota", "guaranteed", "policy")
     for tier in reply.tiers:
         for one in tier.partitions:
             table.add_row(
@@ -142,6 +151,7 @@ def _partitions(reply: pb.StatusResponse) -> Table:
                 readable_size(one.used_bytes),
                 readable_size(one.quota_bytes) if one.quota_bytes else "-",
                 readable_size(one.guaranteed_bytes) if one.guaranteed_bytes else "-",
+                one.follows or "-",
             )
     return table
 

@@ -10,6 +10,7 @@ from errno import EEXIST
 from pathlib import Path
 from typing import TextIO
 
+from kvstore.cli.access import dial
 from kvstore.cli.status import DEADLINE_MS
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
@@ -98,7 +99,7 @@ def record(
     """
     if out.exists():
         raise FileExistsError(EEXIST, "it is there already: name another file", str(out))
-    connection = Connection(recording.address, retry_after_ms=DEADLINE_MS)
+    connection = dial(recording.address, DEADLINE_MS)
     try:
         page = _read(connection, 0, 0)
         with out.open("x") as file:

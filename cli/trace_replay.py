@@ -9,28 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.cli.access import given_access
+from kvstore.cli.made_up_chunks import MIN_CHUNK_BYTES, model_of, noise
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
 from kvstore.client.options import ClientOptions
-from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import (
     MIN_CHUNK_TOKENS,
     ChunkKey,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
     PutOutcome,
-    Representation,
-    RopeParameters,
 )
-
-_HEAD_DIM = 8
-_TOKEN_BYTES = 2 * 2 * _HEAD_DIM
-"""Keys and values in bfloat16 of one layer and one head."""
 
 MAX_CHUNK_BYTES = 64 << 20
 DEADLINE_MS = 20_000
@@ -53,9 +44,8 @@ class ReplayTerms:
     run: int = 0
 
     def __post_init__(self) -> None:
-        least = MIN_CHUNK_TOKENS * _TOKEN_BYTES
-        if not least <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            fix = f"give {least} to {MAX_CHUNK_BYTES} bytes"
+        if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            fix = f"give {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes"
             raise InvalidRequestError("chunk_bytes", self.chunk_bytes, fix)
         if self.limit_requests < 0 or not 0 <= self.speed < float("inf"):
             raise InvalidRequestError(
@@ -86,28 +76,16 @@ class Replayed:
         return json.dumps({**asdict(self), "block_hit_rate": self.block_hit_rate})
 
 
-def representation(chunk_bytes: int) -> Representation:
-    """Return a made-up model whose chunks of 16 tokens have about *chunk_bytes*."""
-    heads = max(1, round(chunk_bytes / (MIN_CHUNK_TOKENS * _TOKEN_BYTES)))
-    group = LayerGroup(LayerKind.attention, DType.bfloat16, (0,), heads, _HEAD_DIM)
-    return Representation(
-        model_id="kvstore/trace-replay",
-        model_revision="1",
-        adapter_digest="none",
-        quantization="none",
-        layer_groups=(group,),
-        rope=RopeParameters(10_000.0, _HEAD_DIM),
-        tokenizer_digest="none",
-    )
-
-
 def replay_trace(path: Path, terms: ReplayTerms, block_tokens: int = 256) -> Replayed:
     """Play a trace. Raises InvalidRequestError, KVStoreErrors of the server, OSError."""
     trace = make_blocks(read_trace(path), block_tokens)
     options = ClientOptions(
-        chunk_tokens=MIN_CHUNK_TOKENS, deadline_ms=DEADLINE_MS, name="trace-replay"
+        chunk_tokens=MIN_CHUNK_TOKENS,
+        deadline_ms=DEADLINE_MS,
+        name="trace-replay",
+        access=given_access(),
     )
-    with Client(terms.address, representation(terms.chunk_bytes), options) as client:
+    with Client(terms.address, model_of(terms.chunk_bytes), options) as client:
         return _Player(client, trace, terms).play()
 
 
@@ -118,7 +96,7 @@ class _Player:
         self._client = client
         self._trace = trace
         self._terms = terms
-        self._tensors = _noise(client.representation)
+        self._tensors = noise(client.representation)
         self._hits = self._stored = self._refused = self._blocks = 0
 
     def play(self) -> Replayed:
@@ -164,14 +142,3 @@ class _Player:
         outcomes = [put.outcome for put in self._client.put(chunks)]
         self._stored += outcomes.count(PutOutcome.stored)
         self._refused += outcomes.count(PutOutcome.refused)
-
-
-def _noise(model: Representation) -> ChunkTensors:
-    """Return the tensors that every chunk has: bytes that do not compress, the same each time."""
-    tensors = empty_tensors(KVLayout.of(model, MIN_CHUNK_TOKENS))
-    draw = np.random.default_rng(0)
-    for component in tensors:
-        for layer in component:
-            for part in layer:
-                part[...] = np.frombuffer(draw.bytes(part.nbytes), part.dtype).reshape(part.shape)
-    return tensors

@@ -248,7 +248,9 @@ class Caller:
 
     def _quarantine(self, transport: Transport, key: ChunkKey) -> None:
         request = pb.DeleteRequest(
-            session_id=transport.session.terms.session_id, digests=self._digest(key)
+            session_id=transport.session.terms.session_id,
+            digests=self._digest(key),
+            if_damaged=True,
         )
         try:
             self._call("Delete", request, pb.DeleteResponse)

@@ -163,6 +163,7 @@ class LevelledGet:
             session_id=self._transport.session.terms.session_id,
             digests=join_digests(self._digests),
             lease=True,
+            ranges=True,
             min_fidelity=fidelity_number(terms.least),
             deadline_ms=max(1, int(1000 * terms.deadline_s)),
         )

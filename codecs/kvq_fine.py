@@ -30,7 +30,7 @@ from kvstore.proto.types import DType
 
 @dataclass(frozen=True, slots=True)
 class FineBackend:
-    """One implementation of all of them, with the arguments of the reference."""
+    """One implementation of all but quantising by class, with the arguments of the reference."""
 
     name: str
     quotients: Callable[..., Any] = field(repr=False)
@@ -39,12 +39,20 @@ class FineBackend:
     write: Callable[..., None] = field(repr=False)
     refine: Callable[..., list[Thirds] | None] = field(repr=False)
     move: Callable[..., Any] = field(repr=False)
-    quantise_mixed: Callable[..., Tiles | None] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """One implementation of that: only who encodes ``mixed`` waits for its compiler."""
+
+    name: str
+    quantise: Callable[..., Tiles | None] = field(repr=False)
 
 
 NUMPY_FINE = FineBackend(
-    "numpy", quotients_of, contexts_of, add_symbols, write_scaled, refine, moved, quantise_mixed
+    "numpy", quotients_of, contexts_of, add_symbols, write_scaled, refine, moved
 )
+NUMPY_MIXER = Mixer("numpy", quantise_mixed)
 
 
 def fine_backends(dtype: DType = DType.bfloat16) -> dict[str, FineBackend]:
@@ -55,6 +63,11 @@ def fine_backends(dtype: DType = DType.bfloat16) -> dict[str, FineBackend]:
     return {backend.name: backend for backend in _checked.wait(dtype)}
 
 
+def mixers(dtype: DType = DType.bfloat16) -> dict[str, Mixer]:
+    """Return the same of what quantises by class."""
+    return {mixer.name: mixer for mixer in _checked_mixers.wait(dtype)}
+
+
 def best_fine_backend(dtype: DType) -> FineBackend:
     """Return the fastest backend that agrees with the reference on this machine.
 
@@ -63,8 +76,17 @@ def best_fine_backend(dtype: DType) -> FineBackend:
     return _checked(dtype)[0]
 
 
+def best_mixer(dtype: DType) -> Mixer:
+    """Return the same of what quantises by class."""
+    return _checked_mixers(dtype)[0]
+
+
 def _reference(dtype: DType) -> tuple[FineBackend, ...]:
     return (NUMPY_FINE,)
+
+
+def _reference_mixer(dtype: DType) -> tuple[Mixer, ...]:
+    return (NUMPY_MIXER,)
 
 
 @improving(_reference)
@@ -76,26 +98,46 @@ def _checked(dtype: DType) -> tuple[FineBackend, ...]:
     return (NUMBA_FINE, NUMPY_FINE) if agrees(NUMBA_FINE, dtype) else (NUMPY_FINE,)
 
 
-def agrees(backend: FineBackend, dtype: DType) -> bool:
-    """Whether *backend* gives the reference's bits, with and without rotation."""
+@improving(_reference_mixer)
+def _checked_mixers(dtype: DType) -> tuple[Mixer, ...]:
+    try:
+        from kvstore.codecs.kvq_fine_numba import NUMBA_MIXER
+    except ImportError:
+        return (NUMPY_MIXER,)
+    return (NUMBA_MIXER, NUMPY_MIXER) if mixes(NUMBA_MIXER, dtype) else (NUMPY_MIXER,)
+
+
+def _samples(dtype: DType) -> tuple[Any, Any, Any]:
+    """Return a block, classes of its tokens, and angles to turn it by."""
     rng = np.random.default_rng(0)
     numbers = rng.standard_normal((3, 33, 80), np.float32) * rng.gamma(0.5, 8, (3, 1, 80))
     angles = rotation(np.float32(10000.0) ** -np.linspace(0, 1, 24, dtype=np.float32), 999, 33)
     bits = np.empty(numbers.shape, f"u{dtype.item_bytes}")
     from_float32(numbers.astype(np.float32), dtype, bits)
-    classes = rng.integers(0, KINDS, 33).astype(np.uint8)
+    return bits, rng.integers(0, KINDS, 33).astype(np.uint8), angles
+
+
+def agrees(backend: FineBackend, dtype: DType) -> bool:
+    """Whether *backend* gives the reference's bits, with and without rotation."""
+    bits, classes, angles = _samples(dtype)
     for turned in (None, angles):
         plain = NUMPY.quantise(bits, dtype, turned, 1.0)
         if plain is None or not _refines(backend, dtype, bits, turned, plain):
             return False
+        if not _writes(backend, plain, factors_of(classes), (dtype, turned, bits)):
+            return False
+        if not np.array_equal(moved(plain.models, classes), backend.move(plain.models, classes)):
+            return False
+    return True
+
+
+def mixes(mixer: Mixer, dtype: DType) -> bool:
+    """Whether *mixer* gives the reference's bits, with and without rotation."""
+    bits, classes, angles = _samples(dtype)
+    for turned in (None, angles):
         wanted = quantise_mixed(bits, dtype, turned, 0.25, classes)
-        found = backend.quantise_mixed(bits, dtype, turned, 0.25, classes)
+        found = mixer.quantise(bits, dtype, turned, 0.25, classes)
         if wanted is None or found is None or not same_tiles(wanted, found):
-            return False
-        factors = factors_of(classes)
-        if not _writes(backend, wanted, factors, (dtype, turned, bits)):
-            return False
-        if not np.array_equal(moved(wanted.models, classes), backend.move(found.models, classes)):
             return False
     return True
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from kvstore.codecs import kvq_fine_loops as loops
 from kvstore.codecs.base import Part
-from kvstore.codecs.floats import Floats, from_float32
+from kvstore.codecs.floats import Floats, from_float32, to_float32
 from kvstore.codecs.jit import compiled, i64, read_only, u8, u16, u32, void, written
-from kvstore.codecs.kvq_fine import FineBackend
+from kvstore.codecs.kvq_fine import FineBackend, Mixer
 from kvstore.codecs.kvq_levels import LEVELS, Thirds, rows_of
 from kvstore.codecs.kvq_models import kvq_models
-from kvstore.codecs.kvq_numba import angles_or_none, wide_of
+from kvstore.codecs.kvq_numba import angles_or_none
 from kvstore.codecs.kvq_tiles import ESCAPE_SHARE, TILE_CHANNELS, Angles, Tiles
 from kvstore.codecs.mixed_tiles import Classes
 from kvstore.proto.types import DType
@@ -54,17 +54,17 @@ def _writer(item_bytes: int) -> Any:
     return compiled(void, read_only(_F32, 3), tiles, u32, _ANGLES, out)(loops.write)
 
 
-@lru_cache(maxsize=2)
-def _refiner(item_bytes: int) -> Any:
-    words = read_only(_WORDS[item_bytes], 3)
+@lru_cache(maxsize=1)
+def _refiner() -> Any:
+    words = read_only(u32, 3)
     tiles = _tuple_of((read_only(_F32), read_only(_F32, 2), written(_F32, 3), read_only(u8, 3)))
     out = _tuple_of((written(u8, 4), written(u8, 4), written(_F32, 2)))
     return compiled(types.boolean, words, u32, _ANGLES, tiles, out)(loops.refine)
 
 
-@lru_cache(maxsize=2)
-def _mixer(item_bytes: int) -> Any:
-    words = read_only(_WORDS[item_bytes], 3)
+@lru_cache(maxsize=1)
+def _mixer() -> Any:
+    words = read_only(u32, 3)
     terms = _tuple_of((_F64, read_only(u8)))
     return compiled(i64, words, u32, _ANGLES, terms, _FAMILY, _QUANTISED)(loops.quantise_mixed)
 
@@ -118,17 +118,22 @@ def write(
         np.copyto(out, room)
 
 
+def _widened(bits: Part, dtype: DType) -> NDArray[np.uint32]:
+    """Return *bits* as float32's: compiling the loops for each width takes longer than this."""
+    return to_float32(bits, dtype).view(np.uint32)
+
+
 def refine(bits: Part, dtype: DType, angles: Angles | None, tiles: Tiles) -> list[Thirds] | None:
     """Return the levels behind *tiles*; see ``kvq_levels.refine``."""
     numbers = quotients(tiles)
     assert numbers is not None
-    words, shift = wide_of(bits, dtype)
+    words = _widened(bits, dtype)
     rows = np.stack([rows_of(tiles.models, level) for level in range(1, LEVELS + 1)])
     shape = (LEVELS, *numbers.shape)
     symbols, found = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
     errors = np.empty(shape[:2], np.float32)
-    done = _refiner(words.itemsize)(
-        words, np.uint32(shift), angles_or_none(angles),
+    done = _refiner()(
+        words, np.uint32(0), angles_or_none(angles),
         (tiles.steps, tiles.means.astype(np.float32), numbers, rows), (symbols, found, errors),
     )  # fmt: skip
     if not done:
@@ -140,7 +145,7 @@ def quantise_mixed(
     bits: Part, dtype: DType, angles: Angles | None, ratio: float, classes: Classes
 ) -> Tiles | None:
     """Quantise the block *bits* by *classes*; see ``mixed_tiles.quantise_mixed``."""
-    words, shift = wide_of(bits, dtype)
+    words = _widened(bits, dtype)
     heads, tokens, dim = words.shape
     count = -(-heads * dim // TILE_CHANNELS)
     shape = (count, TILE_CHANNELS)
@@ -150,8 +155,8 @@ def quantise_mixed(
     escapes, magnitudes = np.empty(count, np.uint32), np.empty(count, np.uint32)
     values = np.empty(symbols.size // ESCAPE_SHARE, np.int16)
     family = kvq_models()
-    used = _mixer(words.itemsize)(
-        words, np.uint32(shift), angles_or_none(angles), (ratio, np.ascontiguousarray(classes)),
+    used = _mixer()(
+        words, np.uint32(0), angles_or_none(angles), (ratio, np.ascontiguousarray(classes)),
         (family.costs, family.edges, family.reach),
         (steps, means, models, symbols, escapes, values, errors, magnitudes),
     )  # fmt: skip
@@ -163,4 +168,5 @@ def quantise_mixed(
     )  # fmt: skip
 
 
-NUMBA_FINE = FineBackend("numba", quotients, contexts, add, write, refine, move, quantise_mixed)
+NUMBA_FINE = FineBackend("numba", quotients, contexts, add, write, refine, move)
+NUMBA_MIXER = Mixer("numba", quantise_mixed)

@@ -52,7 +52,7 @@ def angles_or_none(angles: Angles | None) -> Angles:
     return (_NO_ANGLES, _NO_ANGLES) if angles is None else angles
 
 
-def wide_of(bits: Part, dtype: DType) -> tuple[Part, int]:
+def _wide(bits: Part, dtype: DType) -> tuple[Part, int]:
     """Return *bits* as the loops take them, C-ordered, and how far to shift them left."""
     if dtype is DType.float16:
         return to_float32(bits, dtype).view(np.uint32), 0
@@ -61,7 +61,7 @@ def wide_of(bits: Part, dtype: DType) -> tuple[Part, int]:
 
 def quantise(bits: Part, dtype: DType, angles: Angles | None, ratio: float) -> Tiles | None:
     """Quantise the block *bits*; see ``kvq_tiles.Quantise``."""
-    words, shift = wide_of(bits, dtype)
+    words, shift = _wide(bits, dtype)
     heads, tokens, dim = words.shape
     count = -(-heads * dim // TILE_CHANNELS)
     shape = (count, TILE_CHANNELS)

@@ -16,7 +16,7 @@ from kvstore.codecs.base import Part
 from kvstore.codecs.kvq import DEFAULT_QUALITY, RATIOS, ratios_of
 from kvstore.codecs.kvq_body import QUANTISED, Body, Stream, parse_body
 from kvstore.codecs.kvq_exact import decode_exact, encode_exact, max_exact_bytes
-from kvstore.codecs.kvq_fine import FineBackend, best_fine_backend
+from kvstore.codecs.kvq_fine import FineBackend, Mixer, best_fine_backend, best_mixer
 from kvstore.codecs.kvq_layer import (
     Coded,
     angles_of,
@@ -62,10 +62,12 @@ class MixedCodec(LossyCodec):
         quality: int = DEFAULT_QUALITY,
         entropy: Backend | None = None,
         fine: FineBackend | None = None,
+        mixer: Mixer | None = None,
     ) -> None:
         self.ratio = RATIOS[quality]
         self._entropy = entropy
         self._fine = fine
+        self._mixer = mixer
 
     @override
     @classmethod
@@ -75,8 +77,12 @@ class MixedCodec(LossyCodec):
         return cls(int(terms))
 
     def fine(self, dtype: DType) -> FineBackend:
-        """Return what quantises numbers of *dtype*."""
+        """Return what reads numbers of *dtype*."""
         return self._fine or best_fine_backend(dtype)
+
+    def mixer(self, dtype: DType) -> Mixer:
+        """Return what quantises numbers of *dtype*."""
+        return self._mixer or best_mixer(dtype)
 
     @property
     def entropy(self) -> Backend:
@@ -113,7 +119,9 @@ class MixedCodec(LossyCodec):
             ratios = ratios_of(component, self.ratio)
             for part, turned, ratio in zip(parts, (angles, None), ratios, strict=False):
                 bits = part[:, block].view(f"<u{component.dtype.item_bytes}")
-                found = fine.quantise_mixed(bits, component.dtype, turned, ratio, classes[block])
+                found = self.mixer(component.dtype).quantise(
+                    bits, component.dtype, turned, ratio, classes[block]
+                )
                 if found is None:
                     return None
                 bound = max(

@@ -180,7 +180,10 @@ class ResolvedSegment:
 
 @dataclass(frozen=True, slots=True)
 class GateView:
-    """A gate as a client sees it: whether KV of other prompts is given out, and why."""
+    """A gate as a client sees it: whether KV of other prompts is given out, and why.
+
+    Of ``let_through`` and ``kept_out`` requests, trials left out, only the server knows.
+    """
 
     is_open: bool
     ratio: float
@@ -192,6 +195,8 @@ class GateView:
     speedup: float = UNKNOWN
     tag: str = ""
     model: str = ""
+    let_through: int = 0
+    kept_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)

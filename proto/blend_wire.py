@@ -48,6 +48,8 @@ def gate_to_message(gate: GateView) -> pb.Gate:
         why=gate.why,
         calibrated=gate.is_calibrated,
         speedup=gate.speedup,
+        let_through=gate.let_through,
+        kept_out=gate.kept_out,
     )
 
 
@@ -56,6 +58,7 @@ def gate_from_message(message: pb.Gate) -> GateView:
     return GateView(
         message.open, message.ratio, message.agreement, message.divergence, message.shadows,
         message.why, message.calibrated, message.speedup, message.tag, message.model,
+        message.let_through, message.kept_out,
     )  # fmt: skip
 
 

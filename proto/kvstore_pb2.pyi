@@ -187,7 +187,7 @@ class CloseSessionResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity", "places", "prefill", "wait_ms")
+    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity", "places", "prefill", "wait_ms", "ranges")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class LookupRequest(_message.Message):
     PLACES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease: bool
@@ -204,7 +205,8 @@ class LookupRequest(_message.Message):
     places: bool
     prefill: Prefill
     wait_ms: int
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    ranges: bool
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., wait_ms: _Optional[int] = ..., ranges: bool = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("start_s", "token_s", "pair_s", "tokens")
@@ -569,12 +571,14 @@ class UnpinResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., unpinned: _Optional[int] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
-    __slots__ = ("session_id", "digests")
+    __slots__ = ("session_id", "digests", "if_damaged")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    IF_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    if_damaged: bool
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., if_damaged: bool = ...) -> None: ...
 
 class DeleteResponse(_message.Message):
     __slots__ = ("server", "deleted", "leased")
@@ -722,16 +726,29 @@ class SizeRatio(_message.Message):
     def __init__(self, scale: _Optional[float] = ..., hit_ratio: _Optional[float] = ...) -> None: ...
 
 class PartitionStatus(_message.Message):
-    __slots__ = ("name", "used_bytes", "quota_bytes", "guaranteed_bytes")
+    __slots__ = ("name", "used_bytes", "quota_bytes", "guaranteed_bytes", "follows", "why", "hit_ratios")
+    class HitRatiosEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     GUARANTEED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIOS_FIELD_NUMBER: _ClassVar[int]
     name: str
     used_bytes: int
     quota_bytes: int
     guaranteed_bytes: int
-    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ...) -> None: ...
+    follows: str
+    why: str
+    hit_ratios: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., follows: _Optional[str] = ..., why: _Optional[str] = ..., hit_ratios: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts", "gates")
@@ -901,7 +918,7 @@ class ResolvedSegment(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[ResolvedChunk, _Mapping]]] = ..., ratio: _Optional[float] = ..., load_ms: _Optional[float] = ..., recompute_ms: _Optional[float] = ...) -> None: ...
 
 class Gate(_message.Message):
-    __slots__ = ("model", "tag", "open", "ratio", "agreement", "divergence", "shadows", "why", "calibrated", "speedup")
+    __slots__ = ("model", "tag", "open", "ratio", "agreement", "divergence", "shadows", "why", "calibrated", "speedup", "let_through", "kept_out")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -912,6 +929,8 @@ class Gate(_message.Message):
     WHY_FIELD_NUMBER: _ClassVar[int]
     CALIBRATED_FIELD_NUMBER: _ClassVar[int]
     SPEEDUP_FIELD_NUMBER: _ClassVar[int]
+    LET_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    KEPT_OUT_FIELD_NUMBER: _ClassVar[int]
     model: str
     tag: str
     open: bool
@@ -922,7 +941,9 @@ class Gate(_message.Message):
     why: str
     calibrated: bool
     speedup: float
-    def __init__(self, model: _Optional[str] = ..., tag: _Optional[str] = ..., open: bool = ..., ratio: _Optional[float] = ..., agreement: _Optional[float] = ..., divergence: _Optional[float] = ..., shadows: _Optional[int] = ..., why: _Optional[str] = ..., calibrated: bool = ..., speedup: _Optional[float] = ...) -> None: ...
+    let_through: int
+    kept_out: int
+    def __init__(self, model: _Optional[str] = ..., tag: _Optional[str] = ..., open: bool = ..., ratio: _Optional[float] = ..., agreement: _Optional[float] = ..., divergence: _Optional[float] = ..., shadows: _Optional[int] = ..., why: _Optional[str] = ..., calibrated: bool = ..., speedup: _Optional[float] = ..., let_through: _Optional[int] = ..., kept_out: _Optional[int] = ...) -> None: ...
 
 class ResolveResponse(_message.Message):
     __slots__ = ("server", "segments", "exact_prefix", "lease_id", "lease_ttl_ms", "layer_order", "tier_names", "rope", "gate", "shadow", "server_us")
@@ -1110,7 +1131,7 @@ class EngineReport(_message.Message):
     def __init__(self, ago_s: _Optional[float] = ..., client: _Optional[str] = ..., model_id: _Optional[str] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "spaces")
+    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "spaces", "gates")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
@@ -1118,6 +1139,7 @@ class ExplainResponse(_message.Message):
     RECENT_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     SPACES_FIELD_NUMBER: _ClassVar[int]
+    GATES_FIELD_NUMBER: _ClassVar[int]
     server: Server
     hit_chunks: int
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkReason]
@@ -1125,7 +1147,8 @@ class ExplainResponse(_message.Message):
     recent: _containers.RepeatedCompositeFieldContainer[Miss]
     engines: _containers.RepeatedCompositeFieldContainer[EngineReport]
     spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ...) -> None: ...
+    gates: _containers.RepeatedCompositeFieldContainer[Gate]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ...) -> None: ...
 
 class QuotaRequest(_message.Message):
     __slots__ = ("tenant",)
@@ -1188,3 +1211,35 @@ class SetQuotaRequest(_message.Message):
     requests_per_s: int
     leases: int
     def __init__(self, tenant: _Optional[str] = ..., tier: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., requests_per_s: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
+
+class ScrubRequest(_message.Message):
+    __slots__ = ("begin", "tiers", "bytes_per_s")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    begin: bool
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    bytes_per_s: int
+    def __init__(self, begin: bool = ..., tiers: _Optional[_Iterable[str]] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
+
+class ScrubResponse(_message.Message):
+    __slots__ = ("server", "begun", "running", "passes", "total_chunks", "checked_chunks", "checked_bytes", "damaged_chunks", "unread_chunks")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    begun: bool
+    running: bool
+    passes: int
+    total_chunks: int
+    checked_chunks: int
+    checked_bytes: int
+    damaged_chunks: int
+    unread_chunks: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., begun: bool = ..., running: bool = ..., passes: _Optional[int] = ..., total_chunks: _Optional[int] = ..., checked_chunks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_chunks: _Optional[int] = ..., unread_chunks: _Optional[int] = ...) -> None: ...

@@ -154,6 +154,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Scrub = channel.unary_unary(
+                '/kvstore.v1.KVStore/Scrub',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ScrubRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ScrubResponse.FromString,
+                _registered_method=True)
         self.Trace = channel.unary_unary(
                 '/kvstore.v1.KVStore/Trace',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.TraceRequest.SerializeToString,
@@ -320,6 +325,12 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scrub(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Trace(self, request, context):
         """callers on the server's host only
         """
@@ -455,6 +466,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.DrainRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.DrainResponse.SerializeToString,
+            ),
+            'Scrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scrub,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ScrubRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ScrubResponse.SerializeToString,
             ),
             'Trace': grpc.unary_unary_rpc_method_handler(
                     servicer.Trace,
@@ -1115,6 +1131,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Drain',
             kvstore_dot_proto_dot_kvstore__pb2.DrainRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Scrub',
+            kvstore_dot_proto_dot_kvstore__pb2.ScrubRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.ScrubResponse.FromString,
             options,
             channel_credentials,
             insecure,

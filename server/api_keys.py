@@ -12,14 +12,13 @@ import base64
 import hashlib
 import hmac
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.encryption_keys import replace_file
 from kvstore.server.principal import Principal
 
 MAX_KEYS = 65_536
@@ -133,13 +132,4 @@ def write_keys(path: Path, rows: Iterable[ApiKey]) -> None:
     """Replace the file at *path*, as a whole. Raises InvalidRequestError."""
     text = "".join(row.line() + "\n" for row in rows)
     parse_keys(text.encode())
-    try:
-        descriptor, draft = tempfile.mkstemp(dir=path.parent)  # of mode 0600
-        try:
-            os.write(descriptor, text.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        Path(draft).replace(path)
-    except OSError as error:
-        raise InvalidRequestError("file", str(path), f"{error.strerror}; name another") from None
+    replace_file(path, text.encode())

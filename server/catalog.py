@@ -175,6 +175,11 @@ class Catalog(QuotaBook):
             self.uses.expire(now)
             return self._leases.expire(now)
 
+    def is_leased(self, lease_id: int) -> bool:
+        """Whether there is such a lease; its time may be up."""
+        with self._lock:
+            return lease_id in self._leases
+
     def lease_count(self) -> int:
         """Live leases."""
         return len(self._leases)

@@ -34,6 +34,7 @@ from kvstore.server.flags import flag_of, parse_flags
 from kvstore.server.gpu_config import GpuConfig
 from kvstore.server.policy_config import CategoryTerms, TenantQuotas, TierPolicies
 from kvstore.server.refusal import refusal
+from kvstore.server.scrub_config import ScrubSettings
 from kvstore.server.settings_file import read_settings
 from kvstore.server.trust_config import TrustSettings, check_endpoint
 from kvstore.server.units import (
@@ -95,7 +96,7 @@ class DiskConfig(DiskFolders):
     path: Annotated[Path, AfterValidator(absolute)] = Field(default_factory=_disk_path)
 
 
-class ServerConfig(TrustSettings, BlendSettings, AdmissionSettings):
+class ServerConfig(TrustSettings, BlendSettings, AdmissionSettings, ScrubSettings):
     """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,8 @@ class _Near:
 
     shelves: Sequence[Shelf]
     least: Fidelity
+    claims: list[Ticket] = field(default_factory=list)
+    """Loads of this get, which end with it unless somebody else waits for them."""
 
 
 class Delivery:
@@ -129,6 +131,7 @@ class Delivery:
                     if arrival.place is None:
                         self.return_loose(len(arrival.frame))
         finally:
+            self._transfers.let_go_of_loads(near.claims)
             self._counters.add("get_chunks", delivered)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
@@ -249,7 +252,9 @@ class Delivery:
                 return shelf.name, None
         for shelf in self._transfers.sources:
             if shelf.name in holders and not shelf.breaker.is_open:
-                return shelf.name, self._transfers.load(key, shelf, session.tenant)
+                ticket = self._transfers.load(key, shelf, session.tenant, claimed=True)
+                near.claims.extend([ticket] if ticket else [])
+                return shelf.name, ticket
         return "", None
 
     def _arrive(
@@ -306,14 +311,14 @@ class Delivery:
         info = self._catalog.copies(key).get(name)
         if info is None or not self.take_loose(info.size_bytes):
             return None
-        ticket = self._mover.submit(
-            f"load-{name}", b"loose" + key, lambda: self._transfers.read_loose(info, shelf)
-        )
+        work = partial(self._transfers.read_loose, info, shelf)
+        ticket = self._mover.submit(f"load-{name}", b"loose" + key, work, claimed=True)
         frame = None
         try:
             frame = None if ticket is None else self._mover.wait(ticket, deadline)
         except KVStoreError:
             self._counters.add("get_late_chunks")
+        self._transfers.let_go_of_loads([ticket] if ticket else [])
         if frame is None:
             self.return_loose(info.size_bytes)
             return None

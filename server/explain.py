@@ -60,7 +60,7 @@ class Explanation:
 class Explainer:
     """Explains to who asks. *sources* are the shelves in the order in which they are read.
 
-    *states* says whose state was turned away.
+    *states* says whose state was turned away, *spaces* are those of earlier sessions.
     Thread-safe; *clock* is that of *outcomes*. Costs nothing until it is asked but memory.
     """
 
@@ -71,13 +71,14 @@ class Explainer:
         outcomes: Outcomes,
         clock: Callable[[], float],
         states: StateAdmission | None = None,
+        spaces: KnownSpaces | None = None,
     ) -> None:
         self._states = states
         self._catalog = catalog
         self._shelves = {shelf.name: shelf for shelf in sources}
         self._outcomes = outcomes
         self._clock = clock
-        self.spaces = KnownSpaces()
+        self.spaces = KnownSpaces() if spaces is None else spaces
 
     def explain(
         self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
+from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match, Namespace
 from kvstore.server.checks import Checks, codec_name, fidelity
@@ -23,12 +24,14 @@ class ExplainDesk:
     def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
         transfers = manager.transfers
         self._catalog = manager.catalog
+        self._gates = manager.blends.gates
         self._sessions = sessions
         self._checks = checks
         self._clock: Callable[[], float] = checks.clock
         self._explainer = Explainer(
-            manager.catalog, transfers.sources, transfers.outcomes, transfers.clock, manager.states
-        )
+            manager.catalog, transfers.sources, transfers.outcomes, transfers.clock,
+            manager.states, manager.spaces,
+        )  # fmt: skip
         self._log = MissLog(checks.clock)
         sessions.on_open.append(self._explainer.spaces.note)
 
@@ -54,6 +57,7 @@ class ExplainDesk:
         if request.recent:
             reply.recent.extend(self._misses(request.recent))
             reply.engines.extend(map(self._report, self._log.reports()))
+            reply.gates.extend(map(gate_to_message, self._gates.views()))
         if request.spaces:
             reply.spaces.extend(map(self._known, self._explainer.spaces.all()))
         return reply

@@ -13,6 +13,7 @@ from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
 from kvstore.server.absent import AbsentKeys
 from kvstore.server.catalog import Found, LeaseTerms
+from kvstore.server.found import Leasing
 from kvstore.server.policy.admission import Moment
 from kvstore.server.policy.planner import PlanQuestion, plan_loads
 from kvstore.server.policy.state_admission import StateAdmission
@@ -59,7 +60,7 @@ class Finder:
         keys: Sequence[ChunkKey],
         deadline: float,
         *,
-        lease: bool,
+        lease: bool | Leasing,
         min_fidelity: Fidelity,
         engine: EngineTerms | None = None,
     ) -> Match:
@@ -84,8 +85,9 @@ class Finder:
             self._counters.add("lookup_ghost_chunks", found.ghosts)
         self._after(keys[:ready])
         plan = self._plan(session, keys, found, ready, engine) if engine else None
-        if lease_id:
-            self._prefetch.found(session, keys[:ready], found.sources[:ready], found.sizes[:ready])
+        if lease_id and lease is not Leasing.ranged:
+            sources, sizes = found.sources[:ready], found.sizes[:ready]
+            self._prefetch.found(session, keys[:ready], sources, sizes, lease_id)
         return Match(
             ready=ready,
             pending=found.pending,

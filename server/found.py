@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import ChunkInfo, ChunkKey
 
 
@@ -21,6 +23,23 @@ class Holding:
     leases: int
     is_pinned: bool
     hits: int
+
+
+class Leasing(IntEnum):
+    """Whether a lookup leases what is ready, and if so, for which kind of get."""
+
+    no = 0
+    whole = 1
+    """Of whole frames: those on lower tiers are loaded ahead."""
+    ranged = 2
+    """Of ranges of stored frames: nothing is loaded that nobody asked for."""
+
+    @classmethod
+    def of(cls, request: pb.LookupRequest) -> Leasing:
+        """Return what *request* asks for."""
+        if not request.lease:
+            return cls.no
+        return cls.ranged if request.ranges else cls.whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvstore.proto.blend import GateView
 from kvstore.proto.types import Namespace
@@ -21,6 +23,13 @@ from kvstore.server.policy.blend_gate import (
 from kvstore.server.sessions import Session
 
 
+class Asked(NamedTuple):
+    """Requests, trials left out, that a gate let through, and those for which it was closed."""
+
+    let_through: int
+    kept_out: int
+
+
 class Gates:
     """Thread-safe. *draw* returns numbers from 0 to below 1."""
 
@@ -28,13 +37,27 @@ class Gates:
         self._table = GateTable(terms, draw)
         self._counters = counters
         self._models: dict[bytes, str] = {}
-        # Guards both; held for dictionary operations only.
+        self._asked: OrderedDict[GateName, Asked] = OrderedDict()
+        # Guards the three; held for dictionary operations only.
         self._lock = threading.Lock()
 
     def ask(self, session: Session, tag: str, *, trial: bool) -> Permit:
         """May one request of *session* be blended, and is it to be compared?"""
         with self._lock:
-            return self._table.ask((session.namespace, tag), trial=trial)
+            permit = self._table.ask((session.namespace, tag), trial=trial)
+            if not trial:
+                self._note(session, tag, permit)
+        if not trial:
+            self._counters.add("blend_let_through" if permit.may_pass else "blend_kept_out")
+        return permit
+
+    def _note(self, session: Session, tag: str, permit: Permit) -> None:
+        name = (session.namespace, tag)
+        through, out = self._asked.pop(name, Asked(0, 0))
+        self._asked[name] = Asked(through + permit.may_pass, out + (not permit.may_pass))
+        self._know(session.namespace, session.representation.model_id)
+        if len(self._asked) > MAX_GATES:
+            self._asked.popitem(last=False)
 
     def told(
         self, session: Session, tag: str, shadow: Shadow | None, speedup: float = UNKNOWN
@@ -66,14 +89,17 @@ class Gates:
             return self._view(name, self._table.state(name))
 
     def views(self) -> list[GateView]:
-        """Return all that are known, those that were used last last."""
+        """Return all that were heard of, those that were used last last."""
         with self._lock:
-            return [self._view(name, gate) for name, gate in self._table]
+            known = dict(self._table)
+            unknown = {name: self._table.state(name) for name in self._asked if name not in known}
+            return [self._view(*one) for one in (*unknown.items(), *known.items())]
 
     def _view(self, name: GateName, gate: GateState) -> GateView:
         return GateView(
             gate.is_open, gate.ratio, gate.agreement, gate.divergence, gate.shadows, gate.why,
             gate.is_calibrated, gate.speedup, name[1], self._models.get(name[0], ""),
+            *self._asked.get(name, (0, 0)),
         )  # fmt: skip
 
     def open_count(self) -> int:

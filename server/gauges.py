@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 
+from kvstore.proto.blend import GateView
 from kvstore.server.manager import TierManager
 from kvstore.server.metrics import Gauge
 from kvstore.server.policy.partitions import Quota
-from kvstore.server.policy_report import PartitionUse, PolicyReport
+from kvstore.server.policy_report import PartitionUse, PolicyReport, known_ratios
+
+SHOWN_GATES = 64
+"""Gates on the metrics page, those used last; the status shows all."""
 
 
 def _policy(tier: str, report: PolicyReport) -> list[Gauge]:
@@ -29,6 +33,25 @@ def _policy(tier: str, report: PolicyReport) -> list[Gauge]:
             ("partition_used_bytes", "bytes of a tenant or category", labels, one.used_bytes),
             ("partition_quota_bytes", "its quota, 0 for none", labels, one.quota.limit_bytes),
         ]
+        ratios = known_ratios(one.choice) if one.choice else {}
+        for name, ratio in (ratios or {report.follows: math.nan}).items():
+            more = labels | {"policy": name}
+            rows.append(("partition_hit_ratio", "chunks a policy would hit for it", more, ratio))
+        followed = labels | {"policy": one.choice.policy if one.choice else report.follows}
+        rows.append(("partition_policy", "1 for the policy it is evicted by", followed, 1.0))
+    return rows
+
+
+def _gates(manager: TierManager) -> list[Gauge]:
+    rows: list[Gauge] = []
+    views = manager.blends.gates.views()[-SHOWN_GATES:]
+    for one in views or [GateView(is_open=False, ratio=math.nan)]:
+        labels = {"model": one.model, "tag": one.tag}
+        rows += [
+            ("blend_gate_open", "1 while variants are given out", labels, float(one.is_open)),
+            ("blend_gate_ratio", "share of tokens to recompute, at least", labels, one.ratio),
+            ("blend_gate_shadows", "comparisons since it changed", labels, one.shadows),
+        ]
     return rows
 
 
@@ -49,6 +72,7 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
         ("blend_left_out", "chunks not taken in, contents being at their limit", "", left_out),
         ("blend_priority_bytes", "what is known of their tokens", "", priority_bytes),
         ("blend_open_gates", "models and tags whose variants are given", "", gates),
+        *_gates(manager),
     ]
     for tier, (a_day, left) in manager.transfers.placement.budgets().items() or [("", (0, 0.0))]:
         rows += [

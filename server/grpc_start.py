@@ -12,6 +12,7 @@ from kvstore.server.certificates import ServerTls
 from kvstore.server.config import ServerConfig
 from kvstore.server.gatekeeper import Gatekeeper
 from kvstore.server.interceptors import ErrorInterceptor
+from kvstore.server.overload import Overload
 
 MESSAGE_SLACK_BYTES = 1 << 20
 REQUESTS_PER_WORKER = 8
@@ -22,7 +23,7 @@ HEALTH_WORKERS = 2
 
 
 def bind(
-    config: ServerConfig, workers: futures.ThreadPoolExecutor, gatekeeper: Gatekeeper
+    config: ServerConfig, overload: Overload, gatekeeper: Gatekeeper
 ) -> tuple[grpc.Server, int]:
     """Return a server, not started, and the port it got.
 
@@ -30,8 +31,8 @@ def bind(
     """
     largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
     server = grpc.server(
-        workers,
-        interceptors=[ErrorInterceptor(), gatekeeper],
+        overload.reads,
+        interceptors=[overload, ErrorInterceptor(), gatekeeper],
         maximum_concurrent_rpcs=REQUESTS_PER_WORKER * config.workers,
         options=[
             ("grpc.max_receive_message_length", largest),

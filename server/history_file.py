@@ -12,9 +12,11 @@ import numpy as np
 
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError
+from kvstore.server.known_spaces import Space
 from kvstore.server.policy.chunk_classes import OWNS
 from kvstore.server.policy.density import AGE_BINS
 from kvstore.server.policy.history_state import CHUNK, CLASS, HistoryState
+from kvstore.server.space_records import MAX_RECORDS_BYTES, pack_spaces, unpack_spaces
 
 FILE_NAME = "history.kvh"
 MAX_CHUNKS = 1 << 19
@@ -22,10 +24,13 @@ MAX_CHUNKS = 1 << 19
 
 MAX_CLASSES = 4096
 MAX_GROUPS = 1024
-MAX_FILE_BYTES = (1 << 20) + MAX_CHUNKS * CHUNK.itemsize + MAX_CLASSES * CLASS.itemsize
+MAX_FILE_BYTES = (
+    (1 << 20) + MAX_CHUNKS * CHUNK.itemsize + MAX_CLASSES * CLASS.itemsize + MAX_RECORDS_BYTES
+)
 
 _MAGIC = b"KVHS"
-_VERSION = 1
+_PLAIN, _WITH_SPACES = 1, 2
+"""Versions: the second has namespaces behind the chunks."""
 _HEAD = struct.Struct("<4sHHIIII")
 _NAMES = struct.Struct("<HH")
 _TAIL = struct.Struct("<Q")
@@ -33,10 +38,14 @@ _TAIL = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SavedHistory:
-    """``groups``: tenant and category by group number, from 1; ``state``: the rest."""
+    """``groups``: tenant and category by group number, from 1; ``state``: the rest.
+
+    ``spaces``: what namespaces stand for, those whose last session opened first first.
+    """
 
     groups: Sequence[tuple[str, str]]
     state: HistoryState
+    spaces: Sequence[Space] = ()
 
     def pack(self) -> bytes:
         """Return the bytes of the file."""
@@ -46,13 +55,14 @@ class SavedHistory:
         numbers = np.array(state.groups, "<u4").tobytes()
         parts = [
             _HEAD.pack(
-                _MAGIC, _VERSION, AGE_BINS, len(groups), len(state.groups),
-                len(state.classes), len(chunks),
+                _MAGIC, _WITH_SPACES if self.spaces else _PLAIN, AGE_BINS, len(groups),
+                len(state.groups), len(state.classes), len(chunks),
             ),
             *(_packed(*names) for names in groups),
             numbers,
             state.classes.tobytes(),
             chunks.tobytes(),
+            pack_spaces(self.spaces) if self.spaces else b"",
         ]  # fmt: skip
         body = b"".join(parts)
         return body + _TAIL.pack(checksum(as_bytes(body)))
@@ -66,7 +76,7 @@ class SavedHistory:
         if _TAIL.unpack_from(data, len(body))[0] != checksum(as_bytes(body)):
             raise InvalidFrameError("history", "checksum", "the file is damaged")
         magic, version, bins, *counts = _HEAD.unpack_from(body)
-        if (magic, version, bins) != (_MAGIC, _VERSION, AGE_BINS):
+        if (magic, bins) != (_MAGIC, AGE_BINS) or version not in (_PLAIN, _WITH_SPACES):
             raise InvalidFrameError("history", (magic, version, bins), "not this version's")
         group_count, number_count, class_count, chunk_count = counts
         at, groups = _HEAD.size, []
@@ -74,14 +84,16 @@ class SavedHistory:
             names, at = _unpacked(body, at)
             groups.append(names)
         sizes = 4 * number_count, class_count * CLASS.itemsize, chunk_count * CHUNK.itemsize
-        if at + sum(sizes) != len(body) or len(groups) != group_count:
+        end = at + sum(sizes)
+        fits = end < len(body) if version == _WITH_SPACES else end == len(body)
+        if not fits or len(groups) != group_count:
             raise InvalidFrameError("history", len(body), "its counts do not add up")
         numbers = np.frombuffer(body, "<u4", number_count, at)
         classes = np.frombuffer(body, CLASS, class_count, at + sizes[0])
         chunks = np.frombuffer(body, CHUNK, chunk_count, at + sizes[0] + sizes[1])
         state = HistoryState(tuple(numbers.tolist()), classes, chunks)
         _check(state)
-        return cls(groups, state)
+        return cls(groups, state, unpack_spaces(body[end:]) if end < len(body) else ())
 
 
 def _packed(tenant: str, category: str) -> bytes:

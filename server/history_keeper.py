@@ -11,6 +11,7 @@ import structlog
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.catalog import Catalog
 from kvstore.server.history_file import FILE_NAME, SavedHistory, read_history, write_history
+from kvstore.server.known_spaces import KnownSpaces
 from kvstore.server.metrics import Counters
 
 SAVE_EVERY_S = 300.0
@@ -36,6 +37,8 @@ class HistoryKeeper:
         self._clock = clock
         self._wall = wall
         self._saved_s = clock()
+        self.spaces = KnownSpaces()
+        """Kept with the rest: what namespaces stand for."""
 
     def load(self) -> int:
         """Remember what an earlier run knew, before anything else happens; return how many chunks.
@@ -47,6 +50,7 @@ class HistoryKeeper:
             if saved is None:
                 return 0
             written_s = (self._folder / FILE_NAME).stat().st_mtime
+            self.spaces.restore(saved.spaces)
             return self._catalog.restore(_older(saved, self._wall() - written_s))
         except (KVStoreError, OSError) as error:
             self._counters.add("unusable_histories")
@@ -61,7 +65,8 @@ class HistoryKeeper:
         """Write the file. Return whether that was possible."""
         self._saved_s = self._clock()
         try:
-            write_history(self._folder, self._catalog.save())
+            spaces = tuple(reversed(self.spaces.all()))
+            write_history(self._folder, replace(self._catalog.save(), spaces=spaces))
         except OSError as error:
             logger.warning("what policies learned was not saved", reason=str(error))
             return False

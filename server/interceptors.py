@@ -51,6 +51,11 @@ class ErrorInterceptor(ServerInterceptor):
         return wrapped
 
 
+def guarded(behavior: Behavior, method: str, *, streams: bool) -> Behavior:
+    """Return *behavior* with its errors sent as statuses; *streams*: it yields messages."""
+    return _guard_stream(behavior, method) if streams else _guard_unary(behavior, method)
+
+
 def _guard_unary(behavior: Behavior, method: str) -> Behavior:
     def guarded(request: Any, context: grpc.ServicerContext) -> Any:
         try:

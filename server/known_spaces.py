@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -51,6 +51,11 @@ class KnownSpaces:
             if len(self._spaces) >= MAX_SPACES:
                 del self._spaces[next(iter(self._spaces))]
             self._spaces[session.namespace] = space
+
+    def restore(self, spaces: Sequence[Space]) -> None:
+        """Take note of what an earlier run knew, before any session is opened."""
+        with self._lock:
+            self._spaces = {space.namespace: space for space in spaces[-MAX_SPACES:]}
 
     def of(self, namespace: Namespace) -> Space | None:
         """Return what is known of a namespace."""

@@ -109,6 +109,9 @@ class LeaseTable:
             self.release(lease.lease_id, lease.session_id)
         return len(late)
 
+    def __contains__(self, lease_id: int) -> bool:
+        return lease_id in self._leases
+
     def pin(self, key: ChunkKey) -> None:
         """Keep *key* from eviction until the matching ``unpin``."""
         self.pins[key] = self.pins.get(key, 0) + 1

@@ -19,10 +19,12 @@ from kvstore.server.blending import Blending
 from kvstore.server.catalog import Holding, LeaseTerms
 from kvstore.server.delivery import Delivery
 from kvstore.server.finder import Finder
+from kvstore.server.found import Leasing
 from kvstore.server.gates import Gates
 from kvstore.server.hand_over import HandOver
 from kvstore.server.intake import Intake, PutResult
 from kvstore.server.knowledge import Origin
+from kvstore.server.known_spaces import KnownSpaces
 from kvstore.server.landing import Landing
 from kvstore.server.mover import Ticket
 from kvstore.server.outcomes import Fate
@@ -83,6 +85,7 @@ class TierManager:
         self.transfers = transfers
         self.catalog = transfers.catalog
         self.counters = transfers.counters
+        self.spaces = KnownSpaces()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
         landing = Landing(transfers, limits.load_headroom_percent, self.states)
         self.puts = Intake(
@@ -91,7 +94,7 @@ class TierManager:
             limits.max_reservations_per_session,
             new_id,
         )
-        prefetch = Prefetch(transfers, limits.prefetch_bytes)
+        self._prefetch = prefetch = Prefetch(transfers, limits.prefetch_bytes)
         self.gets = Delivery(transfers, limits.loose_bytes, prefetch.was_read)
         otherwise = WriteThrough() if limits.write_through else WriteBack()
         transfers.placement = Placement(
@@ -202,7 +205,7 @@ class TierManager:
         keys: Sequence[ChunkKey],
         deadline: float,
         *,
-        lease: bool,
+        lease: bool | Leasing,
         min_fidelity: Fidelity = Fidelity.exact,
         engine: EngineTerms | None = None,
     ) -> Match:
@@ -231,7 +234,10 @@ class TierManager:
         if hints != NO_HINTS:
             keys = self.catalog.leased(lease_id, session.session_id)
             self.counters.add("ignored_pins", self.catalog.hint(keys, hints))
-        return self.catalog.release(lease_id, session.session_id)
+        released = self.catalog.release(lease_id, session.session_id)
+        if released:
+            self._prefetch.dropped(lease_id)
+        return released
 
     def open_get(
         self, session: Session, keys: Sequence[ChunkKey], lease_id: int
@@ -347,6 +353,7 @@ class TierManager:
         self.puts.assembly.expire()
         self._drop_expired()
         self.gets.promote_due()
+        self._prefetch.sweep(self.catalog.is_leased)
         self.transfers.leave_doubles()
 
     def _drop_expired(self) -> None:

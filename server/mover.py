@@ -30,6 +30,10 @@ class Ticket:
     done: bool = False
     result: object = None
     error: Exception | None = None
+    claims: int | None = None
+    """How many want it, of those that may lose interest; None: it is done whatever they want."""
+    is_given_up: bool = False
+    """Nobody wants it any more, and it has ended for that, or is about to."""
 
 
 class Mover:
@@ -49,6 +53,7 @@ class Mover:
         self._open: dict[tuple[str, bytes], Ticket] = {}
         self._closed = False
         self._stepped = not any(lanes.values())
+        self._at_work = threading.local()
         # Guards all fields above; held for queue operations only. Notified when a ticket is
         # queued or done.
         self._changed = threading.Condition()
@@ -60,27 +65,65 @@ class Mover:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, lane: str, name: bytes, work: Work, *, urgent: bool = False) -> Ticket | None:
+    def submit(
+        self, lane: str, name: bytes, work: Work, *, urgent: bool = False, claimed: bool = False
+    ) -> Ticket | None:
         """Queue *work*; None when the lane is full or the Mover closed.
 
         Urgent work goes before the rest, in the order it came, and past the limit: each piece
         has a caller who waits for it, and callers are bounded. Work of a name that still
-        waits or runs in the lane is joined, not repeated.
+        waits or runs in the lane is joined, not repeated. What is *claimed* goes on only until
+        each who claimed it has called ``let_go``, unless somebody else submits it too.
         """
         with self._changed:
             known = self._open.get((lane, name))
             if known is not None:
+                if known.claims is not None:
+                    known.claims = known.claims + 1 if claimed else None
                 if urgent:
                     self._hurry(known)
                 return known
             queue, rush = self._queues[lane], self._urgent[lane]
             if self._closed or (len(queue) + len(rush) >= self._limit and not urgent):
                 return None
-            ticket = Ticket(lane, name, work)
+            ticket = Ticket(lane, name, work, claims=1 if claimed else None)
             self._open[lane, name] = ticket
             (rush if urgent else queue).append(ticket)
             self._changed.notify_all()
             return ticket
+
+    def let_go(self, ticket: Ticket) -> bool:
+        """Undo one claim. Return whether the work ends, or never begins, for that.
+
+        What is running ends where it next asks ``is_given_up``.
+        """
+        with self._changed:
+            if ticket.done or not ticket.claims:
+                return False
+            ticket.claims -= 1
+            if ticket.claims:
+                return False
+            for queue in (self._queues[ticket.lane], self._urgent[ticket.lane]):
+                if ticket in queue:
+                    queue.remove(ticket)
+                    ticket.error = DeadlineError(f"{ticket.lane}: nobody waits for it any more")
+                    ticket.is_given_up = ticket.done = True
+                    self._open.pop((ticket.lane, ticket.name), None)
+                    self._changed.notify_all()
+            return True
+
+    def is_given_up(self) -> bool:
+        """Whether nobody wants the work that this thread does; from then on nobody joins it."""
+        ticket: Ticket | None = getattr(self._at_work, "ticket", None)
+        if ticket is None or ticket.claims != 0:
+            return False
+        with self._changed:
+            if ticket.claims != 0:
+                return False
+            ticket.is_given_up = True
+            if self._open.get((ticket.lane, ticket.name)) is ticket:
+                del self._open[ticket.lane, ticket.name]
+            return True
 
     def _hurry(self, ticket: Ticket) -> None:
         queue = self._queues[ticket.lane]
@@ -144,15 +187,18 @@ class Mover:
         return None
 
     def _do(self, ticket: Ticket) -> None:
+        self._at_work.ticket = ticket
         try:
             ticket.result = ticket.work()
         except Exception as error:  # noqa: BLE001
             # The loop outlives any piece of work; whoever waits gets the error.
             ticket.error = error
             logger.debug("move failed", lane=ticket.lane, error=str(error))
+        self._at_work.ticket = None
         with self._changed:
             ticket.done = True
-            self._open.pop((ticket.lane, ticket.name), None)
+            if self._open.get((ticket.lane, ticket.name)) is ticket:
+                del self._open[ticket.lane, ticket.name]
             self._changed.notify_all()
 
     def _run(self, lane: str) -> None:

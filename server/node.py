@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from typing import TYPE_CHECKING
 
 import structlog
@@ -31,6 +30,8 @@ from kvstore.server.known_models import KnownModels
 from kvstore.server.local_calls import LocalCalls
 from kvstore.server.manager_start import build_manager
 from kvstore.server.metrics import Counters, start_metrics_server
+from kvstore.server.overload import Overload
+from kvstore.server.scrub import Scrub
 from kvstore.server.service import Identity, KVStoreService
 from kvstore.server.sessions import SessionTable
 from kvstore.server.trust import Trust
@@ -82,10 +83,9 @@ class Node:
         self.trust = Trust(config, self.sessions, clock)
         self._closers.append(self.trust.close)
         self.manager.catalog.limit_leases(self.trust.lease_terms)
-        workers = futures.ThreadPoolExecutor(config.workers, thread_name_prefix="rpc")
-        # Not waited for: a call may still sleep out its deadline.
-        self._closers.append(lambda: workers.shutdown(wait=False))
-        self._grpc, self.port = bind(config, workers, self.trust.gatekeeper)
+        overload = Overload(config.workers, self.counters)
+        self._closers.append(overload.close)
+        self._grpc, self.port = bind(config, overload, self.trust.gatekeeper)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -99,6 +99,7 @@ class Node:
         service = KVStoreService(
             self.manager, self.sessions, self.data_plane, checks, identity, self.trust
         )
+        service.scrub = self._scrub = self._open_scrub()
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
             self.data_plane.answer_calls(LocalCalls(service, self.trust.doorkeeper).answer)
@@ -120,12 +121,20 @@ class Node:
             return None
         folder, catalog = self._config.disk.path, self.manager.catalog
         keeper = HistoryKeeper(catalog, folder, self.counters, self._clock, time.time)
+        keeper.spaces = self.manager.spaces
         keeper.load()
         return keeper
 
     def _open_blends(self) -> BlendKeeper:
         folder = self._config.disk.path if "disk" in self._config.tiers else None
         return BlendKeeper(self.manager, folder, self._config.blend_contents, self._clock)
+
+    def _open_scrub(self) -> Scrub:
+        config = self._config
+        transfers, rate = self.manager.transfers, config.scrub_bytes_per_s
+        scrub = Scrub(transfers, config.scrub_tiers, rate, self._clock)
+        self._closers.append(scrub.close)
+        return scrub
 
     def _open_data_plane(self) -> DataPlane | None:
         path = self._config.socket_path_for(self.port)
@@ -203,6 +212,7 @@ class Node:
         self._grpc.start()
         for thread in self._threads:
             thread.start()
+        self._scrub.start()
         begin_choices(self.manager.transfers, self._config.codecs, os.urandom)
         self._set_health(serving=True)
 

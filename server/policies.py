@@ -42,7 +42,8 @@ class Policies:
         self._categories = terms.quotas
         self._limits = (config.tenant_limits or TenantLimitRules()).limits
         limited = [tenant for tenant, limits in self._limits.items() if limits.chunks]
-        tenants = tuple(dict.fromkeys((*self._tenants.tenants, *limited)))
+        self._has_quotas = bool(self._tenants.tenants or self._categories or limited)
+        tenants = tuple(dict.fromkeys((*self._tenants.tenants, *limited, *config.adapt_tenants)))
         partitions = PartitionTable(tenants, tuple(self._categories))
         self.knowledge = Knowledge(
             partitions=partitions,
@@ -64,7 +65,8 @@ class Policies:
 
     def _policy(self, tier: str) -> EvictionPolicy:
         partitions = self.knowledge.partitions
-        if len(partitions.names) == 1:
+        adapts = len(partitions.names) > 1 and self.name(tier) == "adaptive"
+        if not (self._has_quotas or adapts):
             return self._plain(tier)
         by_tenant = self._tenants.of_tier(tier)
         for tenant, limits in self._limits.items():

@@ -32,6 +32,12 @@ def parse_ttl(value: object) -> int:
     return seconds
 
 
+def check_tenant_name(name: str) -> None:
+    """Raise ValueError for what is no tenant's name."""
+    if not _NAME.fullmatch(name):
+        raise ValueError("a tenant's name has letters, digits and _.-, 128 at most")
+
+
 def _known(name: str) -> str:
     if name not in POLICIES:
         raise ValueError(f"use one of {', '.join(POLICIES)}")
@@ -92,8 +98,7 @@ class TenantQuota(_Rules):
 
     @model_validator(mode="after")
     def _check(self) -> TenantQuota:
-        if not _NAME.fullmatch(self.tenant):
-            raise ValueError("a tenant's name has letters, digits and _.-, 128 at most")
+        check_tenant_name(self.tenant)
         if self.tier and self.tier not in POLICY_TIERS:
             raise ValueError(f"name one of {', '.join(POLICY_TIERS)}, or no tier for each of them")
         if not 0 <= self.guaranteed <= self.quota or not self.quota:

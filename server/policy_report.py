@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.server.policy.adaptive import AdaptiveEviction
+from kvstore.server.policy.adaptive import AdaptiveEviction, Choice
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.partitions import PartitionedEviction, Quota
 from kvstore.server.policy.what_if import WhatIf
@@ -19,6 +19,8 @@ class PartitionUse:
     name: str
     used_bytes: int
     quota: Quota
+    choice: Choice | None = None
+    """What is followed for it alone, and why; None where nothing is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,12 @@ class PolicyReport:
         partitions: list[PartitionUse] = []
         if isinstance(policy, PartitionedEviction):
             partitions = [
-                PartitionUse(names[number] or "others", policy.used_bytes(number), quota)
+                PartitionUse(
+                    names[number] or "others",
+                    policy.used_bytes(number),
+                    quota,
+                    _choice(policy.parts[number]),
+                )
                 for number, quota in enumerate(policy.quotas)
             ]
             policy = policy.parts[0]
@@ -57,14 +64,11 @@ class PolicyReport:
             fallbacks = int(getattr(policy, "fallbacks", 0))
             return cls(name, name, fallbacks=fallbacks, curve=known, partitions=partitions)
         choice = policy.why()
-        ratios = {one: ratio for one, ratio in choice.hit_ratios.items() if ratio is not None}
-        told = ", ".join(f"{one} {ratio:.1%}" for one, ratio in ratios.items())
-        why = f"hits of a sample of 1 in {round(1 / choice.sample_rate)}: {told or 'none yet'}"
         return cls(
             name,
             choice.policy,
-            why,
-            ratios,
+            _why(choice),
+            known_ratios(choice),
             choice.switches,
             curve=known,
             partitions=partitions,
@@ -83,4 +87,21 @@ class PolicyReport:
                 used_bytes=one.used_bytes,
                 quota_bytes=one.quota.limit_bytes,
                 guaranteed_bytes=one.quota.guaranteed_bytes,
+                follows=one.choice.policy if one.choice else "",
+                why=_why(one.choice) if one.choice else "",
+                hit_ratios=known_ratios(one.choice) if one.choice else {},
             )
+
+
+def _choice(policy: EvictionPolicy) -> Choice | None:
+    return policy.why() if isinstance(policy, AdaptiveEviction) else None
+
+
+def known_ratios(choice: Choice) -> dict[str, float]:
+    """Return the hit ratios of the candidates of which one is known."""
+    return {one: ratio for one, ratio in choice.hit_ratios.items() if ratio is not None}
+
+
+def _why(choice: Choice) -> str:
+    told = ", ".join(f"{one} {ratio:.1%}" for one, ratio in known_ratios(choice).items())
+    return f"hits of a sample of 1 in {round(1 / choice.sample_rate)}: {told or 'none yet'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvstore.proto.types import ChunkKey
 from kvstore.server.mover import Ticket
 from kvstore.server.sessions import Session
+from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 
 REMEMBERED = 4096
@@ -41,7 +42,9 @@ class Prefetch:
         self._awaited: dict[ChunkKey, None] = {}
         self._used_share = 1.0
         self._lookups = 0
-        self._lock = threading.Lock()  # guards the four above
+        self._by_lease: dict[int, list[Ticket]] = {}
+        """Loads that were begun for a lease, until it is over; no more than leases there are."""
+        self._lock = threading.Lock()  # guards the five above
 
     def found(
         self,
@@ -49,6 +52,7 @@ class Prefetch:
         keys: Iterable[ChunkKey],
         sources: NDArray[np.uint8],
         sizes: NDArray[np.int64],
+        lease_id: int,
     ) -> None:
         """A session leased *keys*, each from the shelf of this place among the sources."""
         lower = np.flatnonzero(sources) if self._limit_bytes else sources[:0]
@@ -61,28 +65,47 @@ class Prefetch:
                 return
             self._under_way = [(one, size) for one, size in self._under_way if not one.done]
             left_bytes = self._limit_bytes - sum(size for _, size in self._under_way)
+        begun: list[Ticket] = []
         for at in lower.tolist():
             left_bytes -= int(sizes[at])
-            if left_bytes < 0 or not self._begin(session, chain[at], int(sources[at]), sizes[at]):
+            shelf = self._transfers.sources[int(sources[at])]
+            if shelf not in self._transfers.lower_shelves():
+                continue
+            ticket = self._begin(session, chain[at], shelf) if left_bytes >= 0 else None
+            if ticket is None:
                 break
+            begun.append(ticket)
+            self._note(chain[at], ticket, int(sizes[at]))
+        if begun:
+            with self._lock:
+                self._by_lease[lease_id] = begun
 
-    def _begin(self, session: Session, key: ChunkKey, source: int, size: np.int64) -> bool:
-        shelf = self._transfers.sources[source]
-        if shelf not in self._transfers.lower_shelves():
-            return True
+    def _begin(self, session: Session, key: ChunkKey, shelf: Shelf) -> Ticket | None:
         if self._transfers.mover.fullness(f"load-{shelf.name}") > _FULLEST:
-            return False
-        ticket = self._transfers.load(key, shelf, session.tenant)
-        if ticket is None:
-            return False
+            return None
+        return self._transfers.load(key, shelf, session.tenant, claimed=True)
+
+    def _note(self, key: ChunkKey, ticket: Ticket, size_bytes: int) -> None:
         self._counters.add("prefetched_chunks")
         with self._lock:
-            self._under_way.append((ticket, int(size)))
+            self._under_way.append((ticket, size_bytes))
             self._awaited[key] = None
             if len(self._awaited) > REMEMBERED:
                 del self._awaited[next(iter(self._awaited))]
                 self._used_share -= _WEIGHT * self._used_share
-        return True
+
+    def dropped(self, lease_id: int) -> None:
+        """A lease is over: its loads end, unless a get waits for them."""
+        if lease_id in self._by_lease:
+            with self._lock:
+                tickets = self._by_lease.pop(lease_id, [])
+            self._transfers.let_go_of_loads(tickets)
+
+    def sweep(self, is_live: Callable[[int], bool]) -> None:
+        """End the loads of leases that ended by themselves. Called at every tick."""
+        for lease_id in list(self._by_lease):
+            if not is_live(lease_id):
+                self.dropped(lease_id)
 
     def was_read(self, key: ChunkKey) -> None:
         """A get delivered a chunk."""

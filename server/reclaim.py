@@ -59,7 +59,8 @@ class Reclaim(ABC):
         self.sources = [self.cpu, *(shelf for shelf in shelves if shelf is not self.cpu)]
         """The shelves in the order in which frames are looked for: first where they are served."""
         local = (s for s in self.lower_shelves() if s.tier.survives_restart and not s.tier.shared)
-        self.filed = next((s for s in local if not s.encoder.needs_assets), None)
+        open_to_all = (s for s in local if s.tier.shows_files and not s.encoder.needs_assets)
+        self.filed = next(open_to_all, None)
         """The shelf whose frames lie in files that a reader on this host may open."""
         self.catalog = catalog
         self.mover = mover

@@ -37,6 +37,7 @@ METHODS: Mapping[str, str] = {
     "Quota": ANY,
     "SetQuota": "admin",
     "Drain": "admin",
+    "Scrub": "admin",
     "Trace": "admin",
     "Explain": "read",
 }

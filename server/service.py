@@ -18,6 +18,7 @@ from kvstore.server.blend_calls import BlendCalls
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes
 from kvstore.server.dataplane import DataPlane
 from kvstore.server.explain_wire import ExplainDesk
+from kvstore.server.found import Leasing
 from kvstore.server.gatekeeper import principal_of
 from kvstore.server.get_stream import REACH, GetStream
 from kvstore.server.hand_over_calls import HandOverCalls
@@ -29,6 +30,7 @@ from kvstore.server.put_stream import PutStream
 from kvstore.server.quota_calls import QuotaCalls
 from kvstore.server.quota_desk import QuotaDesk
 from kvstore.server.request_log import RequestLog, check_local
+from kvstore.server.scrub_calls import ScrubCalls
 from kvstore.server.sessions import SessionTable
 from kvstore.server.status_calls import StatusCalls
 from kvstore.server.trust import Trust
@@ -55,7 +57,7 @@ _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 
 class KVStoreService(
-    BlendCalls, HandOverCalls, StatusCalls, QuotaCalls, kvstore_pb2_grpc.KVStoreServicer
+    BlendCalls, HandOverCalls, StatusCalls, QuotaCalls, ScrubCalls, kvstore_pb2_grpc.KVStoreServicer
 ):
     """Every RPC of kvstore.v1."""
 
@@ -143,7 +145,7 @@ class KVStoreService(
             session,
             keys,
             deadline,
-            lease=request.lease,
+            lease=Leasing.of(request),
             min_fidelity=fidelity(request.min_fidelity),
             engine=plan_wire.engine_from_message(request),
         )
@@ -323,6 +325,8 @@ class KVStoreService(
 
     @override
     def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
+        if request.if_damaged:
+            return self._drop_damaged(request)
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         deleted, leased = self._manager.delete(keys, self._checks.deadline(0))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvstore.codecs.base import Codec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
+    DeadlineError,
     InvalidFrameError,
     TierUnavailableError,
     UnknownCodecError,
@@ -99,14 +101,28 @@ class Shelf:
         """Why it is left alone, or takes nothing; empty while it serves."""
         return self.breaker.reason or self.tier.trouble
 
-    def read_verified(self, info: ChunkInfo, out: Bytes) -> FrameHeader | None:
+    def read_verified(
+        self,
+        info: ChunkInfo,
+        out: Bytes,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> FrameHeader | None:
         """Fill *out* with the frame of *info* and verify it; None when the tier lost it.
 
-        Raises ChunkCorruptError for bytes that are not the frame, whatever is wrong with them.
+        Raises ChunkCorruptError for bytes that are not the frame, whatever is wrong with them,
+        and DeadlineError between parts of its first half once *is_given_up*.
         """
         started = self.clock()
         check = FrameCheck(out, info.key, header_bytes(info.layout))
-        if not self.guarded(lambda: check.follow(self.tier.read_steps(info.key, out))):
+
+        def steps() -> Iterator[int]:
+            with closing(self.tier.read_steps(info.key, out)) as parts:  # type: ignore[type-var]
+                for arrived in parts:
+                    if 2 * arrived < len(out) and is_given_up():  # else it is better done
+                        raise DeadlineError(f"load from {self.name}: nobody waits for it any more")
+                    yield arrived
+
+        if not self.guarded(lambda: check.follow(steps())):
             return None
         try:
             header = check.finish()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.server.config import ServerConfig
 from kvstore.server.gpu_config import GpuConfig
+from kvstore.server.hiding import hiding
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # its file loads torch
 def open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> list[Tier]:
     """Return the configured tiers, fastest first; *closers* learns how to close them."""
     tiers: list[Tier] = []
+    hidden = hiding(config)
     register = None
     if "gpu" in config.tiers:
         gpu = open_gpu_tier(config.gpu)
@@ -27,7 +29,7 @@ def open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> lis
     tiers.append(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
     closers.append(tiers[-1].close)
     if "disk" in config.tiers:
-        tiers.append(_open_disk_tier(config))
+        tiers.append(hidden(_open_disk_tier(config)))
         closers.append(tiers[-1].close)
     if "redis" in config.tiers:
         from kvstore.tiers.redis import RedisTier
@@ -35,7 +37,9 @@ def open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> lis
         url = config.redis_url or ""
         timeout_ms, connections = config.redis_timeout_ms, config.redis_connections
         tiers.append(
-            RedisTier(url, config.redis_size, timeout_ms=timeout_ms, connections=connections)
+            hidden(
+                RedisTier(url, config.redis_size, timeout_ms=timeout_ms, connections=connections)
+            )
         )
         closers.append(tiers[-1].close)
     return tiers

@@ -7,7 +7,7 @@ gives way to a better one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -17,6 +17,7 @@ from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
+    DeadlineError,
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
@@ -86,10 +87,21 @@ class Transfers(Reclaim):
             self.counters.add("failed_copies")
             raise
 
-    def load(self, key: ChunkKey, source: Shelf, tenant: str) -> Ticket | None:
-        """Queue a copy of *key* from another shelf to CPU memory; None when its lane is full."""
+    def load(
+        self, key: ChunkKey, source: Shelf, tenant: str, *, claimed: bool = False
+    ) -> Ticket | None:
+        """Queue a copy of *key* from another shelf to CPU memory; None when its lane is full.
+
+        One that is *claimed* ends when nobody wants it any more: see ``Mover.submit``.
+        """
         work = partial(self._raise_up, key, source, tenant)
-        return self.mover.submit(f"load-{source.name}", key, work)
+        return self.mover.submit(f"load-{source.name}", key, work, claimed=claimed)
+
+    def let_go_of_loads(self, tickets: Iterable[Ticket]) -> None:
+        """Whoever claimed these does not wait for them any more."""
+        for ticket in tickets:
+            if not ticket.done and self.mover.let_go(ticket):
+                self.counters.add("given_up_loads")
 
     def _raise_up(self, key: ChunkKey, source: Shelf, tenant: str) -> bool:
         is_here = self._promote(key, source, tenant)
@@ -249,6 +261,7 @@ class Transfers(Reclaim):
                 return True
             if source.name not in copies:
                 return False
+            self._check_wanted(source)
             stored = copies[source.name]
             info = with_size(stored, self.cpu.codec.codec_id, raw_frame_bytes(stored.layout))
             deadline = self.clock() + self._move_timeout_s
@@ -267,6 +280,11 @@ class Transfers(Reclaim):
             return True
         finally:
             self.catalog.let_go(key)
+
+    def _check_wanted(self, source: Shelf) -> None:
+        """Raise DeadlineError if nobody wants the load that this thread does."""
+        if self.mover.is_given_up():
+            raise DeadlineError(f"load from {source.name}: nobody waits for it any more")
 
     def _fill(self, stored: ChunkInfo, source: Shelf, out: Bytes) -> bool:
         """Read, verify and decode the stored copy into *out* of a raw frame's size."""
@@ -306,7 +324,7 @@ class Transfers(Reclaim):
 
     def _read(self, stored: ChunkInfo, source: Shelf, out: Bytes) -> bool:
         try:
-            header = source.read_verified(stored, out)
+            header = source.read_verified(stored, out, self.mover.is_given_up)
         except ChunkCorruptError:
             self.quarantine(source, stored.key)
             raise

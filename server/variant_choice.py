@@ -13,7 +13,7 @@ from kvstore.proto.blend import UNKNOWN, ResolvedChunk, ResolvedSegment, Variant
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
 from kvstore.server.contents import AskedChunk, Candidate, Likenesses
-from kvstore.server.policy.context_impact import fix_overhead, prefix_overlap
+from kvstore.server.policy.context_impact import NO_IMPACT, fix_overhead, prefix_overlap
 from kvstore.server.shelf import Shelf
 
 
@@ -114,13 +114,17 @@ class VariantChoice:
         return sorted(scored, key=order)
 
     def _ratio(self, stand_ins: Sequence[tuple[int, _Scored]]) -> float:
-        """Return the share to recompute: CFO where engines measured, else the gate's, no less."""
+        """Return the share to recompute: the gate's; where attention was measured, by CFO, no less.
+
+        The gate's ratio is what was found good enough for chunks of any context, so it sets
+        equation 12's factor: what depends least on a context that is gone has just that.
+        """
         least = self._terms.least_ratio
         tokens = sum(count for count, _ in stand_ins)
         if not tokens:
             return least
         wanted = sum(
-            count * (best.overhead if best.candidate.facts.reports else least)
+            count * least * (best.overhead / NO_IMPACT if best.candidate.facts.is_measured else 1)
             for count, best in stand_ins
         )
         return min(1.0, max(least, wanted / tokens))

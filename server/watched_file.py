@@ -30,16 +30,16 @@ class WatchedFile(Generic[T]):
     def __init__(self, paths: tuple[Path, ...], parse: Callable[..., T]) -> None:
         self._paths = paths
         self._parse = parse
-        self._lock = Lock()  # guards reading again
+        self._lock = Lock()  # keeps two from reading at once, which happens once a change
         self._seen = self._look()
         self.value = parse(*map(read_guarded, paths))
 
     def refresh(self) -> bool:
         """Read again what has changed. Return whether ``value`` is another now."""
+        seen = self._look()
+        if seen == self._seen:
+            return False
         with self._lock:
-            seen = self._look()
-            if seen == self._seen:
-                return False
             self._seen = seen
             try:
                 self.value = self._parse(*map(read_guarded, self._paths))

@@ -47,8 +47,9 @@ class Authority:
         tenant: str = "",
         roles: Sequence[str] = (),
         days: float = 1,
+        hosts: Sequence[str] = ("localhost",),
     ) -> tuple[Path, Path]:
-        """Return the files of a certificate for localhost and its key; *days* it is valid for."""
+        """Return the files of a certificate for *hosts* and its key; *days* it is valid for."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
         if tenant:
@@ -63,7 +64,9 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - 2 * _DAY)
             .not_valid_after(now + days * _DAY)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts]), critical=False
+            )
             .sign(self._key, hashes.SHA256())
         )
         cert_path, key_path = self.folder / f"{name}.crt", self.folder / f"{name}.key"

@@ -72,6 +72,9 @@ class Tier(ABC):
     reads_ahead: ClassVar[bool] = False
     """Whether ``prefetch`` does anything."""
 
+    shows_files: bool = True
+    """Whether frames may lie in files as they are, for ``file_place`` to say where."""
+
     capacity_bytes: int
     dropped_rows: int = 0
     """What the tier had noted of its chunks and could not use when it started."""

@@ -26,9 +26,6 @@ from kvstore.proto.errors import KVStoreError
 LAYER_WAIT_S = 10.0
 PROBE_ROWS = 64
 """How many of the prompt's last rows are asked what they attend to."""
-LEAST_LOADED = 0.05
-"""A prefix that is a smaller share of a prompt, all else of which is computed, is computed too:
-loading it gains nothing, and like this the result is the full prefill, bit for bit."""
 
 
 class Blender:
@@ -61,15 +58,15 @@ class Blender:
     def blend(self, plan: BlendPlan, source: LayerSource) -> BlendResult:
         """Return the last segment's logits and the prompt's KV, as *plan* says.
 
-        With a ratio of 1 nothing ``approx`` is used: the result is the engine's own behind the
-        exact segments. Segments of another adapter or rotation are computed, and the whole
-        prompt is when the source fails: the report says why. Raises InvalidRequestError for a
-        selector that is not known.
+        With a ratio of 1 nothing is loaded and all is computed: the result is the engine's own
+        full prefill, to the bit on one device. Segments of another adapter or rotation are
+        computed, and the whole prompt is when the source fails: the report says why. Raises
+        InvalidRequestError for a selector that is not known.
         """
         selector = selector_of(plan.selector)
         started = time.perf_counter()
         refused = self._refused(plan)
-        plan = plan.as_miss(frozenset(refused) | _computed_anyway(plan))
+        plan = plan.as_miss(_computed_anyway(plan)).as_miss(frozenset(refused))
         order = _Order(plan, refused, started)
         try:
             return self._blended(order, source, selector)
@@ -97,24 +94,22 @@ class Blender:
 
     def _blended(self, order: _Order, source: LayerSource, selector: Selector) -> BlendResult:
         plan = order.plan
-        if not plan.count("approx") and plan.count("exact") < LEAST_LOADED * len(plan.tokens):
+        if plan.count("miss") == len(plan.tokens):
             return self._computed(order, plan.segments[-1].start, "")
-        has_choice = plan.count("approx") > 0
-        checks = selector.check_layers(plan) if has_choice and _wants_any(plan) else ()
+        wants_any = plan.count("approx") > 0 and _wants_any(plan)
+        checks = selector.check_layers(plan) if wants_any else ()
         checks = tuple(layer for layer in checks if layer < self._adapter.n_layers)
-        is_probed = has_choice and selector.needs_attention and _wants_any(plan)
-        rows = None if is_probed else self._rows(plan, selector, None, checks)
-        if rows is not None and not checks:
-            source.narrow(rows.tolist(), 0)  # before the first layer: they need not be sent
+        asks = wants_any and selector.needs_attention and not checks
+        rows = None if asks else _rows(plan, selector, None, checks)
+        if rows is not None and not checks:  # before anything is asked for
+            source.narrow(rows.tolist(), 0)
         with LayerLoader(source, self._asked(plan, checks), self._layer_wait_s) as loader:
-            stored = self._loaded(plan, loader, checks)
-            attention = None
+            stored, attention = self._loaded(plan, loader, checks), None
             if rows is None:
                 attention, stored = self._probed(plan, stored)
-                rows = self._rows(plan, selector, attention, checks)
+                rows = _rows(plan, selector, attention, checks)
                 loader.narrow(rows.tolist(), 0)
             work = Pass(plan, rows, plan.segments[-1].start, checks, selector)
-            work.is_engines_own = not has_choice
             work.narrow = lambda kept, layer: loader.narrow(kept.tolist(), layer)
             logits = work.run(self._adapter, stored)
         return order.result(work, logits, attention, loader)
@@ -145,21 +140,6 @@ class Blender:
         work = Pass(plan, rows, end, probe=probe)
         work.run(self._adapter, stored)
         return work.attention, work.kv.__getitem__
-
-    def _rows(
-        self,
-        plan: BlendPlan,
-        selector: Selector,
-        attention: Tensor | None,
-        checks: tuple[int, ...],
-    ) -> Tensor:
-        if checks:
-            return rows_of_kind(plan, "approx", "miss")
-        rows = [rows_of_kind(plan, "miss")]
-        if _wants_any(plan):
-            rows += [head_rows(plan), selector.static(plan, attention).cpu()]
-        found: Tensor = torch.cat(rows).unique()
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +175,39 @@ class _Order:
         return BlendResult(logits, tuple(work.kv), is_blended, report)
 
 
+def _rows(
+    plan: BlendPlan, selector: Selector, attention: Tensor | None, checks: tuple[int, ...]
+) -> Tensor:
+    """Return the rows of the first layer: (rows,)."""
+    if checks:
+        return rows_of_kind(plan, "approx", "miss")
+    rows = [rows_of_kind(plan, "miss")]
+    if _wants_any(plan):
+        rows += [head_rows(plan), selector.static(plan, attention).cpu()]
+    found: Tensor = torch.cat(rows).unique()
+    return found
+
+
 def _nothing_stored(layer: int) -> LayerKV:
     raise LookupError(f"layer {layer}: nothing is stored of a prompt that is computed whole")
 
 
 def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
-    """Return the ``approx`` segments all of whose rows are to be computed: not worth loading."""
-    return frozenset(
-        index
+    """Return the segments that are not to be loaded, by their indices.
+
+    Those ``approx`` ones all of whose rows are to be computed; and the ``exact`` ones too when
+    that is all of them: whoever wants every row computed wants the full prefill. Behind a loaded
+    prefix rows are summed in another order: 2e-5 of a logit in float32, and as far as that is
+    the engine's own prefix cache from its full prefill.
+    """
+    shares = {
+        index: plan.ratio if segment.ratio is None else segment.ratio
         for index, segment in plan.of_kind("approx")
-        if (plan.ratio if segment.ratio is None else segment.ratio) >= 1
-    )
+    }
+    whole = {index for index, share in shares.items() if share >= 1}
+    if whole and len(whole) == len(shares):
+        whole.update(index for index, _ in plan.of_kind("exact"))
+    return frozenset(whole)
 
 
 def _wants_any(plan: BlendPlan) -> bool:

@@ -117,7 +117,7 @@ def choose(
     found = []
     if plan.count("exact"):
         found.append(Decision("prefix", 1.0, timing.prefix_s(), full_s))
-    if plan.count("approx"):
+    if plan.count("approx") and plan.ratio < 1:  # at 1 it is the full prefill
         found.append(_best_blend(plan, timing, full_s))
     found = [one for one in found if one.expected_s * (1 + margin) < full_s]
     return min(found, key=lambda one: one.expected_s, default=nothing)
@@ -178,12 +178,16 @@ class _Timing:
         )
 
     def _pipeline(self, loads: Sequence[float], rows: Sequence[float], placed: int) -> float:
-        """Return when the last layer is done: each waits for its load and the layer before."""
+        """Return when the last layer is done.
+
+        Each waits for its load and the layer before; the next is asked for when it is taken.
+        """
         token_s = self.storage.token_bytes / self.storage.bytes_per_s / self.n_layers
         work = {count: Work.of([count], len(self.plan.tokens), placed) for count in set(rows)}
         layer_s = {count: self.compute_s(one) / self.n_layers for count, one in work.items()}
-        arrived, done = self.storage.delay_s, 0.0
+        done, asked = 0.0, 0.0
+        delay_s = self.storage.delay_s
         for tokens, count in zip(loads, rows, strict=True):
-            arrived += tokens * token_s
-            done = max(done, arrived) + layer_s[count]
+            taken = max(done, asked + delay_s + tokens * token_s)
+            done, asked, delay_s = taken + layer_s[count], taken, 0.0
         return done

@@ -15,6 +15,9 @@ from kvstore.proto.errors import InvalidRequestError
 SAMPLES_KEPT = 64
 _PRIOR_WEIGHT = 0.02
 """How firmly the prior stands: as a fraction of one sample, so the first ones replace it."""
+_AGED = 0.95
+"""What a sample counts of the one behind it: machines get slower and faster."""
+ERRORS_KEPT = 16
 _CAUTIOUS_SHARE = 0.8
 _NO_SAMPLES_ERROR = 0.25
 
@@ -80,7 +83,7 @@ class CostMeter:
         self._prior = prior
         self._lock = threading.Lock()
         self._samples: deque[tuple[Work, float]] = deque(maxlen=SAMPLES_KEPT)
-        self._errors: deque[float] = deque(maxlen=SAMPLES_KEPT)
+        self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
         self._estimate = CostEstimate(prior, _NO_SAMPLES_ERROR)
 
     def observe(self, work: Work, seconds: float) -> None:
@@ -114,8 +117,9 @@ def _fit(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
     seconds = np.array([taken for _, taken in samples])
     start = np.array(astuple(prior))
     scale = np.where(start > 0, start, start.max())
-    rows = np.vstack([work / seconds[:, None] * scale, _PRIOR_WEIGHT * np.eye(4)])
-    wanted = np.concatenate([np.ones(len(samples)), _PRIOR_WEIGHT * start / scale])
+    weights = _AGED ** (np.arange(len(samples))[::-1] / 2)  # of squares: _AGED a sample
+    rows = np.vstack([(weights / seconds)[:, None] * work * scale, _PRIOR_WEIGHT * np.eye(4)])
+    wanted = np.concatenate([weights, _PRIOR_WEIGHT * start / scale])
     is_free = np.ones(4, dtype=bool)
     found: NDArray[np.float64] = np.zeros(4)
     while is_free.any():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,15 +62,12 @@ class Pass:
         return adapter.logits(hidden)
 
     def _layer(self, adapter: EngineAdapter, layer: int, hidden: Tensor, stored: Stored) -> Tensor:
-        query, keys, values = adapter.qkv(layer, hidden, self.rows)
-        if not self.checks and self.rows.numel() == len(self.plan.tokens):
-            kv = keys.contiguous(), values.contiguous()
-        else:
-            kv = stored(layer)
-            if layer in self.checks:
-                self._compare(layer, values, kv[1])
-            for part, rows in zip(kv, (keys, values), strict=True):
-                part[:, self.rows] = rows
+        is_whole = not self.checks and self.rows.numel() == len(self.plan.tokens)
+        placed = None if is_whole else stored(layer)  # waits; the next layer is asked for
+        query, *fresh = adapter.qkv(layer, hidden, self.rows)
+        if placed is not None and layer in self.checks:
+            self._compare(layer, fresh[1], placed[1])
+        kv = _written(placed, self.rows, fresh)
         self.kv.append(kv)
         if layer in self.checks:
             query, hidden = self._keep(layer, query, hidden)
@@ -116,6 +113,15 @@ class Pass:
         is_asked = torch.isin(self.rows, self.probe)
         mass = adapter.mass(layer, query[:, is_asked], self.rows[is_asked], kv)
         self.attention = mass if self.attention is None else self.attention + mass
+
+
+def _written(placed: LayerKV | None, rows: Tensor, fresh: Sequence[Tensor]) -> LayerKV:
+    """Return *fresh* K and V in *rows* of what is *placed*; None: they are all rows."""
+    keys, values = fresh
+    if placed is None:
+        return keys.contiguous(), values.contiguous()
+    placed[0][:, rows], placed[1][:, rows] = keys, values
+    return placed
 
 
 def approx_mask(plan: BlendPlan, device: torch.device) -> Tensor:

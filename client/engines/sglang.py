@@ -15,11 +15,16 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
 )
 from typing_extensions import override
 
 from kvstore.client.engines.base import ConnectorStats
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
+from kvstore.client.engines.sglang_pools import SecondStore, ends
 from kvstore.proto.errors import RepresentationError
 
 
@@ -41,6 +46,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         )  # fmt: skip
         self._is_writer = bool(config.is_storage_writer)
         self._store: PageStore | None = None
+        self._seconds: dict[str, SecondStore] = {}
         if config.dcp_size > 1:
             raise RepresentationError("dcp_size", config.dcp_size, "use 1: pages would be shards")
 
@@ -57,8 +63,10 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     @override
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        fix = "only models whose KV is one pool: no recurrent state, no sliding window"
-        raise RepresentationError("host pool", str(host_pool_name), fix)
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = PoolName(host_pool_name).value
+        if name != PoolName.KV.value:
+            self._seconds[name] = SecondStore(host_pool, name, self._rank, self._settings)
 
     # --- pages straight from and to the pool
 
@@ -87,6 +95,65 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def _places(self, host_indices: torch.Tensor) -> list[Any]:
         size = self.mem_pool_host.page_size
         return [self.pages.page(first // size) for first in host_indices[::size].tolist()]
+
+    # --- pools beside that of KV: recurrent states, windows, indices
+
+    @override
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        pages = self.pages.count(keys)
+        usable, hits = set(range(1, pages + 1)), {PoolName.KV: pages} if pages else {}
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
+                continue  # such a pool gates nothing, and of one that is not named nothing is read
+            found = self._ends(keys[:pages], transfer)
+            hits.update({transfer.name: found[-1]} if found else {})
+            usable &= set(found)
+        return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
+
+    def _ends(self, keys: list[str], transfer: PoolTransfer) -> list[int]:
+        """Return with how many of *keys* a pool has what a prefix needs of it."""
+        second = self._second(transfer)
+        if second is None or not keys:
+            return []
+        is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+        trailing = max(1, len(transfer.keys or ())) if is_trailing else 0
+        return ends(second.present(keys), trailing)
+
+    def _second(self, transfer: PoolTransfer) -> SecondStore | None:
+        return self._seconds.get(PoolName(transfer.name).value)
+
+    @override
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return {one.name: self._moved(one, is_get=True) for one in transfers}
+
+    @override
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return {one.name: self._moved(one, is_get=False) for one in transfers}
+
+    def _moved(self, transfer: PoolTransfer, *, is_get: bool) -> list[bool]:
+        keys, indices, second = transfer.keys or [], transfer.host_indices, self._second(transfer)
+        size = getattr(self.registered_pools.get(transfer.name), "page_size", 1) if second else 1
+        if second is None or indices is None or len(indices) != len(keys) * size:
+            return [False] * len(keys)
+        slots = indices[::size].tolist()
+        if is_get:
+            return second.load(keys, slots)
+        if not (self._is_writer or second.is_own):
+            return [True] * len(keys)
+        return second.store(keys, slots)
 
     # --- pages as flat tensors
 
@@ -139,7 +206,8 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     @override
     def clear(self) -> None:
-        self.pages.clear()
+        for store in (self.pages, *self._seconds.values()):
+            store.clear()
 
     def stats(self) -> ConnectorStats:
         """Return what this backend did since its birth."""
@@ -147,5 +215,6 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the session with the server. Idempotent."""
-        if self._store is not None:
-            self._store.client.close()
+        for store in (self._store, *self._seconds.values()):
+            if store is not None:
+                store.client.close()

@@ -111,6 +111,8 @@ class PageSettings:
 
 def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -> Representation:
     """Return what makes the pages of *pool* interchangeable. Raises RepresentationError."""
+    if getattr(pool, "kv_buffer", None) is None:
+        raise RepresentationError("host pool", type(pool).__name__, "it has no KV of its own")
     if pool.layout not in LAYOUTS or (rank.is_mla and pool.layout == "page_head"):
         raise RepresentationError("layout", pool.layout, f"use one of {', '.join(LAYOUTS)}")
     if pool.page_size < MIN_CHUNK_TOKENS:
@@ -218,7 +220,7 @@ class PageStore(Connector):
 
         def work() -> list[PutOutcome]:
             keys = self._named(hashes)
-            above = _digest(before[-1]) if before else ROOT
+            above = digest_of(before[-1]) if before else ROOT
             chunks = []
             for at, (key, place) in enumerate(zip(keys, places, strict=True), start=len(before)):
                 chunks.append(Chunk(key, place, above, position=at * self._pool.page_size))
@@ -245,10 +247,10 @@ class PageStore(Connector):
         return flat_views(self._pool, page, self._is_mla)
 
     def _named(self, hashes: Sequence[str]) -> list[ChunkKey]:
-        return self._keys([_digest(one) for one in hashes])
+        return self._keys([digest_of(one) for one in hashes])
 
 
-def _digest(page_hash: str) -> ChainDigest:
+def digest_of(page_hash: str) -> ChainDigest:
     """Return the first half of SGLang's SHA-256 over the page's tokens and all before them."""
     try:
         digest = bytes.fromhex(page_hash)[:DIGEST_BYTES]

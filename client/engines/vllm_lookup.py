@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 from kvstore.client.engines.vllm_names import ChunkChain, Identity
@@ -25,10 +26,11 @@ class Ticket:
 
     ``ready`` is None until there is an answer: how many of its first chunks are stored.
     ``chain`` names its chunks once it is there; ``refusal`` says why they have no names.
-    Written by the desk's thread, ``ready`` last.
+    Written by the desk's thread, ``ready`` last. ``is_over`` is written by who asked: nobody
+    wants to know any more.
     """
 
-    __slots__ = ("asked_s", "chain", "identify", "ready", "refusal", "tokens")
+    __slots__ = ("asked_s", "chain", "identify", "is_over", "ready", "refusal", "tokens")
 
     def __init__(
         self, tokens: Sequence[int], identify: Callable[[], Identity], asked_s: float
@@ -39,6 +41,7 @@ class Ticket:
         self.chain: ChunkChain | None = None
         self.refusal = ""
         self.ready: int | None = None
+        self.is_over = False
 
     @classmethod
     def spent(cls) -> Ticket:
@@ -55,6 +58,7 @@ class LookupDesk:
     it may take its time. After a failure the next tickets are answered by 0 at once, and after
     *retry_s* one of them, already answered, is what the store is asked about again. The first
     question is about no digests at all: it opens a session before a request needs one.
+    *withdraw* takes back what *find* promised of digests; of tickets that are over nothing stays.
     """
 
     def __init__(
@@ -64,13 +68,15 @@ class LookupDesk:
         retry_s: float,
         clock: Callable[[], float] = time.monotonic,
         threads: int = 1,
+        withdraw: Callable[[Sequence[ChainDigest]], object] | None = None,
     ) -> None:
         self._find = find
+        self._withdraw = withdraw
         self._chunk_tokens = chunk_tokens
         self._retry_s = retry_s
         self._clock = clock
         self._failed_s: float | None = None
-        self._tickets: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waiting = 0
         self._answers = threading.Condition()  # guards _waiting
         self._threads = [
@@ -92,14 +98,31 @@ class LookupDesk:
     def ask(self, tokens: Sequence[int], identify: Callable[[], Identity]) -> Ticket:
         """Have *tokens* looked up; *identify* says what else names them, and may wait for files."""
         ticket = Ticket(tokens, identify, self._clock())
+        if not self._do(partial(self._answer, ticket)):
+            ticket.refusal, ticket.ready = "queue", 0
+        return ticket
+
+    def give_up(self, ticket: Ticket, digests: Sequence[ChainDigest]) -> None:
+        """Have what was promised of *digests* taken back, and nothing more asked of *ticket*."""
+        ticket.is_over = True
+        self.take_back(digests)
+
+    def take_back(self, digests: Sequence[ChainDigest]) -> None:
+        """Have what was promised of *digests* taken back; where too much waits, time does it."""
+        if self._withdraw is not None and digests and not self.is_down:
+            self._do(partial(self._withdraw_all, digests))
+
+    def _withdraw_all(self, digests: Sequence[ChainDigest]) -> None:
+        if self._withdraw is not None:
+            self._withdraw(digests)
+
+    def _do(self, work: Callable[[], None]) -> bool:
         with self._answers:
             is_full = self._waiting >= MAX_WAITING_LOOKUPS
             self._waiting += not is_full
-        if is_full:
-            ticket.refusal, ticket.ready = "queue", 0
-        else:
-            self._tickets.put(ticket)
-        return ticket
+        if not is_full:
+            self._work.put(work)
+        return not is_full
 
     def wait(self, within_s: float) -> None:
         """Wait until some ticket is answered, if one is waiting. For who has nothing to do."""
@@ -110,14 +133,15 @@ class LookupDesk:
     def _run(self, is_first: bool) -> None:
         if is_first:
             self._look(())
-        while (ticket := self._tickets.get()) is not None:
-            self._answer(ticket)
+        while (work := self._work.get()) is not None:
+            work()
             with self._answers:
                 self._waiting -= 1
                 self._answers.notify_all()
 
     def _answer(self, ticket: Ticket) -> None:
-        digests = self._name(ticket)
+        # A store that failed is asked again, by whatever there is to ask.
+        digests = [] if ticket.is_over and not self.is_down else self._name(ticket)
         if not digests:
             ticket.ready = 0
             return
@@ -128,6 +152,8 @@ class LookupDesk:
         ready = self._look(digests)
         if ticket.ready is None:
             ticket.ready = ready or 0
+        if ticket.is_over:
+            self._withdraw_all(digests)
 
     def _look(self, digests: Sequence[ChainDigest]) -> int | None:
         ready = self._find(digests)
@@ -150,7 +176,7 @@ class LookupDesk:
     def close(self) -> None:
         """End the threads. Idempotent."""
         for _ in self._threads:
-            self._tickets.put(None)
+            self._work.put(None)
         until_s = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))

@@ -77,13 +77,14 @@ class WorkerNews:
 
     ``short_loads``: requests of which not every chunk was read, and how many were. ``refusal``:
     why this engine's pages cannot be stored, or nothing. ``is_down``: a load failed as the
-    server did not answer. ``stored``: chunks that are in the store
-    now, and by how many ranks, where somebody wants to be told.
+    server did not answer. ``unstored``: chunks of a hand-over that will not come. ``stored``:
+    chunks that are in the store now, and by how many ranks, where somebody wants to be told.
     """
 
     short_loads: dict[str, int] = field(default_factory=dict)
     refusal: str = ""
     is_down: bool = False
+    unstored: tuple[ChainDigest, ...] = ()
     stored: Mapping[ChainDigest, int] = field(default_factory=dict)
 
     def joined(self, other: WorkerNews) -> WorkerNews:
@@ -93,7 +94,8 @@ class WorkerNews:
             loads[request_id] = min(chunks, loads.get(request_id, chunks))
         stored = Counter(self.stored) + Counter(other.stored)
         refusal, is_down = self.refusal or other.refusal, self.is_down or other.is_down
-        return WorkerNews(loads, refusal, is_down, stored)
+        unstored = self.unstored + other.unstored
+        return WorkerNews(loads, refusal, is_down, unstored, stored)
 
 
 def taken_blocks(output: Any, loads: Sequence[LoadOrder]) -> frozenset[int] | None:

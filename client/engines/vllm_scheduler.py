@@ -113,6 +113,7 @@ class VllmScheduler:
             options.retry_after_ms / 1000,
             clock,
             WAITERS if role.wait_ms else 1,
+            self._withdraw if role.handover_ms else None,
         )
 
     def _find(self, digests: Sequence[ChainDigest]) -> int | None:
@@ -129,6 +130,9 @@ class VllmScheduler:
 
     def _promise(self, digests: Sequence[ChainDigest]) -> int | None:
         return self._lookups.client.promise(self._keys(digests), self._role.handover_ms)
+
+    def _withdraw(self, digests: Sequence[ChainDigest]) -> None:
+        self._lookups.ask(lambda: self._lookups.client.promise(self._keys(digests), 0), None)
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         """Name chunks; asking for the namespace opens a session, even for none."""
@@ -245,13 +249,27 @@ class VllmScheduler:
         )
 
     def finished(self, request: Any) -> None:
-        """Forget *request*."""
-        self._tracked.pop(request.request_id, None)
+        """Forget *request*, and let nobody wait for what will not be stored of it."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None:
+            self._give_up(tracked)
+
+    def _give_up(self, tracked: _Tracked) -> None:
+        """Take back what is promised of a request, but for what others have promised, too."""
+        chain = tracked.ticket.chain
+        left = [] if chain is None else chain.digests[tracked.stored or 0 : MAX_LOOKUP_CHUNKS]
+        if left and self._role.handover_ms:
+            tickets = [one.ticket for one in self._tracked.values() if one is not tracked]
+            chains = [one.chain for one in tickets if one.chain is not None and not one.is_over]
+            others = {digest for chain in chains for digest in chain.digests}
+            left = [digest for digest in left if digest not in others]
+        self._desk.give_up(tracked.ticket, left)
 
     def reset(self) -> None:
         """Never again load what was stored before, as the engine's weights may be others."""
         self._epoch = os.urandom(EPOCH_BYTES)
         for tracked in self._tracked.values():
+            self._give_up(tracked)
             # What is under way is of both weights: it has no name.
             tracked.ticket = Ticket.spent()
         if self.events is not None:
@@ -264,6 +282,9 @@ class VllmScheduler:
 
         *tables_of* returns the block tables of a request.
         """
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            if request_id in self._tracked:  # promised again once it goes on
+                self._give_up(self._tracked[request_id])
         is_idle = not output.total_num_scheduled_tokens
         if is_idle:
             self._desk.wait(IDLE_WAIT_S)
@@ -326,6 +347,7 @@ class VllmScheduler:
         self._refusal = self._refusal or ("pages" if news.refusal else "")
         if news.is_down:
             self._desk.note_down()
+        self._desk.take_back(news.unstored)
         if self.events is not None:
             self.events.stored(news.stored)
         for request_id, chunks in news.short_loads.items():

@@ -107,6 +107,7 @@ class VllmWorker:
         self.tells_stores = False
         """Whether the scheduler is to learn of every chunk that is stored."""
         self._stored: list[ChainDigest] = []
+        self._unstored: list[ChainDigest] = []
         # Guards the fields above but for the threads; its waiters wait for a load to end.
         self._news = threading.Condition()
 
@@ -169,8 +170,8 @@ class VllmWorker:
 
         with self._watch.over():
             read = self._connector.read_into(order.digests, room)
-        for room in rooms[:read]:
-            room.settle()
+        for one in rooms[:read]:
+            one.settle()
         return read
 
     def _cut(self, tables: BlockTables, chunks: int) -> list[BlockTables]:
@@ -227,6 +228,7 @@ class VllmWorker:
             # The first ones: later ones are of no use without them.
             chunks = order.chunks[: max(0, most - len(self._storing))]
             self.counted["dropped_chunks"] += len(order.chunks) - len(chunks)
+            self._note_unstored(order.chunks[len(chunks) :], order.hints)
             copies = [ChunkCopy(pool, tables) for tables in self._cut(order.tables, len(chunks))]
             self._storing += copies
         if chunks:
@@ -246,12 +248,18 @@ class VllmWorker:
         told = zip(sent, outcomes, strict=False)
         held = [chunk.digest for (chunk, _), one in told if one is not PutOutcome.refused]
         with self._news:
+            self._note_unstored([chunk for chunk in chunks if chunk.digest not in held], hints)
             self._stored += held if self.tells_stores else ()
             over = set(copies)
             self._storing = [one for one in self._storing if one not in over]
             self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored)
             self.counted["gone_chunks"] += len(chunks) - len(sent)
             self._news.notify_all()
+
+    def _note_unstored(self, chunks: Sequence[NamedChunk], hints: Hints) -> None:
+        """Have those told who wait for chunks that will not come. Called with the lock."""
+        if hints.handover_ms:
+            self._unstored += [chunk.digest for chunk in chunks]
 
     def _chunks(self, copies: Sequence[tuple[NamedChunk, PageCopy]]) -> list[Chunk]:
         client = self._connector.client
@@ -281,10 +289,11 @@ class VllmWorker:
         with self._news:
             short, self._short_loads = self._short_loads, {}
             stored, self._stored = self._stored, []
+            unstored, self._unstored = tuple(self._unstored), []
             refusal = self._refusal
             is_down, self._is_down = self._is_down, False
-        news = WorkerNews(short, refusal, is_down, dict.fromkeys(stored, 1))
-        return news if short or refusal or is_down or stored else None
+        news = WorkerNews(short, refusal, is_down, unstored, dict.fromkeys(stored, 1))
+        return news if any((short, refusal, is_down, unstored, stored)) else None
 
     def counts(self) -> dict[str, int]:
         """Return what was counted since the last call; ``counted`` has all of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW, spare_rows
 from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.hedge import Hedge
 from kvstore.server.policy.history import History, Report
 from kvstore.server.policy.hit_density import HitDensityEviction
 from kvstore.server.policy.leaves import LeafFirstEviction
@@ -24,7 +24,7 @@ from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.shadow import NODES, Asked, Cast, ShadowSet
 
-CANDIDATES = ("hit_density", "lru", "s3fifo")
+CANDIDATES = ("hit_density", "lru", "s3fifo", "lfu")
 """The policies that are tried; the first is followed until another has shown itself better."""
 
 ROUND_CHUNKS = 256
@@ -46,10 +46,6 @@ _AWAITED = 1 << 14
 
 _SHARES = 16
 """Parts that a small cache is shared out in."""
-
-_EVEN_PROMPTS = 1.5
-"""Prompts by whose chunks one is behind that gets e times less of a small cache: about what
-chance alone makes."""
 
 _STEP = 7
 """Odd, and far from a divisor: batches one after the other fall into shares evenly."""
@@ -86,12 +82,12 @@ class AdaptiveEviction(EvictionPolicy):
     While all chunks are in the sample, victims are such that what stays is what the shadows would
     have: a policy works badly for long on what another one left, its shadow does not. Such a
     small cache is shared out: of chunks stored together one candidate says whether they stay,
-    and each has a say in as many as its hits are near to the best (Hedge: Freund and Schapire,
-    J. Computer and System Sciences 55(1), 1997). Few hits tell little of who is better, and so
-    the loss to the best is a part of what a wrong choice would be.
+    and each has a say in as many as its weight among them (see ``hedge``). Few hits tell little
+    of who is better, and so the loss to the best is a part of what a wrong choice would be.
 
     How large the cache is shows when a victim is first asked for: what is here then is what
-    fits. Until then all candidates would hit the same. Thirteen bytes a row, and the candidates'.
+    fits. Until then all candidates would hit the same. Thirteen bytes a row, and the candidates';
+    LRU has no columns of its own where hit density is, which can name victims as LRU does.
     """
 
     def __init__(
@@ -106,11 +102,21 @@ class AdaptiveEviction(EvictionPolicy):
                 "candidates", list(candidates), "name policies to choose from"
             )
         self._names = tuple(candidates)
-        self._policies = [make_policy(name, history) for name in candidates]
+        self._density = None
+        if "hit_density" in candidates:
+            self._density = HitDensityEviction(history)
+        self._of_name: dict[str, EvictionPolicy] = {}
+        for name in candidates:
+            stand_in = self._density_for(name)
+            self._of_name[name] = make_policy(name, history) if stand_in is None else stand_in
+        self._policies = list(dict.fromkeys(self._of_name.values()))
+        """What is told of events: one for each candidate but for LRU beside hit density."""
         self._history = history
         self._mirror = Mirror(history, lambda: self._shadows.rate)
         shadowed = [make_policy(name, self._mirror) for name in candidates]
-        self._pairs = list(zip(self._policies, shadowed, strict=True))
+        self._shadow_density = next(
+            (one for one in shadowed if isinstance(one, HitDensityEviction)), None
+        )
         casts = [Cast(policy) for policy in shadowed]
         self._shadows = ShadowSet(casts, self._mirror.copy, limit_nodes)
         history.followers.append(self._follow)
@@ -123,8 +129,8 @@ class AdaptiveEviction(EvictionPolicy):
         """In which share of a small cache each chunk is."""
         self._owners = [0] * _SHARES
         """The candidate that has a say in each share."""
+        self._hedge = Hedge(len(candidates))
         self._batch, self._latest = 0, NO_ROW
-        self._prompt_chunks = float(_SHARES)
         self._used_bytes = 0
         self._full_bytes = 0.0
         self._awaited: set[int] = set()
@@ -151,6 +157,10 @@ class AdaptiveEviction(EvictionPolicy):
             self._names[self._chosen], self._since_s, self._switches, ratios,
             self._shadows.rate, int(asked),
         )  # fmt: skip
+
+    def _density_for(self, name: str) -> EvictionPolicy | None:
+        """Return the policy by hit density where that can stand in for the one of *name*."""
+        return self._density if name in ("hit_density", "lru") else None
 
     # --- events
 
@@ -269,19 +279,17 @@ class AdaptiveEviction(EvictionPolicy):
 
     def _watch(self, report: Report) -> None:
         """Bring what was asked for since the last report to the shadows."""
-        self._prompt_chunks = max(1.0, report.chunks / report.requests)
         mask = self._shadows.sampled(report.rows.astype(np.uint64))
         row_of = self._shadows.row
         rows = np.zeros(len(report.rows), np.intp)
         rows[mask] = [row_of(row) for row in report.rows[mask].tolist()]
         is_known = rows > 0
         self._mirror.watch(report, rows[is_known], is_known)
-        for policy, shadow in self._pairs:
-            # What is hit here is the doing of the one that is followed, and tells of no other.
-            if policy is self._policies[self._chosen] and self._shadows.rate < 1.0:
-                continue  # it sees more than its shadow does
-            if isinstance(policy, HitDensityEviction) and isinstance(shadow, HitDensityEviction):
-                policy.decide_as(shadow)
+        # What is hit here is the doing of the one that is followed, and tells of no other; that
+        # one sees more than its shadow does.
+        is_followed = self._names[self._chosen] == "hit_density" and self._shadows.rate < 1.0
+        if self._density is not None and self._shadow_density is not None and not is_followed:
+            self._density.decide_as(self._shadow_density)
 
     # --- the choice
 
@@ -289,6 +297,8 @@ class AdaptiveEviction(EvictionPolicy):
         """End a round: age what was counted, and follow another if it is better by enough."""
         self._hits = [old * _KEPT + new for old, new in zip(self._hits, self._round, strict=True)]
         self._asked = self._asked * _KEPT + self._round_asked
+        if self._full_bytes:  # until then all hit the same
+            self._hedge.learn(self._round)
         self._round = [0.0] * len(self._names)
         self._round_asked = 0
         self._share_out()
@@ -308,9 +318,7 @@ class AdaptiveEviction(EvictionPolicy):
         """Give each candidate as much of a small cache as its hits speak for it."""
         if self._shadows.rate < 1.0 or not self._full_bytes:
             return
-        best, scale = max(self._hits), _EVEN_PROMPTS * self._prompt_chunks
-        weights = [math.exp((hits - best) / scale) for hits in self._hits]
-        ends = [round(_SHARES * end / sum(weights)) for end in accumulate(weights)]
+        ends = [round(_SHARES * end) for end in accumulate(self._hedge.weights)]
         owners = [bisect_right(ends, share) for share in range(_SHARES)]
         if owners != self._owners:
             self._owners = owners
@@ -330,12 +338,20 @@ class AdaptiveEviction(EvictionPolicy):
         # The tier is full now. Where it is asked for room before it is, the size comes down slowly.
         less = (self._used_bytes - self._full_bytes) / 64
         self._full_bytes = max(float(self._used_bytes), self._full_bytes + less)
-        if self._shadows.rate == 1.0:
-            leader = max(self._owners, key=self._owners.count)
-            policy = self._policies[leader]
-            if isinstance(policy, LeafFirstEviction):
-                return self._name_as_shadow(leader, policy, keep, now_s)
-        return self._policies[self._chosen].victims(keep, now_s)
+        if self._shadows.rate < 1.0:
+            return self._victims_of(self._chosen, keep, now_s)
+        leader = max(self._owners, key=self._owners.count)
+        policy = self._of_name[self._names[leader]]
+        if isinstance(policy, LeafFirstEviction):
+            return self._name_as_shadow(leader, policy, keep, now_s)
+        return self._victims_of(leader, keep, now_s)
+
+    def _victims_of(self, at: int, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        """Yield whom the candidate at place *at* would evict."""
+        policy = self._of_name[self._names[at]]
+        if isinstance(policy, HitDensityEviction) and self._names[at] == "lru":
+            return policy.victims_by_use(keep, now_s)
+        return policy.victims(keep, now_s)
 
     def _name_as_shadow(
         self, at: int, policy: LeafFirstEviction, keep: Callable[[int], bool], now_s: float
@@ -348,7 +364,7 @@ class AdaptiveEviction(EvictionPolicy):
         sizes, strays = self._sizes, self._strays
         named: dict[int, None] = {}
         if strays:
-            for row in policy.victims(lambda row: row not in strays or keep(row), now_s):
+            for row in self._victims_of(at, lambda row: row not in strays or keep(row), now_s):
                 named[row] = None
                 yield row
 
@@ -362,7 +378,7 @@ class AdaptiveEviction(EvictionPolicy):
             if row not in named:
                 named[row] = None
                 yield row
-        for row in policy.victims(keep, now_s):
+        for row in self._victims_of(at, keep, now_s):
             if row not in named:
                 yield row
 

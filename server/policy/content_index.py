@@ -44,7 +44,10 @@ class Named(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What is known of one variant. ``deviation`` is -1 and ``reports`` 0 before any report."""
+    """What is known of one variant. ``deviation`` is -1 and ``reports`` 0 before any report.
+
+    ``is_measured``: engines said what attention it paid; else *context* is by tokens.
+    """
 
     key: ChunkKey
     parent: ChainDigest
@@ -54,6 +57,7 @@ class Facts(NamedTuple):
     deviation: float
     reports: int
     context: Sequence[Context]
+    is_measured: bool = False
 
 
 class Measured(NamedTuple):
@@ -199,6 +203,7 @@ class ContentIndex:
             self._deviations[row],
             self._reports[row],
             self._masses.get(row) or self._before(row),
+            row in self._masses,
         )
 
     def _parent(self, row: int) -> ChainDigest:

@@ -18,7 +18,7 @@ NO_IMPACT = 0.5
 """That of a chunk with nothing before it: the least that equation 11 gives."""
 
 ALPHA = 1.0
-"""Equation 12's factor. The paper tunes it; here the gate's ratio is what is tuned."""
+"""Equation 12's factor, for ranking. The paper tunes it; here the gate's ratio is what is tuned."""
 
 
 class Context(NamedTuple):

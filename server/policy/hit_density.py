@@ -184,6 +184,13 @@ class HitDensityEviction(LeafFirstEviction):
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         self._is_full = True
         choice = _Choice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
+        return self._named(choice, keep)
+
+    def victims_by_use(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        """Yield whom LRU would evict, in order; else as ``victims``."""
+        return self._named(_Choice(self, self._history.time_s(now_s), is_lru=True), keep)
+
+    def _named(self, choice: _Choice, keep: Callable[[int], bool]) -> Iterator[int]:
         clock = self._clock
         started_s = clock() if clock else 0.0
         parents, children, here = self._parents, self._children, self._here

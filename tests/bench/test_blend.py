@@ -24,6 +24,7 @@ KEYS = [
 ]
 TINY = blend.Sizes(
     riddles=1,
+    stories=1,
     questions=1,
     texts=1,
     links_mb_per_s=(1000.0,),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench import engines, engines_prompts
-from bench.engines import Samples
+from bench.engines_samples import Samples, interval
 from bench.engines_sides import Side, Taken
 from bench.peer_process import PeerSkippedError
 from bench.report import Report
@@ -59,6 +59,18 @@ def test_an_overhead_is_what_is_above_one() -> None:
     made.add(report, "miss_overhead", ("ours", "again"), ("plain", "again"))
     made.add(report, "ttft_hit_vs_recompute", ("ours", "again"), ("plain", "again"))
     assert report.values == {"miss_overhead": 0.1, "ttft_hit_vs_recompute": 1.1}
+
+
+def test_what_a_median_might_have_been_is_as_wide_as_its_rounds_are_apart() -> None:
+    assert interval([1.0] * 9) == (1.0, 1.0)
+    near, far = ([1.0 + step * (number - 20) for number in range(41)] for step in (0.001, 0.01))
+    assert interval(near)[0] < 1.0 < interval(near)[1] < 1.01
+    assert interval(far)[1] - interval(far)[0] > 5 * (interval(near)[1] - interval(near)[0])
+    report = Report("engines")
+    samples([1.1] * 9, [1.0] * 9).add(
+        report, "miss_overhead", ("ours", "again"), ("plain", "again")
+    )
+    assert [row[1] for row in report.rows] == ["0.100", "0.100 to 0.100"]
 
 
 def test_every_contestant_is_first_in_turn() -> None:

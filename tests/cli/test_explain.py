@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import DOCUMENT, HEAD, prompt_of
 from google.protobuf import json_format
 from local_server import DEADLINE_MS, LocalServer
 from plain_engine import PlainEngine
@@ -18,9 +19,12 @@ from redis_process import free_port
 from kvstore.cli.explain import read_tokens
 from kvstore.cli.main import main
 from kvstore.client import ClientOptions
+from kvstore.client.resolving import ResolveTerms
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, DType, Representation
 from kvstore.proto.wire import representation_to_message
+from kvstore.server.policy.blend_gate import TRIALS
 
 Explain = Callable[..., tuple[int, str, str]]
 (GROUP,) = SMALL.layer_groups
@@ -216,3 +220,26 @@ def test_identities_of_the_same_tokens_come_before_nearer_ones(
     found = as_json(explain, *kind, "--tokens", str(prompt), "--chunk-tokens", "16")
     assert [len(near["differences"]) for near in found["near"]] == [3, 1]
     assert [near["same_tokens"] for near in found["near"]] == [True, False]
+
+
+def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
+    server: LocalServer, explain: Explain
+) -> None:
+    client = server.connect()
+    prompt, ranges = prompt_of(HEAD, DOCUMENT)
+    for _ in range(3):
+        client.resolve(prompt, ranges, ResolveTerms(tag="chat")).release()
+    for agreement in [0.0] * TRIALS + [1.0] * TRIALS:
+        shadow = pb.ShadowResult(agreement=agreement, tokens=64)
+        client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.5, shadow=shadow))
+    client.resolve(prompt, ranges, ResolveTerms(tag="rag")).release()
+    found = {gate["tag"]: gate for gate in as_json(explain, "--recent", "4")["gates"]}
+    assert {gate["model"] for gate in found.values()} == {SMALL.model_id}
+    chat, rag = found["chat"], found["rag"]
+    assert (chat["open"], chat["let_through"], chat["kept_out"]) == (False, 0, 3)
+    assert "not calibrated" in chat["why"]
+    assert (rag["open"], rag["let_through"], rag["kept_out"]) == (True, 1, 0)
+    assert rag["ratio"] == pytest.approx(0.15 * 1.5)
+    _, shown, _ = explain("--recent", "4")
+    assert f"{SMALL.model_id}, tag rag: open at ratio 0.225, calibrated; 1 prompts let" in shown
+    assert f"{SMALL.model_id}, tag chat: closed at ratio 0.15, not calibrated" in shown

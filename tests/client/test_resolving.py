@@ -292,7 +292,33 @@ def test_reported_attention_decides_how_much_is_recomputed(client: Client) -> No
         for one in resolved.chunks():
             assert 0.5 < one.best.context_impact < 0.52
             assert one.best.overlap == 0.0
-        assert resolved.found.segments[1].ratio == pytest.approx(0.51, abs=0.01)
+        assert resolved.found.segments[1].ratio == pytest.approx(0.15 * 0.51 / 0.5, abs=0.01)
+
+
+def test_what_depends_more_on_its_context_has_more_recomputed(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT, OTHER)
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        report = pb.ReportReuseRequest(ratio=0.5)
+        for one in resolved.chunks():
+            inner = 0.99 if one.asked.stop <= ranges[0].stop else 0.1
+            told = report.chunks.add(digest=one.best.digest, intra_mass=inner * one.asked.tokens)
+            told.context.add(content=b"c" * 16, tokens=16, mass=(1 - inner) * one.asked.tokens)
+        client.report_reuse(report)
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        _, little, much, _ = resolved.found.segments
+        assert 0.15 <= little.ratio < 0.16
+        assert 0.25 < much.ratio <= 0.31
+
+
+def test_a_report_without_attention_leaves_the_ratio_to_the_gate(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        client.report_reuse(report_of(resolved))
+    with client.resolve(prompt, ranges, TRIAL) as resolved:
+        assert all(one.best.reports == 1 for one in resolved.chunks())
+        assert resolved.found.segments[1].ratio == pytest.approx(0.15)
 
 
 def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> None:
@@ -311,8 +337,14 @@ def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> No
     with client.resolve(prompt, ranges, ResolveTerms(tag="chat")) as resolved:
         assert kinds(resolved)[1] == ["none", "none"]
     status = server.dial().call("Status", pb.StatusRequest(), 2000, pb.StatusResponse)
-    [shown] = status.gates
-    assert (shown.open, shown.tag, shown.model) == (True, "rag", SMALL.model_id)
+    shown = {one.tag: one for one in status.gates}
+    assert {one.model for one in status.gates} == {SMALL.model_id}
+    assert [(name, one.open) for name, one in sorted(shown.items())] == [
+        ("chat", False), ("rag", True)
+    ]  # fmt: skip
+    counts = {name: (one.let_through, one.kept_out) for name, one in shown.items()}
+    assert counts == {"rag": (1, 0), "chat": (0, 1)}
+    assert (server.counter("blend_let_through"), server.counter("blend_kept_out")) == (1, 1)
     assert server.counter("blend_shadows") == TRIALS
 
 

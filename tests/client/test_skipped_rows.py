@@ -56,7 +56,9 @@ def _resolved(client: Client) -> Resolved:
 
 
 def _rooms(chunks: Sequence[FoundChunk], model: Representation) -> list[ChunkTensors]:
-    rooms = [empty_tensors(KVLayout.of(model, one.asked.tokens)) for one in chunks]
+    rooms: list[ChunkTensors] = [
+        empty_tensors(KVLayout.of(model, one.asked.tokens)) for one in chunks
+    ]
     for room in rooms:
         for parts in room[0]:
             for part in parts:

@@ -36,6 +36,7 @@ from hypothesis import strategies as st
 from kvstore.codecs.base import Part, empty_tensors
 from kvstore.codecs.floats import FLOAT_TYPES, from_float32, is_finite, to_float32
 from kvstore.codecs.kvq_backends import tile_backends
+from kvstore.codecs.kvq_fine import fine_backends
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.rans import backends
 from kvstore.codecs.raw import RawCodec
@@ -161,6 +162,7 @@ def compile_all() -> None:
     backends()
     for dtype in FLOATS:
         tile_backends(dtype)
+        fine_backends(dtype)
 
 
 @lru_cache(maxsize=8)

@@ -51,3 +51,9 @@ def verified(client: Client, keys: Sequence[ChunkKey]) -> int:
     for key, one in zip(keys, found, strict=False):
         assert is_right(client, key, one), f"{client.transport_name}: wrong bytes of {key.hex()}"
     return len(found)
+
+
+def fetched(client: Client, keys: Sequence[ChunkKey]) -> int:
+    """Look *keys* up, as engines do, and read them; return how many came."""
+    client.lookup(list(keys))
+    return verified(client, keys)

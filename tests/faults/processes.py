@@ -21,3 +21,11 @@ def thread_count(pid: int) -> int:
 def descriptor_count(pid: int) -> int:
     """Return how many files, sockets and memfds a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the memory that a process alone has: without slabs, files and libraries."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    return 0

@@ -131,10 +131,18 @@ class FaultProxy:
         try:
             from_server, other = await asyncio.open_connection(*self._target)
             self._writers.add(other)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._pass(reader, other, is_up=True))
-                group.create_task(self._pass(from_server, writer, is_up=False))
-        except* (OSError, _CutError):
+            both = (
+                self._pass(reader, other, is_up=True),
+                self._pass(from_server, writer, is_up=False),
+            )
+            halves = [asyncio.ensure_future(half) for half in both]
+            try:
+                await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for half in halves:
+                    half.cancel()
+                await asyncio.gather(*halves, return_exceptions=True)
+        except (OSError, asyncio.CancelledError):
             pass
         finally:
             for one in (writer, other):

@@ -229,6 +229,7 @@ def test_servers_restarted_in_turn_cost_their_clients_no_wrong_byte_and_end_with
     for thread in threads:
         thread.start()
     try:
+        assert eventually(lambda: reads[0] > 100)
         for turn in range(amount(2, 40)):
             process: ServerProcess = processes[turn % 2]
             before = reads[0]

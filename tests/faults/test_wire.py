@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ProcessMaker, ServerMaker
-from faults.oracle import verified
+from faults.oracle import fetched, verified
 from faults.proxy import FaultProxy, Trouble
 from faults.tools import hosts_apart, part, rejoin
 from local_server import DEADLINE_MS, LocalServer, eventually
@@ -101,36 +101,36 @@ def test_nodes_without_each_other_serve_what_they_have_and_share_again_after(
     nodes = [node_of(make_server, one, tmp_path) for one in proxies]
     clients = [node.connect("grpc") for node in nodes]
     common = store(clients[0], 1, CHUNKS)
-    assert eventually(lambda: verified(clients[1], common) == CHUNKS)
-    assert eventually(lambda: verified(clients[2], common) == CHUNKS)
+    assert eventually(lambda: fetched(clients[1], common) == CHUNKS)
+    assert eventually(lambda: fetched(clients[2], common) == CHUNKS)
     proxies[0].go_silent()
     alone = store(clients[0], 2, CHUNKS)
     together = store(clients[1], 3, CHUNKS)
-    assert verified(clients[0], common) == verified(clients[0], alone) == CHUNKS
-    assert eventually(lambda: verified(clients[2], together) == CHUNKS)
-    assert verified(clients[2], alone) == 0
+    assert fetched(clients[0], common) == fetched(clients[0], alone) == CHUNKS
+    assert eventually(lambda: fetched(clients[2], together) == CHUNKS)
+    assert fetched(clients[2], alone) == 0
     # Another version under the same names, on both sides: whichever is read is whole.
     clients[1].delete(common)
     proxies[0].heal()
     seeds = count(100)
-    assert eventually(lambda: verified(clients[2], store(clients[0], next(seeds), 1)) == 1)
+    assert eventually(lambda: fetched(clients[2], store(clients[0], next(seeds), 1)) == 1)
     for client in clients:
-        assert eventually(lambda client=client: verified(client, together) == CHUNKS)  # type: ignore[misc]
+        assert eventually(lambda client=client: fetched(client, together) == CHUNKS)  # type: ignore[misc]
         for key in common:
-            verified(client, [key])
+            fetched(client, [key])
 
 
 PROBE = """
 import sys
 from prompts import SMALL, chunks_of, keys_of, store
-from faults.oracle import verified
+from faults.oracle import fetched
 from kvstore.client import Client, ClientOptions
 
 address, puts, gets = sys.argv[1:]
 with Client(address, SMALL, ClientOptions("grpc", 16, 5000)) as client:
     for seed in map(int, filter(None, puts.split(","))):
         store(client, seed, 3)
-    read = [verified(client, keys_of(client, seed, 3)) for seed in map(int, gets.split(","))]
+    read = [fetched(client, keys_of(client, seed, 3)) for seed in map(int, gets.split(","))]
 print(*read)
 """
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+from contracts.chunks import make_representation
 from golden.samples import FOLDER
 
+from kvstore.proto.types import Namespace
 from kvstore.server.history_file import SavedHistory
+from kvstore.server.known_spaces import Space
 from kvstore.server.policy.history_state import CHUNK, CLASS, COARSER, HistoryState
 
 PATH = FOLDER / "history-v1.kvh"
+PATH_V2 = FOLDER / "history-v2.kvh"
 
 
 def saved() -> SavedHistory:
@@ -29,3 +35,14 @@ def saved() -> SavedHistory:
     chunks["priority"] = (0, 90, 0, 1)
     groups = [("default", ""), ("acme", "batch")]
     return SavedHistory(groups, HistoryState((1, 2), classes, chunks))
+
+
+def with_spaces() -> SavedHistory:
+    """Return the same and two namespaces."""
+    kinds = (make_representation(), replace(make_representation(), model_revision="f" * 40))
+    names = (("default", "vllm 1"), ("acme", "ünïcode"))
+    spaces = [
+        Space(Namespace(bytes([number] * 16)), tenant, client, kind)
+        for number, ((tenant, client), kind) in enumerate(zip(names, kinds, strict=True), 1)
+    ]
+    return replace(saved(), spaces=tuple(spaces))

@@ -12,6 +12,8 @@ import torch
 from local_server import LocalServer
 from real_sglang.stand_ins import import_sglang
 
+from kvstore.proto.errors import RepresentationError
+
 import_sglang()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of kernels that only run on GPUs
@@ -20,6 +22,9 @@ with warnings.catch_warnings():
         HiCacheStorageConfig,
         HiCacheStorageExtraInfo,
         HiCacheStorageFailureInjector,
+        PoolHitPolicy,
+        PoolName,
+        PoolTransfer,
     )
     from sglang.srt.mem_cache.pool_host import base as pool_base
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -162,8 +167,108 @@ def test_faults_that_sglang_injects_are_misses(server: LocalServer, pool: Any) -
     backend._backend.close()
 
 
-def test_more_than_one_pool_is_refused_when_it_is_attached(backend: Any, pool: Any) -> None:
-    from kvstore.proto.errors import RepresentationError
+# --- pools beside that of KV
 
-    with pytest.raises(RepresentationError, match="host pool='mamba'"):
-        backend.register_mem_host_pool_v2(pool, "mamba")
+
+def named(name: str, keys: list[str], *pages: int, policy: str = "all_pages") -> Any:
+    """Return what SGLang asks of a second pool."""
+    return PoolTransfer(
+        PoolName(name), host_indices=indices(*pages) if pages else None, keys=keys,
+        hit_policy=PoolHitPolicy(policy),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def windows(backend: Any, pool: Any) -> Any:
+    """A second pool of windows, filled: SGLang keeps those in a pool of the same class."""
+    second = make_pool(pool.layout)
+    draw = torch.Generator().manual_seed(4)
+    second.kv_buffer.copy_(torch.randn(second.kv_buffer.shape, generator=draw).to(torch.bfloat16))
+    backend.register_mem_host_pool_v2(pool, PoolName.KV)
+    backend.register_mem_host_pool_v2(second, PoolName.SWA)
+    return second
+
+
+def test_a_second_pool_comes_back_into_the_pool_it_came_from(
+    server: LocalServer, backend: Any, pool: Any, windows: Any
+) -> None:
+    hashes = page_hashes(20)
+    before = [windows.get_data_page(PAGE * (page % 8)).clone() for page in range(20)]
+    written = indices(*(page % 8 for page in range(20)))
+    stored = PoolTransfer(PoolName.SWA, host_indices=written, keys=hashes)
+    assert backend.batch_set_v2([stored]) == {"swa": [True] * 20}
+    windows.kv_buffer.zero_()
+    wanted = [hashes[3], hashes[1], "0" * 64, hashes[0]]
+    asked = named("swa", wanted, 5, 6, 7, 4)
+    assert backend.batch_get_v2([asked]) == {"swa": [True, True, False, False]}
+    assert torch.equal(windows.get_data_page(PAGE * 5), before[3])
+    assert torch.equal(windows.get_data_page(PAGE * 6), before[1])
+    assert not windows.get_data_page(PAGE * 4).any()
+    assert torch.count_nonzero(pool.get_data_page(0)), "the pool of KV is not touched"
+    backend.clear()
+    assert backend.batch_get_v2([named("swa", hashes[:1], 5)]) == {"swa": [False]}
+
+
+def test_a_prefix_ends_where_every_pool_has_what_it_needs(backend: Any, windows: Any) -> None:
+    hashes = page_hashes(6)
+    backend.batch_set_v1(hashes[:5], indices(0, 1, 2, 3, 4))
+    backend.batch_set_v2([named("swa", [hashes[at] for at in (1, 2, 4)], 1, 2, 4)])
+
+    def usable(policy: str, keys: list[str]) -> tuple[int, dict[str, int], list[int]]:
+        found = backend.batch_exists_v2(hashes, [named("swa", keys, policy=policy)])
+        return found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages
+
+    assert usable("trailing_pages", ["last"]) == (5, {"kv": 5, "swa": 5}, [2, 3, 5])
+    assert usable("trailing_pages", ["one", "last"]) == (3, {"kv": 5, "swa": 3}, [3])
+    assert usable("all_pages", []) == (0, {"kv": 5}, [])
+    assert usable("block_groups", [])[0] == 5, "such a pool gates nothing"
+    backend.batch_set_v2([named("swa", hashes[:1], 0)])
+    assert usable("all_pages", []) == (3, {"kv": 5, "swa": 3}, [1, 2, 3])
+    assert backend.batch_exists_v2(hashes).kv_hit_pages == 5
+    assert backend.batch_exists_v2(hashes, [named("mamba", [])]).kv_hit_pages == 0
+
+
+def test_ranks_keep_pages_of_a_second_pool_apart_unless_all_have_the_same(
+    server: LocalServer,
+) -> None:
+    hashes = page_hashes(1)
+
+    def stored(reader: dict[str, Any], writer: dict[str, Any], name: str) -> bool:
+        backends = []
+        for changes in (writer, reader):
+            backend = make_backend(server, make_pool("page_first"), **changes)
+            backend.register_mem_host_pool_v2(make_pool("page_first"), PoolName(name))
+            backends.append(backend)
+        backends[0].batch_set_v2([named(name, hashes, 0)])
+        found = backends[1].batch_get_v2([named(name, hashes, 0)])[name]
+        backends[0].clear()
+        for backend in backends:
+            backend.close()
+        return bool(found[0])
+
+    first, second = ({"tp_rank": rank, "tp_size": 2} for rank in (0, 1))
+    assert stored(first, first, "swa")
+    assert not stored(second, first, "swa")
+
+
+def test_pages_without_room_of_their_own_are_no_hits(backend: Any, windows: Any) -> None:
+    hashes = page_hashes(2)
+    assert backend.batch_set_v2([named("swa", hashes, 0)]) == {"swa": [False, False]}
+    assert backend.batch_get_v2([named("swa", hashes)]) == {"swa": [False, False]}
+    assert backend.batch_get_v2([named("indexer", hashes, 0, 1)]) == {"indexer": [False, False]}
+
+
+@pytest.mark.parametrize("name", ["draft", "draft_swa"])
+def test_pools_of_draft_models_are_refused_when_they_are_attached(
+    backend: Any, pool: Any, name: str
+) -> None:
+    with pytest.raises(RepresentationError, match=f"host pool='{name}'"):
+        backend.register_mem_host_pool_v2(pool, PoolName(name))
+
+
+def test_pools_without_flat_pages_are_refused_when_they_are_attached(backend: Any) -> None:
+    class Bare:
+        layout, page_size = "layer_first", PAGE
+
+    with pytest.raises(RepresentationError, match="flat tensors"):
+        backend.register_mem_host_pool_v2(Bare(), PoolName.SWA)

@@ -195,6 +195,28 @@ def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
     engine.close()
 
 
+def test_a_server_that_hangs_between_lookup_and_load_costs_no_deadline(
+    engine: EngineProcess, same: Same, store: ServerProcess
+) -> None:
+    one = prompt(105, 300)
+    usual_s = engine.generate(one)[0]["took_s"]
+    engine.fresh()
+    lost = engine.ask("counts").get("worker_lost_chunks", 0)
+    assert engine.ask("stop_before_load", pid=store.pid)
+    began = time.monotonic()
+    try:
+        (found,) = engine.generate(one)
+    finally:
+        store.send_signal(signal.SIGCONT)
+    took_s = time.monotonic() - began
+    print(f"usual {usual_s:.3f} s, hung {took_s:.3f} s")
+    assert took_s < 2.5, "half of the deadline that a load has here"
+    assert found["cached"] == 0
+    assert engine.ask("counts")["worker_lost_chunks"] == lost + 4
+    engine.fresh()
+    same(one)
+
+
 def test_a_damaged_chunk_is_computed_again_and_stored_again(
     engine: EngineProcess, same: Same, store: ServerProcess
 ) -> None:

@@ -6,17 +6,21 @@ Pipelines are not here: vLLM's CPU build does not run them, with a store or with
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from bench.vllm_engine import EngineProcess
 from local_server import eventually
+from real_vllm import models
 from real_vllm.prompts import EngineMaker, assert_same, prompt
+
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 @pytest.fixture(scope="module")
 def two(make_engine: EngineMaker) -> Iterator[EngineProcess]:
     """An engine of two workers, each with half of the model's heads."""
-    engine = make_engine({}, tensor_parallel_size=2, distributed_executor_backend="mp")
+    engine = make_engine({}, **RANKS)
     yield engine
     engine.close()
 
@@ -25,8 +29,29 @@ def two(make_engine: EngineMaker) -> Iterator[EngineProcess]:
 def test_what_ranks_stored_is_loaded_by_any_number_of_ranks(
     two: EngineProcess, engine: EngineProcess, is_one_first: bool
 ) -> None:
-    first, second = (engine, two) if is_one_first else (two, engine)
-    one = prompt(200 + is_one_first, 300)
+    share(*((engine, two) if is_one_first else (two, engine)), prompt(200 + is_one_first, 300))
+
+
+@pytest.fixture(scope="module")
+def hybrids(make_engine: EngineMaker, home: Path) -> Iterator[dict[int, EngineProcess]]:
+    """Engines of one worker and of two over a model with windows beside full attention."""
+    model = models.save(models.hybrid(), home / "hybrid-of-ranks")
+    room = {"model": model, "num_gpu_blocks_override": 200}
+    engines = {1: make_engine({}, **room), 2: make_engine({}, **room, **RANKS)}
+    yield engines
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.mark.parametrize("first", [2, 1], ids=["two_then_one", "one_then_two"])
+def test_windows_that_ranks_stored_are_loaded_by_any_number_of_ranks(
+    hybrids: dict[int, EngineProcess], first: int
+) -> None:
+    share(hybrids[first], hybrids[3 - first], prompt(210 + first, 300))
+
+
+def share(first: EngineProcess, second: EngineProcess, one: list[int]) -> None:
+    """Have *first* compute a prompt, and both load it then: the same tokens every time."""
     computed = first.generate(one, max_tokens=40)
     assert computed[0]["cached"] == 0
 

@@ -14,7 +14,7 @@ CHANGES = {
     *("Put", "Reserve", "Commit", "Abort", "Promise", "ReportReuse"),
     *("Pin", "Unpin", "Delete", "Clear"),
 }
-RULES = {"SetQuota", "Drain", "Trace"}
+RULES = {"SetQuota", "Drain", "Trace", "Scrub"}
 
 
 def test_every_rpc_has_a_row_and_every_row_an_rpc() -> None:

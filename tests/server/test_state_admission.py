@@ -37,7 +37,8 @@ def test_a_state_is_kept_at_an_end_at_a_parting_and_the_second_time() -> None:
     states = StateAdmission()
     states.parted(key(3))
     assert [states.admits(key(n), is_end=n == 4) for n in range(5)] == [False] * 3 + [True] * 2
-    assert states.has_turned_away(key(0)) and not states.has_turned_away(key(3))
+    assert states.has_turned_away(key(0))
+    assert not states.has_turned_away(key(3))
     assert states.admits(key(0), is_end=False)
     assert not states.has_turned_away(key(0))
     assert not states.admits(key(0), is_end=False), "it was admitted for that one time"
@@ -102,7 +103,8 @@ def test_only_the_last_state_of_a_put_is_kept(server: LocalServer, client: Clien
         assert equal(one, expected.tensors)  # type: ignore[arg-type]
     assert server.counter("put_states_left_out") == 3
     sizes = [server.node.manager.catalog.size_bytes("cpu", key) for key in keys]
-    assert len(set(sizes[:3])) == 1 and sizes[0] < sizes[3]
+    assert len(set(sizes[:3])) == 1
+    assert sizes[0] < sizes[3]
     assert server.node.manager.puts.is_draining is False
     assert server.settled().pending_puts == 0
 

@@ -27,8 +27,8 @@ seccompProfile:
 
 {{- /* The pod of the server, for either kind of workload. */}}
 {{- define "kvstore.pod" -}}
-{{- $v := .Values }}
-{{- $hostDisk := and $v.tiers.disk.enabled (eq $v.tiers.disk.kind "hostPath") }}
+{{- $v := .Values -}}
+{{- $hostDisk := and $v.tiers.disk.enabled (eq $v.tiers.disk.kind "hostPath") -}}
 metadata:
   labels:
     {{- include "kvstore.labels" . | nindent 4 }}

@@ -180,4 +180,4 @@ def test_blocks_given_out_are_those_of_new_and_old_requests_zeroed_copied_and_lo
     output.new_block_ids_to_zero = [6]
     output.kv_cache_block_copies = [Named(src_block_id=7, dst_block_id=8)]
     load = LoadOrder("a", (), ((9,), (10,)))
-    assert taken_blocks(output, [load]) == {0, 1, 2, 3, 4, 5, 6, 8, 9, 10}
+    assert taken_blocks(output, [load]) == frozenset([0, 1, 2, 3, 4, 5, 6, 8, 9, 10])

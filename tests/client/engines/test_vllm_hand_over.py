@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 from local_server import LocalServer, eventually
 from prompts import tokens as prompt_tokens
-from vllm_stand_ins import FakeRequest
+from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
 from kvstore.client.engines.vllm_settings import Role, VllmSettings
@@ -79,6 +80,70 @@ def test_a_prefill_engine_that_goes_is_not_waited_for(start: Start, server: Loca
 def test_what_nobody_promised_is_not_waited_for(start: Start, server: LocalServer) -> None:
     assert start(DECODE).matched(FakeRequest("first", list(PROMPT))) == 0
     assert server.counter("waited_lookups") == 0
+
+
+def test_a_prompt_that_is_given_up_is_not_waited_for(start: Start, server: LocalServer) -> None:
+    prefill = promised(start, server)
+    decode, request = waiting(start, server)
+    prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
+    assert decode.matched(request) == 0
+    assert decode.scheduler.counted["miss_absent"] == 1
+
+
+def test_a_prompt_that_is_preempted_is_waited_for_again_once_it_goes_on(
+    start: Start, server: LocalServer
+) -> None:
+    prefill = promised(start, server)
+    decode, request = waiting(start, server)
+    output = step()
+    output.preempted_req_ids = {"first"}
+    prefill.scheduler.orders(output, lambda _: [])
+    assert decode.matched(request) == 0
+    first = FakeRequest("first", list(PROMPT), num_preemptions=1)
+    prefill.scheduler.matched_tokens(first, 0)
+    assert eventually(lambda: server.counter("promised_chunks") == 6)
+
+
+def test_a_prompt_given_up_before_it_was_looked_up_is_not_waited_for(
+    start: Start, server: LocalServer
+) -> None:
+    prefill = start(PREFILL)
+    desk, hold = prefill.scheduler._desk, threading.Event()
+    find, desk._find = desk._find, lambda digests: find(digests) if hold.wait(20.0) else None
+    prefill.scheduler.arrived(FakeRequest("first", list(PROMPT)))
+    assert eventually(lambda: desk._work.empty())
+    prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
+    hold.set()
+    assert eventually(lambda: not desk._waiting)
+    assert start(DECODE).matched(FakeRequest("second", list(PROMPT))) == 0
+    assert server.counter("waited_lookups") == 0
+
+
+def test_what_another_request_promised_too_is_waited_for_all_the_same(
+    start: Start, server: LocalServer
+) -> None:
+    prefill = promised(start, server)
+    longer = [*PROMPT[:192], *OTHER[:70]]
+    prefill.scheduler.arrived(FakeRequest("longer", longer))
+    assert eventually(lambda: server.counter("promised_chunks") == 4)
+    prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
+    assert eventually(lambda: not prefill.scheduler._desk._waiting)
+    decode, request = waiting(start, server)
+    prefill.run("longer", longer)
+    assert decode.matched(request) == 192
+
+
+def test_chunks_there_is_no_room_for_are_not_waited_for(start: Start, server: LocalServer) -> None:
+    prefill = promised(start, server)
+    worker = prefill.workers[0]
+    worker._queue_bytes = 1
+    decode, request = waiting(start, server)
+    prefill.run("first", PROMPT)
+    news = worker.news()
+    assert news is not None
+    assert len(news.unstored) == 2
+    prefill.scheduler.learn(news)
+    assert decode.matched(request) == 64
 
 
 def test_stores_of_a_prefill_engine_ask_to_be_kept_until_they_were_read(start: Start) -> None:

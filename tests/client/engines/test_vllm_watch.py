@@ -86,7 +86,7 @@ def test_a_load_that_takes_its_time_is_not_ended(
 
     def slow(*given: Any) -> int:
         assert eventually(lambda: len(asked) >= 2)
-        return read_into(*given)
+        return int(read_into(*given))
 
     engine.workers[0]._connector.read_into = slow
     request = FakeRequest("b", PROMPT)

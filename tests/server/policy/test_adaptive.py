@@ -80,7 +80,7 @@ def replay(
 def test_it_starts_with_the_first_and_says_that_nothing_is_known() -> None:
     why = AdaptiveEviction(History()).why()
     assert (why.policy, why.switches, why.sampled, why.sample_rate) == ("hit_density", 0, 0, 1.0)
-    assert why.hit_ratios == {"hit_density": None, "lru": None, "s3fifo": None}
+    assert why.hit_ratios == dict.fromkeys(("hit_density", "lru", "s3fifo", "lfu"))
 
 
 @pytest.mark.parametrize("limit_nodes", [1 << 13, 16])

@@ -1,0 +1,227 @@
+"""What `kvstore doctor` looks at: each check says ok, warn or fail, what it saw and what to do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from kvstore.proto.errors import KVStoreError
+from kvstore.server.config import ServerConfig
+from kvstore.server.units import GIB, MIB, format_size
+from kvstore.tiers.redis_link import RedisLink
+
+State = Literal["ok", "warn", "fail"]
+
+MIN_FILES = 4096
+PROBE_BYTES = 32 * MIB
+MIN_DISK_BYTES_PER_S = 100e6
+MAX_REDIS_MS = 5.0
+PINGS = 20
+EXPIRES_SOON = timedelta(days=14)
+SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "fuse", "overlay"}
+MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's answer; ``fix`` is empty when it is ok."""
+
+    check: str
+    state: State
+    saw: str
+    fix: str = ""
+
+
+Check = Callable[[ServerConfig], Iterator[Finding]]
+
+
+def check_limits(config: ServerConfig) -> Iterator[Finding]:
+    """Open files, locked memory, and the memory that a container may take."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = 0 < files < MIN_FILES
+    fix = f"raise it to {MIN_FILES} or more: LimitNOFILE= of systemd, or ulimit -n" if few else ""
+    yield Finding("open files", "warn" if few else "ok", f"{files} at most", fix)
+    if "gpu" in config.tiers:
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        short = 0 <= locked < config.cpu_size
+        fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU" if short else ""
+        yield Finding("locked memory", "warn" if short else "ok", _size(locked), fix)
+    limit = memory_limit_bytes()
+    needed = config.cpu_size + GIB // 4
+    short = limit < needed
+    fix = f"give {format_size(needed)}, or a smaller --cpu" if short else ""
+    yield Finding("memory", "fail" if short else "ok", f"{_size(limit)} may be used", fix)
+
+
+def memory_limit_bytes() -> int:
+    """Return what this process may take: the machine's memory, or its container's limit."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+    return min(limits)
+
+
+def check_disk(config: ServerConfig) -> Iterator[Finding]:
+    """Kind, room and speed of each folder of the disk tier."""
+    if "disk" not in config.tiers:
+        return
+    for folder in config.disk.folders:
+        place = next(path for path in (folder.path, *folder.path.parents) if path.exists())
+        name = f"disk {folder.path}"
+        kind = file_system_of(place)
+        if kind in MEMORY_FILE_SYSTEMS:
+            yield Finding(name, "warn", kind, "what lies there is lost at a restart: use a disk")
+        elif kind in SLOW_FILE_SYSTEMS:
+            yield Finding(name, "warn", kind, "use a local file system such as ext4 or xfs")
+        if not os.access(place, os.W_OK):
+            yield Finding(name, "fail", "not writable", "give the server's user the folder")
+            continue
+        free, taken = os.statvfs(place), _taken_bytes(folder.path)
+        room = free.f_bavail * free.f_frsize + taken
+        if room < folder.capacity_bytes:
+            fix = f"give at most {format_size(room // MIB * MIB)}, or free room"
+            yield Finding(name, "fail", f"{_size(room)} of room", fix)
+            continue
+        rate = disk_bytes_per_s(place)
+        slow = rate < MIN_DISK_BYTES_PER_S
+        fix = "use a faster disk, or --disk-write evict" if slow else ""
+        saw = f"{kind}, {_size(room)} of room, {rate / 1e6:.0f} MB/s written and synced"
+        yield Finding(name, "warn" if slow else "ok", saw, fix)
+
+
+def _taken_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def file_system_of(path: Path) -> str:
+    """Return the kind of file system that *path* lies on."""
+    found, kind = "", "unknown"
+    real = os.path.realpath(path)
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, where, name, *_ = line.split()
+        inside = where == "/" or real == where or real.startswith(where + "/")
+        if inside and len(where) >= len(found):
+            found, kind = where, name
+    return kind
+
+
+def disk_bytes_per_s(folder: Path) -> float:
+    """Write and sync ``PROBE_BYTES`` below *folder*; return the rate. Nothing is left there."""
+    path = folder / f".kvstore-doctor-{uuid4().hex}"
+    data = os.urandom(MIB)
+    try:
+        with path.open("wb") as file:
+            started = time.perf_counter()
+            for _ in range(PROBE_BYTES // MIB):
+                file.write(data)
+            file.flush()
+            os.fdatasync(file.fileno())
+            return PROBE_BYTES / (time.perf_counter() - started)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def check_redis(config: ServerConfig) -> Iterator[Finding]:
+    """Whether Redis answers, how fast, what the user may do, and how its nodes are set up."""
+    if "redis" not in config.tiers or config.redis_url is None:
+        return
+    link = RedisLink("redis", config.redis_url, config.redis_timeout_ms, 1)
+    name = b"kvs:1:{doctor}"
+    try:
+        times = []
+        for _ in range(PINGS):
+            started = time.perf_counter()
+            link.run(name, [[b"GETRANGE", name, b"0", b"0"]])
+            times.append(1000 * (time.perf_counter() - started))
+        median_ms = sorted(times)[PINGS // 2]
+        slow = median_ms > MAX_REDIS_MS
+        fix = "move it nearer: each lookup that memory cannot answer waits for it" if slow else ""
+        yield Finding("redis", "warn" if slow else "ok", f"{median_ms:.2f} ms an answer", fix)
+    except KVStoreError as error:
+        yield Finding("redis", "fail", str(error), "start it, or correct --redis")
+        link.close()
+        return
+    yield from _redis_rights(link, name)
+    yield from _redis_settings(link, name)
+    link.close()
+
+
+def _redis_rights(link: RedisLink, name: bytes) -> Iterator[Finding]:
+    trials = {
+        "set": [b"SET", name, b"x", b"PX", b"10000"],
+        "expire": [b"EXPIRE", name, b"10"],
+        "eval": [b"EVAL", b"return 1", b"1", name],
+        "unlink": [b"UNLINK", name],
+    }
+    denied = []
+    for word, command in trials.items():
+        try:
+            link.run(name, [command])
+        except KVStoreError as error:
+            denied.append(f"{word} ({error})")
+    fix = "give the user +getrange +set +unlink +expire +scan +eval on ~kvs:1:*" if denied else ""
+    saw = f"denied: {', '.join(denied)}" if denied else "every command that the tier needs"
+    yield Finding("redis rights", "fail" if denied else "ok", saw, fix)
+
+
+def _redis_settings(link: RedisLink, name: bytes) -> Iterator[Finding]:
+    try:
+        found = {}
+        for key in (b"maxmemory-policy", b"cluster-enabled", b"cluster-require-full-coverage"):
+            (reply,) = link.run(name, [[b"CONFIG", b"GET", key]])
+            found[key] = reply[1] if reply else b""
+    except KVStoreError:
+        yield Finding("redis settings", "ok", "not readable by this user")
+        return
+    is_all = found[b"cluster-require-full-coverage"] == b"yes"
+    if found[b"cluster-enabled"] == b"yes" and is_all:
+        yield Finding(
+            "redis cluster", "warn", "one dead master takes every slot with it",
+            "set cluster-require-full-coverage no on every node",
+        )  # fmt: skip
+    policy = found[b"maxmemory-policy"].decode()
+    yield Finding("redis settings", "ok", f"maxmemory-policy {policy}")
+
+
+def check_certificate(config: ServerConfig) -> Iterator[Finding]:
+    """How long the server's certificate is valid."""
+    if config.tls_cert is None:
+        return
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate(config.tls_cert.read_bytes())
+    except (OSError, ValueError) as error:
+        yield Finding("certificate", "fail", str(error), "give a PEM file that can be read")
+        return
+    left = certificate.not_valid_after_utc - datetime.now(UTC)
+    state: State = "fail" if left < timedelta() else "warn" if left < EXPIRES_SOON else "ok"
+    fix = "" if state == "ok" else "replace the file; the server reads it again by itself"
+    yield Finding("certificate", state, f"{left.days} days left", fix)
+
+
+def check_gpu(config: ServerConfig) -> Iterator[Finding]:
+    """Whether the GPU of the gpu tier can be seen."""
+    if "gpu" not in config.tiers:
+        return
+    if Path("/dev/nvidiactl").exists():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        yield Finding("gpu", "ok", f"CUDA_VISIBLE_DEVICES {visible}")
+    else:
+        yield Finding("gpu", "fail", "no NVIDIA driver here", "leave gpu out of --tiers")
+
+
+def _size(size_bytes: int) -> str:
+    return "unlimited" if size_bytes < 0 else f"{size_bytes / GIB:.1f} GiB"
+
+
+CHECKS: tuple[Check, ...] = (check_limits, check_disk, check_redis, check_certificate, check_gpu)

@@ -1,0 +1,65 @@
+"""A process that puts, gets and asks, and says what of it ran code that came as data.
+
+``python audited_process.py FOLDER`` prints one line for each event of Python's audit hooks that
+loads or runs code, after everything was done once so that all modules are loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from local_server import LocalServer
+from prompts import assert_reads, chunks_of, keys_of
+
+RUNS_CODE = {
+    "pickle.find_class",
+    "marshal.loads",
+    "marshal.load",
+    "code.__new__",
+    "compile",
+    "exec",
+    "ctypes.dlopen",
+    "os.system",
+    "subprocess.Popen",
+    "import",
+}
+TRANSPORTS = ("shm", "zmq", "grpc")
+
+
+def use(server: LocalServer, seed: int) -> None:
+    """Do what engines and people do, through each transport."""
+    for number, transport in enumerate(TRANSPORTS):
+        client = server.connect(transport)  # type: ignore[arg-type]
+        keys = keys_of(client, seed + number, 4)
+        client.put(chunks_of(client, keys), durable=True)
+        assert_reads(client, keys)
+        client.lease(keys).release()
+        client.stat(keys)
+        client.status()
+        client.delete(keys)
+        client.close()
+
+
+def main(folder: Path) -> None:
+    """Run everything twice, the second time under a hook; then show that the hook sees."""
+    server = LocalServer(folder, "--zmq", "127.0.0.1:0", "--disk-codec", "zstd")
+    use(server, 1)
+    seen: list[str] = []
+    is_armed = [True]
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        if is_armed[0] and event in RUNS_CODE:
+            seen.append(f"{event} {str(args)[:200]}")
+
+    sys.addaudithook(hook)
+    use(server, 100)
+    during = list(seen)
+    compile("1 + 1", "<control>", "eval")
+    is_armed[0] = False
+    server.close()
+    print(*during, f"control {len(seen) - len(during)}", sep="\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,72 @@
+"""What of the chart needs no tools: its schema, its rules, its dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from chart.rendered import CHART, ROOT, run
+
+from kvstore import __version__
+from kvstore.server.metrics import COUNTERS
+
+
+def gauge_names() -> set[str]:
+    """Return the names of all levels, which are written out where they are made."""
+    text = (ROOT / "server" / "gauges.py").read_text()
+    return {f"kvstore_{name}" for name in re.findall(r'\(\s*"([a-z_]+)",\s*"', text)}
+
+
+def expressions() -> Iterator[str]:
+    """Yield every query of the alerts and the dashboard."""
+    for group in yaml.safe_load((CHART / "rules.yaml").read_text())["groups"]:
+        yield from (rule["expr"] for rule in group["rules"])
+    dashboard: dict[str, Any] = json.loads((CHART / "dashboards" / "kvstore.json").read_text())
+    for panel in dashboard["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+    for variable in dashboard["templating"]["list"]:
+        yield variable["query"]
+
+
+def test_the_schema_is_that_of_the_values_and_the_settings() -> None:
+    sys.path.append(str(ROOT / "helm"))
+    try:
+        from make_schema import as_text, values_schema
+    finally:
+        sys.path.pop()
+    made = (CHART / "values.schema.json").read_text()
+    assert made == as_text(values_schema()), "run python helm/make_schema.py"
+
+
+def test_every_query_names_metrics_that_the_server_has() -> None:
+    known = {f"kvstore_{name}_total" for name in COUNTERS} | gauge_names()
+    named = {name for query in expressions() for name in re.findall(r"kvstore_\w+", query)}
+    assert len(named) > 15
+    assert named <= known, named - known
+
+
+def test_prometheus_takes_the_alerts(tool: Callable[[str], Path]) -> None:
+    done = run(tool("promtool"), "check", "rules", CHART / "rules.yaml")
+    assert done.status == 0, done.out + done.err
+
+
+def test_the_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == chart["version"] == __version__
+
+
+def test_each_panel_has_a_place_of_its_own() -> None:
+    panels = json.loads((CHART / "dashboards" / "kvstore.json").read_text())["panels"]
+    cells = [
+        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
+        for panel in panels
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert len({panel["id"] for panel in panels}) == len(panels)

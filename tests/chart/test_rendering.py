@@ -1,0 +1,316 @@
+"""What helm makes of the chart, with either helm and every set of values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart.rendered import (
+    CHART,
+    MONITORING,
+    VALUES,
+    Helm,
+    Manifest,
+    container,
+    of_kind,
+    only,
+    run,
+    settings,
+    workload,
+)
+
+from kvstore.server.units import parse_size
+
+CERTIFICATES = "cert-manager.io/v1"
+PLAIN = ("--set", "insecure=true")
+MI = 1 << 20
+
+
+def each_set(values: Path) -> str:
+    return values.name.removesuffix("-values.yaml")
+
+
+every_set = pytest.mark.parametrize("values", VALUES, ids=each_set)
+
+
+def memory_bytes(text: str) -> int:
+    assert text.endswith("Mi")
+    return int(text.removesuffix("Mi")) * MI
+
+
+# --- all of it
+
+
+def test_there_are_eight_sets_of_values_and_more() -> None:
+    assert len(VALUES) >= 8
+
+
+@every_set
+def test_lint_finds_nothing(helm: Helm, values: Path) -> None:
+    done = run(helm.path, "lint", "--strict", "--quiet", CHART, "-f", values)
+    assert done.status == 0, done.out + done.err
+
+
+@every_set
+def test_all_is_named_labelled_and_in_the_namespace(helm: Helm, values: Path) -> None:
+    manifests = helm.of_values(values)
+    names = [(one["kind"], one["metadata"]["name"]) for one in manifests]
+    assert len(set(names)) == len(names)
+    for one in manifests:
+        meta = one["metadata"]
+        assert meta["namespace"] == "kv"
+        assert len(meta["name"]) <= 63
+        assert meta["labels"]["app.kubernetes.io/instance"] == "x"
+
+
+@every_set
+def test_kubernetes_takes_it(
+    helm4: Helm, values: Path, tmp_path: Path, tool: Callable[[str], Path]
+) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(yaml.safe_dump_all(_known(helm4.of_values(values))))
+    for version in ("1.25", "1.34"):
+        done = run(tool("venv/bin/kubernetes-validate"), "--strict", "-k", version, path)
+        assert done.status == 0, done.out + done.err
+
+
+def _known(manifests: list[Manifest]) -> list[Manifest]:
+    """Return those that the validator has schemas of: not other projects' kinds."""
+    return [one for one in manifests if one["apiVersion"] not in (MONITORING, CERTIFICATES)]
+
+
+def test_what_is_rendered_is_tidy_yaml(
+    helm4: Helm, tmp_path: Path, tool: Callable[[str], Path]
+) -> None:
+    rules = (
+        "{extends: relaxed, rules: {line-length: disable, key-duplicates: enable,"
+        " indentation: {indent-sequences: whatever}}}"  # toYaml has its own way
+    )
+    for values in VALUES:
+        path = tmp_path / values.name
+        path.write_text(helm4.template("-f", values, "--api-versions", MONITORING).out)
+        done = run(tool("venv/bin/yamllint"), "-s", "-d", rules, path)
+        assert done.status == 0, done.out
+
+
+def test_notes_say_how_to_connect(helm4: Helm) -> None:
+    values = CHART / "ci" / "daemonset-values.yaml"
+    done = run(helm4.path, "install", "x", CHART, "-n", "kv", "-f", values, "--dry-run=client")
+    assert done.status == 0, done.err
+    for words in ("--kv-transfer-config", "x-kvstore.kv.svc:7420", "helm -n kv test x"):
+        assert words in done.out
+
+
+# --- who is let in
+
+
+def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
+    done = helm.template()
+    assert done.status != 0
+    assert "tls.existingSecret" in done.err
+    done = helm.template("--set", "tls.existingSecret=a")
+    assert done.status != 0
+    assert "auth.existingSecret" in done.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("--set", "tiers.redis.enabled=true"), "redis.existingSecret.name"),
+        (("--set", "tiers.redis.enabled=true,redis.mode=bundled"), "redis.bundled"),
+        (("--set", "tiers.disk.kind=claim"), "tiers.disk.kind"),
+        (("--set", "mode=statefulset,hostSocket.enabled=true"), "hostSocket.enabled"),
+        (("--set", "tls.certManager.enabled=true"), "issuerRef.name"),
+    ],
+)
+def test_what_could_not_start_is_refused_by_name(
+    helm: Helm, argv: tuple[str, ...], named: str
+) -> None:
+    done = helm.template(*PLAIN, *argv)
+    assert done.status != 0
+    assert named in done.err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "mode=deployment",
+        "tiers.cpu.size=8Gigs",
+        "tiers.cpu.sice=8GiB",
+        "replicas=0",
+        "ports.grpc=80",
+        "config.disk_wirte=through",
+        "config.workers=0",
+        "config.log_level=loud",
+        "terminationGracePeriodSeconds=3",
+        "image.digest=latest",
+        "hostSocket.path=run",
+    ],
+)
+def test_the_schema_refuses(helm: Helm, wrong: str) -> None:
+    done = helm.template(*PLAIN, "--set", wrong)
+    assert done.status != 0
+    assert wrong.partition("=")[0].rpartition(".")[2] in done.err
+
+
+# --- what the server is told
+
+
+def test_the_configuration_is_one_that_the_server_takes(helm4: Helm) -> None:
+    """Names and values; the files that it names are not here."""
+    from kvstore.server.config import ServerConfig
+
+    for values in VALUES:
+        given = settings(helm4.of_values(values))
+        assert set(given) <= set(ServerConfig.model_fields)
+        assert (given["listen"], given["health"]) == ("0.0.0.0:7420", "0.0.0.0:7422")
+
+
+def test_memory_is_computed_from_the_cpu_tier(helm: Helm) -> None:
+    for size in ("64GiB", "512MiB", "10GB"):
+        rendered = helm.render(*PLAIN, "--set", f"tiers.cpu.size={size}")
+        asked = container(rendered)["resources"]
+        assert asked["requests"]["memory"] == asked["limits"]["memory"]
+        size_bytes = parse_size(size)
+        needed_bytes = size_bytes + size_bytes // 20 + (1 << 30)
+        assert 0 <= memory_bytes(asked["limits"]["memory"]) - needed_bytes < MI
+        assert settings(rendered)["cpu_size"] == size
+
+
+def test_further_settings_win_and_a_change_rolls_the_pods(helm4: Helm) -> None:
+    def checksum(*argv: str) -> tuple[str, Any]:
+        rendered = helm4.render(*PLAIN, *argv)
+        template = workload(rendered)["spec"]["template"]
+        return template["metadata"]["annotations"]["checksum/config"], settings(rendered)
+
+    before, plain = checksum()
+    after, changed = checksum("--set", "config.policy=lru", "--set", "config.log_format=console")
+    assert before != after
+    assert (plain["log_format"], changed["log_format"]) == ("json", "console")
+    assert changed["policy"] == "lru"
+
+
+def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:
+    values = CHART / "ci" / "bundled-redis-values.yaml"
+    rendered = helm4.of_values(values)
+    assert "redis_url" not in settings(rendered)
+    env = {one["name"]: one for one in container(rendered)["env"]}
+    assert "secretKeyRef" in env["REDIS_PASSWORD"]["valueFrom"]
+    assert container(rendered)["args"] == ["--config", "/etc/kvstore/config/kvstore.yaml"]
+
+
+# --- where it runs
+
+
+def test_a_daemonset_s_engines_ask_the_server_on_their_node(helm: Helm) -> None:
+    rendered = helm.of_values(CHART / "ci" / "daemonset-values.yaml")
+    services = {one["metadata"]["name"]: one["spec"] for one in of_kind(rendered, "Service")}
+    assert services["x-kvstore"]["internalTrafficPolicy"] == "Local"
+    assert services["x-kvstore-pods"]["clusterIP"] == "None"
+    assert workload(rendered)["kind"] == "DaemonSet"
+
+
+def test_a_statefulset_keeps_its_disks(helm: Helm) -> None:
+    rendered = helm.of_values(CHART / "ci" / "statefulset-values.yaml")
+    spec = workload(rendered)["spec"]
+    (claim,) = spec["volumeClaimTemplates"]
+    storage = claim["spec"]["resources"]["requests"]["storage"]
+    assert memory_bytes(storage) >= parse_size("500GiB") + (256 << 20)
+    assert spec["replicas"] == 3
+    spread = spec["template"]["spec"]["topologySpreadConstraints"]
+    assert {one["topologyKey"] for one in spread} >= {"kubernetes.io/hostname"}
+
+
+RESTRICTED = ["daemonset", "statefulset", "insecure", "mtls", "jwt", "bundled-redis", "monitoring"]
+
+
+@pytest.mark.parametrize("name", RESTRICTED)
+def test_pods_are_what_pod_security_calls_restricted(helm4: Helm, name: str) -> None:
+    rendered = helm4.of_values(CHART / "ci" / f"{name}-values.yaml")
+    templates = [
+        one["spec"]["template"]["spec"] for one in rendered if "template" in one.get("spec", {})
+    ]
+    for spec in [*templates, *(one["spec"] for one in of_kind(rendered, "Pod"))]:
+        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        assert not any("hostPath" in volume for volume in spec["volumes"])
+        for one in spec["containers"]:
+            assert one["securityContext"]["allowPrivilegeEscalation"] is False
+            assert one["securityContext"]["readOnlyRootFilesystem"] is True
+            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_monitoring_comes_where_its_kinds_are(helm4: Helm) -> None:
+    values = CHART / "ci" / "monitoring-values.yaml"
+    there = {one["kind"] for one in helm4.of_values(values)}
+    absent = {one["kind"] for one in helm4.render("-f", values)}
+    assert there - absent == {"ServiceMonitor", "PrometheusRule"}
+    monitor = only(helm4.of_values(values), "ServiceMonitor")["spec"]
+    services = [
+        one
+        for one in of_kind(helm4.of_values(values), "Service")
+        if monitor["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
+    ]
+    (one,) = services  # not two, or everything would be counted twice
+    assert monitor["endpoints"][0]["port"] in {port["name"] for port in one["spec"]["ports"]}
+
+
+def test_a_network_policy_lets_in_who_has_the_label(helm4: Helm) -> None:
+    rendered = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
+    policy = only(rendered, "NetworkPolicy")["spec"]
+    (rule,) = policy["ingress"]
+    assert rule["from"] == [{"podSelector": {"matchLabels": {"kvstore.io/client": "true"}}}]
+    assert {port["port"] for port in rule["ports"]} == {"grpc"}
+    assert policy["podSelector"]["matchLabels"].items() <= (
+        workload(rendered)["spec"]["template"]["metadata"]["labels"].items()
+    )
+
+
+def test_what_engines_are_told_is_what_connectors_take(helm4: Helm) -> None:
+    from kvstore.client.access import Access
+    from kvstore.client.engines.vllm_settings import VllmSettings
+
+    rendered = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
+    (told,) = [one["data"] for one in of_kind(rendered, "ConfigMap") if "vllm.json" in one["data"]]
+    vllm = json.loads(told["vllm.json"])
+    made = VllmSettings.of(vllm["kv_connector_extra_config"])
+    assert made.address == told["address"] == "x-kvstore.kv.svc:7420"
+    assert vllm["kv_load_failure_policy"] == "recompute"
+    client = json.loads(told["client.json"])
+    assert client.pop("address") == told["address"]
+    Access(**{name: Path(path) for name, path in client.items()})
+
+
+def test_checkov_finds_nothing_but_what_is_accounted_for(
+    helm4: Helm, tmp_path: Path, tool: Callable[[str], Path]
+) -> None:
+    """The reasons are in checkov.yaml; a check that fails nowhere has to leave it."""
+    for values in VALUES:
+        text = helm4.template("-f", values, "--api-versions", MONITORING).out
+        (tmp_path / values.name).write_text(text)
+    allowed = yaml.safe_load((Path(__file__).parent / "checkov.yaml").read_text())
+    argv = ("--framework", "kubernetes", "-d", tmp_path, "--compact", "-o", "json", "--soft-fail")
+    done = run(tool("venv/bin/checkov"), *argv)
+    report = json.loads(done.out)
+    assert report["summary"]["passed"] > 100
+    found: dict[str, set[str]] = {}
+    for one in report["results"]["failed_checks"]:
+        name = Path(one["file_path"]).name.removesuffix("-values.yaml")
+        kind = one["resource"].partition(".")[0]
+        found.setdefault(one["check_id"], set()).add(f"{name}/{kind}")
+    expected = {check: set(entry["where"]) for check, entry in allowed.items()}
+    for check, where in found.items():
+        assert where <= expected.get(check, set()) or expected.get(check) == {"all"}, (check, where)
+    assert set(found) == set(expected)
+
+
+def test_the_image_runs_as_the_user_that_the_chart_names() -> None:
+    text = (CHART.parents[1] / "Dockerfile").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert re.search(rf"^USER {values['user']['id']}:{values['user']['group']}$", text, re.M)

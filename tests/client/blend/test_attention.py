@@ -1,0 +1,154 @@
+"""What chunks attended to, as it is measured beside a prefill and as the store is told of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blend_world import LAYERS, VOCABULARY, make_model
+from local_server import LocalServer
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.blend.attention import MAX_CONTEXT, ChunkAttention, measured_prefill
+from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.store_prefill import store_prefill
+from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.resolving import ResolveTerms
+from kvstore.proto.blend import NamedChunk, SegmentRange, name_segments
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
+
+HEAD = 16
+RANGES = [SegmentRange(16, 64), SegmentRange(64, 104)]
+
+
+def _tokens(seed: int, count: int) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (count,), generator=draw).tolist()
+
+
+PROMPT = _tokens(1, 120)
+
+
+@pytest.fixture(scope="module")
+def adapter() -> TransformersAdapter:
+    return TransformersAdapter(make_model("llama", torch.float32))
+
+
+def chunks_of(tokens: list[int], size: int = 16) -> list[NamedChunk]:
+    segments = name_segments(tokens, RANGES, size)
+    return [one for segment in segments for one in segment.chunks]
+
+
+def weights_of(adapter: TransformersAdapter) -> torch.Tensor:
+    """The model's own attention, (tokens, tokens): mean over its layers and heads."""
+    model = adapter._model
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        found = model(torch.tensor([PROMPT]), output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    return torch.stack(found)[:, 0].mean((0, 1))
+
+
+def test_masses_are_the_sums_of_the_models_own_weights(adapter: TransformersAdapter) -> None:
+    chunks = chunks_of(PROMPT)
+    result, found = measured_prefill(adapter, PROMPT, chunks, rows=len(PROMPT))
+    weights = weights_of(adapter)
+    assert [one.chunk for one in found] == chunks
+    for number, one in enumerate(found):
+        rows = weights[one.chunk.start : one.chunk.stop]
+        assert len(one.context) == number
+        for mass, before in zip(one.context, chunks, strict=False):
+            wanted = float(rows[:, before.start : before.stop].sum())
+            assert mass.mass == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+            assert (mass.content, mass.tokens) == (before.content, before.tokens)
+        own = float(rows[:, one.chunk.start : one.chunk.stop].sum())
+        assert one.intra_mass == pytest.approx(own, rel=1e-3)
+    wanted_logits = Blender(adapter).prefill(PROMPT).logits
+    assert torch.equal(result.logits, wanted_logits)
+
+
+def test_a_few_rows_say_about_the_same(adapter: TransformersAdapter) -> None:
+    chunks = chunks_of(PROMPT)
+    _, every = measured_prefill(adapter, PROMPT, chunks, rows=len(PROMPT))
+    _, some = measured_prefill(adapter, PROMPT, chunks)
+    for one, other in zip(every, some, strict=True):
+        tokens = one.chunk.tokens
+        assert abs(one.intra_mass - other.intra_mass) < 0.2 * tokens
+        whole = other.intra_mass + sum(mass.mass for mass in other.context)
+        assert 0 < whole <= 1.001 * tokens
+
+
+def test_no_more_context_is_told_than_is_taken(adapter: TransformersAdapter) -> None:
+    prompt = _tokens(2, 20 * 16 + 5)
+    chunks = list(name_segments(prompt, [], 16)[0].chunks)
+    _, found = measured_prefill(adapter, prompt, chunks)
+    assert len(found[-1].context) == MAX_CONTEXT
+    assert found[-1].context[-1].content == chunks[-2].content
+
+
+def test_a_content_that_stands_twice_is_told_once(adapter: TransformersAdapter) -> None:
+    once = _tokens(3, 16)
+    prompt = once + once + _tokens(4, 16)
+    chunks = list(name_segments(prompt, [], 16)[0].chunks)
+    _, found = measured_prefill(adapter, prompt, chunks)
+    assert [mass.content for mass in found[2].context] == [chunks[0].content]
+
+
+def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: TransformersAdapter) -> None:
+    class Broken(TransformersAdapter):
+        def mass(self, *args: object) -> torch.Tensor:
+            return torch.full((len(PROMPT),), torch.nan)
+
+    broken = Broken(make_model("llama", torch.float32))
+    assert measured_prefill(broken, PROMPT, chunks_of(PROMPT))[1] == []
+
+
+# --- told to a store
+
+
+@pytest.fixture
+def client(server: LocalServer, adapter: TransformersAdapter) -> Client:
+    group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
+    representation = Representation(
+        "tiny", "a" * 40, "none", "none", (group,), adapter.origin.rope, "tokens"
+    )
+    options = ClientOptions(chunk_tokens=16, deadline_ms=30_000)
+    return server.connect("auto", representation, options)
+
+
+def _elsewhere() -> tuple[list[int], list[SegmentRange]]:
+    prompt = [*_tokens(7, 32), *PROMPT[64:104], *PROMPT[16:64], *_tokens(8, 9)]
+    return prompt, [SegmentRange(32, 72), SegmentRange(72, 120)]
+
+
+def test_variants_are_scored_by_what_they_were_seen_to_attend_to(
+    client: Client, adapter: TransformersAdapter
+) -> None:
+    result, seen = measured_prefill(adapter, PROMPT, chunks_of(PROMPT))
+    store_prefill(client, result, PROMPT, RANGES, attention=seen)
+    impacts = {one.chunk.digest: _impact(one) for one in seen}
+    with client.resolve(*_elsewhere(), ResolveTerms(is_trial=True)) as resolved:
+        found = list(resolved.chunks())
+        assert len(found) == 5
+        for one in found:
+            assert one.best.reports == 1
+            assert 0.5 < one.best.context_impact < 1
+            assert one.best.context_impact == pytest.approx(impacts[one.best.digest], abs=1e-3)
+
+
+def _impact(one: ChunkAttention) -> float:
+    """Equations 9 to 11, written down again."""
+    size = one.chunk.tokens
+    outer = sum(mass.mass / (size * mass.tokens) for mass in one.context)
+    return float(torch.sigmoid(torch.tensor(outer / (one.intra_mass / size**2))))
+
+
+def test_a_store_that_will_not_hear_of_it_has_the_chunks_all_the_same(
+    server: LocalServer, client: Client, adapter: TransformersAdapter
+) -> None:
+    result, seen = measured_prefill(adapter, PROMPT, chunks_of(PROMPT))
+    wrong = [ChunkAttention(seen[1].chunk, seen[1].context, 1e6)]
+    puts = store_prefill(client, result, PROMPT, RANGES, attention=wrong)
+    assert {put.outcome.name for put in puts} == {"stored"}
+    assert server.counter("blend_refused_reports") == 1
+    with client.resolve(*_elsewhere(), ResolveTerms(is_trial=True)) as resolved:
+        assert all(one.best.reports == 0 for one in resolved.chunks())

@@ -1,0 +1,146 @@
+"""Refinements and classes of tokens: every backend gives the reference's bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.codecs.kvq_backends import same_tiles
+from kvstore.codecs.kvq_fine import (
+    NUMPY_FINE,
+    NUMPY_MIXER,
+    FineBackend,
+    Mixer,
+    agrees,
+    fine_backends,
+    mixers,
+    mixes,
+)
+from kvstore.codecs.kvq_levels import LEVELS, add_symbols, contexts_of, refine
+from kvstore.codecs.kvq_models import ESCAPE
+from kvstore.codecs.kvq_tiles import NUMPY, Tiles, quotients_of
+from kvstore.codecs.mixed_tiles import KINDS, factors_of, moved
+from kvstore.codecs.rope import rotation
+from kvstore.proto.types import DType
+
+BF16 = DType.bfloat16
+SHAPES = [(1, 1, 8), (2, 7, 64), (3, 33, 80), (1, 40, 300)]
+
+
+def block(shape: tuple[int, int, int], seed: int, wild: float = 0.0) -> Any:
+    """Return bfloat16 bits; *wild* of them are anything but NaN and infinity."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape, np.float32) * rng.gamma(0.5, 8, shape[-1:]).astype(np.float32)
+    bits = (x.view(np.uint32) >> 16).astype(np.uint16)
+    strange = rng.random(shape) < wild
+    bits[strange] = rng.integers(0, 1 << 16, shape, np.uint16)[strange] & 0xFE7F
+    return bits
+
+
+@pytest.fixture(params=["numba"])
+def fine(request: pytest.FixtureRequest) -> FineBackend:
+    found = fine_backends().get(request.param)
+    if found is None:
+        pytest.skip("the extra cpu-fast is not installed")
+    return found
+
+
+@pytest.fixture
+def mixer() -> Mixer:
+    found = mixers().get("numba")
+    if found is None:
+        pytest.skip("the extra cpu-fast is not installed")
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("wild", [0.0, 0.01])
+def test_every_backend_refines_to_the_same_bits(
+    fine: FineBackend, shape: tuple[int, int, int], wild: float
+) -> None:
+    bits = block(shape, 1, wild)
+    angles = rotation(np.float32(1000.0) ** -np.linspace(0, 1, 4, dtype=np.float32), 7, shape[1])
+    for turned in (None, angles):
+        tiles = NUMPY.quantise(bits, BF16, turned, 1.0)
+        if tiles is None:
+            assert wild
+            continue
+        wanted, found = refine(bits, BF16, turned, tiles), fine.refine(bits, BF16, turned, tiles)
+        assert (wanted is None) == (found is None)
+        for one, other in zip(wanted or [], found or [], strict=True):
+            assert np.array_equal(one.symbols, other.symbols)
+            assert np.array_equal(one.contexts, other.contexts)
+            assert np.array_equal(one.errors, other.errors)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_backend_reads_rubbish_alike(
+    fine: FineBackend, shape: tuple[int, int, int], seed: int
+) -> None:
+    """Symbols, thirds, models and steps that no writer wrote, but that a frame can have."""
+    rng = np.random.default_rng(seed)
+    heads, tokens, dim = shape
+    count = -(-heads * dim // 128)
+    symbols = rng.integers(0, 128, (count, tokens, 128)).astype(np.uint8)
+    escapes = (symbols == ESCAPE).sum((1, 2), dtype=np.uint32)
+    values = rng.integers(-32768, 32768, int(escapes.sum())).astype(np.int16)
+    steps = np.float32(2.0) ** rng.uniform(-126, 127, count).astype(np.float32)
+    means = rng.uniform(-6e4, 6e4, (count, 128)).astype(np.float16)
+    models = rng.integers(0, 64, (count, 128)).astype(np.uint8)
+    tiles = Tiles(steps, means, models, symbols, escapes, values)
+    one, other = quotients_of(tiles), fine.quotients(tiles)
+    assert one is not None
+    for level in range(1, LEVELS + 1):
+        thirds = rng.integers(0, 3, symbols.shape).astype(np.uint8)
+        contexts = contexts_of(one, models, level)
+        assert np.array_equal(contexts, fine.contexts(other, models, level))
+        fine.add(other, thirds.copy())
+        add_symbols(one, thirds)
+        assert np.array_equal(one, other)
+    classes = rng.integers(0, KINDS, tokens).astype(np.uint8)
+    assert np.array_equal(moved(models, classes), fine.move(models, classes))
+    wrong = replace(tiles, escapes=escapes + np.uint32(1))
+    assert NUMPY_FINE.quotients(wrong) is None
+    assert fine.quotients(wrong) is None
+    if len(values):
+        assert fine.quotients(replace(tiles, values=values[:-1])) is None
+    room = [np.zeros(shape, np.uint16), np.zeros(shape, np.uint16)]
+    for backend, q, out in zip((NUMPY_FINE, fine), (one, other), room, strict=True):
+        backend.write(q, tiles, factors_of(classes), (BF16, None, out))
+    assert np.array_equal(*room)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kinds", [(2,), (0, 1, 2, 3), (3,)], ids=str)
+def test_every_backend_quantises_by_class_to_the_same_bits(
+    mixer: Mixer, shape: tuple[int, int, int], kinds: tuple[int, ...]
+) -> None:
+    for seed, wild in ((0, 0.0), (1, 0.01), (2, 0.5)):
+        bits = block(shape, seed, wild)
+        classes = np.random.default_rng(seed).choice(kinds, shape[1]).astype(np.uint8)
+        for ratio in (1.0, 0.125):
+            wanted = NUMPY_MIXER.quantise(bits, BF16, None, ratio, classes)
+            found = mixer.quantise(bits, BF16, None, ratio, classes)
+            assert (wanted is None) == (found is None)
+            assert wanted is None or (found is not None and same_tiles(wanted, found))
+
+
+def test_a_backend_that_is_off_by_a_bit_is_found_out() -> None:
+    def off(*given: Any) -> Any:
+        found = NUMPY_FINE.contexts(*given)
+        found[0, 0, 0] ^= 1
+        return found
+
+    assert agrees(NUMPY_FINE, BF16)
+    assert not agrees(replace(NUMPY_FINE, contexts=off), BF16)
+
+    def coarse(*given: Any) -> Tiles | None:
+        bits, dtype, angles, ratio, classes = given
+        return NUMPY_MIXER.quantise(bits, dtype, angles, ratio, np.minimum(classes, 2))
+
+    assert mixes(NUMPY_MIXER, BF16)
+    assert not mixes(Mixer("coarse", coarse), BF16)
