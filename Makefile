@@ -19,7 +19,7 @@ CHART_STAMP := $(CHART)/.installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang chart-test museum-long check soak bench proto format format-check lint types floors redis clean
+.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang chart-test museum-long check faults fault-tools soak fuzz soak-long bench proto format format-check lint types floors redis clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,7 +93,25 @@ museum-long: $(STAMP) redis ## the museum's tests, and where LMCache fails them:
 
 check: format-check lint types floors test ## everything that has to pass before a change lands
 
-soak: $(STAMP) redis ## what takes an hour: a million hostile frames, 10^9 exact values, 50 kills under load
+faults: $(STAMP) redis fault-tools ## every fault in its long form; ARGS=... goes to pytest
+	$(BIN)/pytest tests/faults --long -o timeout=7200 $(ARGS)
+
+fault-tools:
+	@command -v fiu-run >/dev/null && command -v faketime >/dev/null || $(APT_INSTALL) \
+		fiu-utils libfaketime faketime iproute2 e2fsprogs || echo "some faults will be skipped"
+
+MINUTES ?= 10
+soak: $(STAMP) redis ## a server under load with all faults on, every read verified; MINUTES=10
+	PYTHONPATH=src:tests $(BIN)/python tests/faults/soak.py --minutes $(MINUTES) $(ARGS)
+
+SECONDS ?= 60
+fuzz: $(STAMP) ## every parser under atheris for SECONDS each; says so where it is not installed
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q \
+		atheris==3.0.0 || true
+	PYTHONPATH=src:tests $(BIN)/python tests/fuzz/long.py $(SECONDS) $(ARGS)
+
+soak-long: $(STAMP) redis ## what takes an hour: a million hostile frames, 10^9 exact values, 50 kills, 10^6 steps
+	$(BIN)/pytest tests/simulation/test_network.py --sim-steps 1000000
 	$(BIN)/pytest tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
 	$(BIN)/pytest tests/codecs/test_exact_values.py --exact-values 1000000000
 	$(BIN)/pytest tests/e2e/test_kill9.py --kill-loops 50

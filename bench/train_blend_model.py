@@ -224,7 +224,7 @@ class Training:
             n: p.detach().bfloat16().contiguous() for n, p in self.model.state_dict().items()
         }
         _written(self._out / "model.safetensors", weights, note)
-        settings = self.model.config.to_dict() | {
+        settings = self.model.config.to_diff_dict() | {
             "architectures": ["LlamaForCausalLM"],
             "dtype": "bfloat16",
         }

@@ -24,6 +24,8 @@ PARTS = {
     "encryption": "bench.trust_encryption",
     "timing": "bench.trust_timing",
     "neighbour": "bench.trust_neighbour",
+    "load": "bench.trust_load",
+    "faults": "bench.trust_faults",
 }
 """The parts by name; each module has a function ``measure`` that is a Part."""
 

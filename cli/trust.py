@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -249,7 +250,7 @@ def _day(made_s: int) -> str:
     return datetime.datetime.fromtimestamp(made_s, datetime.UTC).strftime("%Y-%m-%d")
 
 
-def _print_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -62,6 +62,14 @@ OPEN = Access()
 """In plain text, and without saying who one is."""
 
 
+def access_from(token_file: str, tls_ca: str, tls_cert: str, tls_key: str) -> Access:
+    """Return the access that an engine's settings name; empty: not given."""
+    ca, cert, key, token = (
+        Path(text) if text else None for text in (tls_ca, tls_cert, tls_key, token_file)
+    )
+    return Access(ca=ca, cert=cert, key=key, token_file=token)
+
+
 class Bearer:
     """The metadata that brings a token along. Thread-safe."""
 

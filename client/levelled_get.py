@@ -252,7 +252,7 @@ class LevelledGet:
             levels = list(progress.levels)
             levels[fetch.chunk] = fetch.level
             progress = Progress(tuple(levels), progress.elapsed_s, progress.engine_until_s)
-        return sorted(batch)
+        return batch  # in the plan's order: what a slow link brings of it is of use
 
     def _fetch(self, batch: Sequence[Fetch], left_s: float, least: Fidelity) -> bool:
         """Ask for *batch*; return whether anything came."""

@@ -120,6 +120,10 @@ class Resolved:
             self._is_released = True
             self._client._release_lease(self.found.lease_id)
 
+    def abandon(self) -> None:
+        """Have the lease end by its time: of a server that does not answer nothing is asked."""
+        self._is_released = True
+
     def __enter__(self) -> Resolved:
         return self
 

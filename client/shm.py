@@ -200,11 +200,15 @@ class ShmTransport(Transport):
         self, replies: Iterator[pb.GetResponse], ranges: Sequence[Range], leases: set[int]
     ) -> Iterator[FramePiece]:
         """Yield *ranges*: out of memory and files that the server names, or as it sends them."""
+        told: set[int] = set()
         for reply in replies:
             leases.add(reply.lease_id)
             if reply.HasField("part"):
                 yield piece_of(reply)
             for place in unpack_places(reply.places.rows):
+                if reply.index in told:
+                    continue
+                told.add(reply.index)
                 tier = reply.places.tier_names[place.tier]
                 frame = self._arrived(reply.index, tier, place)
                 for index, start, stop in ranges:

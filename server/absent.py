@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvstore.proto.types import ChunkKey
@@ -23,7 +24,7 @@ class AbsentKeys:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._until: dict[ChunkKey, float] = {}
+        self._until: OrderedDict[ChunkKey, float] = OrderedDict()
         # Guards the dictionary.
         self._lock = threading.Lock()
 
@@ -32,7 +33,7 @@ class AbsentKeys:
         with self._lock:
             self._until.pop(key, None)
             if len(self._until) >= MAX_ABSENT_KEYS:
-                del self._until[next(iter(self._until))]
+                self._until.popitem(last=False)
             self._until[key] = self._clock() + ABSENT_TTL_S
 
     def __contains__(self, key: ChunkKey) -> bool:

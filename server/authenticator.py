@@ -45,7 +45,8 @@ class Authenticator:
         self._wall_clock = wall_clock
         self.is_open = keys is None and verifier is None and not takes_certificates
         self._known: OrderedDict[bytes, Principal] = OrderedDict()
-        self._lock = Lock()  # guards the table above
+        self._era = 0
+        self._lock = Lock()  # guards the two above
 
     def principal_of(self, metadata: Metadata, auth_context: AuthContext) -> Principal:
         """Return who calls. Raises UnauthenticatedError, which repeats nothing of a secret."""
@@ -72,17 +73,18 @@ class Authenticator:
             return found
         if self._verifier is None:
             raise UnauthenticatedError("the token is not one that this server takes")
-        verifier = self._verifier.value
-        return self._remembered(token.encode(), lambda: verifier.principal_of(token))
+        verifier = self._verifier
+        return self._remembered(token.encode(), lambda: verifier.value.principal_of(token))
 
     def _remembered(self, proof: bytes, verify: Callable[[], Principal]) -> Principal:
         digest = hashlib.sha256(proof).digest()
         with self._lock:
-            known = self._known.get(digest)
+            known, era = self._known.get(digest), self._era
         if known is None:
             known = verify()
             with self._lock:
-                self._known[digest] = known
+                if era == self._era:  # else it may have been verified with what was replaced
+                    self._known[digest] = known
                 while len(self._known) > REMEMBERED:
                     self._known.popitem(last=False)
         return known
@@ -97,6 +99,7 @@ class Authenticator:
         is_news = self._keys is not None and self._keys.refresh()
         if self._verifier is not None and self._verifier.refresh():
             with self._lock:
+                self._era += 1
                 self._known.clear()
             is_news = True
         return is_news

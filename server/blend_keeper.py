@@ -1,4 +1,6 @@
-"""The BlendKeeper: what blending knows over a restart, gates from a file, contents from frames."""
+"""The BlendKeeper: what blending knows over a restart, gates and statistics of variants from
+files, contents from frames.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 from kvstore.server.content_reader import ContentReader
 from kvstore.server.gate_file import GateKeeper
 from kvstore.server.manager import TierManager
+from kvstore.server.variant_file import VariantKeeper
 
 
 class BlendKeeper:
@@ -25,6 +28,10 @@ class BlendKeeper:
         shelves = manager.transfers.shelves
         kept = [shelves["cpu"]] + ([shelves["disk"]] if folder is not None else [])
         self._gates = GateKeeper(manager.blends.gates, folder) if folder is not None else None
+        self._variants: VariantKeeper | None = None
+        if folder is not None and content_limit:
+            self._variants = VariantKeeper(manager.catalog, folder, clock)
+            self._variants.load()
         if self._gates is not None:
             self._gates.load()
         limit = content_limit if folder is not None else 0
@@ -33,9 +40,14 @@ class BlendKeeper:
     def step(self) -> None:
         """Read on for a short time, and write what changed."""
         self._reader.step()
-        self.save()
+        self._save(is_last=False)
 
     def save(self) -> None:
-        """Write what changed."""
+        """Write what changed, for the last time."""
+        self._save(is_last=True)
+
+    def _save(self, *, is_last: bool) -> None:
+        if self._variants is not None:
+            self._variants.save_if_due(is_last=is_last)
         if self._gates is not None:
             self._gates.save_if_changed()

@@ -10,7 +10,7 @@ import numpy as np
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Namespace
 from kvstore.server.found import LeaseTerms
 from kvstore.server.leases import Lease
-from kvstore.server.policy.content_index import Facts, Measured, Named
+from kvstore.server.policy.content_index import Facts, Learned, Measured, Named
 from kvstore.server.policy.journal import Asked
 from kvstore.server.policy.token_priority import Scores
 from kvstore.server.prospects import Prospects
@@ -43,6 +43,9 @@ class Likenesses(NamedTuple):
 
 class Contents(Prospects):
     """Finds chunks by content, and keeps what engines reported of them."""
+
+    report_count = 0
+    """Reports that were taken in."""
 
     def likenesses(
         self,
@@ -156,11 +159,22 @@ class Contents(Prospects):
         """
         with self._lock:
             contents, priorities = self.knowledge.contents, self.knowledge.priorities
+            self.report_count += 1
             for key, measured, scores in reports:
                 if contents.report(key, measured) and scores is not None:
                     priorities.note(key[:DIGEST_BYTES] + contents.content(key), scores)
 
     # --- over a restart
+
+    def learned(self) -> list[Learned]:
+        """Return what engines reported of variants, of those reported on last."""
+        with self._lock:
+            return self.knowledge.contents.learned()
+
+    def recall(self, rows: Sequence[Learned]) -> None:
+        """Take in what an earlier run learned of variants."""
+        with self._lock:
+            self.knowledge.contents.recall(rows)
 
     def name(self, chunk: Named) -> None:
         """A frame was read that says what its chunk is; no word of one that is gone."""

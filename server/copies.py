@@ -227,6 +227,12 @@ class Copies:
             row = self._index.row(key)
             return self._index.size_bytes(tier, row) if tier in self._index.holders(row) else 0
 
+    def any_size_bytes(self, key: ChunkKey) -> int:
+        """Return the size of the chunk's frame on the fastest tier that has it; 0 without one."""
+        with self._lock:
+            row = self._index.row(key)
+            return self._index.size_bytes(self._index.holders(row)[0], row) if row else 0
+
     def holding(self, key: ChunkKey) -> Holding | None:
         """Return what is known of one chunk."""
         with self._lock:

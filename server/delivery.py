@@ -228,7 +228,7 @@ class Delivery:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
-        if from_file:
+        if from_file and self._transfers.placement.promotes(key, filed, self._transfers.cpu):
             # Not now: the copy would take a core from the reader, who is reading the file.
             self._due.append((key, session.tenant, name))
         if wants_gpu:

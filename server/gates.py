@@ -36,7 +36,7 @@ class Gates:
     def __init__(self, terms: GateTerms, draw: Callable[[], float], counters: Counters) -> None:
         self._table = GateTable(terms, draw)
         self._counters = counters
-        self._models: dict[bytes, str] = {}
+        self._models: OrderedDict[bytes, str] = OrderedDict()
         self._asked: OrderedDict[GateName, Asked] = OrderedDict()
         # Guards the three; held for dictionary operations only.
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class Gates:
         self._models.pop(space, None)
         self._models[space] = model
         if len(self._models) > MAX_GATES:
-            del self._models[next(iter(self._models))]
+            self._models.popitem(last=False)
 
     def view(self, session: Session, tag: str) -> GateView:
         """Return one gate."""

@@ -33,7 +33,7 @@ def bind(
     server = grpc.server(
         overload.reads,
         interceptors=[overload, ErrorInterceptor(), gatekeeper],
-        maximum_concurrent_rpcs=REQUESTS_PER_WORKER * config.workers,
+        maximum_concurrent_rpcs=overload.most_calls,
         options=[
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_send_message_length", largest),

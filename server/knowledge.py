@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -59,7 +60,7 @@ class Knowledge:
     priorities: TokenPriorities = field(default_factory=TokenPriorities)
     forecast: ReuseForecast | None = None
     """Of the same history; None where no tier's admission asks for chances."""
-    _full_tokens: dict[bytes, int] = field(default_factory=dict)
+    _full_tokens: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By namespace, the most tokens that a chunk of it had: shorter ones end a prompt."""
 
     def facts(self, row: int, info: ChunkInfo, origin: Origin) -> Facts:
@@ -78,7 +79,7 @@ class Knowledge:
         full = max(tokens, self._full_tokens.get(space, 0))
         self._full_tokens[space] = full
         if len(self._full_tokens) > _SPACES_KEPT:
-            del self._full_tokens[next(iter(self._full_tokens))]
+            self._full_tokens.popitem(last=False)
         return full
 
     def hinted(self, rows: Rows, hints: Hints, now_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.frame import FrameHeader
@@ -20,7 +21,7 @@ class KnownModels:
     """
 
     def __init__(self) -> None:
-        self._models: dict[bytes, Representation] = {}
+        self._models: OrderedDict[bytes, Representation] = OrderedDict()
         self._lock = threading.Lock()  # guards the dictionary
 
     def note(self, session: Session) -> None:
@@ -33,7 +34,7 @@ class KnownModels:
             self._models.pop(digest, None)
             self._models[digest] = representation
             if len(self._models) > MAX_KNOWN_MODELS:
-                del self._models[next(iter(self._models))]
+                self._models.popitem(last=False)
 
     def terms_of(self, header: FrameHeader) -> EncodeTerms | None:
         """Return the terms of the model that the frame of *header* is of; None if not known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -40,7 +41,7 @@ class KnownSpaces:
     """The Representations of the latest sessions, by namespace. Thread-safe."""
 
     def __init__(self) -> None:
-        self._spaces: dict[bytes, Space] = {}
+        self._spaces: OrderedDict[bytes, Space] = OrderedDict()
         self._lock = threading.Lock()  # guards the dictionary
 
     def note(self, session: Session) -> None:
@@ -49,13 +50,13 @@ class KnownSpaces:
         with self._lock:
             self._spaces.pop(session.namespace, None)
             if len(self._spaces) >= MAX_SPACES:
-                del self._spaces[next(iter(self._spaces))]
+                self._spaces.popitem(last=False)
             self._spaces[session.namespace] = space
 
     def restore(self, spaces: Sequence[Space]) -> None:
         """Take note of what an earlier run knew, before any session is opened."""
         with self._lock:
-            self._spaces = {space.namespace: space for space in spaces[-MAX_SPACES:]}
+            self._spaces = OrderedDict((space.namespace, space) for space in spaces[-MAX_SPACES:])
 
     def of(self, namespace: Namespace) -> Space | None:
         """Return what is known of a namespace."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class MissLog:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._misses: deque[LoggedMiss] = deque(maxlen=MAX_MISSES)
-        self._reports: dict[int, Report] = {}
+        self._reports: OrderedDict[int, Report] = OrderedDict()
         # Guards both; held for appends and copies of lists only.
         self._lock = threading.Lock()
 
@@ -67,7 +67,7 @@ class MissLog:
         with self._lock:
             self._reports.pop(session.session_id, None)
             if len(self._reports) >= MAX_REPORTS:
-                del self._reports[next(iter(self._reports))]
+                self._reports.popitem(last=False)
             self._reports[session.session_id] = Report(self._clock(), session, kept)
 
     def misses(self, count: int) -> list[LoggedMiss]:

@@ -187,6 +187,7 @@ class Mover:
         return None
 
     def _do(self, ticket: Ticket) -> None:
+        outer = getattr(self._at_work, "ticket", None)  # who waits may step, one in another
         self._at_work.ticket = ticket
         try:
             ticket.result = ticket.work()
@@ -194,7 +195,7 @@ class Mover:
             # The loop outlives any piece of work; whoever waits gets the error.
             ticket.error = error
             logger.debug("move failed", lane=ticket.lane, error=str(error))
-        self._at_work.ticket = None
+        self._at_work.ticket = outer
         with self._changed:
             ticket.done = True
             if self._open.get((ticket.lane, ticket.name)) is ticket:

@@ -236,6 +236,8 @@ class Node:
             self.manager.tick()
             self.counters.add("expired_sessions", self.sessions.expire())
             self.counters.add("revoked_sessions", self.trust.tick())
+            if self.sessions.is_draining:  # over the RPC
+                self._set_health(serving=False)
             if not self.is_alive():
                 logger.error("a worker died; health fails until the restart")
                 self._set_health(serving=False)

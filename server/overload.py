@@ -1,8 +1,8 @@
 """Shedding: when more is asked than can be answered, what waits stays short and reads go first.
 
 A server that takes all that comes answers everything too late. Here each kind of call waits in a
-queue of its own with a limit; beyond it calls are refused at once, by a thread that does nothing
-else (RESOURCE_EXHAUSTED). What waited past its deadline is dropped unanswered-for, not worked on.
+queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXHAUSTED), writes by a
+thread that does nothing else, so that reads find room. What waited past its deadline is not begun.
 After M. Welsh and D. Culler, "Adaptive Overload Control for Busy Internet Servers", USITS 2003.
 """
 
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 WRITES = frozenset({"Put", "Reserve", "Commit", "Clear", "Drain", "ReportReuse", "Trace"})
 """What waits behind the rest: nobody's prompt stands still for them, or they are long."""
-READS_PER_WORKER = 4
+CALLS_PER_WORKER = 4
+"""Calls at once, waiting or at work, for each thread. gRPC refuses what is more, which costs a
+tenth of an answer."""
 WRITES_PER_WORKER = 2
-"""Calls that may wait, of each kind, for each thread that answers it."""
+"""Writes that may wait for each thread that answers writes; the rest is left to reads."""
 LEAST_LEFT_S = 0.001
 """A call with less time left when its turn comes is not begun."""
 
@@ -73,7 +75,8 @@ class Overload(ServerInterceptor):
     def __init__(self, workers: int, counters: Counters) -> None:
         writers = max(1, workers // 2)
         readers = max(1, workers - writers)
-        self.reads = Lane("rpc", readers, READS_PER_WORKER * readers)
+        self.most_calls = CALLS_PER_WORKER * workers
+        self.reads = Lane("rpc", readers, self.most_calls)
         self._writes = Lane("rpc-write", writers, WRITES_PER_WORKER * writers)
         self._refusals = futures.ThreadPoolExecutor(1, thread_name_prefix="rpc-refuse")
         self._counters = counters

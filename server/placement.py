@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -18,8 +19,10 @@ from kvstore.server.policy.admission import (
     Pressure,
     SecondSighting,
     TierAdmission,
+    ValueRule,
     WriteBack,
 )
+from kvstore.server.policy.promotion_value import TierPrice, value_per_byte
 from kvstore.server.policy.write_budget import WriteBudget
 from kvstore.server.prospects import Prospect
 from kvstore.server.shelf import Shelf
@@ -51,8 +54,10 @@ class Placement:
         self._clock = clock
         self._budgets: dict[str, WriteBudget] = {}
         self._counters: Counters | None = None
-        self._engines: dict[Namespace, PrefillModel] = {}
-        self._lock = threading.Lock()  # guards _pressures, _budgets and _engines
+        self._engines: OrderedDict[Namespace, PrefillModel] = OrderedDict()
+        self._weighs = any(isinstance(rule, ValueRule) for rule in self._rules.values())
+        self._prices = {shelf.name: TierPrice() for shelf in shelves}
+        self._lock = threading.Lock()  # guards _pressures, _budgets, _engines and _prices
 
     def limit_writes(self, bytes_a_day: Mapping[str, int], counters: Counters) -> None:
         """Have tiers write at most so many bytes a day, but for durable puts. At the start."""
@@ -105,6 +110,41 @@ class Placement:
             self._counters.add("over_budget_copies")
         return affords
 
+    def by_load(self, shelves: Sequence[Shelf], key: ChunkKey) -> Sequence[Shelf]:
+        """Return *shelves* in the order in which a copy of *key* is worth less.
+
+        Where all of them weigh copies by value that is the order of loads as they are measured;
+        else, and of those that load alike, as given: the nearest first.
+        """
+        weigh = all(isinstance(self._rules[shelf.name], ValueRule) for shelf in shelves)
+        if len(shelves) < 2 or not weigh:
+            return shelves
+        size = self._catalog.any_size_bytes(key)
+        return sorted(shelves, key=lambda shelf: float(shelf.load_s(np.array([size]))[0]))
+
+    def leaves(self, shelf: Shelf, key: ChunkKey, below: Shelf) -> None:
+        """A fast tier evicts *key*: that is what its memory is worth, where copies are weighed."""
+        if self._weighs:
+            value = self._value(key, below)
+            with self._lock:
+                self._prices[shelf.name].gave_up(value)
+
+    def promotes(self, key: ChunkKey, source: Shelf, target: Shelf) -> bool:
+        """Whether a copy of *key* on the faster *target* is worth what that gives up for it."""
+        if not self._weighs:
+            return True
+        value = self._value(key, source)
+        with self._lock:
+            return self._prices[target.name].takes(value)
+
+    def _value(self, key: ChunkKey, source: Shelf) -> float:
+        """Return the seconds that a byte of *key* in memory saves, against a load from *source*."""
+        prospect = self._catalog.prospect(key)
+        if prospect is None:
+            return 0.0
+        saved_s = float(source.load_s(np.array([prospect.size_bytes]))[0])
+        return value_per_byte(prospect.chance, saved_s, prospect.size_bytes)
+
     def given_up(self, name: str, key: ChunkKey) -> None:
         """A copy that was worth making was not begun."""
         with self._lock:
@@ -143,4 +183,4 @@ class Placement:
             self._engines.pop(space, None)
             self._engines[space] = prefill
             if len(self._engines) > MAX_ENGINES:
-                del self._engines[next(iter(self._engines))]
+                self._engines.popitem(last=False)

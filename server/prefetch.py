@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -39,7 +40,7 @@ class Prefetch:
         self._counters = transfers.counters
         self._limit_bytes = limit_bytes
         self._under_way: list[tuple[Ticket, int]] = []
-        self._awaited: dict[ChunkKey, None] = {}
+        self._awaited: OrderedDict[ChunkKey, None] = OrderedDict()
         self._used_share = 1.0
         self._lookups = 0
         self._by_lease: dict[int, list[Ticket]] = {}
@@ -91,7 +92,7 @@ class Prefetch:
             self._under_way.append((ticket, size_bytes))
             self._awaited[key] = None
             if len(self._awaited) > REMEMBERED:
-                del self._awaited[next(iter(self._awaited))]
+                self._awaited.popitem(last=False)
                 self._used_share -= _WEIGHT * self._used_share
 
     def dropped(self, lease_id: int) -> None:

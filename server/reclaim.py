@@ -188,7 +188,7 @@ class Reclaim(ABC):
     def _demote(self, shelf: Shelf, key: ChunkKey) -> Ticket | None:
         """Queue a copy to a lower shelf that is in use, unless one has the chunk.
 
-        The nearest whose admission wants it gets it.
+        The one that it would load from soonest gets it, of those whose admission wants it.
         What is exact goes to the nearest that keeps it so, if there is one, and a lossy copy
         further down does not count.
         """
@@ -200,11 +200,13 @@ class Reclaim(ABC):
             exact = [t for t in targets if t.fidelity_for(tenant) is Fidelity.exact]
             targets, least = exact or targets, Fidelity.exact if exact else least
         held = self.catalog.holders(key, least)
+        if targets:
+            self.placement.leaves(shelf, key, targets[0])
         if not targets or any(target.name in held for target in lower):
             return None
         if targets[0] is self.cpu:
             return self._bring_down(key, shelf)
-        for target in targets:
+        for target in self.placement.by_load(targets, key):
             if self.placement.admits(target, key, Moment.leaving):
                 return self.copy_down(key, target, urgent=True)
         self.counters.add("unworthy_copies")

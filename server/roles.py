@@ -27,6 +27,7 @@ METHODS: Mapping[str, str] = {
     "Commit": "write",
     "Abort": "write",
     "Promise": "write",
+    "Weigh": "write",
     "Pin": "write",
     "Unpin": "write",
     "Delete": "write",

@@ -8,7 +8,6 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from kvstore.server.units import Size
 
-
 TierName = Literal["gpu", "cpu", "disk", "redis"]
 
 

@@ -35,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--long", action="store_true", help="the long forms of the faults in tests/faults"
     )
     parser.addoption(
+        "--sim-steps", type=int, default=0, help="steps of tests/simulation/test_network.py"
+    )
+    parser.addoption(
         "--exact-values",
         type=int,
         default=1 << 21,

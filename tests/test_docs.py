@@ -38,6 +38,16 @@ PAGES = sorted(
 DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
+    "--chunks": "kvstore bench",
+    "--transport": "kvstore bench",
+    "--within": "kvstore drain",
+    "--from-file": "kubectl",
+    "--set": "helm",
+    "--tenant": "kvstore token",
+    "--roles": "kvstore token",
+    "--rate": "kvstore quota",
+    "--token-file": "kvstore, before its command",
+    "--ca": "kvstore, before its command",
     "--address": "kvstore trace, kvstore explain",
     "--chunk-tokens": "kvstore explain",
     "--extra": "kvstore explain",

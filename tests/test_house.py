@@ -129,6 +129,21 @@ def _is_broad(kind: ast.expr | None) -> bool:
     return kind is None or ast.unparse(kind) in BROAD
 
 
+def slow_drops(tree: ast.Module) -> Iterator[int]:
+    """Of a dictionary, the oldest entry deleted by name.
+
+    CPython looks for it past all that were deleted before: O(n) each in a table that stays full.
+    An OrderedDict's ``popitem(last=False)`` takes one step.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Delete):
+            for target in node.targets:
+                if isinstance(target, ast.Subscript):
+                    table = ast.unparse(target.value)
+                    if ast.unparse(target.slice) == f"next(iter({table}))":
+                        yield node.lineno
+
+
 Rule = Callable[[ast.Module], Iterator[int]]
 
 
@@ -151,6 +166,10 @@ def test_imports_are_absolute() -> None:
 
 def test_no_function_rebinds_a_global() -> None:
     assert broken(global_statements, sources()) == []
+
+
+def test_no_table_drops_its_oldest_entry_by_looking_for_it() -> None:
+    assert broken(slow_drops, sources()) == []
 
 
 def test_every_error_is_kept_in_three_places_only() -> None:
@@ -179,6 +198,7 @@ def test_every_error_is_kept_in_three_places_only() -> None:
         (broad_handlers, "try:\n    f()\nexcept Exception:\n    raise ValueError"),
         (broad_handlers, "try:\n    f()\nexcept (OSError, BaseException) as e:\n    print(e)"),
         (broad_handlers, "with contextlib.suppress(Exception):\n    f()"),
+        (slow_drops, "del self.x[next(iter(self.x))]"),
     ],
 )
 def test_the_rules_find_what_they_are_for(rule: Rule, text: str) -> None:
@@ -192,6 +212,7 @@ def test_the_rules_find_what_they_are_for(rule: Rule, text: str) -> None:
         (environment_reads, "os.path.join('a')"),
         (broad_handlers, "try:\n    f()\nexcept BaseException:\n    undo()\n    raise"),
         (broad_handlers, "try:\n    f()\nexcept OSError:\n    pass"),
+        (slow_drops, "del x[next(iter(y))]\nx.popitem(last=False)"),
     ],
 )
 def test_the_rules_leave_the_rest_alone(rule: Rule, text: str) -> None:

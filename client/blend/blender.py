@@ -6,6 +6,7 @@ keys up to p, whichever rows are computed.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,8 +56,12 @@ class Blender:
         return self._computed(_Order(plan, {}, time.perf_counter()), 0, "")
 
     @torch.inference_mode()
-    def blend(self, plan: BlendPlan, source: LayerSource) -> BlendResult:
+    def blend(
+        self, plan: BlendPlan, source: LayerSource, *, patience_s: float = math.inf
+    ) -> BlendResult:
         """Return the last segment's logits and the prompt's KV, as *plan* says.
+
+        Once *patience_s* were waited for the source in all, the prompt is computed instead.
 
         With a ratio of 1 nothing is loaded and all is computed: the result is the engine's own
         full prefill, to the bit on one device. Segments of another adapter or rotation are
@@ -67,7 +72,7 @@ class Blender:
         started = time.perf_counter()
         refused = self._refused(plan)
         plan = plan.as_miss(_computed_anyway(plan)).as_miss(frozenset(refused))
-        order = _Order(plan, refused, started)
+        order = _Order(plan, refused, started, patience_s)
         try:
             return self._blended(order, source, selector)
         except KVStoreError as error:
@@ -103,7 +108,8 @@ class Blender:
         rows = None if asks else _rows(plan, selector, None, checks)
         if rows is not None and not checks:  # before anything is asked for
             source.narrow(rows.tolist(), 0)
-        with LayerLoader(source, self._asked(plan, checks), self._layer_wait_s) as loader:
+        asked, wait_s = self._asked(plan, checks), self._layer_wait_s
+        with LayerLoader(source, asked, wait_s, order.patience_s) as loader:
             stored, attention = self._loaded(plan, loader, checks), None
             if rows is None:
                 attention, stored = self._probed(plan, stored)
@@ -149,6 +155,7 @@ class _Order:
     plan: BlendPlan
     refused: dict[int, str]
     started: float
+    patience_s: float = math.inf
 
     def result(
         self,

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,8 @@ from kvstore.proto.errors import InvalidRequestError
 SAMPLES_KEPT = 64
 _PRIOR_WEIGHT = 0.02
 """How firmly the prior stands: as a fraction of one sample, so the first ones replace it."""
-_AGED = 0.95
-"""What a sample counts of the one behind it: machines get slower and faster."""
+LEVEL_SAMPLES = 5
+"""Machines get slower and faster: the last samples say how much against the whole fit."""
 ERRORS_KEPT = 16
 _CAUTIOUS_SHARE = 0.8
 _NO_SAMPLES_ERROR = 0.25
@@ -96,7 +97,7 @@ class CostMeter:
                 self._errors.append(abs(before.seconds(work) / seconds - 1))
             self._samples.append((work, seconds))
             samples, errors = list(self._samples), sorted(self._errors)
-        speed = _fit(self._prior, samples)
+        speed = _levelled(_fit(self._prior, samples), samples)
         place = int(_CAUTIOUS_SHARE * (len(errors) - 1))
         error = errors[place] if len(errors) >= 4 else _NO_SAMPLES_ERROR
         with self._lock:
@@ -117,9 +118,8 @@ def _fit(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
     seconds = np.array([taken for _, taken in samples])
     start = np.array(astuple(prior))
     scale = np.where(start > 0, start, start.max())
-    weights = _AGED ** (np.arange(len(samples))[::-1] / 2)  # of squares: _AGED a sample
-    rows = np.vstack([(weights / seconds)[:, None] * work * scale, _PRIOR_WEIGHT * np.eye(4)])
-    wanted = np.concatenate([weights, _PRIOR_WEIGHT * start / scale])
+    rows = np.vstack([work / seconds[:, None] * scale, _PRIOR_WEIGHT * np.eye(4)])
+    wanted = np.concatenate([np.ones(len(samples)), _PRIOR_WEIGHT * start / scale])
     is_free = np.ones(4, dtype=bool)
     found: NDArray[np.float64] = np.zeros(4)
     while is_free.any():
@@ -132,3 +132,10 @@ def _fit(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
     if not fitted[2:].sum() > 0:
         return prior
     return Speed(*fitted.tolist())
+
+
+def _levelled(speed: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
+    """Return *speed* made as much slower as the last samples were, in the median."""
+    last = [(speed.seconds(work), taken) for work, taken in samples[-LEVEL_SAMPLES:]]
+    level = median([taken / expected for expected, taken in last if expected > 0] or [1.0])
+    return Speed(*(part * level for part in astuple(speed)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,13 @@ from kvstore.proto.errors import KVStoreError
 
 _LARGEST_HALF = 65504.0
 _BYTE = 255
+
+PATIENCE = 0.5
+"""How long the store is waited for, in all: a share of what a full prefill has taken."""
+FIRST_PATIENCE_S = 1.0
+"""The same until a full prefill was measured."""
+_EWMA_WEIGHT = 0.25
+_LATE = ("DeadlineError", "TierUnavailableError")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,8 @@ class GatedBlender:
         self._blender = blender
         self._terms = terms or ResolveTerms()
         self._selector = selector
+        self._token_s = math.nan
+        """Of full prefills, lately."""
 
     def run(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
         """Return the prompt's logits and KV. Never raises for the store: it is computed then.
@@ -65,16 +75,31 @@ class GatedBlender:
             return self._blended(tokens, ranges)
         except KVStoreError as error:
             failure = f"{type(error).__name__}: {error}"
-            return GatedResult(self._blender.prefill(tokens), failure=failure)
+            return GatedResult(self._prefill(tokens), failure=failure)
+
+    def _prefill(self, tokens: Sequence[int]) -> BlendResult:
+        done = self._blender.prefill(tokens)
+        found_s, known_s = done.report.total_s / len(tokens), self._token_s
+        if math.isnan(known_s):
+            known_s = found_s
+        self._token_s = known_s + _EWMA_WEIGHT * (found_s - known_s)
+        return done
+
+    def _patience_s(self, tokens: int) -> float:
+        is_unknown = math.isnan(self._token_s)
+        return FIRST_PATIENCE_S if is_unknown else PATIENCE * self._token_s * tokens
 
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
         with self._client.resolve(tokens, ranges, self._terms) as resolved:
             with StoreSource(resolved, tokens, self._client.representation) as source:
                 plan = replace(source.plan, selector=self._selector)
-                result = self._blender.blend(plan, source)
+                patience_s = self._patience_s(len(tokens))
+                result = self._blender.blend(plan, source, patience_s=patience_s)
+                if result.report.failure.startswith(_LATE):
+                    resolved.abandon()
                 if not result.is_blended:
                     return GatedResult(result, plan, None, resolved.found.gate)
-                full = self._blender.prefill(tokens) if resolved.found.is_shadow else None
+                full = self._prefill(tokens) if resolved.found.is_shadow else None
                 shadow = None
                 if full is not None:
                     first = plan.segments[-1].start

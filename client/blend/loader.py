@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,15 +16,22 @@ from kvstore.proto.errors import DeadlineError
 class LayerLoader:
     """Asks *source* for layers in order, in a thread of its own, one layer ahead.
 
-    *wait_s*: how long ``take`` waits for one layer. ``load_s`` and ``wait_s`` are what the
-    source took and what of it was waited for. A with statement ends the thread; a call of the
-    source that is under way then is left to its own deadline.
+    *wait_s*: how long ``take`` waits for one layer, *patience_s*: for all of them. ``load_s`` and
+    ``wait_s`` are what the source took and what of it was waited for. A with statement ends the
+    thread; a call of the source that is under way then is left to its own deadline.
     """
 
-    def __init__(self, source: LayerSource, layers: Sequence[int], wait_s: float) -> None:
+    def __init__(
+        self,
+        source: LayerSource,
+        layers: Sequence[int],
+        wait_s: float,
+        patience_s: float = math.inf,
+    ) -> None:
         self._source = source
         self._layers = list(layers)
         self._limit_s = wait_s
+        self._patience_s = patience_s
         self._thread = ThreadPoolExecutor(1, "kvstore-blend")
         self._next: Future[Mapping[int, LayerKV]] | None = None
         self.load_s = 0.0
@@ -50,12 +58,14 @@ class LayerLoader:
         if pending is None:
             raise DeadlineError("no layer is left to take")
         started = time.perf_counter()
+        limit_s = max(0.0, min(self._limit_s, self._patience_s - self.wait_s))
         try:
-            found = pending.result(self._limit_s)
+            found = pending.result(limit_s)
         except WaitedTooLong as error:
             if pending.done():  # the source's own deadline
                 raise
-            raise DeadlineError(f"a layer did not come within {self._limit_s} s") from error
+            self.wait_s += time.perf_counter() - started
+            raise DeadlineError(f"a layer did not come within {limit_s:.3g} s") from error
         self.wait_s += time.perf_counter() - started
         self._ask()
         return found

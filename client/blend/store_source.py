@@ -99,19 +99,24 @@ class StoreSource:
         Waits for it, at most to the deadline of the client's calls. Layers are asked for in
         rising order. Raises KVStoreErrors.
         """
-        with self._lock:
-            if self._is_closed or not self._runs:
-                return {}
-            if self._layers is None:
-                self._layers = self._begun()
-            count = 0
-            for layer in self._layers:
-                self._at, count = layer.layer_id, len(layer.tensors)
-                if self._at >= self._layer_ids[i]:
-                    break
-            if self._at != self._layer_ids[i]:
-                return {}
-            return self._whole(i, count)
+        try:
+            with self._lock:
+                return self._next(i)
+        finally:
+            if self._is_closed:  # meanwhile: whoever closed it did not wait for us
+                self.close()
+
+    def _next(self, i: int) -> Mapping[int, LayerKV]:
+        if self._is_closed or not self._runs:
+            return {}
+        if self._layers is None:
+            self._layers = self._begun()
+        count = 0
+        for layer in self._layers:
+            self._at, count = layer.layer_id, len(layer.tensors)
+            if self._at >= self._layer_ids[i]:
+                break
+        return self._whole(i, count) if self._at == self._layer_ids[i] else {}
 
     def _begun(self) -> Generator[Layer, None, None]:
         chunks: list[FoundChunk] = []
@@ -158,12 +163,20 @@ class StoreSource:
             self._unwanted = frozenset(rows)
 
     def close(self) -> None:
-        """End the loads. Idempotent; waits for a layer that is being waited for."""
-        with self._lock:
-            self._is_closed = True
-            if self._layers is not None:
-                self._layers.close()
-                self._layers = None
+        """End the loads. Idempotent; a layer that is being waited for is left to its thread,
+        which ends them then.
+        """
+        self._is_closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
+    def _end(self) -> None:
+        layers, self._layers = self._layers, None
+        if layers is not None:
+            layers.close()
 
     def __enter__(self) -> StoreSource:
         return self

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
 _OWN_SETTINGS = frozenset(
-    {"address", "model_revision", "transport", "deadline_ms", "adapter_digest"}
+    {
+        *("address", "model_revision", "transport", "deadline_ms", "adapter_digest"),
+        *("token_file", "tls_ca", "tls_cert", "tls_key", "tenant"),
+    }
 )
 _SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 
@@ -90,6 +94,11 @@ class PageSettings:
     transport: Any = "auto"
     deadline_ms: int = 2000
     adapter_digest: str = "none"
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tenant: str = ""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], model_name: str) -> PageSettings:
@@ -183,7 +192,13 @@ class PageStore(Connector):
         self._pool = pool
         self._is_mla = rank.is_mla
         options = ClientOptions(
-            settings.transport, chunk_tokens=pool.page_size, deadline_ms=settings.deadline_ms
+            settings.transport,
+            chunk_tokens=pool.page_size,
+            deadline_ms=settings.deadline_ms,
+            access=access_from(
+                settings.token_file, settings.tls_ca, settings.tls_cert, settings.tls_key
+            ),
+            tenant=settings.tenant,
         )
         client = Client(settings.address, representation_of(pool, rank, settings), options)
         super().__init__(client, rectangle=rank.rectangle(_heads(pool)))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvstore.client.engines.vllm_blending import refuse_blending
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import NO_HINTS, Hints
 
@@ -68,6 +69,8 @@ def hints_of(request: Any) -> Hints:
     stated = (getattr(request, "kv_transfer_params", None) or {}).get(HINTS_NAME)
     if stated is None:
         return Hints(**length) if any(length.values()) else NO_HINTS
+    for name in map(str, stated) if isinstance(stated, Mapping) else ():
+        refuse_blending(f"kv_transfer_params.{HINTS_NAME}", name)
     known = [one.name for one in fields(Hints) if one.name != "prompt_tokens"]
     if not isinstance(stated, Mapping) or not stated.keys() <= set(known):
         raise InvalidRequestError(f"kv_transfer_params.{HINTS_NAME}", stated, f"give {known}")

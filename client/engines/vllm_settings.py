@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvstore.client.access import access_from
+from kvstore.client.engines.vllm_blending import refuse_blending
 from kvstore.client.options import ClientOptions, TransportName
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import MAX_HANDOVER_MS
@@ -38,7 +40,9 @@ class VllmSettings:
     to be stored; what comes beyond it is not stored. ``durable``: stores are on disk when they
     are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored is promised when
     its prompt arrives, and kept until another engine read it, for so long at most. ``wait_ms``:
-    what a request waits for what another engine has promised.
+    what a request waits for what another engine has promised. ``token_file`` has an API key or a
+    JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files, as in Access; ``tenant``: as in
+    ClientOptions. A token is no setting: engines print those.
     """
 
     address: str = "127.0.0.1:7420"
@@ -52,6 +56,11 @@ class VllmSettings:
     transport: TransportName = "auto"
     handover_ms: int = 0
     wait_ms: int = 0
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,6 +81,7 @@ class VllmSettings:
         """Return the settings in *extra*. Raises InvalidRequestError for what is no setting."""
         known = [field.name for field in fields(cls)]
         for name in extra:
+            refuse_blending("kv_connector_extra_config", name)
             if name not in known:
                 fix = f"kv_connector_extra_config has {', '.join(known)}"
                 raise InvalidRequestError("kv_connector_extra_config", name, fix)
@@ -97,4 +107,6 @@ class VllmSettings:
             deadline_ms=self.lookup_deadline_ms if is_lookup else self.deadline_ms,
             retry_after_ms=self.retry_after_ms,
             name=name,
+            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
+            tenant=self.tenant,
         )

@@ -26,6 +26,9 @@ MAX_CONTEXT = 16
 MAX_MASSES = 1 << 16
 """Variants whose reported attention is remembered, those reported on last."""
 
+MAX_LEARNED = 4096
+"""Variants whose statistics are kept over a restart, those reported on last."""
+
 UNKNOWN_CONTENT = bytes(DIGEST_BYTES)
 """What frames have whose writer did not say."""
 
@@ -68,6 +71,18 @@ class Measured(NamedTuple):
     intra_mass: float
 
 
+class Learned(NamedTuple):
+    """What reports and uses told of one variant: what is kept over a restart."""
+
+    key: ChunkKey
+    impact: float
+    deviation: float
+    overlap: float
+    uses: float
+    reports: int
+    context: tuple[Context, ...]
+
+
 class ContentIndex:
     """Variants by namespace and content digest. Not thread-safe: the catalog's lock guards it.
 
@@ -94,6 +109,10 @@ class ContentIndex:
         self._impacts, self._deviations = array("f", [0]), array("f", [0])
         self._reports = array("I", [0])
         self._masses: OrderedDict[int, tuple[Context, ...]] = OrderedDict()
+        self._reported: OrderedDict[int, None] = OrderedDict()
+        """The MAX_LEARNED rows that were reported on last."""
+        self._recalled: dict[ChunkKey, Learned] = {}
+        """Learned before the last start, of variants that were not heard of since."""
         self._clock = 0
 
     # --- what comes and goes
@@ -118,6 +137,9 @@ class ContentIndex:
         self._uses[row], self._overlaps[row] = 1.0, 0.0
         self._impacts[row] = NO_IMPACT if chunk.parent == ROOT else UNKNOWN_IMPACT
         self._deviations[row], self._reports[row] = _UNMEASURED, 0
+        known = self._recalled.pop(chunk.key, None)
+        if known is not None:
+            self._learn(row, known)
         return self._give_way(content)
 
     def _reach(self, content: int, row: int) -> None:
@@ -164,6 +186,7 @@ class ContentIndex:
         if not self._heads[content]:
             self._contents.remove(content)
         self._masses.pop(row, None)
+        self._reported.pop(row, None)
         self._variants.remove(row)
         return True
 
@@ -244,6 +267,7 @@ class ContentIndex:
         if not row:
             return False
         self._reports[row] += 1
+        self._remember(row)
         if measured.deviation >= 0:
             before = self._deviations[row]
             step = _EWMA_WEIGHT * (measured.deviation - before)
@@ -252,11 +276,55 @@ class ContentIndex:
             self._impacts[row] = context_impact(
                 measured.context, measured.intra_mass, self._tokens[row]
             )
-            self._masses[row] = tuple(measured.context)
-            self._masses.move_to_end(row)
-            if len(self._masses) > MAX_MASSES:
-                self._masses.popitem(last=False)
+            self._keep_masses(row, tuple(measured.context))
         return True
+
+    def _keep_masses(self, row: int, context: tuple[Context, ...]) -> None:
+        self._masses[row] = context
+        self._masses.move_to_end(row)
+        if len(self._masses) > MAX_MASSES:
+            self._masses.popitem(last=False)
+
+    def _remember(self, row: int) -> None:
+        self._reported[row] = None
+        self._reported.move_to_end(row)
+        if len(self._reported) > MAX_LEARNED:
+            self._reported.popitem(last=False)
+
+    # --- over a restart
+
+    def learned(self) -> list[Learned]:
+        """Return what reports told, of the variants reported on last, the latest last.
+
+        What an earlier run learned of chunks that were not read yet comes first.
+        """
+        found = list(self._recalled.values())
+        found += [
+            Learned(
+                self._variants.key(row), self._impacts[row], self._deviations[row],
+                self._overlaps[row], self._uses[row], self._reports[row],
+                self._masses.get(row, ()),
+            )
+            for row in self._reported
+        ]  # fmt: skip
+        return found[-MAX_LEARNED:]
+
+    def recall(self, rows: Sequence[Learned]) -> None:
+        """Take in what an earlier run learned: of variants that are here, and once they come."""
+        for one in rows[-MAX_LEARNED:]:
+            row = self._variants.find(one.key)
+            if row:
+                self._learn(row, one)
+            else:
+                self._recalled[one.key] = one
+
+    def _learn(self, row: int, known: Learned) -> None:
+        self._impacts[row], self._deviations[row] = known.impact, known.deviation
+        self._overlaps[row], self._uses[row] = known.overlap, known.uses
+        self._reports[row] = known.reports
+        self._remember(row)
+        if known.context:
+            self._keep_masses(row, known.context)
 
     @property
     def content_count(self) -> int:

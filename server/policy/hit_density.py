@@ -196,31 +196,32 @@ class HitDensityEviction(LeafFirstEviction):
         parents, children, here = self._parents, self._children, self._here
         used, worth = self._used, self._worth
         classes, last_s = self._history.classes, self._history.last_s
-        row = choice.take()
+        row, is_same = choice.take(), False
+        kind, value, since_s = 0, 0.0, 0.0
         while row:
             if clock and not choice.is_lru and clock() - started_s > CAP_S:
                 self.fallbacks += 1
                 choice.fall_back()
             if keep(row):
-                row = choice.take()
+                row, is_same = choice.take(), False
                 continue
             yield row
             if clock:
                 started_s = clock()
+            if not is_same:
+                kind, value, since_s = classes[row], worth[row], last_s[row]
             # The parent goes next where it promises the same, as it does if it has no other
             # child, was used right before or after the row, and is of its class and worth.
             parent = parents[row]
-            if (
+            is_same = (
                 children[parent] == 1
-                and here[parent]
+                and here[parent] == 1
                 and -2 < used[parent] - used[row] < 2
-                and classes[parent] == classes[row]
-                and worth[parent] == worth[row]
-                and last_s[parent] == last_s[row]
-            ):
-                row = parent
-            else:
-                row = choice.take_after(row)
+                and classes[parent] == kind
+                and worth[parent] == value
+                and last_s[parent] == since_s
+            )
+            row = parent if is_same else choice.take_after(row)
 
 
 class _Queue:

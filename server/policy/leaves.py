@@ -6,6 +6,7 @@ import heapq
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
 import numpy as np
 from typing_extensions import override
@@ -183,11 +184,9 @@ class LeafFirstEviction(EvictionPolicy):
     @override
     def remove_all(self, rows: Sequence[int]) -> None:
         here, parents, children = self._here, self._parents, self._children
-        known, is_named = len(here), True
+        known, is_named, count = len(here), True, 0
         tells_gone = type(self)._gone is not LeafFirstEviction._gone
-        following = iter(rows[1:])
-        for row in rows:
-            after = next(following, NO_ROW)
+        for row, after in zip_longest(rows, rows[1:], fillvalue=NO_ROW):
             if row >= known or not here[row]:
                 continue
             if not is_named:
@@ -195,7 +194,7 @@ class LeafFirstEviction(EvictionPolicy):
             elif not children[row]:
                 self._drop_leaf(row)
             here[row] = 0
-            self._count -= 1
+            count += 1
             parent = parents[row]
             if tells_gone:
                 self._gone(row)
@@ -209,6 +208,7 @@ class LeafFirstEviction(EvictionPolicy):
                     is_named = False
                 else:
                     self._add_leaf(parent, is_new=False)
+        self._count -= count
 
     # --- questions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ class PrefixEnds:
 
     def __init__(self) -> None:
         self._flags = array("B")
-        self._needs: dict[bytes, EndNeeds] = {}
+        self._needs: OrderedDict[bytes, EndNeeds] = OrderedDict()
 
     def extend(self, count: int) -> None:
         """Make room for that many more rows."""
@@ -82,7 +83,7 @@ class PrefixEnds:
         known = self._needs.get(space)
         self._needs[space] = known.and_also(needs) if known else needs
         if len(self._needs) > MAX_CHECKPOINT_SPACES:
-            del self._needs[next(iter(self._needs))]
+            self._needs.popitem(last=False)
 
     @property
     def space_count(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvstore.proto.types import ChunkKey
 
 
@@ -15,7 +17,7 @@ class SecondRead:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._once: dict[ChunkKey, None] = {}
+        self._once: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def is_due(self, key: ChunkKey) -> bool:
         """Take note of a read; return whether the chunk should be promoted now."""
@@ -23,7 +25,7 @@ class SecondRead:
             return True
         self._once[key] = None
         if len(self._once) > self._limit:
-            del self._once[next(iter(self._once))]
+            self._once.popitem(last=False)
         return False
 
     def __len__(self) -> int:

@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from kvstore.server.policy.history import Report
 
-BUDGET, BUDGET_PROMPTS = 0.002, 1
-"""Hits that may be lost to LRU: a share of what is asked for, and so many whole prompts."""
+BUDGET = 0.002
+"""Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds
+gone is lost besides, and not known before: so there is nothing on top of that share."""
 
 WARM_REQUESTS = 100
 """Requests from which to learn before anything is done otherwise than LRU does it."""
@@ -55,6 +56,4 @@ class RegretGuard:
             self._behind /= 2
             self._requests /= 2
         self._is_warm = self._is_warm or self._requests >= WARM_REQUESTS
-        prompt_chunks = self._asked / self._requests
-        is_behind = self._behind > BUDGET * self._asked + BUDGET_PROMPTS * prompt_chunks
-        self.prefers_lru = is_behind or not self._is_warm
+        self.prefers_lru = self._behind > BUDGET * self._asked or not self._is_warm

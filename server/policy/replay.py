@@ -121,7 +121,9 @@ class BlockReplay:
         rows, ids, free = self._rows, self._ids, self._free
         if len(rows) + len(blocks) > self._row_limit:
             self._forget(set(found))
-        new = [block for block in dict.fromkeys(blocks) if block not in rows]
+        new = list(dict.fromkeys(blocks))
+        if not rows.keys().isdisjoint(new):
+            new = [block for block in new if block not in rows]
         reused = free[max(len(free) - len(new), 0) :]
         del free[len(free) - len(reused) :]
         for row, block in zip(reused, new, strict=False):

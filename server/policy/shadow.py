@@ -10,6 +10,7 @@ any policy, in miniature: Waldspurger, Saemundsson, Ahmad and Park (ATC 2017).
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -180,7 +181,7 @@ class ShadowSet:
         self._parents = array("I", [NO_ROW])
         self._uses = array("I", [0])
         """Shadows that have the row's chunk, rows that continue it, and one for a ghost's."""
-        self._ghosts: dict[int, None] = {}
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
         """Rows of chunks that are in no shadow any more, the oldest first."""
         self._kept: set[int] = set()
         """Rows of the prompt that was asked for last, as far as it was."""
@@ -279,8 +280,7 @@ class ShadowSet:
                 self._ghosts[row] = None
                 self._uses[row] += 1
         while len(self._ghosts) > self._limit_nodes:
-            row = next(iter(self._ghosts))
-            del self._ghosts[row]
+            row, _ = self._ghosts.popitem(last=False)
             self._uses[row] -= 1
             self._free_row(row)
 

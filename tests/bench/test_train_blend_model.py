@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ from bench.blend_stories import StoryShape, make_story
 from bench.train_blend_model import Recipe, Training, make_model
 
 TINY = Recipe(steps=4, stories=2, queries=4)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_answers_are_what_a_reader_finds_who_reads_from_the_start() -> None:

@@ -30,7 +30,7 @@ def test_a_token_is_printed_once_listed_without_its_secret_and_revoked(
     assert file.stat().st_mode & 0o077 == 0
     found = parse_keys(file.read_bytes()).principal_of(token)
     assert found is not None
-    assert (found.tenant, found.roles) == ("acme", {"read"})
+    assert (found.tenant, found.roles) == ("acme", frozenset({"read"}))
     listed = run(capsys, "token", "list", file, "--json")
     (row,) = json.loads(listed)
     assert (row["tenant"], row["roles"]) == ("acme", "read")

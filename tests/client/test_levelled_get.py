@@ -24,7 +24,7 @@ from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, PutOutcome
+from kvstore.proto.types import ChunkKey, DType, Fidelity, KVLayout, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
 CHUNKS = 4
@@ -61,7 +61,7 @@ def largest_error(one: ChunkTensors, other: ChunkTensors) -> float:
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Wait here for kvq's loops, once, and not in a server with a deadline."""
-    compile_all()
+    compile_all((DType.bfloat16,))
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_a_get_within_a_time_is_what_a_levelled_get_brings(
     assert found.levels == (TOP,) * CHUNKS
     assert found.fidelity == (Fidelity.bounded,) * CHUNKS
     whole = client.get(keys, min_fidelity=Fidelity.bounded)
-    assert all(map(equal, found.tensors, whole, strict=True))
+    assert all(map(equal, found.tensors, whole))
     assert client.get_within([], 10).levels == ()
     assert client.get_within(keys, DEADLINE_MS, min_fidelity=Fidelity.exact).tensors == []
     with pytest.raises(InvalidRequestError, match="slo_ms"):
@@ -306,8 +306,8 @@ def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not
             link = bulk if transport == "zmq" else control
             sizes = [server.node.manager.catalog.copies(key)["disk"].size_bytes for key in keys]
             assert client.get_within(keys, DEADLINE_MS).levels == (TOP,) * CHUNKS
-            slo_s = 0.6
-            control.bytes_per_s = bulk.bytes_per_s = 0.7 * sum(sizes) / slo_s
+            slo_s = 1.5
+            control.bytes_per_s = bulk.bytes_per_s = 0.6 * sum(sizes) / slo_s
             before, started_s = link.passed_bytes, time.monotonic()
             found = client.get_within(keys, int(1000 * slo_s))
             took_s = time.monotonic() - started_s

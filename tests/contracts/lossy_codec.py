@@ -6,7 +6,7 @@ in its header is held against the numbers that come out of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from threading import Barrier
@@ -157,10 +157,10 @@ _hostile = settings(
 
 
 @lru_cache(maxsize=1)
-def compile_all() -> None:
-    """Wait for the compiled backends, so that it is they that are tested from here on."""
+def compile_all(dtypes: Iterable[DType] = tuple(FLOATS)) -> None:
+    """Wait for the compiled backends of *dtypes*: it is they that are tested from here on."""
     backends()
-    for dtype in FLOATS:
+    for dtype in dtypes:
         tile_backends(dtype)
         fine_backends(dtype)
 

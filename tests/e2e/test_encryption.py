@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ServerMaker
 from local_server import LocalServer, eventually
-from prompts import MEDIUM, assert_reads, chunks_of, keys_of, parts_of
+from prompts import MEDIUM, assert_reads, chunks_of, keys_of, parts_of, tensors_of
 from redis_process import RedisProcess
 
 from kvstore.client import Client, ClientOptions
@@ -55,7 +55,7 @@ def test_chunks_on_disk_are_read_and_files_show_nothing(
     for at in range(0, len(keys), 4):
         client.put(chunks[at : at + 4], durable=True)
     assert_reads(client, keys)
-    sample = parts_of(chunks[0].tensors)[0].tobytes()[:32]
+    sample = parts_of(tensors_of(keys[0], MEDIUM, CHUNK_TOKENS))[0].tobytes()[:32]
     files = stored(server.config.disk.path)
     assert len(files) > 8 << 20
     assert sample not in files
@@ -103,7 +103,7 @@ def test_two_servers_share_an_encrypted_redis(tmp_path: Path, make_server: Serve
         reader = client_of(server, "grpc")
         assert eventually(lambda: reader.lookup(keys).ready == len(keys))
         assert_reads(reader, keys)
-        sample = parts_of(chunks[0].tensors)[0].tobytes()[:32]
+        sample = parts_of(tensors_of(keys[0], MEDIUM, CHUNK_TOKENS))[0].tobytes()[:32]
         values = [process.value(name) for name in process.names()]
         assert values
         assert not any(sample in bytes(value) for value in values)

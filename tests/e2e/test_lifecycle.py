@@ -92,6 +92,13 @@ def test_health_answers_while_the_server_runs_and_not_after(server_process: Proc
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def health(process: ServerProcess, service: str) -> str:
+    request = health_pb2.HealthCheckRequest(service=service)
+    with grpc.insecure_channel(process.address) as channel:
+        status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20).status
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+
+
 def test_drained_server_answers_reads_until_it_is_stopped(server_process: ProcessMaker) -> None:
     process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk")
     process.start()
@@ -102,6 +109,8 @@ def test_drained_server_answers_reads_until_it_is_stopped(server_process: Proces
         assert len(client.get(keys)) == 4
         with pytest.raises(KVStoreError, match="the server drains"):
             client.put(chunks_of(client, keys_of(client, 2, 1)))
+        assert eventually(lambda: health(process, "readiness") == "NOT_SERVING")
+        assert health(process, "liveness") == "SERVING"  # nobody restarts it for that
     assert process.terminate() == 0
 
 

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import jwt
-import pytest
 from conftest import ProcessMaker
 from credentials import KeyRing
 from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -17,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from prompts import SMALL, chunks_of, keys_of, tokens
 
 from kvstore.client import Access, Client, ClientOptions
-from kvstore.proto.errors import KVStoreError, PermissionDeniedError, UnauthenticatedError
+from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.node import tenant_salts
 
@@ -58,14 +57,14 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     )
     server.start()
     proofs = [key, key[:-1] + "A", token, bad_token, "kvs_canary", "canary-token"]
-    keys, attach_tokens = [], []
+    keys, attach_tokens, told = [], [], []
     for proof in proofs:
         for transport in ("shm", "zmq", "grpc"):
             options = ClientOptions(
                 transport,
                 chunk_tokens=16,
                 deadline_ms=20_000,
-                access=Access(token=proof),  # type: ignore[arg-type]
+                access=Access(token=proof),
             )
             with Client(server.address, SMALL, options) as client:
                 try:
@@ -75,11 +74,9 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
                     client.get(keys)
                     client.drain()
                 except (UnauthenticatedError, PermissionDeniedError) as error:
-                    assert proof not in str(error)
-                except KVStoreError as error:
-                    pytest.fail(str(error))
+                    told.append(str(error))
     assert server.terminate() == 0
-    written = server.errors + server.output + log.read_text()
+    written = server.errors + server.output + log.read_text() + "".join(told)
     assert "PermissionDenied" in written
     assert "UnauthenticatedError" in written
     assert '"Lookup"' not in written or "acme" in written

@@ -166,3 +166,23 @@ def test_parts_that_no_credit_covers_are_refused() -> None:
     window.receive(1 << 19)
     with pytest.raises(InvalidRequestError, match="wait for credit"):
         window.receive(1 << 19)
+
+
+@given(
+    st.binary(max_size=64),
+    st.lists(
+        st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+    ),
+)
+def test_ranges_come_back(digests: bytes, rows: list[tuple[int, int, int]]) -> None:
+    asked = [bulk.Range(*row) for row in rows]
+    assert bulk.unpack_ranges(bulk.pack_ranges(digests, asked)) == (digests, asked)
+
+
+@given(st.binary(max_size=100))
+def test_ranges_that_lie_are_refused_cleanly(payload: bytes) -> None:
+    try:
+        digests, ranges = bulk.unpack_ranges(payload)
+    except InvalidRequestError:
+        return
+    assert len(payload) == 4 + 20 * len(ranges) + len(digests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from simulation.clock import FakeClock
 from simulation.tiers import DictTier, Faults, SimDisk, SimRedis
@@ -106,9 +107,16 @@ class WatchedMover(Mover):
 
     @override
     def submit(
-        self, lane: str, name: bytes, work: Callable[[], object], *, urgent: bool = False
+        self,
+        lane: str,
+        name: bytes,
+        work: Callable[[], object],
+        *,
+        urgent: bool = False,
+        claimed: bool = False,
     ) -> Ticket | None:
-        return super().submit(lane, name, lambda: self._watch(work), urgent=urgent)
+        watched = partial(self._watch, work)
+        return super().submit(lane, name, watched, urgent=urgent, claimed=claimed)
 
     def _watch(self, work: Callable[[], object]) -> object:
         if not self._depth:

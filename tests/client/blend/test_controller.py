@@ -102,6 +102,27 @@ def test_a_blend_that_is_believed_to_be_cheaper_than_its_rows_is_not_trusted() -
     assert choose(high, LAYERS, Storage(TOKEN_BYTES, 1e12), SURE, flattered).action == "full"
 
 
+def test_a_plan_that_wants_all_rows_is_never_blended() -> None:
+    """At a ratio of 1 a blend is the full prefill: nothing is loaded for it."""
+    assert decide(plan(1.0, exact=7000, approx=512), 1e12).action == "prefix"
+    assert decide(plan(1.0, exact=0), 1e12).action == "full"
+
+
+def test_a_layer_is_asked_for_when_the_one_before_it_is_taken() -> None:
+    """By hand: 2 layers, a load of 3 s each. Done at 3 s + a layer, then 6 s + a layer."""
+    found = choose(
+        plan(0.5, exact=0, approx=60, selector="first_k"),
+        2,
+        Storage(2.0, 2 * 60 / 6),
+        CostEstimate(Speed(0.0, 0.0, 1.0, 0.0), 0.0),
+        CostEstimate(Speed(0.0, 0.0, 1e-3, 0.0), 0.0),
+    )
+    rows = 0.5 * 60 + 64
+    # Rows of a blend are never believed to be cheaper than those of a prefill: 1 s each.
+    assert found.full_s == 124
+    assert found.expected_s == pytest.approx(3 + rows)
+
+
 def test_a_decision_is_applied_to_its_plan() -> None:
     found = plan()
     assert decide(found, 1e12).applied(found) == found
@@ -132,6 +153,17 @@ def test_a_meter_learns_the_speed_of_an_engine_that_is_not_what_it_was_told() ->
     for tokens, rows in ((1000, 150), (8000, 1200), (8000, 8000)):
         work = Work.of([rows], tokens, tokens - rows)
         assert found.speed.seconds(work) == pytest.approx(true.seconds(work), rel=0.2)
+    assert found.error_share < 0.2
+
+
+def test_a_meter_follows_a_machine_that_became_slower() -> None:
+    meter = CostMeter(SPEED)
+    slower = Speed(*(3 * part for part in (1e-3, 1e-7, 2e-5, 5e-10)))
+    observed(meter, SPEED, 64, noise=0.02)
+    observed(meter, slower, 40, noise=0.02, seed=1)
+    found = meter.estimate()
+    work = Work.of([3000], 8000, 5000)
+    assert found.speed.seconds(work) == pytest.approx(slower.seconds(work), rel=0.2)
     assert found.error_share < 0.2
 
 

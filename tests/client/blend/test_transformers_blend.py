@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +11,11 @@ from blend_world import World, make_model, make_world
 from torch_engine import greedy
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from kvstore.client.blend import blender as blender_module
+from kvstore.client.blend import layer_loop, rope, runs, selector
+from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.selectors import SELECTORS
+from kvstore.client.engines import transformers_blend
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers_cache import CacheShape
 from kvstore.proto.errors import RepresentationError
@@ -70,14 +76,34 @@ def test_a_model_whose_tables_were_rounded_by_a_cast_is_refused() -> None:
         TransformersAdapter(model.to(torch.bfloat16))
 
 
-@pytest.mark.gpu
-def test_a_blend_on_a_device_is_that_of_the_cpu(world: World) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    from kvstore.client.blend.blender import Blender
+def test_a_ratio_of_1_is_the_models_own_prefill_to_the_bit(world: World) -> None:
+    result = world.blender.blend(world.plan(1.0), world.source)
+    assert torch.equal(result.logits, world.full_logits())
 
-    wanted = world.blender.blend(world.plan(0.2), world.source).logits
+
+# The same test for every device: nothing of the path is of one alone.
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+def test_a_blend_on_a_device_is_that_of_float64_on_the_cpu(
+    world: World, device: str, name: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: its twin on the CPU runs the same code")
+    exact = make_world()
+    wanted = exact.blender.blend(exact.plan(0.3, selector=name), exact.source)
     engine: Any = make_model(dtype=torch.float32)
-    blender = Blender(TransformersAdapter(engine.to("cuda")))
-    found = blender.blend(world.plan(0.2), world.source).logits.cpu()
-    assert torch.allclose(found, wanted, atol=1e-3)
+    blender = Blender(TransformersAdapter(engine.to(device)))
+    found = blender.blend(world.plan(0.3, selector=name), world.source)
+    assert found.logits.device.type == device
+    assert {part.device.type for kv in found.kv for part in kv} == {device}
+    assert set(found.report.selected.tolist()) == set(wanted.report.selected.tolist())
+    assert torch.allclose(found.logits.cpu().double(), wanted.logits, atol=1e-3)
+
+
+def test_no_tensor_of_the_path_leaves_its_device_for_numpy() -> None:
+    """What would fail on a device is not called at all: rows go to the source as numbers."""
+    for module in (blender_module, layer_loop, rope, runs, selector, transformers_blend):
+        assert ".numpy()" not in inspect.getsource(module)

@@ -224,12 +224,14 @@ def test_who_falls_behind_lru_does_as_lru_until_the_budget_has_grown() -> None:
     guard = RegretGuard()
     guard.lru_age_s = 50.0
     guard.judge(*report([], 1000, WARM_REQUESTS))
-    guard.judge(*report([1.0] * 20 + [90.0] * 40, 1000))
-    assert not guard.prefers_lru  # within two prompts
-    guard.judge(*report([1.0] * 60, 1000))
+    guard.judge(*report([1.0] * 4 + [90.0] * 40, 1000))
+    assert not guard.prefers_lru  # four of two thousand
+    guard.judge(*report([1.0] * 12, 1000))
     assert guard.prefers_lru
-    for _ in range(10):
+    for _ in range(4):
         guard.judge(*report([], 1000))
+        assert guard.prefers_lru
+    guard.judge(*report([], 1000))
     assert not guard.prefers_lru
 
 

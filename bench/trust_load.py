@@ -1,0 +1,180 @@
+"""What a server holds: idle connections, lookups a second, and goodput when too much is asked.
+
+The callers are threads of one process: on two cores they take about as much of the machine as the
+server, so the figures are of both. Engines on the server's host ask over its Unix socket, and so
+do the callers here; overload is by gRPC, where whoever reaches the port may ask as fast as he can.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from bench.report import Report
+from bench.workload import TINY, make_chunks, serving
+from kvstore.client import Client, ClientOptions
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.types import ChunkKey
+from kvstore.proto.wire import representation_to_message
+
+IDLE = 1000
+ACTIVE = 64
+KEYS = 32
+STEADY_PER_S = 1000
+STEADY_S = 6.0
+PEAK_CALLERS = 16
+HEAVY_KEYS = 1024
+"""Of a lookup that costs the server far more than its caller."""
+PEAK_S = 4.0
+OVERLOAD = 3
+DEADLINE_S = 0.5
+SERVICE = "/kvstore.v1.KVStore/"
+
+
+class Caller:
+    """A bare gRPC connection with a session, for idle ones and for more than is reasonable."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        self._lookup = self._channel.unary_unary(SERVICE + "Lookup")
+        message = pb.OpenSessionRequest(representation=representation_to_message(TINY))
+        reply = self._channel.unary_unary(SERVICE + "OpenSession")(
+            message.SerializeToString(), timeout=60
+        )
+        self._session_id = pb.OpenSessionResponse.FromString(reply).session_id
+
+    def question(self, keys: Sequence[ChunkKey]) -> bytes:
+        """Return the bytes of a lookup of *keys*."""
+        digests = b"".join(key[16:] for key in keys)
+        return pb.LookupRequest(session_id=self._session_id, digests=digests).SerializeToString()
+
+    def begin(self, question: bytes, timeout_s: float, done: Callable[[bool], None]) -> None:
+        """Ask; *done* is told whether an answer came in time."""
+        call = self._lookup.future(question, timeout=timeout_s)
+        call.add_done_callback(lambda call: done(call.code() is grpc.StatusCode.OK))
+
+    def look_up(self, question: bytes) -> bool:
+        """Ask and wait; False for anything but an answer."""
+        try:
+            self._lookup(question, timeout=20)
+        except grpc.RpcError:
+            return False
+        return True
+
+    def is_alive(self) -> bool:
+        """Whether the session still answers."""
+        request = pb.HeartbeatRequest(session_id=self._session_id).SerializeToString()
+        try:
+            self._channel.unary_unary(SERVICE + "Heartbeat")(request, timeout=20)
+        except grpc.RpcError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Hang up."""
+        self._channel.close()
+
+
+def measure(report: Report, folder: Path) -> None:
+    """Add ``idle_connections``, ``lookups_per_s``, ``lookup_p99_ms``, ``overload_goodput``."""
+    with ExitStack() as stack:
+        flags = ("--tiers", "cpu", "--cpu", "256MiB", "--max-sessions", "2048")
+        flags += ("--session-ttl-ms", "600000")
+        address, _ = stack.enter_context(serving(*flags, disk=folder / "d"))
+        options = ClientOptions("shm", deadline_ms=20_000, staging_bytes=1 << 20, copy_threads=1)
+        clients = [Client(address, TINY, options) for _ in range(ACTIVE)]
+        for client in clients:
+            stack.callback(client.close)
+        keys, chunks = make_chunks(clients[0], HEAVY_KEYS, seed=1)
+        clients[0].put(chunks)
+        with ThreadPoolExecutor(32) as threads:
+            idle = list(threads.map(Caller, [address] * IDLE))
+        for one in idle:
+            stack.callback(one.close)
+        _lookups(report, clients, keys[:KEYS])
+        _overload(report, address, keys)
+        alive = sum(one.is_alive() for one in idle)
+        report.add("idle_connections", alive, f"sessions that still answer, of {IDLE}", "1000")
+
+
+def _lookups(report: Report, clients: Sequence[Client], keys: Sequence[ChunkKey]) -> None:
+    asks = [lambda client=client: client.lookup(keys).ready == KEYS for client in clients]
+    _closed(asks, 1.0)
+    times = _steady(asks, STEADY_PER_S, STEADY_S)
+    shape = f"{ACTIVE} connections beside {IDLE} idle ones"
+    p99_ms = float(np.percentile(times, 99)) if times else float("nan")
+    rate = len(times) / STEADY_S
+    report.add("lookup_p99_ms", p99_ms, f"{KEYS} keys, {rate:.0f}/s, {shape}", "50 at most")
+    most = _closed(asks, PEAK_S)
+    report.add("lookups_per_s", most, f"of {KEYS} keys, as fast as answered, {shape}", "1000")
+
+
+def _steady(asks: Sequence[Callable[[], bool]], per_s: float, length_s: float) -> list[float]:
+    """Ask at a rate, late or not, and return how long each answer took since it was due, in ms."""
+    times: list[float] = []
+    started = time.perf_counter() + 0.1
+
+    def work(number: int) -> None:
+        for turn in range(int(per_s * length_s / len(asks))):
+            due = started + (turn * len(asks) + number) / per_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+            if asks[number]():
+                times.append(1000 * (time.perf_counter() - due))
+
+    _together(work, len(asks))
+    return times
+
+
+def _closed(asks: Sequence[Callable[[], bool]], length_s: float) -> float:
+    """Have each caller ask again when it was answered; return good answers a second."""
+    good = [0] * len(asks)
+    stop = time.perf_counter() + length_s
+
+    def work(number: int) -> None:
+        while time.perf_counter() < stop:
+            good[number] += asks[number]()
+
+    _together(work, len(asks))
+    return sum(good) / length_s
+
+
+def _together(work: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _overload(report: Report, address: str, keys: Sequence[ChunkKey]) -> None:
+    callers = [Caller(address) for _ in range(PEAK_CALLERS)]
+    heavy = [caller.question(keys) for caller in callers]
+    asks = [lambda n=n: callers[n].look_up(heavy[n]) for n in range(PEAK_CALLERS)]
+    peak = _closed(asks, PEAK_S)
+    asked = int(OVERLOAD * peak * PEAK_S)
+    good, started = [0], time.perf_counter()
+
+    def done(is_good: bool) -> None:  # noqa: FBT001 - a callback
+        good[0] += is_good
+
+    for turn in range(asked):
+        time.sleep(max(0.0, started + turn / (OVERLOAD * peak) - time.perf_counter()))
+        number = turn % PEAK_CALLERS
+        callers[number].begin(heavy[number], DEADLINE_S, done)
+    length_s = time.perf_counter() - started
+    time.sleep(DEADLINE_S)
+    for caller in callers:
+        caller.close()
+    share = good[0] / length_s / peak
+    text = (
+        f"of {peak:.0f} lookups/s of {HEAVY_KEYS} keys, at {asked / length_s / peak:.1f} times "
+        f"as many, answered within {DEADLINE_S:g} s"
+    )
+    report.add("overload_goodput", share, text, "0.8 at least")

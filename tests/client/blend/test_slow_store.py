@@ -1,0 +1,174 @@
+"""A store that is slow, stopped or gone costs a bounded wait, by every transport; and layers come
+while others are used.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+from blend_world import LAYERS, VOCABULARY, make_model, make_world
+from local_server import LocalServer
+from server_process import ServerProcess
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.gate import PATIENCE, GatedBlender
+from kvstore.client.blend.source import LayerKV, MemorySource
+from kvstore.client.blend.store_prefill import store_prefill
+from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.options import TransportName
+from kvstore.client.resolving import ResolveTerms
+from kvstore.proto.blend import SegmentRange
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
+
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "zmq")
+TRIAL = ResolveTerms(is_trial=True)
+PATIENT_S = 0.3
+
+
+def _tokens(seed: int, count: int) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (count,), generator=draw).tolist()
+
+
+DOCUMENT = _tokens(1, 48)
+STORED = ([*_tokens(2, 20), *DOCUMENT, *_tokens(3, 9)], [SegmentRange(20, 68)])
+ASKED = ([*_tokens(4, 36), *DOCUMENT, *_tokens(5, 9)], [SegmentRange(36, 84)])
+
+
+@pytest.fixture(scope="module")
+def blender() -> Blender:
+    return Blender(TransformersAdapter(make_model("llama", torch.float32)))
+
+
+def connected(address: str, transport: TransportName) -> Client:
+    adapter = TransformersAdapter(make_model("llama", torch.float32))
+    group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
+    representation = Representation(
+        "tiny", "a" * 40, "none", "none", (group,), adapter.origin.rope, "tokens"
+    )
+    options = ClientOptions(transport, chunk_tokens=16, deadline_ms=20_000)
+    return Client(address, representation, options)
+
+
+class Gated(MemorySource):
+    """Gives a layer once it is let through."""
+
+    def __init__(self, stored: Mapping[int, Sequence[LayerKV]]) -> None:
+        super().__init__(stored)
+        self.asked: list[int] = []
+        self.changed = threading.Semaphore(0)
+        self.let = threading.Semaphore(0)
+
+    def layer(self, i: int) -> Mapping[int, LayerKV]:
+        self.asked.append(i)
+        self.changed.release()
+        assert self.let.acquire(timeout=20)
+        return super().layer(i)
+
+
+def test_one_layer_is_on_its_way_while_another_is_computed() -> None:
+    world = make_world()
+    source = Gated(world.stored)
+    done: list[object] = []
+    plan = world.plan(0.2, selector="first_k")
+    thread = threading.Thread(target=lambda: done.append(world.blender.blend(plan, source)))
+    thread.start()
+    for layer in range(LAYERS):
+        assert source.changed.acquire(timeout=20)
+        assert source.asked == list(range(layer + 1)), "one ahead, and no more"
+        source.let.release()
+    thread.join(20)
+    assert len(done) == 1
+
+
+class Stalling(MemorySource):
+    """Stops in the middle of a prompt, until it is told to go on."""
+
+    def __init__(self, stored: Mapping[int, Sequence[LayerKV]], at: int) -> None:
+        super().__init__(stored)
+        self._at = at
+        self.go_on = threading.Event()
+
+    def layer(self, i: int) -> Mapping[int, LayerKV]:
+        if i == self._at:
+            self.go_on.wait(20)
+        return super().layer(i)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_source_that_stalls_is_waited_for_in_bounds_and_the_prompt_computed(at: int) -> None:
+    world = make_world()
+    source = Stalling(world.stored, at)
+    plan = world.plan(0.2, selector="first_k")
+    found = world.blender.blend(plan, source, patience_s=PATIENT_S)
+    source.go_on.set()
+    assert found.report.failure.startswith("DeadlineError")
+    assert not found.is_blended
+    assert torch.equal(found.logits, world.blender.prefill(world.tokens).logits[-12:])
+
+
+def test_all_waits_together_are_bounded() -> None:
+    """Each layer is in time, as layers go, but they are too many."""
+
+    class Slow(MemorySource):
+        def layer(self, i: int) -> Mapping[int, LayerKV]:
+            time.sleep(0.12)
+            return super().layer(i)
+
+    world = make_world()
+    plan = world.plan(0.2, selector="first_k")
+    found = world.blender.blend(plan, Slow(world.stored), patience_s=PATIENT_S)
+    assert found.report.failure.startswith("DeadlineError")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_that_stops_mid_plan_costs_no_more_than_the_patience(
+    server_process: Callable[..., ServerProcess], blender: Blender, transport: TransportName
+) -> None:
+    process = server_process("--zmq", "127.0.0.1:0")
+    process.start()
+    with connected(process.address, transport) as client:
+        store_prefill(client, blender.prefill(STORED[0]), *STORED)
+        resolved = client.resolve(*ASKED, TRIAL)
+        assert len(list(resolved.chunks())) == 3
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with StoreSource(resolved, ASKED[0], client.representation) as source:
+                found = blender.blend(source.plan, source, patience_s=PATIENT_S)
+            took_s = time.monotonic() - started
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        resolved.abandon()
+    assert found.report.failure.startswith("DeadlineError")
+    assert torch.equal(found.logits, blender.prefill(ASKED[0]).logits[-9:])
+    assert took_s < 10, "half the client's deadline"
+
+
+def test_patience_is_a_share_of_what_full_prefills_took(
+    make_server: Callable[..., LocalServer], blender: Blender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    seen: list[float] = []
+    real = blender.blend
+
+    def blend(*arguments: object, patience_s: float) -> object:
+        seen.append(patience_s)
+        return real(*arguments, patience_s=patience_s)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(blender, "blend", blend)
+    with connected(server.address, "auto") as client:
+        store_prefill(client, blender.prefill(STORED[0]), *STORED)
+        gated = GatedBlender(client, blender, TRIAL)
+        first = gated.run(*ASKED)
+        gated.run(*ASKED)
+    assert seen[0] == 1.0
+    assert seen[1] == pytest.approx(PATIENCE * first.result.report.total_s)

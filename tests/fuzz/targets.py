@@ -1,0 +1,226 @@
+"""Every parser of bytes that others wrote: what may be fed to it, and what it may do with it.
+
+A target returns, or raises an error that the project raises on purpose. ``SEEDS`` are inputs that
+it takes, for fuzzers to begin with.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contracts.chunks import make_frame, make_info
+from google.protobuf.message import DecodeError
+from prompts import SMALL
+from redis.exceptions import RedisError
+from simulation.network import NetworkSchedule
+
+from kvstore.proto import bulk, calls, shm
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import as_bytes
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.frame import check_frame, parse_header
+from kvstore.proto.wire import representation_to_message, unpack_info
+from kvstore.server.config import load_config
+from kvstore.tiers.disk_index import (
+    IndexRow,
+    owner_key,
+    pack_owner,
+    pack_row,
+    unpack_owner,
+    unpack_row,
+)
+from kvstore.tiers.lmdb_pages import LmdbReader
+from kvstore.tiers.redis_manifest import Manifest, parse_manifest
+from kvstore.tiers.redis_reply import parse_reply
+
+Target = Callable[[bytes], object]
+
+_INFO, _FRAME = make_frame(1, tokens=16)
+_MANIFEST = Manifest.of(make_info(3, 10_000), 4096, b"writer 1", 5)
+_REQUESTS = {
+    name.removesuffix("Request"): kind
+    for name, kind in vars(pb).items()
+    if name.endswith("Request")
+}
+_STREAMED = {"Get", "List", "Trace"}
+_RESTING = {"Drain", "Clear"}
+"""Not called: the one ends the server, the other takes a minute's deadline."""
+
+
+def header(data: bytes) -> None:
+    """A frame's header."""
+    parse_header(as_bytes(data), takes_portions=True)
+
+
+def frame(data: bytes) -> None:
+    """A whole frame: *data* over the start of one that is right."""
+    changed = _FRAME.copy()
+    changed[: len(data)] = np.frombuffer(data[: len(changed)], np.uint8)
+    check_frame(changed, _INFO.key)
+
+
+def zmq_word(data: bytes) -> None:
+    """A message of the bulk channel, and the payloads of those that have one."""
+    bulk.unpack(data[:64], len(data[64:]) if len(data) > 64 else None)
+    for parse in (bulk.unpack_ranges, bulk.unpack_skipped, bulk.unpack_failure):
+        parse(data[64:])
+    bulk.unpack_outcomes(3, data[64:])
+
+
+def shm_request(data: bytes) -> None:
+    """A packet on the Unix socket: a control message, or a call behind one."""
+    request = shm.Request.unpack(data[: shm.MESSAGE_BYTES])
+    calls.unpack_call(request, data[shm.MESSAGE_BYTES :])
+
+
+def shm_answer(data: bytes) -> None:
+    """A packet that the server answers with."""
+    calls.unpack_answer(data)
+
+
+def shm_reply(data: bytes) -> None:
+    """A control message that the server answers with."""
+    shm.unpack_reply(data)
+
+
+def redis_manifest(data: bytes) -> None:
+    """The manifest of a chunk in Redis."""
+    parse_manifest(data, _INFO.key)
+
+
+def redis_reply(data: bytes) -> None:
+    """What a Redis says."""
+    parse_reply(bytearray(data), 0)
+
+
+def lmdb_row(data: bytes) -> None:
+    """A value of the disk's index."""
+    unpack_row(_INFO.key, data)
+
+
+def lmdb_owner(data: bytes) -> None:
+    """A row that says whose an extent is."""
+    unpack_owner(owner_key(1), data)
+
+
+def lmdb_file(data: bytes) -> None:
+    """The index's file itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "data.mdb"
+        path.write_bytes(data)
+        for key, value in LmdbReader(path).rows():
+            assert isinstance(key, bytes)
+            assert isinstance(value, bytes)
+
+
+def chunk_info(data: bytes) -> None:
+    """A chunk's description as rows and manifests hold it."""
+    unpack_info(data)
+
+
+def config(data: bytes) -> None:
+    """The YAML file of settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kvstore.yaml"
+        path.write_bytes(data)
+        load_config(["--config", str(path)])
+
+
+class Rpc:
+    """Messages to a service without a network: the first byte says which method."""
+
+    def __init__(self) -> None:
+        self._schedule = NetworkSchedule(0)
+        self._schedule.world.faults.end()
+        self._names = sorted(
+            name
+            for name in _REQUESTS
+            if hasattr(self._schedule.service, name) and name not in _RESTING
+        )
+        self._session_id = 0
+
+    def __call__(self, data: bytes) -> None:
+        """Call a method with what follows."""
+        if not data:
+            return
+        service: Any = self._schedule.service
+        name = self._names[data[0] % len(self._names)]
+        request: Any = _REQUESTS[name].FromString(data[1:])
+        if "session_id" in request.DESCRIPTOR.fields_by_name:
+            request.session_id = self._session()
+        context = _LocalContext()
+        if name == "Put":
+            service.Put(iter([request]), context)
+        elif name in _STREAMED and name != "Trace":
+            list(getattr(service, name)(request, context))
+        else:
+            getattr(service, name)(request, context)
+
+    def _session(self) -> int:
+        try:
+            self._schedule.world.sessions.get(self._session_id)
+        except KVStoreError:
+            message = pb.OpenSessionRequest(representation=representation_to_message(SMALL))
+            reply = self._schedule.service.OpenSession(message, None)  # type: ignore[arg-type]
+            self._session_id = reply.session_id
+        return self._session_id
+
+
+class _LocalContext:
+    """What the service asks of gRPC's context."""
+
+    def peer(self) -> str:
+        """Return a caller on this host."""
+        return "ipv4:127.0.0.1:1"
+
+
+EXPECTED = (KVStoreError, RedisError, DecodeError)
+"""What a parser may raise."""
+
+TARGETS: dict[str, Target] = {
+    "header": header,
+    "frame": frame,
+    "rpc": Rpc(),
+    "zmq_word": zmq_word,
+    "shm_request": shm_request,
+    "shm_answer": shm_answer,
+    "shm_reply": shm_reply,
+    "redis_manifest": redis_manifest,
+    "redis_reply": redis_reply,
+    "lmdb_row": lmdb_row,
+    "lmdb_owner": lmdb_owner,
+    "lmdb_file": lmdb_file,
+    "chunk_info": chunk_info,
+    "config": config,
+}
+
+_LOOKUP = pb.LookupRequest(digests=bytes(32), lease=True)
+SEEDS: dict[str, list[bytes]] = {
+    "header": [_FRAME.tobytes()],
+    "frame": [_FRAME[:600].tobytes()],
+    "rpc": [bytes([number]) + _LOOKUP.SerializeToString() for number in range(24)],
+    "zmq_word": [bulk.pack(bulk.Cancel(1))],
+    "shm_request": [calls.pack_call("Lookup", _LOOKUP)],
+    "shm_answer": [*calls.pack_answer(pb.ReleaseResponse(released=1))],
+    "shm_reply": [shm.pack_reply(shm.Reply.ok, 7)],
+    "redis_manifest": [_MANIFEST.raw],
+    "redis_reply": [b"*2\r\n$3\r\nabc\r\n:1\r\n"],
+    "lmdb_row": [pack_row(IndexRow(_INFO, 1, 0, 7))],
+    "lmdb_owner": [pack_owner(1, "default")[1]],
+    "lmdb_file": [],
+    "chunk_info": [],
+    "config": [b"cpu_size: 8GiB\ntiers: cpu,disk\n"],
+}
+
+
+def try_target(name: str, data: bytes) -> bool:
+    """Feed *data* to a target; return whether it was taken. Any other error goes through."""
+    try:
+        TARGETS[name](data)
+    except EXPECTED:
+        return False
+    return True

@@ -1,0 +1,46 @@
+"""Whatever bytes a parser is given, it takes them or refuses them by name."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz.targets import SEEDS, TARGETS, try_target
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+EXAMPLES = {"config": 15, "lmdb_file": 40}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_bytes_crash_a_parser(name: str) -> None:
+    seeds = SEEDS[name]
+
+    @given(st.data())
+    @settings(
+        max_examples=EXAMPLES.get(name, 120), deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    def run(data: st.DataObject) -> None:
+        if seeds and data.draw(st.booleans()):
+            changed = bytearray(data.draw(st.sampled_from(seeds)))
+            for _ in range(data.draw(st.integers(0, 4))):
+                changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(
+                    st.integers(0, 255)
+                )
+            cut = data.draw(st.integers(0, len(changed)))
+            try_target(name, bytes(changed[:cut] if data.draw(st.booleans()) else changed))
+        else:
+            try_target(name, data.draw(st.binary(max_size=700)))
+
+    run()
+
+
+@pytest.mark.parametrize("name", [name for name, seeds in SEEDS.items() if seeds])
+def test_what_is_right_is_taken(name: str) -> None:
+    """Or the changes above would be changes of rubbish."""
+    taken = [try_target(name, seed) for seed in SEEDS[name]]
+    if name in ("rpc", "zmq_word"):  # most methods want other messages, most words a payload
+        assert name == "zmq_word" or any(taken)
+    elif name == "redis_manifest":  # of another key
+        assert taken == [False]
+    else:
+        assert all(taken)

@@ -1,0 +1,97 @@
+"""A server over TLS that asks who calls, and callers of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from credentials import Authority, KeyRing
+from local_server import DEADLINE_MS, LocalServer
+from prompts import SMALL, chunks_of, keys_of
+
+from kvstore.client import Access, Chunk, Client, ClientOptions
+from kvstore.client.connection import Connection
+from kvstore.client.options import TransportName
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.types import ChunkKey
+
+SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
+
+
+def chunks_for(client: Client, seed: int, count: int = 4) -> tuple[list[ChunkKey], list[Chunk]]:
+    """Return the keys and the chunks of a prompt."""
+    keys = keys_of(client, seed, count)
+    return keys, chunks_of(client, keys)
+
+
+class World:
+    """A server over TLS that asks who calls, and callers of it."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.ca = Authority(folder)
+        self.cert, self.key = self.ca.issue("server")
+        self.ring = KeyRing(folder / "api-keys")
+        self.acme, self.zeta = self.ring.make("acme"), self.ring.make("zeta")
+        self.reader, self.admin = self.ring.make("acme", "read"), self.ring.make("ops", "admin")
+        self.server = LocalServer(
+            folder, "--tls-cert", str(self.cert), "--tls-key", str(self.key),
+            "--auth-keys", str(self.ring.path), "--zmq", "127.0.0.1:0", *flags,
+        )  # fmt: skip
+        self._open: list[Client | Connection] = []
+
+    @property
+    def address(self) -> str:
+        return f"localhost:{self.server.node.port}"
+
+    def client(self, key: str, transport: TransportName = "grpc", tenant: str = "") -> Client:
+        options = ClientOptions(
+            transport,
+            chunk_tokens=16,
+            deadline_ms=DEADLINE_MS,
+            access=Access(ca=self.ca.path, token=key),
+            tenant=tenant,
+        )
+        client = Client(self.address, SMALL, options)
+        self._open.append(client)
+        return client
+
+    def new_key(self, tenant: str, *roles: str) -> str:
+        """Return a key that the server knows already."""
+        key = self.ring.make(tenant, *roles)
+        self.server.node.trust.authenticator.refresh()
+        return key
+
+    def dial(self, access: Access) -> Connection:
+        connection = Connection(self.address, 1, access=access)
+        self._open.append(connection)
+        return connection
+
+    def call(self, key: str, method: str, request: Any) -> Any:
+        """Call *method*, whatever it is, as the holder of *key*; return all of its answer."""
+        connection = self.dial(Access(ca=self.ca.path, token=key))
+        descriptor = SERVICE.methods_by_name[method]
+        reply = getattr(pb, descriptor.output_type.name)
+        if descriptor.client_streaming:
+            return connection.upload(method, iter([request]), DEADLINE_MS, reply)
+        if descriptor.server_streaming:
+            return list(connection.stream(method, request, DEADLINE_MS))
+        return connection.call(method, request, DEADLINE_MS, reply)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.pop().close()
+        self.server.close()
+
+
+def request_of(method: str, session_id: int, digests: bytes = b"") -> Any:
+    """Return a request of *method* on a session, for chunks of the world's first prompt."""
+    request = getattr(pb, SERVICE.methods_by_name[method].input_type.name)()
+    fields = request.DESCRIPTOR.fields_by_name
+    if "session_id" in fields:
+        request.session_id = session_id
+    if "digests" in fields:
+        request.digests = digests
+    if "ttl_ms" in fields:
+        request.ttl_ms = 1000
+    return request
