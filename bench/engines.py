@@ -106,7 +106,7 @@ def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
     prompts = cycle(turns(PAIRS // 4))
     began = time.monotonic()
     for number, turn in enumerate(islice(prompts, PAIRS + WARM_UP)):
-        prompt, _ = turn.prompts(_MANY + number)
+        prompt, _ = turn.prompts(2 * ROUNDS + number)
         answers = []
         for side in in_turn(sides, number):
             taken = side.ask([prompt])

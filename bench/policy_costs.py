@@ -85,6 +85,17 @@ def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float
     return float(spent.mean()), float(np.percentile(spent, 99)), len(timed.spent_us)
 
 
+def bare_loop_per_s(trace: BlockTrace) -> float:
+    """Return the blocks a second of a loop that asks a dictionary once for each: the limit here."""
+    rows, starts = trace.rows.tolist(), trace.starts.tolist()
+    last: dict[int, float] = {}
+    started = time.perf_counter()
+    for at, now_s in enumerate(trace.times_s.tolist()):
+        for row in rows[starts[at] : starts[at + 1]]:
+            last[row] = now_s
+    return len(rows) / max(time.perf_counter() - started, 1e-9)
+
+
 def bytes_per_node(policy: str, chunks: int | None = None) -> float:
     """Return Python's memory for each of many chunks: a policy's, and what is remembered."""
     count = MEMORY_CHUNKS if chunks is None else chunks

@@ -22,7 +22,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def _orthogonal() -> Tensor:
 class Muon:
     """Momentum made orthogonal (Jordan et al., 2024), for matrices."""
 
-    def __init__(self, parameters: dict[str, Tensor], momentum: float) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], momentum: float) -> None:
         self._parameters = parameters
         self._kept = 1 - momentum
         self.sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -169,7 +169,7 @@ class Muon:
 
 def _orthogonalised(matrix: Tensor) -> Tensor:
     """Return *matrix* with all singular values near 1: five steps of Newton and Schulz."""
-    found = matrix / (matrix.norm() + 1e-7)
+    found: Tensor = matrix / (matrix.norm() + 1e-7)
     for _ in range(5):
         square = found @ found.T
         found = 3.4445 * found + (-4.775 * square + 2.0315 * square @ square) @ found

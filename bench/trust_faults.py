@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bench.report import Report
@@ -20,13 +20,22 @@ from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_start import DiskOptions
 
 ROOT_FOLDER = Path(__file__).resolve().parents[1]
-MINUTES = float(os.environ.get("KVSTORE_BENCH_SOAK_MINUTES", "1"))
+MINUTES = 10.0
 FRAME_BYTES = 256 << 10
 HELD_CHUNKS = 8192
 DEATHS = 5
 SOAK_KEYS = (
     "wrong_bytes", "verified_reads", "memory_slope_percent_per_h", "get_deadline_overrun_ms",
 )  # fmt: skip
+
+
+SOAK = """
+import runpy, sys
+sys.path[:0] = ["src", "tests"]
+sys.argv = {arguments!r}
+runpy.run_path({program!r}, run_name="__main__")
+"""
+"""What runs the soak from the checkout's root."""
 
 
 def measure(report: Report, folder: Path) -> None:
@@ -41,11 +50,10 @@ def _soak(report: Report) -> None:
     if not program.exists():
         report.skip(SOAK_KEYS, "its programs are in tests/faults of a checkout")
         return
-    paths = f"{ROOT_FOLDER / 'src'}:{ROOT_FOLDER / 'tests'}"
-    command = [sys.executable, str(program), "--minutes", str(MINUTES), "--seed", "1"]
+    arguments = ["soak", "--minutes", str(MINUTES), "--seed", "1"]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-        check=False, timeout=60 * MINUTES + 300,
+        [sys.executable, "-c", SOAK.format(program=str(program), arguments=arguments)],
+        cwd=ROOT_FOLDER, capture_output=True, text=True, check=False, timeout=60 * MINUTES + 300,
     )  # fmt: skip
     try:
         figures = json.loads(done.stdout.splitlines()[-1])["soak"]
@@ -109,28 +117,27 @@ def _deaths(report: Report, folder: Path) -> None:
     place = folder / "deaths"
     place.mkdir()
     slowest = 0.0
-    with ServerChild(place, ["--tiers", "cpu", "--cpu", "64MiB"]) as child:
-        with Client(child.address, TINY, ClientOptions("grpc", deadline_ms=20_000)) as client:
-            _, chunks = make_chunks(client, 8, seed=1)
-            client.put(chunks)
-            for _ in range(DEATHS):
-                with _holder(child.address) as process:
-                    process.kill()
-                    started = time.perf_counter()
-                    while client.status().leases:
-                        time.sleep(0.002)
-                    slowest = max(slowest, time.perf_counter() - started)
+    options = ClientOptions("grpc", deadline_ms=20_000)
+    with ExitStack() as stack:
+        child = stack.enter_context(ServerChild(place, ["--tiers", "cpu", "--cpu", "64MiB"]))
+        client = stack.enter_context(Client(child.address, TINY, options))
+        _, chunks = make_chunks(client, 8, seed=1)
+        client.put(chunks)
+        for _ in range(DEATHS):
+            with _holder(child.address) as process:
+                process.kill()
+                started = time.perf_counter()
+                while client.status().leases:
+                    time.sleep(0.002)
+                slowest = max(slowest, time.perf_counter() - started)
     text = f"the slowest of {DEATHS} killed clients with 50 leases each"
     report.add("client_death_reclaim_s", slowest, text, "2 at most")
 
 
 @contextmanager
 def _holder(address: str) -> Iterator[subprocess.Popen[str]]:
-    paths = f"{ROOT_FOLDER}:{ROOT_FOLDER / 'src'}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, address],
-        env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-c", HOLD, address]
+    process = subprocess.Popen(command, cwd=ROOT_FOLDER, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "holding\n"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.access import dial
-from kvstore.cli.doctor_checks import CHECKS, Finding
+from kvstore.cli.doctor_checks import CHECKS, Finding, State
 from kvstore.cli.status import DEADLINE_MS, ask_status
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
@@ -35,7 +35,7 @@ def check_server(address: str) -> Iterator[Finding]:
         return
     yield Finding("server", "ok", f"{status.state}, version {status.version}")
     for tier in status.tiers:
-        state = "warn" if tier.reason else "ok"
+        state: State = "warn" if tier.reason else "ok"
         fix = "mend what the reason names; the tier comes back by itself" if tier.reason else ""
         yield Finding(f"tier {tier.name}", state, tier.reason or tier.state, fix)
     damaged = status.counters.get("corrupt_chunks", 0)

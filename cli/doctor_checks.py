@@ -214,8 +214,10 @@ def check_gpu(config: ServerConfig) -> Iterator[Finding]:
     if "gpu" not in config.tiers:
         return
     if Path("/dev/nvidiactl").exists():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        yield Finding("gpu", "ok", f"CUDA_VISIBLE_DEVICES {visible}")
+        devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        state: State = "ok" if devices > config.gpu.device else "fail"
+        fix = "" if state == "ok" else "name a device that is there in --gpu SIZE:DEVICE"
+        yield Finding("gpu", state, f"{devices} devices", fix)
     else:
         yield Finding("gpu", "fail", "no NVIDIA driver here", "leave gpu out of --tiers")
 

@@ -7,6 +7,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.client.tensors import LayerTensors, TensorLike, to_arrays
 from kvstore.codecs.base import AnyTensors, check_tensors
 from kvstore.codecs.block_part import BlockPart
@@ -33,6 +36,8 @@ class Chunk:
     ``parent`` is the chain digest of the chunk before this one. ``position`` is the index of
     the first token in its prompt. ``layout`` says what there is of the end of a chunk of a model
     with window or state layers (``KVLayout.of``); None says all of it, which is told by attention.
+    ``importance``, f32 (tokens,), finite and not negative, says which tokens matter most: codecs
+    that spend more bits on those (``mixed``) are told their order.
     """
 
     key: ChunkKey
@@ -42,6 +47,7 @@ class Chunk:
     prefill_flops: float = 0.0
     content: bytes = bytes(DIGEST_BYTES)
     layout: KVLayout | None = None
+    importance: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         check_naming(self)
@@ -59,6 +65,25 @@ class Chunk:
         self._check_dtypes(layout)
         check_tensors(layout, arrays)
         return layout, arrays
+
+    def weights(self, tokens: int) -> bytes:
+        """Return the rank of each token's importance, 1 to 255, or 0 for none; empty for no word.
+
+        Raises InvalidRequestError unless there is a right number for each of *tokens*.
+        """
+        given = self.importance
+        if given is None:
+            return b""
+        if given.shape != (tokens,) or given.dtype != np.float32:
+            fix = f"give float32 ({tokens},), a number for each token of the chunk"
+            raise InvalidRequestError("importance", (given.shape, str(given.dtype)), fix)
+        if not (np.isfinite(given) & (given >= 0)).all():
+            raise InvalidRequestError("importance", float(given.min()), "finite, not negative")
+        order = np.empty(tokens, np.intp)
+        # Of equal ones the first is to be the more important, as codecs rank them.
+        order[np.argsort(-given, kind="stable")] = np.arange(tokens)
+        ranks = 255 - order * 254 // max(1, tokens - 1)
+        return np.where(given > 0, ranks, 0).astype(np.uint8).tobytes()
 
     def _whole(self, representation: Representation) -> KVLayout:
         """Return the layout of a chunk that has everything, by its attention's tokens."""

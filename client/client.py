@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 from typing_extensions import override
@@ -21,7 +22,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Outgoing, Put, Transport
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chain_digests, chunk_key
@@ -78,6 +79,8 @@ class Client(Keeping, EngineCalls, Resolving):
 
         def work(transport: Transport) -> list[Put]:
             outgoing = [self._outgoing(transport.session, chunk, rectangle) for chunk in chunks]
+            if any(chunk.importance is not None for chunk in chunks):
+                self._weigh(transport, chunks, outgoing)
             results: list[Put] = []
             for batch in _batches(outgoing, transport.session.terms.max_batch_chunks):
                 results += transport.put(
@@ -89,6 +92,26 @@ class Client(Keeping, EngineCalls, Resolving):
             return results
 
         return self._with_session(work)
+
+    def _weigh(
+        self, transport: Transport, chunks: Sequence[Chunk], outgoing: Sequence[Outgoing]
+    ) -> None:
+        """Say which tokens matter, ahead of the chunks; a server that does not hear it codes all
+        alike.
+        """
+        pairs = zip(chunks, outgoing, strict=True)
+        weights = [(one.key, one.weights(out.template.layout.tokens)) for one, out in pairs]
+        told = [(key, each) for key, each in weights if each]
+        limit = transport.session.terms.max_batch_chunks
+        for start in range(0, len(told), limit):
+            batch = told[start : start + limit]
+            request = pb.WeighRequest(
+                session_id=transport.session.terms.session_id,
+                digests=self._digests([key for key, _ in batch]),
+                weights=[each for _, each in batch],
+            )
+            with suppress(TierUnavailableError, DeadlineError):
+                self._call("Weigh", request, pb.WeighResponse)
 
     def _outgoing(
         self, session: Session, chunk: Chunk, rectangle: Rectangle | None = None

@@ -12,6 +12,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from kvstore.client.connection import SLACK_S
 from kvstore.client.levels import (
     LOADS_ONLY,
     RECOMPUTE,
@@ -42,10 +43,11 @@ from kvstore.proto.wire import fidelity_number, join_digests
 
 BATCH_S = 0.05
 """What is asked for at once, by the link's mean: no plan is older than that by much."""
-LATE_BATCH_S = 4 * BATCH_S
-"""A batch that takes longer is cut short: the link is not what was thought."""
+SLOW_BATCH_S = 4 * BATCH_S
+"""One that takes so long says something of the link, however small it is."""
 BATCH_PIECES = 16
-"""A batch comes in so many, or of so many bytes as say something, so that each is of use alone."""
+LEAST_PIECE_BYTES = 16 << 10
+"""A batch comes in so many pieces, or in pieces of so many bytes: each is of use alone."""
 MAX_DECODE_SHARE = 0.5
 """Of the deadline: at most so much is kept for decoding what came."""
 LEAST_MEASURED_BYTES = 64 << 10
@@ -142,10 +144,16 @@ class LevelledGet:
                 batch = self._batch(self._plan(fetching, begin))
                 if not batch or not self._fetch(batch, left_s, terms.least):
                     break
+            found = self._decode_all(room, terms)
         finally:
-            self._release()
-        found = self._decode_all(room, terms)
+            self._give_back()
         return Levelled(tuple(level for level, _ in found), tuple(of for _, of in found))
+
+    def _give_back(self) -> None:
+        """Have the lease released by a thread: on a slow link that waits behind what is on it."""
+        if self._lease_id:
+            with suppress(KVStoreError):  # the client was closed: so is its session
+                self._reader.submit(self._release)
 
     def _resolved(self, terms: PlanTerms) -> PlanTerms:
         """Return *terms* with the speed of decoding as this client has seen it, if left out."""
@@ -155,7 +163,8 @@ class LevelledGet:
     def _decode_s(self, terms: PlanTerms) -> float:
         """Return what of the deadline is kept for decoding all that can come."""
         size_bytes = sum(frame.chunk.raw_bytes for frame in self._frames if frame.header)
-        return min(size_bytes / terms.decode_bytes_per_s, MAX_DECODE_SHARE * terms.deadline_s)
+        decode_s = size_bytes / terms.decode_bytes_per_s + SLACK_S
+        return min(decode_s, MAX_DECODE_SHARE * terms.deadline_s)
 
     def _find(self, terms: PlanTerms) -> None:
         """Lease what is there."""
@@ -179,8 +188,6 @@ class LevelledGet:
         self._ready = min(reply.ready, len(self._frames))
 
     def _release(self) -> None:
-        if not self._lease_id:
-            return
         request = pb.ReleaseRequest(
             session_id=self._transport.session.terms.session_id, lease_ids=[self._lease_id]
         )
@@ -256,23 +263,28 @@ class LevelledGet:
 
     def _fetch(self, batch: Sequence[Fetch], left_s: float, least: Fidelity) -> bool:
         """Ask for *batch*; return whether anything came."""
-        digests, started_s, size_bytes = self._digests[: self._ready], self._clock(), 0
-        end_s = started_s + min(left_s, LATE_BATCH_S)
-        left_ms = max(1, int(1000 * left_s))
+        digests, started_s = self._digests[: self._ready], self._clock()
+        end_s, left_ms = started_s + left_s, max(1, int(1000 * left_s))
+        size_bytes = head_bytes = 0
+        head_s = started_s
         try:
             with self._transport.get_ranges(
                 digests, _in_pieces(batch), self._lease_id, left_ms, least
             ) as pieces:
                 for piece in pieces:
                     size_bytes += self._add(piece)
+                    if not head_bytes:
+                        head_bytes, head_s = size_bytes, self._clock()
                     if self._clock() >= end_s:
-                        break  # what came is of use; the rest is planned anew
+                        break  # what came is of use
         except KVStoreError:
             is_over = True  # what came before it is used
         else:
             is_over = False
         if size_bytes >= LEAST_MEASURED_BYTES:
             self._meters.link.observe(size_bytes, self._clock() - started_s)
+        elif self._clock() - started_s >= SLOW_BATCH_S:  # what came behind the first piece tells
+            self._meters.link.observe(size_bytes - head_bytes, self._clock() - head_s)
         return size_bytes > 0 and not is_over
 
     def _add(self, piece: FramePiece) -> int:
@@ -294,7 +306,7 @@ class LevelledGet:
         """Decode what came, in order, as far as the deadline allows, by all threads."""
         started_s = self._clock()
         work = [
-            self._reader.submit(self._decoded, at, room, terms.deadline_s)
+            self._reader.submit(self._decoded, at, room, terms.deadline_s + SLACK_S)
             for at in range(len(self._frames))
         ]
         wait(work)
@@ -323,7 +335,7 @@ class LevelledGet:
 def _in_pieces(batch: Sequence[Fetch]) -> list[Range]:
     """Return the ranges of *batch*, cut so that a slow link brings something soon."""
     size_bytes = sum(fetch.stop - fetch.start for fetch in batch)
-    step = max(LEAST_MEASURED_BYTES, -(-size_bytes // BATCH_PIECES))
+    step = max(LEAST_PIECE_BYTES, -(-size_bytes // BATCH_PIECES))
     return [
         Range(fetch.chunk, start, min(start + step, fetch.stop))
         for fetch in batch

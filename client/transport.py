@@ -57,7 +57,7 @@ class Arrived:
 class FramePiece(NamedTuple):
     """Bytes of the frame of chunk ``index`` of a request, from ``offset``. Not verified."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     tier: str
     frame_bytes: int
     offset: int

@@ -149,7 +149,11 @@ def _refines(backend: FineBackend, dtype: DType, bits: Any, turned: Any, tiles: 
     one, other = quotients_of(tiles), backend.quotients(tiles)
     assert one is not None
     for level, (a, b) in enumerate(zip(wanted, found, strict=True), 1):
-        pairs = [(a.symbols, b.symbols), (a.contexts, b.contexts), (a.errors, b.errors)]
+        pairs: list[tuple[Any, Any]] = [
+            (a.symbols, b.symbols),
+            (a.contexts, b.contexts),
+            (a.errors, b.errors),
+        ]
         pairs.append((a.contexts, backend.contexts(other, tiles.models, level)))
         backend.add(other, b.symbols.copy())
         add_symbols(one, a.symbols.copy())
@@ -161,6 +165,6 @@ def _refines(backend: FineBackend, dtype: DType, bits: Any, turned: Any, tiles: 
 def _writes(backend: FineBackend, tiles: Tiles, factors: Any, given: Any) -> bool:
     dtype, turned, bits = given
     one, other = np.empty_like(bits), np.empty_like(bits)
-    write_scaled(quotients_of(tiles), tiles, factors, (dtype, turned, one))
+    NUMPY_FINE.write(quotients_of(tiles), tiles, factors, (dtype, turned, one))
     backend.write(backend.quotients(tiles), tiles, factors, (dtype, turned, other))
     return np.array_equal(one, other)

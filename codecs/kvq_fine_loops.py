@@ -153,7 +153,7 @@ def refine(bits: Any, shift: Any, angles: Any, tiles: Any, out: Any) -> bool:
 @inner
 def _moved(model: Any, kind: Any) -> Any:
     """Return the model of the same channel in tokens of another class."""
-    scale = np.int64(model) // SHAPES + _SCALES_OF_TWO * (_PLAIN - np.int64(kind))
+    scale: Any = np.int64(model) // SHAPES + _SCALES_OF_TWO * (_PLAIN - np.int64(kind))
     return SHAPES * min(max(scale, 0), SCALES - 1) + np.int64(model) % SHAPES
 
 

@@ -1,11 +1,12 @@
 """Writes kvstore/values.schema.json from values.yaml and the server's own settings.
 
-Run it after a change of either: ``.venv/bin/python helm/make_schema.py``.
+Run it after a change of either: ``.venv/bin/python helm/make_schema.py``; ``--print`` only prints.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,4 +83,7 @@ def as_text(schema: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    (CHART / "values.schema.json").write_text(as_text(values_schema()))
+    if sys.argv[1:] == ["--print"]:
+        print(as_text(values_schema()), end="")
+    else:
+        (CHART / "values.schema.json").write_text(as_text(values_schema()))

@@ -243,7 +243,7 @@ def cost(payload_bytes: int) -> int:
 class Range(NamedTuple):
     """Bytes start to stop, the last not included, of the frame of digest ``index``."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     start: int
     stop: int
 

@@ -536,6 +536,22 @@ class PromiseResponse(_message.Message):
     pending: int
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., pending: _Optional[int] = ...) -> None: ...
 
+class WeighRequest(_message.Message):
+    __slots__ = ("session_id", "digests", "weights")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    digests: bytes
+    weights: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., weights: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class WeighResponse(_message.Message):
+    __slots__ = ("server",)
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ...) -> None: ...
+
 class PinRequest(_message.Message):
     __slots__ = ("session_id", "digests", "ttl_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

@@ -104,6 +104,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.FromString,
                 _registered_method=True)
+        self.Weigh = channel.unary_unary(
+                '/kvstore.v1.KVStore/Weigh',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.WeighRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.WeighResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/kvstore.v1.KVStore/Pin',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PinRequest.SerializeToString,
@@ -257,6 +262,12 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Promise(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Weigh(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -416,6 +427,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Promise,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.SerializeToString,
+            ),
+            'Weigh': grpc.unary_unary_rpc_method_handler(
+                    servicer.Weigh,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.WeighRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.WeighResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -861,6 +877,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Promise',
             kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Weigh(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Weigh',
+            kvstore_dot_proto_dot_kvstore__pb2.WeighRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.WeighResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from kvstore.codecs.base import codec_by_id
 from kvstore.codecs.portions import portion_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
+from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -79,7 +80,7 @@ class Checks:
         if count > self.limits.max_batch_chunks:
             raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
 
-    def ranges(self, ranges: Sequence[pb.FrameRange], count: int) -> None:
+    def ranges(self, ranges: Sequence[pb.FrameRange] | Sequence[Range], count: int) -> None:
         """Refuse ranges that are empty, of chunks that were not asked for, or too many."""
         self.batch("ranges", len(ranges))
         for one in ranges:

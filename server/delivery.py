@@ -218,7 +218,7 @@ class Delivery:
         return [shelf for shelf in (gpu, transfers.cpu, filed) if shelf is not None]
 
     def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
-        """Copy a chunk up, in the background, when it is read a second time."""
+        """Copy a chunk up, in the background, when it is read a second time and worth its room."""
         gpu, filed = self._transfers.gpu, self._transfers.filed
         from_file = filed is not None and name == filed.name
         wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
@@ -228,10 +228,11 @@ class Delivery:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
-        if from_file and self._transfers.placement.promotes(key, filed, self._transfers.cpu):
+        placement, cpu = self._transfers.placement, self._transfers.cpu
+        if from_file and filed and placement.promotes(key, filed, cpu):
             # Not now: the copy would take a core from the reader, who is reading the file.
             self._due.append((key, session.tenant, name))
-        if wants_gpu:
+        if wants_gpu and gpu and placement.promotes(key, cpu, gpu):
             self._transfers.copy_up(key, session.tenant)
 
     def promote_due(self) -> None:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import Representation
+from kvstore.server.importance import ImportanceTable
 from kvstore.server.sessions import Session
 
 MAX_KNOWN_MODELS = 256
@@ -21,6 +22,8 @@ class KnownModels:
     """
 
     def __init__(self) -> None:
+        self.importance = ImportanceTable()
+        """What was said of the tokens of chunks."""
         self._models: OrderedDict[bytes, Representation] = OrderedDict()
         self._lock = threading.Lock()  # guards the dictionary
 
@@ -42,5 +45,5 @@ class KnownModels:
             model = self._models.get(header.representation)
         if model is None:
             return None
-        terms = EncodeTerms.of(model, layout=header.layout)
+        terms = EncodeTerms.of(model, self.importance.of(header), header.layout)
         return terms if len(terms.layer_ids) == header.layout.segment_count else None

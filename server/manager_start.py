@@ -65,6 +65,7 @@ def build_manager(
     closers.append(mover.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
     transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
+    transfers.importance = models.importance
     limits = ManagerLimits(
         lease_ttl_ms=config.lease_ttl_ms,
         max_reservations_per_session=config.max_reservations_per_session,

@@ -19,6 +19,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.catalog import Catalog, Wanted
+from kvstore.server.importance import ImportanceTable
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
 from kvstore.server.outcomes import Fate, Outcomes
@@ -68,6 +69,8 @@ class Reclaim(ABC):
         self.clock = clock
         self.placement = Placement(shelves, catalog, mover, clock)
         self.outcomes = Outcomes(clock)
+        self.importance = ImportanceTable()
+        """Which tokens of chunks matter; whoever encodes is given the same one."""
 
     def reserve(self, shelf: Shelf, room: Room) -> Reservation:
         """Reserve on *shelf*, evicting what is in the way.

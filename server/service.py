@@ -16,6 +16,7 @@ from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.blend_calls import BlendCalls
 from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes
+from kvstore.server.codec_calls import CodecCalls
 from kvstore.server.dataplane import DataPlane
 from kvstore.server.explain_wire import ExplainDesk
 from kvstore.server.found import Leasing
@@ -57,7 +58,13 @@ _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 
 class KVStoreService(
-    BlendCalls, HandOverCalls, StatusCalls, QuotaCalls, ScrubCalls, kvstore_pb2_grpc.KVStoreServicer
+    BlendCalls,
+    HandOverCalls,
+    StatusCalls,
+    QuotaCalls,
+    ScrubCalls,
+    CodecCalls,
+    kvstore_pb2_grpc.KVStoreServicer,
 ):
     """Every RPC of kvstore.v1."""
 

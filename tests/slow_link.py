@@ -48,8 +48,8 @@ class SlowLink:
             far = socket.create_connection(("127.0.0.1", self._port))
             for one in (near, far):
                 # Little is on its way beyond what was let through.
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sockets += [near, far]
             for source, sink, is_slow in ((near, far, False), (far, near, True)):

@@ -169,7 +169,8 @@ def test_no_function_rebinds_a_global() -> None:
 
 
 def test_no_table_drops_its_oldest_entry_by_looking_for_it() -> None:
-    assert broken(slow_drops, sources()) == []
+    names = [name for name in sources() if not name.startswith("tests/")]
+    assert broken(slow_drops, names) == []
 
 
 def test_every_error_is_kept_in_three_places_only() -> None:

@@ -206,8 +206,9 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     @override
     def clear(self) -> None:
-        for store in (self.pages, *self._seconds.values()):
-            store.clear()
+        self.pages.clear()
+        for second in self._seconds.values():
+            second.clear()
 
     def stats(self) -> ConnectorStats:
         """Return what this backend did since its birth."""

@@ -40,7 +40,7 @@ _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
 _OWN_SETTINGS = frozenset(
     {
         *("address", "model_revision", "transport", "deadline_ms", "adapter_digest"),
-        *("token_file", "tls_ca", "tls_cert", "tls_key", "tenant"),
+        *("token_file", "tls_ca", "tls_cert", "tls_key", "tenant", "kv_heads"),
     }
 )
 _SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
@@ -75,14 +75,29 @@ class RankTerms:
         ranks = [("pp", self.pp_rank, self.pp_size), ("cp", self.cp_rank, self.cp_size)]
         return ",".join(f"{name}{rank}of{size}" for name, rank, size in ranks if size > 1)
 
-    def rectangle(self, heads: int) -> Rectangle | None:
+    def all_heads(self, heads: int, model_heads: int) -> int:
+        """Return the heads of the model, of which this rank has *heads*; *model_heads* if known.
+
+        Where it is not, 0, ranks are taken to have heads of their own. Raises RepresentationError
+        when ranks of such a model do not have so many.
+        """
+        total = model_heads or heads * self.tp_size
+        is_even = not (total % self.tp_size and self.tp_size % total)
+        if not is_even or heads != max(1, total // self.tp_size):
+            fix = f"{self.tp_size} ranks have {heads} of them each"
+            raise RepresentationError("kv_heads", total, fix)
+        return total
+
+    def rectangle(self, heads: int, model_heads: int = 0) -> Rectangle | None:
         """Return which heads this rank has, *heads* of them, of all ranks'; None: all.
 
-        Every rank has all of a latent. Of a model with fewer heads than ranks each counts as one.
+        Every rank has all of a latent. Of a model with fewer heads than ranks several have each,
+        if *model_heads* says so.
         """
         if self.is_mla or self.tp_size == 1:
             return None
-        return Rectangle(kv_heads=((self.tp_rank * heads, (self.tp_rank + 1) * heads),))
+        first = self.tp_rank * self.all_heads(heads, model_heads) // self.tp_size
+        return Rectangle(kv_heads=((first, first + heads),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +114,22 @@ class PageSettings:
     tls_cert: str = ""
     tls_key: str = ""
     tenant: str = ""
+    kv_heads: int = 0
+    """Of the model, where more ranks than that share them; 0: each rank has its own."""
+
+    def __post_init__(self) -> None:
+        if type(self.kv_heads) is not int or self.kv_heads < 0:
+            raise InvalidRequestError("kv_heads", self.kv_heads, "give the model's number of them")
+
+    def options(self, page_tokens: int) -> ClientOptions:
+        """Return the options of a client whose chunks have so many tokens."""
+        return ClientOptions(
+            self.transport,
+            chunk_tokens=page_tokens,
+            deadline_ms=self.deadline_ms,
+            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
+            tenant=self.tenant,
+        )
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], model_name: str) -> PageSettings:
@@ -132,7 +163,7 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
         LayerKind.mla if rank.is_mla else LayerKind.attention,
         dtype_of(buffer),
         tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
-        1 if rank.is_mla else _heads(pool) * rank.tp_size,
+        1 if rank.is_mla else rank.all_heads(_heads(pool), settings.kv_heads),
         int(buffer.shape[-1]),
     )
     extent = f"#{rank.extent}" if rank.extent else ""
@@ -191,17 +222,9 @@ class PageStore(Connector):
         """Raises RepresentationError for pools that are not understood."""
         self._pool = pool
         self._is_mla = rank.is_mla
-        options = ClientOptions(
-            settings.transport,
-            chunk_tokens=pool.page_size,
-            deadline_ms=settings.deadline_ms,
-            access=access_from(
-                settings.token_file, settings.tls_ca, settings.tls_cert, settings.tls_key
-            ),
-            tenant=settings.tenant,
-        )
-        client = Client(settings.address, representation_of(pool, rank, settings), options)
-        super().__init__(client, rectangle=rank.rectangle(_heads(pool)))
+        identity = representation_of(pool, rank, settings)
+        client = Client(settings.address, identity, settings.options(pool.page_size))
+        super().__init__(client, rectangle=rank.rectangle(_heads(pool), settings.kv_heads))
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""

@@ -14,7 +14,6 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, digest_of
-from kvstore.client.options import ClientOptions
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import (
@@ -104,10 +103,7 @@ class SecondStore(Connector):
         self._pool = pool
         self.is_own = not rank.is_mla or name == STATES
         identity = second_representation(pool, name, rank, settings)
-        options = ClientOptions(
-            settings.transport, chunk_tokens=ROWS, deadline_ms=settings.deadline_ms
-        )
-        super().__init__(Client(settings.address, identity, options))
+        super().__init__(Client(settings.address, identity, settings.options(ROWS)))
 
     def present(self, hashes: Sequence[str]) -> list[bool]:
         """Return which of *hashes* are stored, whatever is before them."""
@@ -115,7 +111,8 @@ class SecondStore(Connector):
         def ask() -> set[bytes]:
             return {one.digest for one in self.client.stat(self._named(hashes)) if one.copies}
 
-        found = self.ask(ask, set())
+        nothing: set[bytes] = set()
+        found = self.ask(ask, nothing)
         return [bytes(digest_of(one)) in found for one in hashes]
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> list[bool]:
@@ -137,12 +134,12 @@ class SecondStore(Connector):
         taken: list[bool] = []
         for start in range(0, len(hashes), BATCH):
             some = hashes[start : start + BATCH]
-            outcomes = self.write_each(partial(self._chunks, some, slots[start : start + BATCH]))
+            outcomes = self.write_each(partial(self._pages, some, slots[start : start + BATCH]))
             taken += [one is not PutOutcome.refused for one in outcomes]
             taken += [False] * (start + len(some) - len(taken))
         return taken
 
-    def _chunks(self, hashes: Sequence[str], slots: Sequence[int]) -> list[Chunk]:
+    def _pages(self, hashes: Sequence[str], slots: Sequence[int]) -> list[Chunk]:
         pages = [self._pool.get_data_page(slot).contiguous() for slot in slots]
         named = zip(self._named(hashes), pages, strict=True)
         return [Chunk(key, _rows(page), ROOT) for key, page in named]

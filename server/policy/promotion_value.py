@@ -7,6 +7,9 @@ from kvstore.proto.errors import InvalidRequestError
 PRICE_WEIGHT = 1 / 64
 """What one victim adds to the price."""
 
+LEAST_SHARE = 0.25
+"""Of the price, what a chunk must be worth: a second read says more than the mean of its kind."""
+
 
 class TierPrice:
     """What a byte of a tier is worth to it: the mean value of those that it gave up of late.
@@ -35,8 +38,8 @@ class TierPrice:
         self._is_known = True
 
     def takes(self, value_per_byte: float) -> bool:
-        """Whether a chunk of this value is worth what has to go for it."""
-        return value_per_byte >= self._price
+        """Whether a chunk of this value, read a second time, is worth what has to go for it."""
+        return value_per_byte >= LEAST_SHARE * self._price
 
 
 def value_per_byte(chance: float, saved_s: float, size_bytes: int) -> float:

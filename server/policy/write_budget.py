@@ -11,7 +11,7 @@ DAY_S = 86_400.0
 BURSTS_A_DAY = 24
 """An hour's share may be written at once."""
 FIRST_PRICE = 0.5
-"""The least value of a copy at the end of the budget; it rises to 1 with an hour's share of debt."""
+"""The least value of a copy once the budget is spent; it rises to 1 with an hour's share owed."""
 MAX_AWAITED = 4096
 """Copies that were admitted and not written yet; of more the oldest are taken for given up."""
 

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from bench import policy, policy_costs, policy_grid
-from bench.policy_costs import TimedEviction, bytes_per_node, eviction_us, read_blocks
+from bench.policy_costs import (
+    TimedEviction,
+    bare_loop_per_s,
+    bytes_per_node,
+    eviction_us,
+    read_blocks,
+)
 from bench.policy_grid import ADAPTIVE, SINGLE, Cell, all_cells, fill, worst_gap
 from bench.report import Report
 
@@ -84,6 +90,7 @@ def test_evictions_of_a_replay_are_timed_and_nodes_weighed() -> None:
     assert mean_us > 0
     assert p99_us > 0
     assert 20 < bytes_per_node("hit_density", 20_000) < 400
+    assert bare_loop_per_s(read_blocks(SMALL)) > 0
 
 
 @pytest.fixture

@@ -284,7 +284,8 @@ def test_what_engines_are_told_is_what_connectors_take(helm4: Helm) -> None:
     assert vllm["kv_load_failure_policy"] == "recompute"
     client = json.loads(told["client.json"])
     assert client.pop("address") == told["address"]
-    Access(**{name: Path(path) for name, path in client.items()})
+    named: dict[str, Any] = {name: Path(path) for name, path in client.items()}
+    assert Access(**named).tls
 
 
 def test_checkov_finds_nothing_but_what_is_accounted_for(

@@ -62,7 +62,9 @@ def test_doctor_finds_a_machine_that_can_serve_in_order(
 ) -> None:
     status, found = doctor("--address", server.address)
     assert status == 0
-    assert {found[name]["state"] for name in ("memory", "server", "tier cpu", "tier disk")} == {"ok"}
+    assert {found[name]["state"] for name in ("memory", "server", "tier cpu", "tier disk")} == {
+        "ok"
+    }
     assert "MB/s" in found[f"disk {tmp_path / 'd'}"]["saw"]
     assert list(tmp_path.glob(".kvstore-doctor*")) == []
 
@@ -85,7 +87,7 @@ def test_doctor_tries_what_the_user_of_redis_may_do(
     flags = ("--tiers", "cpu,redis", "--address", "127.0.0.1:1", "--redis")
     status, found = doctor(*flags, own_redis.url)
     assert (status, found["redis rights"]["state"]) == (0, "ok")
-    own_redis.command(*"ACL SETUSER poor on >pw ~kvs:1:* +getrange +set".split())
+    own_redis.command("ACL", "SETUSER", "poor", "on", ">pw", "~kvs:1:*", "+getrange", "+set")
     poor = own_redis.url.replace("//", "//poor:pw@")
     status, found = doctor(*flags, poor)
     assert status == 1
@@ -93,9 +95,7 @@ def test_doctor_tries_what_the_user_of_redis_may_do(
     assert "pw" not in found["redis rights"]["saw"].split("password")[0]
 
 
-def test_doctor_tells_engines_apart_that_share_nothing(
-    doctor: Doctor, server: LocalServer
-) -> None:
+def test_doctor_tells_engines_apart_that_share_nothing(doctor: Doctor, server: LocalServer) -> None:
     from prompts import other_revision
 
     for kind in (SMALL, other_revision(SMALL)):

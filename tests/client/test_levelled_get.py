@@ -27,7 +27,9 @@ from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey, DType, Fidelity, KVLayout, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
-CHUNKS = 4
+CHUNKS, MANY = 4, 16
+SHARE = 0.65
+"""Of its bytes what a slow link brings in time."""
 TOKENS = 64
 TOP = 2
 """The finest level of kvq:layered."""
@@ -75,16 +77,16 @@ def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
     return server.connect(representation=MEDIUM, options=options)
 
 
-def stored_layered(server: LocalServer, client: Client) -> list[ChunkKey]:
+def stored_layered(server: LocalServer, client: Client, count: int = CHUNKS) -> list[ChunkKey]:
     """Store a prompt of which only the layered copies on disk are left."""
-    keys = keys_of(client, 1, CHUNKS)
+    keys = keys_of(client, 1, count)
     chunks = [
         Chunk(key, numbers_of(key), parent, position=TOKENS * at)
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
     assert {put.outcome for put in client.put(chunks)} == {PutOutcome.stored}
     catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
-    assert eventually(lambda: catalog.count_on("disk") == CHUNKS)
+    assert eventually(lambda: catalog.count_on("disk") == count)
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
@@ -170,7 +172,7 @@ def test_over_a_link_that_gives_nothing_the_engine_computes(
     assert told == [[0, 1, 2, 3]]
     assert found.levels == (RECOMPUTE,) * CHUNKS
     assert found.to_compute == (0, 1, 2, 3)
-    assert server.usage().leases == 0
+    assert server.settled().leases == 0
 
 
 def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) -> None:
@@ -302,24 +304,24 @@ def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not
             "kvstore.client.zmq_transport.endpoint", lambda *_: f"tcp://{bulk.address}"
         )
         with client:
-            keys = stored_layered(server, client)
+            keys = stored_layered(server, client, MANY)
             link = bulk if transport == "zmq" else control
             sizes = [server.node.manager.catalog.copies(key)["disk"].size_bytes for key in keys]
-            assert client.get_within(keys, DEADLINE_MS).levels == (TOP,) * CHUNKS
-            slo_s = 1.5
-            control.bytes_per_s = bulk.bytes_per_s = 0.6 * sum(sizes) / slo_s
+            assert client.get_within(keys, DEADLINE_MS).levels == (TOP,) * MANY
+            slo_s = 2.0
+            control.bytes_per_s = bulk.bytes_per_s = SHARE * sum(sizes) / slo_s
             before, started_s = link.passed_bytes, time.monotonic()
             found = client.get_within(keys, int(1000 * slo_s))
             took_s = time.monotonic() - started_s
             passed_bytes = link.passed_bytes - before
             control.bytes_per_s = bulk.bytes_per_s = 0.0
             fine = client.get_within(keys, DEADLINE_MS)
-        assert len(found.tensors) == CHUNKS
+        assert len(found.tensors) > passed_bytes / (sum(sizes) / MANY), "whole ones, as many"
         assert set(found.fidelity) == {Fidelity.bounded}
         assert min(found.levels) < TOP, "all of it came: the link was not slow"
         assert passed_bytes < sum(sizes)
-        assert took_s < slo_s + 0.3  # a call that is cancelled ends; nothing waits for the rest
-        for at, key in enumerate(keys):
+        assert took_s < slo_s + 0.5  # a call that is cancelled ends; nothing waits for the rest
+        for at, key in enumerate(keys[: len(found.tensors)]):
             best = largest_error(fine.tensors[at], numbers_of(key))
             error = largest_error(found.tensors[at], numbers_of(key))
             assert error <= best * 3 ** (TOP - found.levels[at]) * 1.2

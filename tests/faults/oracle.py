@@ -38,10 +38,8 @@ class OracleFile:
         """Return the prompts in the order of their acknowledgement; with *durable* those only."""
         if not self._path.exists():
             return []
-        rows = []
-        for line in self._path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                rows.append(json.loads(line))
+        lines = self._path.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return [row["seed"] for row in rows if row["durable"] or not durable]
 
 

@@ -61,9 +61,11 @@ class Worker:
     def start(self) -> None:
         """Begin, with a seed that was not used before."""
         self._seed += 1000
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         self._process = subprocess.Popen(
-            [*self._command, str(self._seed)], stdout=subprocess.PIPE, text=True
-        )
+            [*self._command, str(self._seed)], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._listen, args=(self._process,))
         self._thread.start()
 
@@ -126,7 +128,7 @@ class Soak:
             "redis silent": lambda: self._trouble(self._to_redis, Trouble(is_silent=True)),
             "redis bytes": lambda: self._trouble(self._to_redis, Trouble(flip_at=self._place())),
             "redis cut": lambda: self._trouble(self._to_redis, Trouble(cut_at=self._place())),
-            "redis flushed": lambda: self.redis.client.flushall(),
+            "redis flushed": self._flush_redis,
             "network bytes": lambda: self._trouble(self._to_server, Trouble(flip_at=self._place())),
             "network cut": lambda: self._trouble(self._to_server, Trouble(cut_at=self._place())),
             "network slow": lambda: self._trouble(self._to_server, Trouble(delay_s=0.05)),
@@ -172,6 +174,9 @@ class Soak:
             if isinstance(value, bytes) and value:
                 at = self._draw.randrange(len(value))
                 self.redis.client.setrange(name, at, bytes([value[at] ^ 0x20]))
+
+    def _flush_redis(self) -> None:
+        self.redis.client.flushall()
 
     def _stop_redis(self) -> None:
         with self.redis.frozen():

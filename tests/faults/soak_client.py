@@ -67,7 +67,7 @@ class Reader:
     def _verify(self, chunks: list[Chunk], arrived: list) -> int:  # type: ignore[type-arg]
         for chunk, one in zip(chunks, arrived, strict=False):
             self.counts["reads"] += 1
-            if not equal(one, chunk.tensors):
+            if not equal(one, chunk.tensors):  # type: ignore[arg-type] # they are arrays here
                 self.counts["wrong"] += 1
                 print(f"WRONG BYTES of {chunk.key.hex()}", file=sys.stderr, flush=True)
         return len(arrived)

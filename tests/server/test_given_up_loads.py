@@ -203,7 +203,8 @@ def test_what_waits_is_dropped_with_its_last_claim() -> None:
     mover, done = stepped(), []
     one = mover.submit("load", b"a", lambda: done.append(1), claimed=True)
     same = mover.submit("load", b"a", lambda: done.append(2), claimed=True)
-    assert one is same is not None
+    assert one is not None
+    assert one is same
     assert not mover.let_go(one)
     assert mover.let_go(one)
     assert not mover.let_go(one), "there is nothing left to undo"

@@ -11,7 +11,7 @@ from kvstore.server.roles import ANY, METHODS, check_role, role_for
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
 SEES = {"Lookup", "Plan", "Get", "Release", "Resolve", "Stat", "List", "Explain"}
 CHANGES = {
-    *("Put", "Reserve", "Commit", "Abort", "Promise", "ReportReuse"),
+    *("Put", "Reserve", "Commit", "Abort", "Promise", "Weigh", "ReportReuse"),
     *("Pin", "Unpin", "Delete", "Clear"),
 }
 RULES = {"SetQuota", "Drain", "Trace", "Scrub"}

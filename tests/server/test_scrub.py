@@ -62,7 +62,7 @@ def test_a_pass_keeps_its_rate(server: LocalServer) -> None:
     server.settled()
     scrub = scrub_of(server)
     waits: list[float] = []
-    scrub._wait = waits.append  # type: ignore[method-assign]
+    scrub._wait = waits.append  # type: ignore[assignment, method-assign]
     report = scrub.run_pass(["disk"], 1000)
     assert waits[-1] == pytest.approx(report.checked_bytes / 1000, rel=0.5)
 
@@ -94,7 +94,9 @@ def test_a_pass_is_asked_for_and_followed_over_the_wire(make_server: ServerMaker
         wire.call("Scrub", pb.ScrubRequest(begin=True, tiers=["tape"]))
 
 
-def test_the_background_verifies_by_itself(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_the_background_verifies_by_itself(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvstore.server.scrub.REST_S", 0.05)
     server = make_server("--scrub-bytes-per-s", "1GiB", "--scrub-tiers", "cpu,disk")
     store(server.connect(), 1, CHUNKS)

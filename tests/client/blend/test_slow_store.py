@@ -4,7 +4,7 @@ while others are used.
 
 from __future__ import annotations
 
-import os
+import math
 import signal
 import threading
 import time
@@ -25,8 +25,10 @@ from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import SegmentRange
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
+from kvstore.server.policy.blend_gate import TRIALS
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "zmq")
 TRIAL = ResolveTerms(is_trial=True)
@@ -139,14 +141,14 @@ def test_a_server_that_stops_mid_plan_costs_no_more_than_the_patience(
         store_prefill(client, blender.prefill(STORED[0]), *STORED)
         resolved = client.resolve(*ASKED, TRIAL)
         assert len(list(resolved.chunks())) == 3
-        os.kill(process.pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGSTOP)
         try:
             started = time.monotonic()
             with StoreSource(resolved, ASKED[0], client.representation) as source:
                 found = blender.blend(source.plan, source, patience_s=PATIENT_S)
             took_s = time.monotonic() - started
         finally:
-            os.kill(process.pid, signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
         resolved.abandon()
     assert found.report.failure.startswith("DeadlineError")
     assert torch.equal(found.logits, blender.prefill(ASKED[0]).logits[-9:])
@@ -156,6 +158,7 @@ def test_a_server_that_stops_mid_plan_costs_no_more_than_the_patience(
 def test_patience_is_a_share_of_what_full_prefills_took(
     make_server: Callable[..., LocalServer], blender: Blender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for requests that are compared: these are answered from a full prefill."""
     server = make_server()
     seen: list[float] = []
     real = blender.blend
@@ -165,10 +168,18 @@ def test_patience_is_a_share_of_what_full_prefills_took(
         return real(*arguments, patience_s=patience_s)  # type: ignore[arg-type]
 
     monkeypatch.setattr(blender, "blend", blend)
+    good = pb.ShadowResult(agreement=1.0, tokens=64)
     with connected(server.address, "auto") as client:
         store_prefill(client, blender.prefill(STORED[0]), *STORED)
-        gated = GatedBlender(client, blender, TRIAL)
-        first = gated.run(*ASKED)
+        for _ in range(TRIALS):
+            client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
+        draws = iter([0.0, 1.0, 1.0])  # the first is compared
+        table = server.node.manager.blends.gates._table
+        monkeypatch.setattr(table, "_draw", lambda: next(draws))
+        gated = GatedBlender(client, blender)
+        compared = gated.run(*ASKED)
         gated.run(*ASKED)
-    assert seen[0] == 1.0
-    assert seen[1] == pytest.approx(PATIENCE * first.result.report.total_s)
+        assert GatedBlender(client, blender, ResolveTerms()).run(*ASKED).shadow is None
+    assert compared.shadow is not None
+    first = PATIENCE * compared.result.report.total_s
+    assert seen == [math.inf, pytest.approx(first), 1.0]

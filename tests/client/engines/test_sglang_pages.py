@@ -308,6 +308,39 @@ def test_ranks_share_pages_with_an_engine_of_one(
         assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number]])
 
 
+def test_ranks_that_have_copies_of_heads_share_pages_with_an_engine_of_one(
+    connect: Callable[..., PageStore],
+) -> None:
+    pool = Pool.make("page_first", is_mla=False)
+    fill(pool, is_mla=False)
+    ranks = [
+        connect(half_of(pool, number // 2), replace(RANK, tp_rank=number, tp_size=4), kv_heads=2)
+        for number in range(4)
+    ]
+    for number in (1, 2):  # whichever has a head
+        assert ranks[number].store(HASHES[:1], pages(ranks[number], 0), ()) == [True]  # type: ignore[arg-type]
+    one = connect(Pool.make("page_first", is_mla=False))
+    assert one.load(HASHES[:1], pages(one, 3)) == 1  # type: ignore[arg-type]
+    wanted = numbers(is_mla=False)[:, :, :SIZE]
+    for number, rank in enumerate(ranks):
+        assert rank.load(HASHES[:1], pages(rank, 2)) == 1  # type: ignore[arg-type]
+        found = rank._pool.rows(is_mla=False)  # type: ignore[attr-defined]
+        assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number // 2]])
+
+
+@pytest.mark.parametrize("kv_heads", [3, 4])
+def test_a_number_of_heads_that_ranks_do_not_have_is_refused(kv_heads: int) -> None:
+    settings = PageSettings("127.0.0.1:1", "c" * 40, kv_heads=kv_heads)
+    with pytest.raises(RepresentationError, match="kv_heads"):
+        representation_of(Pool.make("page_first", False), replace(RANK, tp_size=4), settings)
+
+
+@pytest.mark.parametrize("kv_heads", [-1, "8", True])
+def test_what_is_no_number_of_heads_is_refused(kv_heads: object) -> None:
+    with pytest.raises(InvalidRequestError, match="kv_heads"):
+        PageSettings.parse({"model_revision": "r", "kv_heads": kv_heads}, "tiny")
+
+
 def test_clearing_forgets_this_stages_pages_alone(connect: Callable[..., PageStore]) -> None:
     pool = Pool.make("page_first", is_mla=False)
     one, other = connect(pool), connect(pool, replace(RANK, pp_rank=1, pp_size=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,12 +30,10 @@ def test_a_setting_that_asks_for_blending_is_refused_by_name_with_what_is_lackin
 def test_a_request_that_asks_for_blending_is_refused_by_name() -> None:
     """Its hints are passed over then, and it is served."""
 
-    class Request:
-        num_prompt_tokens = 20
-        kv_transfer_params = {"kvstore": {"blend": "rag"}}
-
+    hints = {"kvstore": {"blend": "rag"}}
+    request = SimpleNamespace(num_prompt_tokens=20, kv_transfer_params=hints)
     with pytest.raises(InvalidRequestError, match=r"kv_transfer_params\.kvstore=.*no hook for"):
-        hints_of(Request())
+        hints_of(request)
 
 
 def test_another_unknown_setting_is_refused_with_those_that_there_are() -> None:
