@@ -38,6 +38,8 @@ PAGES = sorted(
 DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
+    "--only": "bench.trust, bench.policy",
+    "--out": "kvstore calibrate, bench.train_blend_model",
     "--chunks": "kvstore bench",
     "--transport": "kvstore bench",
     "--within": "kvstore drain",

@@ -293,7 +293,7 @@ def test_slack_goes_where_a_byte_spares_most_and_the_cautious_estimate_decides()
         lambda: make_chunk((100, 200), (0.5,)),
         lambda: make_chunk(tokens=0),
         lambda: terms(0.0),
-        lambda: replace(terms(1.0), decode_bytes_per_s=0.0),
+        lambda: replace(terms(1.0), decode_bytes_per_s=-1.0),
         lambda: PrefillModel(-1.0, 0.0),
         lambda: PrefillModel(0.0, float("inf")),
         lambda: LinkEstimate(0.0, 1.0),

@@ -9,6 +9,7 @@ import pytest
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import KEY_BYTES, ChunkKey
 from kvstore.server.policy.admission import Moment, ValueRule
 from kvstore.server.policy.history import History
 from kvstore.server.policy.lru import LruEviction
@@ -61,7 +62,7 @@ class Promoting(TierReplay):
     @override
     def _bring(self, row: int, mine: set[int], now_s: float) -> bool:
         if row in self._slow.here and row not in self._fast.here:
-            is_due = self._reads.is_due(row)
+            is_due = self._reads.is_due(ChunkKey(row.to_bytes(KEY_BYTES, "little")))
             if self.is_weighed and is_due:
                 is_due = self._price.takes(self._value(row, now_s))
             if not is_due:
