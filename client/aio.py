@@ -107,6 +107,10 @@ class AsyncClient:
             wait_ms=wait_ms,
         )
 
+    async def end_if_hung(self) -> bool:
+        """Whether the server hangs; calls that wait for it fail then."""
+        return await asyncio.to_thread(self.sync.end_if_hung)
+
     async def promise(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
         """Say that *keys* will be put within *within_ms*."""
         return await asyncio.to_thread(self.sync.promise, keys, within_ms)

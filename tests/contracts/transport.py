@@ -16,7 +16,7 @@ import pytest
 import torch
 from contracts.chunks import make_representation
 from contracts.ends import EndsContract
-from contracts.layers import LayersContract
+from contracts.layers import LayersContract, damage, flip
 from contracts.rectangles import RectanglesContract
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import (
@@ -200,16 +200,22 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         self, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 3)
-        server.settled()  # or the copy to a lower tier finds the damage first
-        frame = server.node.manager.transfers.cpu_tier.peek(keys[1])
-        assert frame is not None
-        frame.flags.writeable = True
-        frame[-1] ^= 1
+        damage(server, keys[1])
         assert len(client.get(keys)) == 1
         assert client.lookup(keys).ready == 1
         assert outcomes(client, chunks_of(client, keys)) == [
             PutOutcome.exists, PutOutcome.stored, PutOutcome.exists
         ]  # fmt: skip
+        assert_reads(client, keys)
+
+    def test_a_damaged_copy_goes_and_a_sound_one_below_it_stays(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 3)
+        server.settled()
+        flip(server, keys[1])
+        assert len(client.get(keys)) == 1
+        assert client.lookup(keys).tiers == ("cpu", "disk", "cpu")
         assert_reads(client, keys)
 
     # --- putting twice

@@ -100,7 +100,7 @@ def test_bytes_that_a_network_changes_on_their_way_from_redis_are_never_delivere
     read = 0
     for turn in range(amount(3, 2_000)):
         leave_memory(server, kept)
-        place = 29 * turn % 9_000
+        place = (1_500 + 2_977 * turn) % 9_000
         redis_proxy.to_client = Trouble(flip_at=place) if turn % 3 else Trouble(cut_at=place)
         read += sum(verified(client, [key]) for key in kept)
         redis_proxy.to_client = Trouble()

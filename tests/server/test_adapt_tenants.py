@@ -60,7 +60,7 @@ def test_a_server_shows_what_each_tenant_follows(
     assert by_name["tenant default"]["used_bytes"] > by_name["tenant acme"]["used_bytes"] == 0
     assert "sample of 1 in" in by_name["tenant acme"]["why"]
     assert disk["partitions"] == []
-    assert "cpu, tenant acme: hits of a sample" in " ".join(shown("top").split())
+    assert "cpu, tenant acme: hits of a sample" in " ".join(shown("top", "--once").split())
     status = json.loads(shown("status", "--json"))
     assert status["tiers"][0]["follows"]["tenant acme"] == "hit_density"
     assert status["tiers"][1]["follows"] == {}

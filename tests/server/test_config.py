@@ -105,7 +105,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "jwt_algorithm": "RS256", "jwt_issuer": "https://issuer", "open_pages": "true",
         "shared_pools": "library=*:curator", "tenant_limits": "acme=5:6:7,*=0:8:0",
         "audit_log": f"{tmp_path}/audit", "audit_reads": "true", "health": "127.0.0.1:0",
-        "encryption_keys": write(tmp_path / "keys.json", ""),
+        "encryption_keys": write(tmp_path / "keys.json", ""), "scrub_tiers": "disk,cpu",
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")

@@ -259,10 +259,11 @@ def test_a_session_asks_of_its_own_namespace_only(server: LocalServer) -> None:
 
 def test_a_question_that_makes_no_sense_is_refused(server: LocalServer) -> None:
     space = bytes(16)
+    session = open_session(server.dial(), SMALL).session_id
     for request, error in (
         (pb.ExplainRequest(session_id=5, digests=bytes(16)), LeaseExpiredError),
-        (pb.ExplainRequest(session_id=5, recent=1), InvalidRequestError),
-        (pb.ExplainRequest(session_id=5, spaces=True), InvalidRequestError),
+        (pb.ExplainRequest(session_id=session, recent=1), InvalidRequestError),
+        (pb.ExplainRequest(session_id=session, spaces=True), InvalidRequestError),
         (pb.ExplainRequest(digests=bytes(16)), InvalidRequestError),
         (pb.ExplainRequest(digests=bytes(16), key_namespace=bytes(7)), InvalidRequestError),
         (pb.ExplainRequest(digests=bytes(15), key_namespace=space), InvalidRequestError),

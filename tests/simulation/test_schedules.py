@@ -28,11 +28,14 @@ ELSEWHERE = {
     "put_portions", "dropped_unfinished_chunks", "promised_chunks", "waited_lookups",
     "refused_waits", "blend_resolves", "blend_exact_chunks", "blend_variant_chunks",
     "blend_missing_chunks", "blend_reports", "blend_refused_reports", "blend_shadows",
-    "blend_gate_changes", "blend_gates_closed",
+    "blend_gate_changes", "blend_gates_closed", "blend_let_through", "blend_kept_out",
+    "put_states_left_out", "over_budget_copies", "shed_calls", "expired_calls", "revoked_sessions",
+    "scrubbed_chunks", "scrubbed_bytes", "scrub_passes",
 }  # fmt: skip
-"""What the bulk channel, a tier's start, lossy codecs, admissions, plans, prefetches, quotas,
-lifetimes, the history file, codecs that only others have, portions, promises and blending count:
-none is in a schedule; for lossy codecs tests/server/test_fidelity.py has schedules of its own."""
+"""What the bulk channel, a tier's start, lossy codecs, admissions, budgets, plans, prefetches,
+quotas, lifetimes, the history file, codecs that only others have, portions, promises, blending,
+overload and trust count: none is in a schedule. Lossy codecs have schedules of their own in
+tests/server/test_fidelity.py, scrub and portions in test_network.py."""
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
