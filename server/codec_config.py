@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from typing_extensions import override
 
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.types import Fidelity
+from kvstore.server.rule_list import RuleList, check_tenant_name
 
 AUTO = "auto"
 CODED_TIERS = ("disk", "redis")
 """Tiers whose frames need not be raw."""
 MAX_TENANT_CODECS = 1024
-
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
 def is_auto(name: str) -> bool:
@@ -65,8 +64,7 @@ class TenantCodec(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> TenantCodec:
-        if not _TENANT.fullmatch(self.tenant):
-            raise ValueError("a tenant's name has letters, digits and _.-, 128 at most")
+        check_tenant_name(self.tenant)
         if self.tier not in CODED_TIERS:
             raise ValueError(f"name one of {', '.join(CODED_TIERS)}: the others hold raw frames")
         if is_auto(self.codec):
@@ -77,19 +75,15 @@ class TenantCodec(BaseModel):
         return f"{self.tenant}/{self.tier}={self.codec}"
 
 
-class TenantCodecs(BaseModel):
+class TenantCodecs(RuleList):
     """All of them. Also given as ``acme/redis=kvq:2,acme/disk=zstd``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     rules: tuple[TenantCodec, ...] = ()
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return {"rules": [_parsed(text.strip()) for text in value.split(",") if text.strip()]}
+    @override
+    def parsed(cls, text: str) -> dict[str, Any]:
+        return _parsed(text)
 
     @model_validator(mode="after")
     def _check(self) -> TenantCodecs:
@@ -103,9 +97,6 @@ class TenantCodecs(BaseModel):
     def of_tier(self, tier: str) -> dict[str, str]:
         """Return the codecs of those tenants that have their own on *tier*."""
         return {rule.tenant: rule.codec for rule in self.rules if rule.tier == tier}
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.rules))
 
 
 def _parsed(text: str) -> dict[str, str]:

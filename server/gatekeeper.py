@@ -12,15 +12,13 @@ from typing_extensions import override
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.authenticator import Authenticator, Metadata
 from kvstore.server.doorkeeper import Doorkeeper
-from kvstore.server.interceptors import ServerInterceptor
+from kvstore.server.interceptors import Behavior, ServerInterceptor, answered_by, behavior_of
 from kvstore.server.principal import ANYBODY, Principal
 from kvstore.server.roles import OPEN, SERVICES
 from kvstore.server.sessions import Session
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
-
-Behavior = Callable[[Any, grpc.ServicerContext], Any]
 
 
 class Call:
@@ -65,17 +63,11 @@ class Gatekeeper(ServerInterceptor):
         if handler is None or SERVICES.get(service) == OPEN:
             return handler
         metadata: Any = handler_call_details.invocation_metadata or ()
-        kind = "stream" if handler.request_streaming else "unary"
-        if handler.response_streaming:
-            inner = getattr(handler, f"{kind}_stream")
-            guard = self._guard_stream(inner, method, metadata, asks_once=kind == "unary")
-            make = getattr(grpc, f"{kind}_stream_rpc_method_handler")
-        else:
-            inner = getattr(handler, f"{kind}_unary")
-            guard = self._guard_unary(inner, method, metadata, asks_once=kind == "unary")
-            make = getattr(grpc, f"{kind}_unary_rpc_method_handler")
-        wrapped: Handler = make(guard, handler.request_deserializer, handler.response_serializer)
-        return wrapped
+        guard = self._guard_stream if handler.response_streaming else self._guard_unary
+        asks_once = not handler.request_streaming
+        return answered_by(
+            handler, guard(behavior_of(handler), method, metadata, asks_once=asks_once)
+        )
 
     def _guard_unary(
         self, behavior: Behavior, method: str, metadata: Metadata, *, asks_once: bool

@@ -39,16 +39,26 @@ class ErrorInterceptor(ServerInterceptor):
         handler = continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
-        kind = "stream" if handler.request_streaming else "unary"
-        if handler.response_streaming:
-            behavior = _guard_stream(getattr(handler, f"{kind}_stream"), method)
-            make = getattr(grpc, f"{kind}_stream_rpc_method_handler")
-        else:
-            behavior = _guard_unary(getattr(handler, f"{kind}_unary"), method)
-            make = getattr(grpc, f"{kind}_unary_rpc_method_handler")
-        wrapped: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
-        return wrapped
+        method, streams = handler_call_details.method, handler.response_streaming
+        return answered_by(handler, guarded(behavior_of(handler), method, streams=streams))
+
+
+def behavior_of(handler: Handler) -> Behavior:
+    """Return what answers the calls of *handler*."""
+    behavior: Behavior = getattr(handler, _shape(handler))
+    return behavior
+
+
+def answered_by(handler: Handler, behavior: Behavior) -> Handler:
+    """Return *handler* with *behavior* in the place of its own."""
+    make = getattr(grpc, f"{_shape(handler)}_rpc_method_handler")
+    changed: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
+    return changed
+
+
+def _shape(handler: Handler) -> str:
+    kinds = handler.request_streaming, handler.response_streaming
+    return "_".join("stream" if streams else "unary" for streams in kinds)
 
 
 def guarded(behavior: Behavior, method: str, *, streams: bool) -> Behavior:

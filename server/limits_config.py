@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import override
 
 from kvstore.server.principal import check_tenant
+from kvstore.server.rule_list import RuleList
 from kvstore.server.tenant_limits import BUCKETS, EVERY_OTHER, MAX_LIMIT, Limits
 
 Limit = Annotated[int, Field(ge=0, le=MAX_LIMIT)]
@@ -34,19 +36,15 @@ class TenantLimit(BaseModel):
         return f"{self.tenant}={self.chunks}:{self.requests_per_s}:{self.leases}"
 
 
-class TenantLimitRules(BaseModel):
+class TenantLimitRules(RuleList):
     """All of them. Also given as ``acme=100000:500:64,*=0:2000:0``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     rules: tuple[TenantLimit, ...] = ()
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return {"rules": [_parsed(text.strip()) for text in value.split(",") if text.strip()]}
+    @override
+    def parsed(cls, text: str) -> dict[str, Any]:
+        return _parsed(text)
 
     @model_validator(mode="after")
     def _check(self) -> TenantLimitRules:
@@ -63,9 +61,6 @@ class TenantLimitRules(BaseModel):
             rule.tenant: Limits(rule.chunks, rule.requests_per_s, rule.leases)
             for rule in self.rules
         }
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.rules))
 
 
 def _parsed(text: str) -> dict[str, object]:

@@ -17,7 +17,13 @@ import grpc
 from typing_extensions import override
 
 from kvstore.proto.errors import DeadlineError, QuotaExceededError
-from kvstore.server.interceptors import Behavior, ServerInterceptor, guarded
+from kvstore.server.interceptors import (
+    Behavior,
+    ServerInterceptor,
+    answered_by,
+    behavior_of,
+    guarded,
+)
 from kvstore.server.metrics import Counters
 
 if TYPE_CHECKING:
@@ -97,18 +103,13 @@ class Overload(ServerInterceptor):
             return None
         method = handler_call_details.method
         lane = self._writes if method.rpartition("/")[2] in WRITES else self.reads
-        kind = "stream" if handler.request_streaming else "unary"
         streams = handler.response_streaming
-        other = "stream" if streams else "unary"
-        inner = getattr(handler, f"{kind}_{other}")
         if lane.is_full:
             behavior = _on(self._refusals, guarded(self._refuse, method, streams=streams))
         else:
             expired = guarded(self._expire, method, streams=streams)
-            behavior = _on(lane, _in_time(inner, expired))
-        make = getattr(grpc, f"{kind}_{other}_rpc_method_handler")
-        wrapped: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
-        return wrapped
+            behavior = _on(lane, _in_time(behavior_of(handler), expired))
+        return answered_by(handler, behavior)
 
     def _refuse(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._counters.add("shed_calls")

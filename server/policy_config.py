@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from typing_extensions import override
 
 from kvstore.proto.hints import MAX_CATEGORY_CHARS
 from kvstore.server.policy.partitions import MAX_PARTITIONS, Quota
 from kvstore.server.policy.registry import POLICIES
+from kvstore.server.rule_list import RuleList, check_tenant_name
 from kvstore.server.units import Size, format_size
 
 POLICY_TIERS = ("gpu", "cpu", "disk", "redis")
@@ -18,7 +20,6 @@ MAX_QUOTAS = MAX_PARTITIONS // 2
 MAX_CATEGORIES = 1024
 MAX_TTL_S = 30 * 24 * 3600
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
 
@@ -30,12 +31,6 @@ def parse_ttl(value: object) -> int:
     if not 0 <= seconds <= MAX_TTL_S:
         raise ValueError("give a time to live as 90s, 10min, 2h or 7d, 30d at most; 0 for none")
     return seconds
-
-
-def check_tenant_name(name: str) -> None:
-    """Raise ValueError for what is no tenant's name."""
-    if not _NAME.fullmatch(name):
-        raise ValueError("a tenant's name has letters, digits and _.-, 128 at most")
 
 
 def _known(name: str) -> str:
@@ -111,17 +106,15 @@ class TenantQuota(_Rules):
         return f"{place}={format_size(self.quota)}{sure}"
 
 
-class TenantQuotas(_Rules):
+class TenantQuotas(RuleList):
     """All of them. Also given as ``acme=2GiB:512MiB,zeta/disk=10GiB``."""
 
     rules: tuple[TenantQuota, ...] = ()
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return {"rules": [_tenant_quota(text.strip()) for text in value.split(",") if text.strip()]}
+    @override
+    def parsed(cls, text: str) -> dict[str, Any]:
+        return _tenant_quota(text)
 
     @model_validator(mode="after")
     def _check(self) -> TenantQuotas:
@@ -146,9 +139,6 @@ class TenantQuotas(_Rules):
             if rule.tier in ("", tier)
         }
 
-    def __str__(self) -> str:
-        return ",".join(map(str, self.rules))
-
 
 class CategoryTerm(_Rules):
     """How long chunks of a category live, and what they may take of each tier; 0: no limit."""
@@ -169,19 +159,15 @@ class CategoryTerm(_Rules):
         return f"{self.category}={self.ttl_s}s{quota}"
 
 
-class CategoryTerms(_Rules):
+class CategoryTerms(RuleList):
     """All of them. Also given as ``batch=10min:1GiB,scratch=90s``."""
 
     rules: tuple[CategoryTerm, ...] = ()
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return {
-            "rules": [_category_term(text.strip()) for text in value.split(",") if text.strip()]
-        }
+    @override
+    def parsed(cls, text: str) -> dict[str, Any]:
+        return _category_term(text)
 
     @model_validator(mode="after")
     def _check(self) -> CategoryTerms:
@@ -201,9 +187,6 @@ class CategoryTerms(_Rules):
     def quotas(self) -> dict[str, Quota]:
         """The quota of each category that has one, on every tier."""
         return {rule.category: Quota(rule.quota) for rule in self.rules if rule.quota}
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.rules))
 
 
 def _tenant_quota(text: str) -> dict[str, str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from typing_extensions import override
 
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.server.principal import Principal, check_tenant
+from kvstore.server.rule_list import RuleList
 
 PREFIX = "pool:"
 """Of the name that a pool has as a tenant; no tenant's own name has a colon."""
@@ -43,19 +46,15 @@ class Pool(BaseModel):
         return f"{self.name}={'+'.join(self.readers)}:{'+'.join(self.writers)}"
 
 
-class SharedPools(BaseModel):
+class SharedPools(RuleList):
     """All of them. Also given as ``library=*:curator,team=acme+zeta:acme``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     rules: tuple[Pool, ...] = ()
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return {"rules": [_parsed(text.strip()) for text in value.split(",") if text.strip()]}
+    @override
+    def parsed(cls, text: str) -> dict[str, Any]:
+        return _parsed(text)
 
     @model_validator(mode="after")
     def _check(self) -> SharedPools:
@@ -64,9 +63,6 @@ class SharedPools(BaseModel):
         if len(self.rules) > MAX_POOLS:
             raise ValueError(f"give at most {MAX_POOLS} pools")
         return self
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.rules))
 
 
 def _parsed(text: str) -> dict[str, object]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.rule_list import TENANT_FIX, TENANT_NAME
 from kvstore.tiers.base import DEFAULT_TENANT
 
 ROLES = frozenset({"read", "write", "admin"})
 """read: look up and get; write: put, pin and forget what is one's tenant's; admin: the server."""
-
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,8 @@ class Principal:
 
 def check_tenant(tenant: str) -> str:
     """Return *tenant*. Raises InvalidRequestError when it cannot be one's name."""
-    if not _TENANT.fullmatch(tenant):
-        raise InvalidRequestError("tenant", tenant, "use letters, digits and _.-, 128 at most")
+    if not TENANT_NAME.fullmatch(tenant):
+        raise InvalidRequestError("tenant", tenant, TENANT_FIX)
     return tenant
 
 
