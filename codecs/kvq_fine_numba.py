@@ -12,26 +12,17 @@ from numpy.typing import NDArray
 from kvstore.codecs import kvq_fine_loops as loops
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, from_float32, to_float32
-from kvstore.codecs.jit import compiled, i64, read_only, u8, u16, u32, void, written
+from kvstore.codecs.jit import compiled, i64, read_only, u8, u32, void, written
 from kvstore.codecs.kvq_fine import FineBackend, Mixer
 from kvstore.codecs.kvq_levels import LEVELS, Thirds, rows_of
 from kvstore.codecs.kvq_models import kvq_models
-from kvstore.codecs.kvq_numba import angles_or_none
+from kvstore.codecs.kvq_numba import ANGLES, FAMILY, QUANTISED, WORDS, angles_or_none
 from kvstore.codecs.kvq_tiles import ESCAPE_SHARE, TILE_CHANNELS, Angles, Tiles
 from kvstore.codecs.mixed_tiles import Classes
 from kvstore.proto.types import DType
 
 _F32, _F64, _I16 = types.float32, types.float64, types.int16
 _tuple_of: Any = types.Tuple
-_ANGLES = _tuple_of((read_only(_F32, 2),) * 2)
-_FAMILY = _tuple_of((read_only(u16, 2), read_only(_F64), read_only(_I16)))
-_QUANTISED = _tuple_of(
-    (
-        written(_F32), written(_F32, 2), written(u8, 2), written(u8, 3), written(u32),
-        written(_I16), written(_F32), written(u32),
-    )
-)  # fmt: skip
-_WORDS = {2: u16, 4: u32}
 
 
 @lru_cache(maxsize=1)
@@ -50,8 +41,8 @@ def _plain() -> tuple[Any, Any, Any, Any]:
 @lru_cache(maxsize=2)
 def _writer(item_bytes: int) -> Any:
     tiles = _tuple_of((read_only(_F32), read_only(_F32, 2), read_only(_F32)))
-    out = written(_WORDS[item_bytes], 3)
-    return compiled(void, read_only(_F32, 3), tiles, u32, _ANGLES, out)(loops.write)
+    out = written(WORDS[item_bytes], 3)
+    return compiled(void, read_only(_F32, 3), tiles, u32, ANGLES, out)(loops.write)
 
 
 @lru_cache(maxsize=1)
@@ -59,14 +50,14 @@ def _refiner() -> Any:
     words = read_only(u32, 3)
     tiles = _tuple_of((read_only(_F32), read_only(_F32, 2), written(_F32, 3), read_only(u8, 3)))
     out = _tuple_of((written(u8, 4), written(u8, 4), written(_F32, 2)))
-    return compiled(types.boolean, words, u32, _ANGLES, tiles, out)(loops.refine)
+    return compiled(types.boolean, words, u32, ANGLES, tiles, out)(loops.refine)
 
 
 @lru_cache(maxsize=1)
 def _mixer() -> Any:
     words = read_only(u32, 3)
     terms = _tuple_of((_F64, read_only(u8)))
-    return compiled(i64, words, u32, _ANGLES, terms, _FAMILY, _QUANTISED)(loops.quantise_mixed)
+    return compiled(i64, words, u32, ANGLES, terms, FAMILY, QUANTISED)(loops.quantise_mixed)
 
 
 def quotients(tiles: Tiles) -> Floats | None:

@@ -21,9 +21,9 @@ _NO_ANGLES = np.zeros((0, 0), np.float32)
 
 _F32, _F64, _I16 = types.float32, types.float64, types.int16
 _tuple_of: Any = types.Tuple
-_ANGLES = _tuple_of((read_only(_F32, 2),) * 2)
-_FAMILY = _tuple_of((read_only(u16, 2), read_only(_F64), read_only(_I16)))
-_OUT = _tuple_of(
+ANGLES = _tuple_of((read_only(_F32, 2),) * 2)
+FAMILY = _tuple_of((read_only(u16, 2), read_only(_F64), read_only(_I16)))
+QUANTISED = _tuple_of(
     (
         written(_F32), written(_F32, 2), written(u8, 2), written(u8, 3), written(u32),
         written(_I16), written(_F32), written(u32),
@@ -32,19 +32,20 @@ _OUT = _tuple_of(
 _TILES = _tuple_of(
     (read_only(_F32), read_only(_F32, 2), read_only(u8, 3), read_only(u32), read_only(_I16))
 )
-_WORDS = {2: u16, 4: u32}
+WORDS = {2: u16, 4: u32}
+"""Types of the loops, also of those of refinements: numbers of two bytes and of four."""
 
 
 @lru_cache(maxsize=2)
 def _quantiser(item_bytes: int) -> Any:
-    words = read_only(_WORDS[item_bytes], 3)
-    return compiled(i64, words, u32, _ANGLES, _F64, _FAMILY, _OUT)(kvq_quantise_loops.quantise)
+    words = read_only(WORDS[item_bytes], 3)
+    return compiled(i64, words, u32, ANGLES, _F64, FAMILY, QUANTISED)(kvq_quantise_loops.quantise)
 
 
 @lru_cache(maxsize=2)
 def _dequantiser(item_bytes: int) -> Any:
-    words = written(_WORDS[item_bytes], 3)
-    return compiled(types.boolean, _TILES, u32, _ANGLES, words)(kvq_dequantise_loops.dequantise)
+    words = written(WORDS[item_bytes], 3)
+    return compiled(types.boolean, _TILES, u32, ANGLES, words)(kvq_dequantise_loops.dequantise)
 
 
 def angles_or_none(angles: Angles | None) -> Angles:
