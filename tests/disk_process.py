@@ -15,9 +15,11 @@ from pathlib import Path
 from threading import Thread
 
 from contracts.chunks import make_frame
+from contracts.shelf import get
 
-from kvstore.proto.errors import TierFullError
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, TierFullError
+from kvstore.proto.frame import check_frame
+from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.disk import DiskTier
 
@@ -39,6 +41,27 @@ def open_disk(
         index_bytes=index_bytes,
         clock=lambda: 0.0,
     )
+
+
+def note(owed: dict[str, int], line: str) -> int:
+    """Take note of what the sealer told; return how many chunks it promised."""
+    verb, key, *seed = line.split()
+    if verb == "sealed":
+        owed[key] = int(seed[0])
+        return 1
+    owed.pop(key, None)
+    return 0
+
+
+def is_whole(tier: DiskTier, info: ChunkInfo) -> bool:
+    """Whether what lies there is the frame that it says it is."""
+    found = get(tier, info)
+    assert found is not None
+    try:
+        check_frame(found, info.key)
+    except (ChunkCorruptError, InvalidFrameError):
+        return False
+    return True
 
 
 @contextmanager

@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 from contracts.chunks import make_frame
-from contracts.shelf import assert_holds, get, put
-from disk_process import SEALER_BYTES, open_disk, sealer
+from contracts.shelf import assert_holds, put
+from disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
 from faults.media import PowerSwitch
-
-from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
-from kvstore.proto.frame import check_frame
-from kvstore.proto.types import ChunkInfo
-from kvstore.tiers.disk import DiskTier
 
 
 @pytest.fixture
@@ -23,26 +18,6 @@ def power(tmp_path: Path) -> Iterator[PowerSwitch]:
     switch = PowerSwitch(tmp_path, 48 << 20)
     yield switch
     switch.close()
-
-
-def note(owed: dict[str, int], line: str) -> int:
-    """Take note of what the sealer told; return how many chunks it promised."""
-    verb, key, *seed = line.split()
-    if verb == "sealed":
-        owed[key] = int(seed[0])
-        return 1
-    owed.pop(key, None)
-    return 0
-
-
-def is_whole(tier: DiskTier, info: ChunkInfo) -> bool:
-    found = get(tier, info)
-    assert found is not None
-    try:
-        check_frame(found, info.key)
-    except (ChunkCorruptError, InvalidFrameError):
-        return False
-    return True
 
 
 def test_what_was_durable_survives_a_power_cut_and_the_rest_is_right_or_a_miss(
