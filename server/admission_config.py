@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from kvstore.server.policy.state_admission import StateRule
-from kvstore.server.policy_config import MAX_QUOTAS, check_tenant_name
+from kvstore.server.policy_config import MAX_QUOTAS
+from kvstore.server.rule_list import check_tenant_name
 from kvstore.server.units import MIB, Size
 
 
