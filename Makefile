@@ -19,7 +19,7 @@ CHART_STAMP := $(CHART)/.installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang chart-test museum-long check faults fault-tools soak fuzz soak-long bench proto format format-check lint types floors redis clean
+.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long bench proto format format-check lint types floors redis chromium clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,11 +41,15 @@ redis:
 	@command -v redis-server >/dev/null || { echo "installing Debian's redis-server"; \
 		$(APT_INSTALL) redis-server; }
 
+chromium:
+	@command -v chromium >/dev/null || { echo "installing Debian's chromium"; \
+		$(APT_INSTALL) chromium; } || echo "no chromium: the dashboard is not seen in a browser"
+
 demo: $(STAMP) ## a real engine's KV survives its process, and its server
 	@mkdir -p build
 	$(BIN)/kvstore demo --json build/demo.json
 
-test: $(STAMP) redis ## run the test suite; ARGS=... goes to pytest
+test: $(STAMP) redis chromium ## run the test suite; ARGS=... goes to pytest
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 1.8 GB in build/vllm
@@ -72,14 +76,16 @@ test-sglang: $(SGLANG_STAMP) ## SGLang's own storage factory and host pools, wit
 	PYTHONPATH=src:tests $(SGLANG)/bin/python -m pytest tests/real_sglang \
 		-o filterwarnings=default $(ARGS)
 
-$(CHART_STAMP): tests/chart/requirements.txt tests/chart/wheels.txt tests/chart/unpack.py
+chart-tools: $(CHART_STAMP) ## helm, checkov and others for the chart's tests: 600 MB in build/chart
+
+$(CHART_STAMP): tests/chart/requirements.txt tests/chart/wheels.txt tests/chart/unpack.py | $(STAMP)
 	rm -rf $(CHART) && mkdir -p $(CHART)/wheels $(CHART)/debs
 	$(PYTHON) -m venv $(CHART)/venv
-	$(CHART)/venv/bin/python -m pip install -q -r tests/chart/requirements.txt
-	$(CHART)/venv/bin/python -m pip download -q --no-deps -r tests/chart/wheels.txt -d $(CHART)/wheels
-	$(PYTHON) tests/chart/unpack.py $(CHART)/wheels $(CHART)
-	$(SUDO) apt-get update -qq
-	cd $(CHART)/debs && apt-get download -qq prometheus bubblewrap
+	$(CHART)/venv/bin/python -m pip install -q -r tests/chart/requirements.txt & pip=$$!; \
+	$(BIN)/python -m pip download -q --no-deps -r tests/chart/wheels.txt -d $(CHART)/wheels && \
+	$(PYTHON) tests/chart/unpack.py $(CHART)/wheels $(CHART) && $(SUDO) apt-get update -qq && \
+	(cd $(CHART)/debs && apt-get download -qq prometheus bubblewrap) || { wait $$pip; exit 1; }; \
+	wait $$pip
 	for deb in $(CHART)/debs/*.deb; do dpkg-deb -x $$deb $(CHART)/debs/root; done
 	cp $(CHART)/debs/root/usr/bin/promtool $(CHART)/debs/root/usr/bin/bwrap $(CHART)
 	rm -rf $(CHART)/wheels $(CHART)/debs
@@ -87,6 +93,10 @@ $(CHART_STAMP): tests/chart/requirements.txt tests/chart/wheels.txt tests/chart/
 
 chart-test: $(STAMP) $(CHART_STAMP) ## the Helm chart: rendered, checked, its pod started; ARGS=... goes to pytest
 	$(BIN)/pytest tests/chart --chart-tools $(ARGS)
+
+cluster-test: $(STAMP) redis ## three nodes on hosts of their own and a real Redis Cluster, as root; ARGS=... goes to pytest
+	@command -v ip >/dev/null || $(APT_INSTALL) iproute2
+	$(BIN)/pytest tests/cluster $(ARGS)
 
 museum-long: $(STAMP) redis ## the museum's tests, and where LMCache fails them: see tests/museum
 	$(BIN)/pytest tests/museum --peers $(ARGS)
@@ -122,6 +132,7 @@ bench: $(STAMP) redis ## measure this machine's data paths, alone and beside pee
 	$(BIN)/python -m bench.policy
 	$(BIN)/python -m bench.codecs
 	$(BIN)/python -m bench.blend
+	$(BIN)/python -m bench.cluster
 	$(BIN)/python -m bench.peers
 
 proto: $(STAMP) ## generate the protobuf and gRPC stubs again

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bench.engines_dead import DEAD_KEYS, measure_dead_server
-from bench.engines_prompts import MOST_TOKENS, Prompt, Turn, chats, tokens, turns
-from bench.engines_samples import CPU, WARM_UP, Bounds, Samples
+from bench.engines_prompts import Prompt, Turn, turns
+from bench.engines_samples import AGAIN, CPU, NEW, TURN, WARM_UP, Bounds, Samples, in_turn
 from bench.engines_sides import (
     CHUNK_TOKENS,
     LMCACHE,
@@ -28,6 +28,7 @@ from bench.engines_sides import (
     Field,
     Side,
 )
+from bench.engines_stores import STORE_KEY, measure_batches
 from bench.peer_process import PeerSkippedError
 from bench.report import Report, parse_flags
 from bench.vllm_engine import PYTHON, make_model
@@ -39,27 +40,16 @@ HITS = 3
 """Times a round asks for what is stored: it takes little."""
 PAIRS, PAIRS_S = 120, 100.0
 """Of prompts that nobody knows, with our store and without."""
-BATCHES, BATCHES_S = 16, 100.0
-BATCH, BATCH_TOKENS, GENERATED = 8, 512, 32
-EVERY = 2
-"""One round in so many has the peers in it, where only what storing costs is a key."""
+BATCHES_S = 130.0
 
 KEYS = (
     "tokens_identical", "ttft_hit_vs_recompute", "ttft_hit_vs_lmcache", "ttft_hit_vs_vllm_offload",
-    "miss_overhead", "store_overhead", *DEAD_KEYS,
+    "miss_overhead", STORE_KEY, *DEAD_KEYS,
 )  # fmt: skip
 _MANY = 1 << 12
 """More than there are rounds."""
 Asked: TypeAlias = tuple[str, Prompt, Bounds]
 """A kind of request, its prompt, and how many tokens of it are stored."""
-NEW, TURN, AGAIN = "new", "turn", "again"
-"""A prompt that nobody knows; one whose beginning is stored; one of which all is stored."""
-
-
-def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
-    """Return *sides* in an order whose first changes with *number*: no one profits from another."""
-    first = number % len(sides)
-    return [*sides[first:], *sides[:first]]
 
 
 def one_turn(samples: Samples, sides: Sequence[Side], turn: Turn, number: int) -> None:
@@ -121,22 +111,6 @@ def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
     return samples.is_same
 
 
-def one_batch(
-    samples: Samples, sides: Sequence[Side], batch: Sequence[Prompt], number: int
-) -> None:
-    """Have all answer some prompts at once, which nobody knows, and stores the same once more."""
-    whole = min(len(one) for one in batch) // CHUNK_TOKENS * CHUNK_TOKENS
-    answers = []
-    for kind, wanted in ((NEW, (0, 0)), (AGAIN, (whole - CHUNK_TOKENS, MOST_TOKENS))):
-        for side in in_turn(sides, number):
-            if side.has_store or kind != AGAIN:
-                taken = side.ask(batch, GENERATED)
-                samples.take(side, kind, number, taken, wanted)
-                answers.append(taken.tokens)
-                side.fresh()
-    samples.is_same &= all(one == answers[0] for one in answers)
-
-
 def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
     """Prompts alone: what a hit and a miss take. Return whether all tokens were the same."""
     samples = Samples()
@@ -157,27 +131,6 @@ def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
     return samples.is_same
 
 
-def measure_batches(report: Report, sides: Sequence[Side]) -> bool:
-    """Several prompts at once: what storing takes of the throughput, and what hits give to it.
-
-    Peers take part in some rounds only. Return whether all tokens were the same.
-    """
-    samples = Samples()
-    prompts = cycle(chats(BATCH_TOKENS))
-    began = time.monotonic()
-    for number in range(WARM_UP + BATCHES):
-        batch = [tokens(one, number) for one in islice(prompts, BATCH)]
-        one_batch(samples, sides if number % EVERY == 0 else sides[:2], batch, number)
-        if time.monotonic() - began > BATCHES_S:
-            break
-    samples.add(report, KEYS[5], (OURS, NEW), (PLAIN, NEW))
-    report.note("  batches", str(number + 1 - WARM_UP), f"{BATCH} prompts, {GENERATED} tokens each")
-    for side in sides[1:]:
-        for kind, against in ((NEW, NEW), (NEW + CPU, NEW + CPU), (AGAIN, NEW)):
-            samples.note(report, (side.name, kind), (PLAIN, against))
-    return samples.is_same
-
-
 def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
     """Start the stores and their engines, and compare them; return whether tokens were the same."""
     address = starts.server()
@@ -189,7 +142,7 @@ def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
         report.note("  LMCache", "skipped", str(error))
     is_same = measure_turns(report, sides)
     is_same &= measure_misses(report, sides[:2])
-    return measure_batches(report, sides) and is_same
+    return measure_batches(report, sides, BATCHES_S) and is_same
 
 
 def measure(report: Report, folder: Path) -> None:

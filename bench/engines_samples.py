@@ -18,6 +18,8 @@ WARM_UP = 2
 FEWEST = 4
 """Rounds of which there is a median."""
 CPU = ", CPU"
+NEW, TURN, AGAIN = "new", "turn", "again"
+"""A prompt that nobody knows; one whose beginning is stored; one of which all is stored."""
 
 Bounds: TypeAlias = tuple[int, int]
 """At least, and at most."""
@@ -25,6 +27,12 @@ Kind: TypeAlias = tuple[str, str]
 """A contestant, and the kind of request."""
 
 _DRAWS, _SEED, _TAIL = 1000, 20_26, 0.025
+
+
+def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
+    """Return *sides* in an order whose first changes with *number*: no one profits from another."""
+    first = number % len(sides)
+    return [*sides[first:], *sides[:first]]
 
 
 def interval(found: Sequence[float]) -> tuple[float, float]:

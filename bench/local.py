@@ -6,6 +6,7 @@ is a process of its own on embedded defaults but for sizes and paths.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import numpy as np
 
 from bench.bulk import zmq_against_tcp
 from bench.redis_gets import redis_gets
-from bench.report import Report, best_s, in_turns, paired, parse_flags
+from bench.report import Report, best_s, in_turns, paired
 from bench.workload import (
     MIB,
     MODEL,
@@ -363,24 +364,34 @@ def bench_metadata(folder: Path, report: Report) -> None:
     report.add("metadata_bytes_per_chunk", (after - before) / count, "CPU + disk copy", "reported")
 
 
+SHARED = {"transport": bench_transport, "lookup": bench_lookup, "lease": bench_lease}
+PARTS = {
+    "bulk": bench_bulk,
+    "disk": bench_disk,
+    "redis": bench_redis,
+    "import": lambda _, report: bench_import(report),
+    "burst": bench_burst,
+    "metadata": bench_metadata,
+}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run every part and print the report."""
-    only_json = parse_flags(argv, __doc__ or "")
+    """Run the parts that the flags ask for, and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    names = [*SHARED, *PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
+    options = parser.parse_args(argv)
     report = Report("local")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        flags = ("--tiers", "cpu", "--cpu", "1GiB")
-        with serving(*flags, disk=folder / "none") as (address, _):
-            bench_transport(address, report)
-            bench_lookup(address, report)
-            bench_lease(address, report)
-        bench_bulk(folder, report)
-        bench_disk(folder, report)
-        bench_redis(folder, report)
-        bench_import(report)
-        bench_burst(folder, report)
-        bench_metadata(folder, report)
-    report.print(only_json=only_json)
+        if shared := [part for part in SHARED if part in options.only]:
+            with serving("--tiers", "cpu", "--cpu", "1GiB", disk=folder / "none") as (address, _):
+                for part in shared:
+                    SHARED[part](address, report)
+        for part in (part for part in PARTS if part in options.only):
+            PARTS[part](folder, report)
+    report.print(only_json=options.json)
 
 
 if __name__ == "__main__":

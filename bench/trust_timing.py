@@ -22,10 +22,11 @@ from kvstore.client import Client
 from kvstore.proto.types import ChunkKey
 
 PROBES = 2000
-CHUNKS = 48
-TRIES = 5
+CHUNKS = 512
+"""Of a prompt: what is there costs a lookup more than what is not, by the chunk."""
+TRIES = 9
 """Times that each probe is asked: the shortest counts, as whoever is curious would have it."""
-STORED = 100
+STORED = 20
 """Prompts of the victim: each is probed several times, as many others as often."""
 
 
@@ -33,7 +34,7 @@ def measure(report: Report, folder: Path) -> None:
     """Add ``cross_tenant_auc`` and ``same_tenant_auc``, over PROBES lookups each."""
     tenants = Tenants(folder, "victim", "curious")
     with ExitStack() as stack:
-        flags = ("--tiers", "cpu", "--cpu", "64MiB", *tenants.flags)
+        flags = ("--tiers", "cpu", "--cpu", "256MiB", *tenants.flags)
         address, _ = stack.enter_context(serving(*flags, disk=folder / "d"))
         victim = stack.enter_context(tenants.client("victim", address, TINY))
         curious = stack.enter_context(tenants.client("curious", address, TINY))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_USAGE, fail
+from kvstore.cli.manual import Manual
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 
@@ -20,6 +21,7 @@ _SAY_EVERY = 8
 """Trials between two lines of progress."""
 
 blend_app = typer.Typer(
+    cls=Manual,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Chunks of other prompts: whether a server gives them out, and why.",

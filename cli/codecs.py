@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.cli.progress import followed
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.speed import make_sample, measure
 from kvstore.proto.codec_speed import CodecSpeed
@@ -32,7 +33,7 @@ def measure_all(names: Sequence[str]) -> tuple[list[CodecSpeed], dict[str, str]]
     found = [(name, codec_by_name(name)) for name in names]
     sample = make_sample()
     speeds, missing = [], {}
-    for name, codec in found:
+    for name, codec in followed(found, "measuring"):
         try:
             speeds.append(measure(name, codec, sample, time.perf_counter, BUDGET_S))
         except KVStoreError as error:

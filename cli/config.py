@@ -5,11 +5,13 @@ from __future__ import annotations
 import typer
 
 from kvstore.cli.exits import EXIT_USAGE, fail
+from kvstore.cli.manual import Manual
 from kvstore.proto.errors import InvalidRequestError
 
 _AS_SERVER = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 config_app = typer.Typer(
+    cls=Manual,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="What kvstore-server would make of these flags, the environment and the file.",

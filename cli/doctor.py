@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.access import dial
-from kvstore.cli.doctor_checks import CHECKS, Finding, State
+from kvstore.cli.doctor_checks import CHECKS
+from kvstore.cli.doctor_redis import check_directory
+from kvstore.cli.finding import Finding, State
 from kvstore.cli.status import DEADLINE_MS, ask_status
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
@@ -41,6 +43,7 @@ def check_server(address: str) -> Iterator[Finding]:
     damaged = status.counters.get("corrupt_chunks", 0)
     if damaged:
         yield Finding("damage", "warn", f"{damaged} damaged copies", "look at the media")
+    yield from check_directory(status)
     yield from _namespaces(address)
 
 

@@ -5,42 +5,27 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
 from uuid import uuid4
 
+from kvstore.cli.doctor_clock import check_clock
+from kvstore.cli.doctor_redis import check_redis
+from kvstore.cli.finding import Check, Finding, State
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig
+from kvstore.server.trust.revocations import parse_revocations
 from kvstore.server.units import GIB, MIB, format_size
-from kvstore.tiers.redis_link import RedisLink
-
-State = Literal["ok", "warn", "fail"]
 
 MIN_FILES = 4096
 PROBE_BYTES = 32 * MIB
 MIN_DISK_BYTES_PER_S = 100e6
-MAX_REDIS_MS = 5.0
-PINGS = 20
 EXPIRES_SOON = timedelta(days=14)
+LIST_ENDS_SOON = timedelta(days=1)
 SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "fuse", "overlay"}
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check's answer; ``fix`` is empty when it is ok."""
-
-    check: str
-    state: State
-    saw: str
-    fix: str = ""
-
-
-Check = Callable[[ServerConfig], Iterator[Finding]]
 
 
 def check_limits(config: ServerConfig) -> Iterator[Finding]:
@@ -130,68 +115,6 @@ def disk_bytes_per_s(folder: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-def check_redis(config: ServerConfig) -> Iterator[Finding]:
-    """Whether Redis answers, how fast, what the user may do, and how its nodes are set up."""
-    if "redis" not in config.tiers or config.redis_url is None:
-        return
-    link = RedisLink("redis", config.redis_url, config.redis_timeout_ms, 1)
-    name = b"kvs:1:{doctor}"
-    try:
-        times = []
-        for _ in range(PINGS):
-            started = time.perf_counter()
-            link.run(name, [[b"GETRANGE", name, b"0", b"0"]])
-            times.append(1000 * (time.perf_counter() - started))
-        median_ms = sorted(times)[PINGS // 2]
-        slow = median_ms > MAX_REDIS_MS
-        fix = "move it nearer: each lookup that memory cannot answer waits for it" if slow else ""
-        yield Finding("redis", "warn" if slow else "ok", f"{median_ms:.2f} ms an answer", fix)
-    except KVStoreError as error:
-        yield Finding("redis", "fail", str(error), "start it, or correct --redis")
-        link.close()
-        return
-    yield from _redis_rights(link, name)
-    yield from _redis_settings(link, name)
-    link.close()
-
-
-def _redis_rights(link: RedisLink, name: bytes) -> Iterator[Finding]:
-    trials = {
-        "set": [b"SET", name, b"x", b"PX", b"10000"],
-        "expire": [b"EXPIRE", name, b"10"],
-        "eval": [b"EVAL", b"return 1", b"1", name],
-        "unlink": [b"UNLINK", name],
-    }
-    denied = []
-    for word, command in trials.items():
-        try:
-            link.run(name, [command])
-        except KVStoreError as error:
-            denied.append(f"{word} ({error})")
-    fix = "give the user +getrange +set +unlink +expire +scan +eval on ~kvs:1:*" if denied else ""
-    saw = f"denied: {', '.join(denied)}" if denied else "every command that the tier needs"
-    yield Finding("redis rights", "fail" if denied else "ok", saw, fix)
-
-
-def _redis_settings(link: RedisLink, name: bytes) -> Iterator[Finding]:
-    try:
-        found = {}
-        for key in (b"maxmemory-policy", b"cluster-enabled", b"cluster-require-full-coverage"):
-            (reply,) = link.run(name, [[b"CONFIG", b"GET", key]])
-            found[key] = reply[1] if reply else b""
-    except KVStoreError:
-        yield Finding("redis settings", "ok", "not readable by this user")
-        return
-    is_all = found[b"cluster-require-full-coverage"] == b"yes"
-    if found[b"cluster-enabled"] == b"yes" and is_all:
-        yield Finding(
-            "redis cluster", "warn", "one dead master takes every slot with it",
-            "set cluster-require-full-coverage no on every node",
-        )  # fmt: skip
-    policy = found[b"maxmemory-policy"].decode()
-    yield Finding("redis settings", "ok", f"maxmemory-policy {policy}")
-
-
 def check_certificate(config: ServerConfig) -> Iterator[Finding]:
     """How long the server's certificate is valid."""
     if config.tls_cert is None:
@@ -207,6 +130,24 @@ def check_certificate(config: ServerConfig) -> Iterator[Finding]:
     state: State = "fail" if left < timedelta() else "warn" if left < EXPIRES_SOON else "ok"
     fix = "" if state == "ok" else "replace the file; the server reads it again by itself"
     yield Finding("certificate", state, f"{left.days} days left", fix)
+
+
+def check_revocations(config: ServerConfig) -> Iterator[Finding]:
+    """Whether the list of revoked certificates can be used, and for how long."""
+    if config.tls_crl is None or config.tls_client_ca is None:
+        return
+    try:
+        data, authorities = config.tls_crl.read_bytes(), config.tls_client_ca.read_bytes()
+        found = parse_revocations(data, authorities, wall_clock=time.time)
+    except (OSError, KVStoreError) as error:
+        fix = "get the list anew: no server starts with this one, and one that runs keeps the last"
+        yield Finding("revocations", "fail", str(error), fix)
+        return
+    left = timedelta(seconds=min(found.until_s - time.time(), 1e9))
+    soon = left < LIST_ENDS_SOON
+    fix = "replace the file; the server reads it again by itself" if soon else ""
+    saw = f"{len(found)} certificates, the list is good for {left.days} days"
+    yield Finding("revocations", "warn" if soon else "ok", saw, fix)
 
 
 def check_gpu(config: ServerConfig) -> Iterator[Finding]:
@@ -226,4 +167,12 @@ def _size(size_bytes: int) -> str:
     return "unlimited" if size_bytes < 0 else f"{size_bytes / GIB:.1f} GiB"
 
 
-CHECKS: tuple[Check, ...] = (check_limits, check_disk, check_redis, check_certificate, check_gpu)
+CHECKS: tuple[Check, ...] = (
+    check_limits,
+    check_disk,
+    check_redis,
+    check_clock,
+    check_certificate,
+    check_revocations,
+    check_gpu,
+)

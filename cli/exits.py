@@ -9,10 +9,13 @@ EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
 EXIT_STORE = 3
 
-EXIT_CODES = (
-    "Exit codes: 0 done; 1 the demo did not hold; 2 wrong usage or configuration;"
-    " 3 the store answered with an error or not at all."
-)
+CODES = {
+    0: "done",
+    EXIT_NOT_HELD: "what was asked for is not there, or did not hold",
+    EXIT_USAGE: "wrong usage or configuration",
+    EXIT_STORE: "the store answered with an error or not at all",
+}
+EXIT_CODES = f"Exit codes: {'; '.join(f'{code} {text}' for code, text in CODES.items())}."
 
 
 def fail(reason: object, status: int) -> NoReturn:

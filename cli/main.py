@@ -1,7 +1,6 @@
 """The kvstore command: what to type.
 
-Exit codes: 0 done; 1 the demo did not hold; 2 wrong usage or configuration; 3 the store
-answered with an error or not at all.
+cli/exits.py has the exit codes, cli/manual.py the end of each command's help.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import care
+from kvstore.cli import care, chunks
 from kvstore.cli.access import Ca, Cert, Key, Tls, TokenFile, remember
 from kvstore.cli.blend import blend_app
 from kvstore.cli.config import config_app
 from kvstore.cli.exits import EXIT_CODES, EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE, fail
+from kvstore.cli.manual import Manual
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
 from kvstore.cli.trace import trace_app
 from kvstore.cli.trust import audit_app, keys_app, quota_app, token_app
@@ -30,8 +30,8 @@ MIN_DEMO_TOKENS = 64
 
 # Plain help and tracebacks: rich takes longer to import than most commands take to run.
 app = typer.Typer(
+    cls=Manual,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Look at a kvstore server, check its configuration, see the store at work.",
@@ -41,6 +41,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(trace_app, name="trace")
 app.add_typer(blend_app, name="blend")
 care.add_to(app)
+chunks.add_to(app)
 app.add_typer(token_app, name="token")
 app.add_typer(keys_app, name="keys")
 app.add_typer(quota_app, name="quota")
@@ -266,6 +267,7 @@ def simulate(  # noqa: PLR0913 - each is an option
     ] = None,
 ) -> None:
     """Replay a trace on policies and capacities, and print what each would have hit."""
+    from kvstore.cli.progress import followed
     from kvstore.cli.simulate import Simulator, Terms, names_of
     from kvstore.cli.simulate_report import (
         check_plot,
@@ -285,7 +287,7 @@ def simulate(  # noqa: PLR0913 - each is an option
             for name in names_of(policy, model)
         ]
         simulator = Simulator(trace)
-        outcomes = [simulator.run(one) for one in terms]
+        outcomes = [simulator.run(one) for one in followed(terms, "replaying")]
     except (InvalidRequestError, OSError) as error:
         fail(error, EXIT_USAGE)
     if as_json:

@@ -43,9 +43,25 @@ def status_as_json(address: str, reply: pb.StatusResponse) -> str:
             | {"follows": {one.name: one.follows for one in tier.partitions if one.follows}}
             for tier in reply.tiers
         ],
+        "directory": _directory_as_dict(reply),
         "counters": dict(sorted(reply.counters.items())),
     }
     return json.dumps(status, indent=2)
+
+
+def _directory_as_dict(reply: pb.StatusResponse) -> dict[str, object] | None:
+    if not reply.HasField("directory"):
+        return None
+    one = reply.directory
+    names = ("node_id", "incarnation", "grpc_address", "zmq_address")
+    return {
+        "node_id": one.node_id,
+        "incarnation": one.incarnation,
+        "standing": one.standing,
+        "failure": one.failure,
+        "announced": one.announced,
+        "nodes": [{name: getattr(node, name) for name in names} for node in one.nodes],
+    }
 
 
 def print_status(address: str, reply: pb.StatusResponse) -> None:
@@ -71,10 +87,22 @@ def print_status(address: str, reply: pb.StatusResponse) -> None:
         followed = [f"{one.name} {one.follows}" for one in tier.partitions if one.follows]
         if followed:
             console.print(f"{tier.name} evicts by: {', '.join(followed)}", highlight=False)
+    if reply.HasField("directory"):
+        console.print(directory_line(reply.directory), highlight=False)
     counters = Table("counter", "since the start")
     for name, value in sorted(reply.counters.items()):
         counters.add_row(name, str(value))
     console.print(counters)
+
+
+def directory_line(directory: pb.Directory) -> str:
+    """Return how a server stands among other nodes, and whom it sees."""
+    nodes = ", ".join(f"{node.node_id} at {node.grpc_address}" for node in directory.nodes)
+    standing = {"taken": "another node has its id", "full": "the directory is full"}
+    why = directory.failure or standing.get(directory.standing, directory.standing)
+    is_up = directory.standing == "known" and not directory.failure
+    state = f"{directory.announced} chunks named" if is_up else f"out of it: {why}"
+    return f"directory: {directory.node_id}, {state}; sees {nodes or 'no other node'}"
 
 
 def readable_size(size_bytes: int) -> str:

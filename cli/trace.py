@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.exits import EXIT_USAGE, fail
+from kvstore.cli.manual import Manual
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
 from kvstore.proto.errors import InvalidRequestError
 
 trace_app = typer.Typer(
+    cls=Manual,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="What a server is asked for: recorded without anything of anybody's, and replayed.",

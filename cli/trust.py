@@ -9,28 +9,31 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_USAGE, fail
+from kvstore.cli.manual import Manual
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the rooms
-    from kvstore.server.api_keys import ApiKey
-    from kvstore.server.encryption_keys import EncryptionKey
+    from kvstore.server.trust.api_keys import ApiKey
+    from kvstore.server.trust.encryption_keys import EncryptionKey
 
 token_app = typer.Typer(
+    cls=Manual,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="API keys in the file of --auth-keys; servers take changes in by themselves.",
 )
 keys_app = typer.Typer(
+    cls=Manual,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Keys in the file of --encryption-keys; servers take changes in by themselves.",
 )
 quota_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="What tenants take and may take."
+    cls=Manual, no_args_is_help=True, rich_markup_mode=None, help="What tenants take and may take."
 )
 audit_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The log of who did what."
+    cls=Manual, no_args_is_help=True, rich_markup_mode=None, help="The log of who did what."
 )
 
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="It is made if it is not there.")]
@@ -50,7 +53,7 @@ def token_make(
     import os
     import time
 
-    from kvstore.server.api_keys import make_key, write_keys
+    from kvstore.server.trust.api_keys import make_key, write_keys
 
     try:
         rows = _tokens(file)
@@ -84,7 +87,7 @@ def token_revoke(
     file: KeyFile, key_id: Annotated[str, typer.Argument(metavar="ID", help="As list shows it.")]
 ) -> None:
     """Take a key out of a file: its sessions end within a second."""
-    from kvstore.server.api_keys import write_keys
+    from kvstore.server.trust.api_keys import write_keys
 
     try:
         rows = _tokens(file)
@@ -98,7 +101,7 @@ def token_revoke(
 
 
 def _tokens(file: Path) -> list[ApiKey]:
-    from kvstore.server.api_keys import parse_keys
+    from kvstore.server.trust.api_keys import parse_keys
     from kvstore.server.watched_file import read_guarded
 
     return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
@@ -113,7 +116,7 @@ def keys_new(file: KeyFile) -> None:
     import os
     import time
 
-    from kvstore.server.encryption_keys import next_key, write_encryption_keys
+    from kvstore.server.trust.encryption_keys import next_key, write_encryption_keys
 
     try:
         rows = _encryption_keys(file)
@@ -149,7 +152,7 @@ def keys_retire(
     file: KeyFile, epoch: Annotated[int, typer.Argument(metavar="EPOCH", help="As list shows it.")]
 ) -> None:
     """Forget a key for good: what was encrypted with it is missing from now on."""
-    from kvstore.server.encryption_keys import write_encryption_keys
+    from kvstore.server.trust.encryption_keys import write_encryption_keys
 
     try:
         rows = _encryption_keys(file)
@@ -165,7 +168,7 @@ def keys_retire(
 
 
 def _encryption_keys(file: Path) -> list[EncryptionKey]:
-    from kvstore.server.encryption_keys import parse_encryption_keys
+    from kvstore.server.trust.encryption_keys import parse_encryption_keys
     from kvstore.server.watched_file import read_guarded
 
     return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
@@ -227,7 +230,7 @@ def audit_verify(
     Prints how many lines there are and the last one's hash. Noted elsewhere, it shows later whether
     the end was cut off.
     """
-    from kvstore.server.audit_log import audit_files, read_chain
+    from kvstore.server.trust.audit_log import audit_files, read_chain
 
     files = audit_files(file)
     if not files:

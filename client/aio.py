@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.client import Client
 from kvstore.client.engine_calls import LAYERED_PUT_MS
+from kvstore.client.events import EventPage, Place, followed
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer
 from kvstore.client.lease import ChunkLease
@@ -26,6 +27,7 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, NamedSegment, SegmentRange
+from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.plans import PlannedBatch, PrefillModel
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Representation
@@ -266,17 +268,31 @@ class AsyncClient:
         """Forget chunks on every tier."""
         return await asyncio.to_thread(self.sync.delete, keys)
 
-    async def clear(self) -> int:
-        """Forget every chunk of this client's namespace."""
-        return await asyncio.to_thread(self.sync.clear)
+    async def clear(self, tier: str = "", *, dry_run: bool = False) -> int:
+        """Forget every chunk of this client's namespace, or the copies on *tier*."""
+        return await asyncio.to_thread(self.sync.clear, tier, dry_run=dry_run)
 
-    async def stat(self, keys: Sequence[ChunkKey]) -> list[pb.ChunkStat]:
+    async def stat(self, keys: Sequence[ChunkKey], *, ranks: bool = False) -> list[pb.ChunkStat]:
         """Return what the server knows of those chunks that exist."""
-        return await asyncio.to_thread(self.sync.stat, keys)
+        return await asyncio.to_thread(self.sync.stat, keys, ranks=ranks)
 
-    async def list(self, limit: int = 0) -> Sequence[pb.ChunkStat]:
-        """Return the chunks of this client's namespace."""
-        return await asyncio.to_thread(self.sync.list, limit)
+    async def list(
+        self, limit: int = 0, *, after: bytes = b"", prefix: bytes = b""
+    ) -> Sequence[pb.ChunkStat]:
+        """Return the chunks of this client's namespace, a page of them."""
+        return await asyncio.to_thread(self.sync.list, limit, after=after, prefix=prefix)
+
+    async def frame(
+        self, key: ChunkKey, *, min_fidelity: Fidelity = Fidelity.exact
+    ) -> tuple[FrameHeader, bytes] | None:
+        """Return a chunk's frame as it lies on a tier, all of it verified."""
+        return await asyncio.to_thread(self.sync.frame, key, min_fidelity=min_fidelity)
+
+    async def events(self, since: Place | None = None) -> AsyncGenerator[EventPage, None]:
+        """Yield what the node gains and loses, read by a thread. Use with ``aclosing``."""
+        async with aclosing(followed(self.sync.events(since))) as pages:
+            async for page in pages:
+                yield page
 
     async def status(self) -> pb.StatusResponse:
         """Return the server's state."""

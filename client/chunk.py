@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.tensors import LayerTensors, TensorLike, to_arrays
-from kvstore.codecs.base import AnyTensors, check_tensors
+from kvstore.codecs.base import AnyTensors, check_tensors, different
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import (
@@ -103,7 +103,7 @@ class Chunk:
 
     def _check_dtypes(self, layout: KVLayout) -> None:
         for component, layers in zip(layout.components, self.tensors, strict=False):
-            for parts in layers:
+            for parts in different(layers):
                 check_dtypes(component, parts)
 
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engine_calls import EngineCalls, check_frame_bytes, check_out
+from kvstore.client.events import Following
 from kvstore.client.keeping import Keeping, check_wait
 from kvstore.client.lease import ChunkLease
 from kvstore.client.options import MAX_DEADLINE_MS
@@ -26,7 +27,6 @@ from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableErr
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chain_digests, chunk_key
-from kvstore.proto.places import PlaceRows
 from kvstore.proto.plan_wire import engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.proto.portion import Portion
@@ -41,7 +41,7 @@ from kvstore.proto.types import (
 from kvstore.proto.wire import fidelity_number, hints_to_message, match_from_message
 
 
-class Client(Keeping, EngineCalls, Resolving):
+class Client(Keeping, EngineCalls, Resolving, Following):
     """Put, look up and get chunks of one Representation. Thread-safe.
 
     Connects at the first call, and again after the server restarted. Every method raises
@@ -210,7 +210,7 @@ class Client(Keeping, EngineCalls, Resolving):
         least = fidelity_number(min_fidelity)
         request = pb.LookupRequest(lease=True, places=True, min_fidelity=least)
         match, rows, transport = self._look(keys, request)
-        view = transport.viewer(PlaceRows(rows))
+        view = transport.viewer(rows, keys[: match.ready])
         return ChunkLease(keys, match, partial(self._get, min_fidelity), self._release, view)
 
     def _get(

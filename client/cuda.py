@@ -112,7 +112,12 @@ class CudaTransport(ShmTransport):
                 slab = self.slabs.reach(place)
                 self._register(place.number, slab.data)
                 frame = slab.data[place.offset : place.offset + place.size_bytes]
-                yield Arrived(index, names[place.tier], frame, partial(slab.confirm, place))
+                yield Arrived(
+                    index,
+                    names[place.tier],
+                    frame,
+                    partial(slab.confirm, place.offset, place.generation),
+                )
             whole = assembly.add(reply.part) if reply.HasField("part") else None
             if whole is not None:
                 yield Arrived(reply.index, reply.tier, whole, lambda: None)

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 from kvstore.client.caller import Caller
 from kvstore.client.transport import Transport
+from kvstore.client.whole_frame import checked, join_parts
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
+from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import MAX_HANDOVER_MS
 from kvstore.proto.plan_wire import batch_from_message
 from kvstore.proto.plans import PlannedBatch
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.wire import fidelity_number
 
 
 class Keeping(Caller):
@@ -67,24 +70,66 @@ class Keeping(Caller):
         """Forget chunks on every tier; return how many. Chunks that are being read stay."""
         return self._ask("Delete", pb.DeleteRequest(), keys, pb.DeleteResponse).deleted
 
-    def clear(self) -> int:
-        """Forget every chunk of this client's namespace that nobody reads; return how many."""
-        return self._ask("Clear", pb.ClearRequest(), None, pb.ClearResponse).deleted
+    def clear(self, tier: str = "", *, dry_run: bool = False) -> int:
+        """Forget every chunk of this client's namespace that nobody reads; return how many.
+
+        With *tier* only their copies there go, with *dry_run* none: the answer says what would.
+        """
+        request = pb.ClearRequest(tier=tier, dry_run=dry_run, deadline_ms=self.options.deadline_ms)
+        return self._ask("Clear", request, None, pb.ClearResponse).deleted
 
     # --- looking
 
-    def stat(self, keys: Sequence[ChunkKey]) -> list[pb.ChunkStat]:
-        """Return what the server knows of those chunks that exist."""
-        return list(self._ask("Stat", pb.StatRequest(), keys, pb.StatResponse).chunks)
+    def stat(self, keys: Sequence[ChunkKey], *, ranks: bool = False) -> list[pb.ChunkStat]:
+        """Return what the server knows of those chunks that exist.
 
-    def list(self, limit: int = 0) -> Sequence[pb.ChunkStat]:
-        """Return the chunks of this client's namespace, at most *limit* unless 0."""
+        With *ranks*, of 16 chunks at most, also how many others each tier would evict before.
+        """
+        return list(self._ask("Stat", pb.StatRequest(ranks=ranks), keys, pb.StatResponse).chunks)
+
+    def list(
+        self, limit: int = 0, *, after: bytes = b"", prefix: bytes = b""
+    ) -> Sequence[pb.ChunkStat]:
+        """Return the chunks of this client's namespace, at most *limit* unless 0.
+
+        They come in the order of their digests: those behind the digest *after*, so that pages
+        follow each other, and those that begin with *prefix*.
+        """
         _check_uint32("limit", limit)
 
         def work(transport: Transport) -> Sequence[pb.ChunkStat]:
-            request = pb.ListRequest(session_id=transport.session.terms.session_id, limit=limit)
+            session_id = transport.session.terms.session_id
+            request = pb.ListRequest(session_id=session_id, limit=limit, after=after, prefix=prefix)
             pages = self._connection.stream("List", request, self.options.deadline_ms)
             return [chunk for page in pages for chunk in page.chunks]
+
+        return self._with_session(work)
+
+    def frame(
+        self, key: ChunkKey, *, min_fidelity: Fidelity = Fidelity.exact
+    ) -> tuple[FrameHeader, bytes] | None:
+        """Return a chunk's frame as it lies on a tier, all of it verified; None without one.
+
+        Raises ChunkCorruptError or InvalidFrameError for a frame that is damaged, which the
+        server is told of.
+        """
+
+        def work(transport: Transport) -> tuple[FrameHeader, bytes] | None:
+            session = transport.session
+            request = pb.GetRequest(
+                session_id=session.terms.session_id,
+                digests=self._digest(key),
+                deadline_ms=self.options.deadline_ms,
+                min_fidelity=fidelity_number(min_fidelity),
+            )
+            data = join_parts(self._connection.stream("Get", request, self.options.deadline_ms))
+            if data is None:
+                return None
+            try:
+                return checked(data, key, session.representation_digest), data
+            except (ChunkCorruptError, InvalidFrameError):
+                self._quarantine(transport, key)
+                raise
 
         return self._with_session(work)
 

@@ -40,11 +40,11 @@ class ChunkLease:
         """Return the chunk of ``keys[index]`` where it lies in the server's memory.
 
         None when it lies elsewhere or memory is not shared: ``get`` reads it then. Raises
-        LeaseExpiredError after the release, ChunkCorruptError.
+        LeaseExpiredError after the release or past the lease's time, ChunkCorruptError.
         """
         if self._is_released:
             raise LeaseExpiredError(f"lease_id={self.match.lease_id}: released; lease again")
-        return self._view(index, self.keys[index])
+        return self._view(index)
 
     def get(self, out: Sequence[LayerTensors] | None = None) -> list[ChunkTensors]:
         """Read the leased chunks, into *out* where given, as ``Client.get`` does.

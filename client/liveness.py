@@ -1,7 +1,8 @@
-"""Whether a server on this host hangs, or only takes its time: by its socket and by the kernel.
+"""Whether a server hangs, or only takes its time: of one on this host the kernel says it.
 
 A deadline has to leave time for a slow disk and a busy machine, so one that hangs would cost all
 of it. It is known much sooner by this: nobody answers who joins, and none of its threads runs.
+Of a server elsewhere: it does not even refuse a call that it does not know.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import socket
 import struct
 from pathlib import Path
 
-from kvstore.client.session import SessionTerms
+from kvstore.client.session import Session, SessionTerms
 from kvstore.proto import shm
 
 PROBE_S = 0.015
 """What a server takes at most to let somebody join, if it runs at all."""
 GRACE_S = 0.005
 """Once more, as it may have begun to run when it was looked at."""
+
+PULSE_S = 0.010
+"""What a server that may be elsewhere takes at most, or _PACES times what its heartbeats do."""
+_PACES = 3
+_ONCE_MORE = 2 / 3
+"""Of that, when it is asked again: the first answer may have come while nobody here ran."""
 
 _PROC = Path("/proc")
 _RUNNING = ("R", "D")
@@ -78,3 +85,13 @@ def hangs(terms: SessionTerms, pid: int) -> bool:
         except OSError:
             return False
         return False
+
+
+def is_silent(session: Session) -> bool:
+    """Whether the server of *session*, which may be anywhere, does not answer, asked twice.
+
+    Takes 20 ms at most where heartbeats take 3 ms or less: one far away, or that is slow to
+    answer all the time, is given time accordingly.
+    """
+    patience_s = max(PULSE_S, _PACES * session.pace_s)
+    return not any(map(session.connection.answers, (patience_s, _ONCE_MORE * patience_s)))

@@ -69,22 +69,28 @@ class LocalLink:
             return self._connection.call(method, request, self._left_ms(until), reply)
         return answer
 
-    def send(self, method: str, request: Any, deadline_ms: int) -> Callable[[], Any]:
+    def send(
+        self, method: str, request: Any, deadline_ms: int, queue: CallQueue | None = None
+    ) -> Callable[[], Any]:
         """Start *method*; the returned function waits for its reply. It must be called, once."""
         until = self._until(deadline_ms)
         try:
-            asked = self._ask(method, request, until)
+            asked = self._ask(method, request, until, queue)
         except _Broken:
             return self._connection.send(method, request, self._left_ms(until))
         kind: Any = reply_of(method)
 
         def wait() -> Any:
             try:
-                return self._reply(asked, kind)
+                return self._reply(asked, kind, queue)
             except _Broken:
                 return self._connection.call(method, request, self._left_ms(until), kind)
 
         return wait
+
+    def queue(self) -> CallQueue:
+        """Return a queue of calls that share one connection while any is unanswered."""
+        return CallQueue(self)
 
     def stream(self, method: str, request: Any, deadline_ms: int) -> Generator[Any, None, None]:
         """Yield the replies of *method*. Closing the iterator early ends the call."""
@@ -119,7 +125,9 @@ class LocalLink:
 
     # --- one call
 
-    def _ask(self, method: str, request: Any, until: float) -> _Asked:
+    def _ask(
+        self, method: str, request: Any, until: float, queue: CallQueue | None = None
+    ) -> _Asked:
         """Send a call. Raises _Broken when it did not reach the server."""
         if reply_of(method) is None:
             raise _Broken
@@ -127,7 +135,7 @@ class LocalLink:
         if len(packet) > MAX_PACKET_BYTES:
             raise _Broken
         self._connection.gate.check()
-        link = self._take(until)
+        link = (queue.link if queue is not None else None) or self._take(until)
         try:
             link.settimeout(self._left_s(until))
             link.send(packet)
@@ -137,9 +145,12 @@ class LocalLink:
         except BaseException:
             self._drop(link)
             raise
+        if queue is not None:
+            queue.link = link
+            queue.unanswered += 1
         return _Asked(link, until)
 
-    def _reply(self, asked: _Asked, kind: Any) -> Any:
+    def _reply(self, asked: _Asked, kind: Any, queue: CallQueue | None = None) -> Any:
         is_over = False
         try:
             answer = self._receive(asked)
@@ -147,7 +158,8 @@ class LocalLink:
                 raise _Broken
             is_over = True
         finally:
-            self._put_away(asked.link, is_over=is_over)
+            if queue is None or queue.is_done(asked.link, is_over=is_over):
+                self._put_away(asked.link, is_over=is_over)
         if answer.error is not None:
             raise answer.error
         return parse_answer(kind, answer.body)
@@ -266,6 +278,44 @@ class LocalLink:
         with self._lock:
             self._all.discard(link)
         link.close()
+
+
+class CallQueue:
+    """Calls that are sent before those ahead of them are answered, all on one connection.
+
+    The server answers them with one thread, which is awake when the next is due. Side by side, a
+    call each wakes another, and they copy against each other. For one thread, which waits for the
+    answers in the order in which it sent the calls.
+    """
+
+    def __init__(self, calls: LocalLink) -> None:
+        self._calls = calls
+        self._sent = self._waited = 0
+        self.link: socket.socket | None = None
+        """The connection, while answers are to come on it."""
+        self.unanswered = 0
+
+    def send(self, method: str, request: Any, deadline_ms: int) -> Callable[[], Any]:
+        """Do what ``LocalLink.send`` does."""
+        wait = self._calls.send(method, request, deadline_ms, self)
+        number = self._sent
+        self._sent += 1
+
+        def wait_in_turn() -> Any:
+            assert number == self._waited, "the answer is another call's"
+            self._waited += 1
+            return wait()
+
+        return wait_in_turn
+
+    def is_done(self, link: socket.socket, *, is_over: bool) -> bool:
+        """Take note of an answer, or that it will not come; whether *link* is given up then."""
+        self.unanswered -= 1
+        if is_over and self.unanswered:
+            return False
+        if link is self.link:
+            self.link = None
+        return True
 
 
 def _wake(links: Iterable[socket.socket]) -> None:

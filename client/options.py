@@ -34,7 +34,7 @@ class ClientOptions:
     transport: TransportName = "auto"
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     deadline_ms: int = 2000
-    staging_bytes: int = 66 << 20
+    staging_bytes: int = 34 << 20
     retry_after_ms: int = 1000
     name: str = ""
     copy_threads: int = 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvstore.client.connection import Connection
 from kvstore.client.layer_sink import PutTerms
-from kvstore.client.local_link import LocalLink
+from kvstore.client.local_link import CallQueue, LocalLink
 from kvstore.client.session import Session
 from kvstore.client.staging import PARTS, StagingMemory
 from kvstore.client.transport import Outgoing, Put, read_outcomes
@@ -44,6 +44,10 @@ class PutPipeline:
     ) -> None:
         self._staging = staging
         self._calls = calls
+        self._commits: Connection | LocalLink | CallQueue = calls
+        if isinstance(calls, LocalLink) and not terms.durable:
+            # Durable ones wait for the disk: together, so that one flush is for all of them.
+            self._commits = calls.queue()
         self._session_id = session.terms.session_id
         self._terms = terms
         self._deadline_ms = terms.within_ms
@@ -139,7 +143,7 @@ class PutPipeline:
             durable=self._terms.durable,
             deadline_ms=self._deadline_ms,
         )
-        wait = self._calls.send("Commit", request, self._deadline_ms)
+        wait = self._commits.send("Commit", request, self._deadline_ms)
         self._open_ids.difference_update(wanted)
         return wait
 

@@ -27,6 +27,8 @@ def translate(error: grpc.RpcError) -> KVStoreError:
         return revive(str(names[0]), details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"the server did not answer in time: {details}")
+    if code is grpc.StatusCode.CANCELLED:  # by ``Connection.hang_up``, or a server that stops
+        return DeadlineError(f"the call was ended: {details}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return revive(QuotaExceededError.__name__, details)
     if code is grpc.StatusCode.UNAVAILABLE:

@@ -15,6 +15,10 @@ from kvstore.proto.types import Namespace, Representation
 from kvstore.proto.wire import representation_to_message
 
 _BEATS_PER_LIFETIME = 3
+_FIRST_PACE_S = 0.05
+"""What a heartbeat is thought to take until there was one."""
+_FADES = 0.5
+"""What is left of the slowest one, a beat later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class Session:
         )
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")
+        self.pace_s = _FIRST_PACE_S
+        """What the slowest of the last heartbeats took, fading."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
@@ -104,9 +110,11 @@ class Session:
         """
         counts = {name: count for name, count in dict(self._counts()).items() if count > 0}
         request = pb.HeartbeatRequest(session_id=self.terms.session_id, counts=counts)
+        began = self.connection.clock()
         reply = self.connection.call(
             "Heartbeat", request, self.options.deadline_ms, pb.HeartbeatResponse
         )
+        self.pace_s = max(self.connection.clock() - began, _FADES * self.pace_s)
         return reply.draining
 
     def close(self, *, tell_server: bool = True) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from kvstore.client.file_frame import FileFrame
 from kvstore.client.layer_sink import PutTerms
+from kvstore.client.leased_views import LeasedViews
 from kvstore.client.liveness import hangs, peer_pid
 from kvstore.client.local_link import LocalLink
 from kvstore.client.put_pipeline import PutPipeline
@@ -29,12 +30,11 @@ from kvstore.client.transport import (
     Transport,
     piece_of,
 )
-from kvstore.client.view import ChunkView, View, geometry_of
+from kvstore.client.view import View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
-    DeadlineError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
@@ -42,12 +42,10 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.places import NOWHERE, Place, PlaceRows, Reach, unpack_places
+from kvstore.proto.places import Place, Reach, unpack_places
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
 
 _SOCKET_TIMEOUT_S = 2.0
-_MEMORY = int(Reach.memory)
-"""Compared once for each view: an enum's attribute costs as much as all the rest."""
 
 
 def can_share_memory(session: Session) -> bool:
@@ -71,6 +69,7 @@ class ShmTransport(Transport):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         whole_chunk = KVLayout.of(session.representation, session.options.chunk_tokens)
+        self._whole = geometry_of(whole_chunk)
         size_bytes = max(session.options.staging_bytes // PARTS, raw_frame_bytes(whole_chunk))
         self._staging = StagingMemory(size_bytes)
         try:
@@ -101,13 +100,16 @@ class ShmTransport(Transport):
         return link
 
     @override
-    def end_if_hung(self) -> bool:
-        if not self._server_pid or not hangs(self.session.terms, self._server_pid):
-            return False
-        self.session.connection.gate.note(DeadlineError("the server hangs"))
+    def _hangs(self) -> bool:
+        if not self._server_pid:
+            return super()._hangs()
+        return hangs(self.session.terms, self._server_pid)
+
+    @override
+    def hang_up(self) -> None:
+        super().hang_up()
         if isinstance(self.calls, LocalLink):
             self.calls.hang_up()
-        return True
 
     @override
     def put(
@@ -179,7 +181,7 @@ class ShmTransport(Transport):
             return Arrived(index, tier, FileFrame(file, place.offset, place.size_bytes), _stays)
         slab = self.slabs.reach(place)
         frame = slab.data[place.offset : place.offset + place.size_bytes]
-        return Arrived(index, tier, frame, partial(slab.confirm, place))
+        return Arrived(index, tier, frame, partial(slab.confirm, place.offset, place.generation))
 
     @override
     @contextmanager
@@ -218,19 +220,8 @@ class ShmTransport(Transport):
                         yield FramePiece(index, tier, place.size_bytes, start, data)
 
     @override
-    def viewer(self, places: PlaceRows) -> View:
-        reach = self.slabs.reach
-        options = self.session.options
-        whole = geometry_of(KVLayout.of(self.session.representation, options.chunk_tokens))
-        count = len(places)
-
-        def view(index: int, key: ChunkKey) -> ChunkView | None:
-            place = places[index] if index < count else NOWHERE
-            if place.reach != _MEMORY:
-                return None
-            return ChunkView(key, place, reach(place), whole)
-
-        return view
+    def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
+        return LeasedViews(self.slabs, self._whole, rows, keys)
 
     def _release(self, lease_id: int, deadline_ms: int) -> None:
         request = pb.ReleaseRequest(session_id=self.session.terms.session_id, lease_ids=[lease_id])

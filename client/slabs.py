@@ -44,11 +44,11 @@ class SlabMap:
         stop = offset + place.size_bytes
         if offset < _GENERATION_BYTES or offset & 7 or stop > self._size_bytes:
             raise InvalidRequestError("place", (offset, stop), f"slab has {self._size_bytes} bytes")
-        self.confirm(place)
+        self.confirm(offset, place.generation)
 
-    def confirm(self, place: Place) -> None:
-        """Raise LeaseExpiredError if the memory of *place* was reused."""
-        if self.words[place.offset // 8 - 1] != place.generation:
+    def confirm(self, offset: int, generation: int) -> None:
+        """Raise LeaseExpiredError unless the frame at *offset* is still of this *generation*."""
+        if self.words[offset // 8 - 1] != generation:
             raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
 
 

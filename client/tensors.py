@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
 from kvstore.codecs.block_part import BlockPart
+from kvstore.codecs.block_stack import BlockStack
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import DType
 
@@ -49,7 +50,10 @@ def to_array(tensor: TensorLike) -> Part:
 
 def to_arrays(tensors: LayerTensors) -> AnyTensors:
     """Return the arrays of a whole chunk's tensors; what lies in an engine's blocks stays there."""
-    return [[layer_arrays(parts) for parts in layers] for layers in tensors]
+    return [
+        layers if isinstance(layers, BlockStack) else [layer_arrays(parts) for parts in layers]
+        for layers in tensors
+    ]
 
 
 def layer_arrays(parts: Sequence[TensorLike | BlockPart]) -> list[AnyPart]:

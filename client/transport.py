@@ -14,6 +14,7 @@ from kvstore.client.connection import Connection
 from kvstore.client.file_frame import FileFrame
 from kvstore.client.layer_feed import LayerFeed, WholeFrames
 from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
+from kvstore.client.liveness import is_silent
 from kvstore.client.local_link import LocalLink
 from kvstore.client.outgoing import Outgoing as Outgoing
 from kvstore.client.ranged_get import SparseFrame
@@ -25,10 +26,9 @@ from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FIDELITY_OFFSET, FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.places import PlaceRows
 from kvstore.proto.portion import Portion
 from kvstore.proto.skipped_rows import SkippedRows
-from kvstore.proto.types import ChainDigest, Fidelity, PutOutcome
+from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, PutOutcome
 from kvstore.proto.wire import fidelity_number, join_digests
 
 
@@ -182,15 +182,25 @@ class Transport(ABC):
         )
 
     def end_if_hung(self) -> bool:
-        """End what waits for a server that hangs, with an error of its own; whether it does.
+        """End what waits for a server that hangs, as if it were late; whether it does."""
+        is_hung = self._hangs()
+        if is_hung:
+            self.hang_up()
+        return is_hung
 
-        False where that cannot be told from one that takes its time.
+    def _hangs(self) -> bool:
+        return is_silent(self.session)
+
+    def hang_up(self) -> None:
+        """End what waits for the server, and shut the gate."""
+        self.session.connection.hang_up()
+
+    def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
+        """Return what shows the leased *keys*, whose places are *rows*, where they lie.
+
+        None of them, where memory is not shared.
         """
-        return False
-
-    def viewer(self, places: PlaceRows) -> View:
-        """Return what shows leased chunks where they lie; none, where memory is not shared."""
-        return lambda index, key: None
+        return lambda index: None
 
     @abstractmethod
     def close(self) -> None:

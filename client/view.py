@@ -79,23 +79,17 @@ class ChunkView:
     ``verify`` reads every byte against its checksum.
     """
 
-    __slots__ = ("_geometry", "_place", "_slab", "key")
+    __slots__ = ("_generation", "_geometry", "_slab", "_start", "key")
 
-    def __init__(self, key: ChunkKey, place: Place, slab: SlabMap, whole: RawGeometry) -> None:
-        """Take *place* for the raw frame of *key*, which has the geometry *whole* or is shorter.
-
-        Raises ChunkCorruptError when it is another chunk's, InvalidFrameError.
-        """
+    def __init__(
+        self, key: ChunkKey, slab: SlabMap, start: int, generation: int, geometry: RawGeometry
+    ) -> None:
+        """Take what begins at byte *start* of *slab* for the raw frame of *key*."""
         self.key = key
-        self._place = place
         self._slab = slab
-        start = place.offset + KEY_OFFSET
-        if bytes(slab.bytes[start : start + KEY_BYTES]) != key:
-            raise ChunkCorruptError(key, "its place holds another chunk")
-        # The server takes a frame only of the session's layout, its layers of their full size:
-        # one of this length is a whole chunk, another the last of a prompt.
-        is_whole = place.size_bytes == whole.frame_bytes
-        self._geometry = whole if is_whole else geometry_of(parse_header(self.frame).layout)
+        self._start = start
+        self._generation = generation
+        self._geometry = geometry
 
     @property
     def layout(self) -> KVLayout:
@@ -105,7 +99,7 @@ class ChunkView:
     @property
     def frame(self) -> Bytes:
         """The frame's bytes, read-only."""
-        return self._slab.data[self._place.offset : self._place.offset + self._place.size_bytes]
+        return self._slab.data[self._start : self._start + self._geometry.frame_bytes]
 
     def layer(self, index: int, component: int = 0) -> Part:
         """Return one layer: (parts, kv_heads, tokens, head_dim), the parts being K and V.
@@ -113,8 +107,8 @@ class ChunkView:
         Unsigned integers of the dtype's size, read-only, in the server's memory.
         """
         layers = self._geometry.components[component]
-        offset = self._place.offset + layers.starts[index]
-        return np.ndarray(layers.shape, layers.dtype, self._slab.data, offset)
+        offset = self._start + layers.starts[index]
+        return np.ndarray(layers.shape, layers.dtype, self._slab.bytes, offset)
 
     def torch_layer(self, index: int, component: int = 0) -> torch.Tensor:
         """Return one layer as a torch tensor of the chunk's dtype, bfloat16 included.
@@ -146,7 +140,7 @@ class ChunkView:
 
     def confirm(self) -> None:
         """Raise LeaseExpiredError if the memory was reused: what was read is then not the chunk."""
-        self._slab.confirm(self._place)
+        self._slab.confirm(self._start, self._generation)
 
     def verify(self) -> FrameHeader:
         """Read every byte against its checksum. Raises ChunkCorruptError, LeaseExpiredError."""
@@ -156,5 +150,22 @@ class ChunkView:
             self.confirm()
 
 
-View: TypeAlias = Callable[[int, ChunkKey], ChunkView | None]
-"""From a leased chunk's index and key to its view; None where its memory is not in reach."""
+def view_at(key: ChunkKey, place: Place, slab: SlabMap, whole: RawGeometry) -> ChunkView:
+    """Return the view of the raw frame of *key*, which has the geometry *whole* or is shorter.
+
+    *place* lies in *slab*. Raises ChunkCorruptError when it is another chunk's, InvalidFrameError.
+    """
+    frame = slab.data[place.offset : place.offset + place.size_bytes]
+    if frame[KEY_OFFSET : KEY_OFFSET + KEY_BYTES].tobytes() != key:
+        raise ChunkCorruptError(key, "its place holds another chunk")
+    # The server takes a frame only of the session's layout, its layers of their full size:
+    # one of this length is a whole chunk, another the last of a prompt.
+    is_whole = len(frame) == whole.frame_bytes
+    geometry = whole if is_whole else geometry_of(parse_header(frame).layout)
+    if len(frame) != geometry.frame_bytes:
+        raise ChunkCorruptError(key, f"{len(frame)} bytes of {geometry.frame_bytes}")
+    return ChunkView(key, slab, place.offset, place.generation, geometry)
+
+
+View: TypeAlias = Callable[[int], ChunkView | None]
+"""From a leased chunk's index to its view; None where its memory is not in reach."""

@@ -19,8 +19,8 @@ from kvstore.proto.errors import (
 if TYPE_CHECKING:
     import zmq
 
-_SLICE_MS = 100
-"""How soon a wait notices that its client was closed."""
+_SLICE_MS = 10
+"""How soon a wait notices that its client was closed, or hung up."""
 
 
 def endpoint(zmq_address: str, address: str) -> str:
@@ -48,6 +48,7 @@ class ZmqLink:
         import zmq
 
         self._is_closing = is_closing
+        self._is_given_up = False
         self._requests = 0
         self._timeout_ms = _SLICE_MS
         self._socket = context.socket(zmq.DEALER)
@@ -122,7 +123,7 @@ class ZmqLink:
         import zmq
 
         while True:
-            self._wait_at_most(deadline)
+            self._wait_at_most(0.0 if self._is_given_up else deadline)
             try:
                 frames = self._socket.recv_multipart(copy=False)
                 break
@@ -136,9 +137,13 @@ class ZmqLink:
             raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
         return word, payload
 
+    def give_up(self) -> None:
+        """Have whoever waits on this link wait no more. For any thread."""
+        self._is_given_up = True
+
     def is_broken(self) -> bool:
-        """Whether the server hung up, or could not be reached."""
-        return bool(self._events.poll(0))
+        """Whether the server hung up, could not be reached, or is not waited for any more."""
+        return self._is_given_up or bool(self._events.poll(0))
 
     def has_more(self) -> bool:
         """Whether a message has arrived that was not received yet."""
@@ -155,6 +160,8 @@ class ZmqLink:
     def _check(self, deadline: float) -> None:
         if self._is_closing():
             raise KVStoreError("the client is closed")
+        if self._is_given_up:
+            raise DeadlineError("the server hangs")
         if self.is_broken():
             raise TierUnavailableError("server", "hung up on zmq")
         if time.monotonic() >= deadline:

@@ -66,9 +66,10 @@ class ZmqTransport(Transport):
         _keep_freed_memory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._idle: list[ZmqLink] = []
+        self._busy: set[ZmqLink] = set()
         self._links = 0
         self._is_closed = False
-        # Guards the three above.
+        # Guards the four above.
         self._lock = threading.Lock()
         try:
             # Half of what a call may take: where nobody answers, gRPC is still to be asked.
@@ -266,6 +267,7 @@ class ZmqTransport(Transport):
                 if not self._idle:
                     break
                 link = self._idle.pop()
+                self._busy.add(link)
             if not link.is_broken():
                 return link
             self._drop(link)
@@ -277,7 +279,7 @@ class ZmqTransport(Transport):
                 return None
             self._links += 1
         try:
-            return ZmqLink(
+            link = ZmqLink(
                 self._context, self._where, self.session.terms, lambda: self._is_closed, deadline
             )
         except (DeadlineError, TierUnavailableError):
@@ -287,15 +289,28 @@ class ZmqTransport(Transport):
         except KVStoreError:
             self._forget()
             raise
+        with self._lock:
+            self._busy.add(link)
+        return link
+
+    @override
+    def hang_up(self) -> None:
+        super().hang_up()
+        with self._lock:
+            for link in self._busy:
+                link.give_up()
 
     def _give_back(self, link: ZmqLink) -> None:
         with self._lock:
+            self._busy.discard(link)
             if not self._is_closed:
                 self._idle.append(link)
                 return
         self._drop(link)
 
     def _drop(self, link: ZmqLink) -> None:
+        with self._lock:
+            self._busy.discard(link)
         link.close()
         self._forget()
 

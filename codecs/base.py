@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.block_part import BlockPart, to_dense
+from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError, UnknownCodecError
@@ -44,6 +45,9 @@ AnyPart: TypeAlias = Part | BlockPart
 
 AnyTensors: TypeAlias = Sequence[Sequence[Sequence[AnyPart]]]
 """A chunk's tensors where they lie, in the order of ChunkTensors."""
+
+L = TypeVar("L")
+"""The parts of a layer."""
 
 
 class Codec(ABC):
@@ -213,8 +217,14 @@ def check_tensors(layout: KVLayout, tensors: AnyTensors, *, may_lack: bool = Fal
             continue
         if len(layers) != component.layers:
             raise LayoutMismatchError("layers", len(layers), f"give {component.layers}")
-        for parts in layers:
+        for parts in different(layers):
             check_parts(component, parts)
+
+
+def different(layers: Sequence[L]) -> Sequence[L]:
+    """Return the layers that may differ in shape and type: of a stack one."""
+    are_alike = isinstance(layers, BlockStack)
+    return layers[:1] if are_alike else layers
 
 
 def check_parts(component: Component, parts: Sequence[AnyPart]) -> None:

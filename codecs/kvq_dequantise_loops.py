@@ -16,7 +16,7 @@ from kvstore.codecs.kvq_tiles import TILE_CHANNELS
 
 
 @inner
-def _store(row: Any, shift: Any, out: Any) -> None:
+def store(row: Any, shift: Any, out: Any) -> None:
     """Round a row of float32 to the nearest of 32 - *shift* bits, ties to even."""
     word = row.view(np.uint32)
     if shift == 16:
@@ -30,7 +30,7 @@ def _store(row: Any, shift: Any, out: Any) -> None:
 
 
 @inner
-def _patch(row: Any, place: Any, symbols: Any, values: Any) -> None:
+def patch(row: Any, place: Any, symbols: Any, values: Any) -> None:
     """Put escaped quotients into *row*, which is the *symbols* from a channel on."""
     channel, first = place
     for c in range(channel):
@@ -42,13 +42,15 @@ def _patch(row: Any, place: Any, symbols: Any, values: Any) -> None:
 
 
 @inner
-def _widen(symbols: Any, row: Any) -> None:
+def widen(symbols: Any, row: Any) -> None:
+    """Fill *row* f32 with the quotients of *symbols* u8."""
     for c in range(len(row)):
         row[c] = np.float32(np.int32(symbols[c]) - np.int32(ZERO))
 
 
 @inner
-def _scale(row: Any, step: Any, means: Any) -> None:
+def scale_row(row: Any, step: Any, means: Any) -> None:
+    """Turn the quotients *row* f32 into numbers, in place."""
     for c in range(len(row)):
         row[c] = row[c] * step + means[c]
 
@@ -77,13 +79,13 @@ def dequantise(tiles: Any, shift: Any, angles: Any, out: Any) -> bool:
                 tile, channel = divmod(head * dim + at, TILE_CHANNELS)
                 run = min(dim - at, TILE_CHANNELS - channel)
                 piece = row[at : at + run]
-                _widen(symbols[tile, token, channel : channel + run], piece)
+                widen(symbols[tile, token, channel : channel + run], piece)
                 first = firsts[tile, token]
                 if firsts[tile, token + 1] != first:
-                    _patch(piece, (channel, first), symbols[tile, token], values)
-                _scale(piece, steps[tile], means[tile, channel : channel + run])
+                    patch(piece, (channel, first), symbols[tile, token], values)
+                scale_row(piece, steps[tile], means[tile, channel : channel + run])
                 at += run
             if len(angles[0]):
                 turn(row, angles[0][token], angles[1][token], ONE)
-            _store(row, shift, out[head, token])
+            store(row, shift, out[head, token])
     return True

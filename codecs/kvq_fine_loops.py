@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.codecs.jit import inner
-from kvstore.codecs.kvq_dequantise_loops import _patch, _scale, _store, _widen
+from kvstore.codecs.kvq_dequantise_loops import patch, scale_row, store, widen
 from kvstore.codecs.kvq_loops import ONE, escapes_in, turn
 from kvstore.codecs.kvq_models import (
     ESCAPE,
@@ -23,7 +23,15 @@ from kvstore.codecs.kvq_models import (
     SYMBOLS,
     ZERO,
 )
-from kvstore.codecs.kvq_quantise_loops import _LIMIT, REACH, _centre, _cost, _load, _step_of
+from kvstore.codecs.kvq_quantise_loops import (
+    OUT_OF_RANGE,
+    REACH,
+    centre,
+    cost_of,
+    load,
+    note_escapes,
+    step_of,
+)
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, TOLERANCE
 
 _THREE, _FAR = np.float32(3), np.float32(2)
@@ -44,9 +52,9 @@ def quotients(symbols: Any, escapes: Any, values: Any, out: Any) -> bool:
             if used + count > len(values):
                 return False
             row = out[tile, token]
-            _widen(symbols[tile, token], row)
+            widen(symbols[tile, token], row)
             if count:
-                _patch(row, (0, used), symbols[tile, token], values)
+                patch(row, (0, used), symbols[tile, token], values)
             used += count
         if used - first != escapes[tile]:
             return False
@@ -89,11 +97,11 @@ def write(q: Any, tiles: Any, shift: Any, angles: Any, out: Any) -> None:
                 piece, source = row[at : at + run], q[tile, token, channel : channel + run]
                 for c in range(run):
                     piece[c] = source[c] * factor
-                _scale(piece, steps[tile], means[tile, channel : channel + run])
+                scale_row(piece, steps[tile], means[tile, channel : channel + run])
                 at += run
             if len(angles[0]):
                 turn(row, angles[0][token], angles[1][token], ONE)
-            _store(row, shift, out[head, token])
+            store(row, shift, out[head, token])
 
 
 @inner
@@ -131,7 +139,7 @@ def refine(bits: Any, shift: Any, angles: Any, tiles: Any, out: Any) -> bool:
         largest = np.zeros(size, np.uint32)
         if head + step_heads > heads:
             x[:] = np.float32(0)
-        head += _load(bits, shift, angles, head, (x, largest))
+        head += load(bits, shift, angles, head, (x, largest))
         for index in range(min(size, len(steps) - tile)):
             step = steps[tile]
             for level in range(len(symbols)):
@@ -231,7 +239,7 @@ def _pick(histogram: Any, peaks: Any, spread: Any, family: Any, c: int) -> Any:
             if peak <= MAX_QUOTIENT:
                 first, last = ZERO - peak, ZERO + peak + 1
             row = costs[_moved(model, kind)]
-            cost += _cost(histogram[kind, c, first:last], row[first:last])
+            cost += cost_of(histogram[kind, c, first:last], row[first:last])
         best = model if cost < least else best
         least = min(cost, least)
     return best
@@ -251,15 +259,10 @@ def _name(q: Any, kinds: Any, classes: Any, reach: Any, room: Any, symbols: Any)
         for c in range(width):
             is_far = (q[token, c] > far[c]) | (q[token, c] < -far[c])
             symbols[token, c] = np.uint8(ESCAPE) if is_far else np.uint8(q[token, c] + ZERO)
-        if escapes_in(symbols[token, :width]):
-            for c in range(width):
-                if symbols[token, c] == ESCAPE:
-                    if used + count >= len(values):
-                        return -1
-                    values[used + count] = q[token, c]
-                    count += 1
-        for c in range(width, TILE_CHANNELS):
-            symbols[token, c] = np.uint8(ZERO)
+        found = note_escapes(q[token, :width], symbols[token], values, used + count)
+        if found < 0:
+            return -1
+        count += found
     return count
 
 
@@ -271,9 +274,9 @@ def _tile(x: Any, width: int, terms: Any, family: Any, out: Any) -> Any:
     means, models, symbols, values = out
     tokens = len(x)
     half, squares = np.zeros(1, np.float32), np.zeros(TILE_CHANNELS, np.float64)
-    if not _centre(x, width, means, squares, (half, half.view(np.uint32))):
+    if not centre(x, width, means, squares, (half, half.view(np.uint32))):
         return _NONE, _NONE, -1
-    step = _step_of(squares, width, tokens, ratio)
+    step = step_of(squares, width, tokens, ratio)
     q = np.zeros((tokens, TILE_CHANNELS), np.int16)
     histogram = np.zeros((KINDS, TILE_CHANNELS, SYMBOLS), np.uint16)
     peaks = np.full((KINDS, TILE_CHANNELS), -1, np.int16)
@@ -310,10 +313,10 @@ def quantise_mixed(bits: Any, shift: Any, angles: Any, terms: Any, family: Any, 
         largest = np.zeros(size, np.uint32)
         if head + step_heads > heads:
             x[:] = np.float32(0)
-        head += _load(bits, shift, angles, head, (x, largest))
+        head += load(bits, shift, angles, head, (x, largest))
         for index in range(min(size, len(steps) - tile)):
             width = min(TILE_CHANNELS, heads * dim - tile * TILE_CHANNELS)
-            if largest[index] >= _LIMIT:
+            if largest[index] >= OUT_OF_RANGE:
                 return -1
             steps[tile], errors[tile], count = _tile(
                 x[index], width, (ratio, classes, loosest, used), family,

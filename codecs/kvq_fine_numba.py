@@ -11,13 +11,20 @@ from numpy.typing import NDArray
 
 from kvstore.codecs import kvq_fine_loops as loops
 from kvstore.codecs.base import Part
-from kvstore.codecs.floats import Floats, from_float32, to_float32
+from kvstore.codecs.floats import Floats, to_float32
 from kvstore.codecs.jit import compiled, i64, read_only, u8, u32, void, written
 from kvstore.codecs.kvq_fine import FineBackend, Mixer
 from kvstore.codecs.kvq_levels import LEVELS, Thirds, rows_of
-from kvstore.codecs.kvq_models import kvq_models
-from kvstore.codecs.kvq_numba import ANGLES, FAMILY, QUANTISED, WORDS, angles_or_none
-from kvstore.codecs.kvq_tiles import ESCAPE_SHARE, TILE_CHANNELS, Angles, Tiles
+from kvstore.codecs.kvq_numba import (
+    ANGLES,
+    FAMILY,
+    QUANTISED,
+    WORDS,
+    angles_or_none,
+    tiles_filled,
+    writable,
+)
+from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Tiles
 from kvstore.codecs.mixed_tiles import Classes
 from kvstore.proto.types import DType
 
@@ -94,19 +101,12 @@ def write(
 ) -> None:
     """Write the numbers of *tiles*; see ``kvq_levels.write_scaled``."""
     dtype, angles, out = given
-    is_half = dtype is DType.float16
-    room = out
-    if is_half or not out.flags.c_contiguous:
-        room = np.empty(out.shape, "<u4" if is_half else out.dtype)
     steps = np.ascontiguousarray(tiles.steps)
-    _writer(room.itemsize)(
-        found, (steps, tiles.means.astype(np.float32), factors),
-        np.uint32(16 if dtype is DType.bfloat16 else 0), angles_or_none(angles), room,
-    )  # fmt: skip
-    if is_half:
-        from_float32(room.view(np.float32), dtype, out)
-    elif room is not out:
-        np.copyto(out, room)
+    with writable(out, dtype) as (room, shift):
+        _writer(room.itemsize)(
+            found, (steps, tiles.means.astype(np.float32), factors), shift, angles_or_none(angles),
+            room,
+        )  # fmt: skip
 
 
 def _widened(bits: Part, dtype: DType) -> NDArray[np.uint32]:
@@ -137,26 +137,13 @@ def quantise_mixed(
 ) -> Tiles | None:
     """Quantise the block *bits* by *classes*; see ``mixed_tiles.quantise_mixed``."""
     words = _widened(bits, dtype)
-    heads, tokens, dim = words.shape
-    count = -(-heads * dim // TILE_CHANNELS)
-    shape = (count, TILE_CHANNELS)
-    steps, errors = np.empty(count, np.float32), np.empty(count, np.float32)
-    means, models = np.zeros(shape, np.float32), np.empty(shape, np.uint8)
-    symbols: NDArray[np.uint8] = np.empty((count, tokens, TILE_CHANNELS), np.uint8)
-    escapes, magnitudes = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    values = np.empty(symbols.size // ESCAPE_SHARE, np.int16)
-    family = kvq_models()
-    used = _mixer()(
-        words, np.uint32(0), angles_or_none(angles), (ratio, np.ascontiguousarray(classes)),
-        (family.costs, family.edges, family.reach),
-        (steps, means, models, symbols, escapes, values, errors, magnitudes),
-    )  # fmt: skip
-    if used < 0:
-        return None
-    return Tiles(
-        steps, means.astype(np.float16), models, symbols, escapes, values[:used], errors,
-        magnitudes.view(np.float32),
-    )  # fmt: skip
+    terms = (ratio, np.ascontiguousarray(classes))
+    return tiles_filled(
+        words.shape,
+        lambda family, room: _mixer()(
+            words, np.uint32(0), angles_or_none(angles), terms, family, room
+        ),
+    )
 
 
 NUMBA_FINE = FineBackend("numba", quotients, contexts, add, write, refine, move)

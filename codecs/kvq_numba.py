@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -63,20 +65,33 @@ def _wide(bits: Part, dtype: DType) -> tuple[Part, int]:
 def quantise(bits: Part, dtype: DType, angles: Angles | None, ratio: float) -> Tiles | None:
     """Quantise the block *bits*; see ``kvq_tiles.Quantise``."""
     words, shift = _wide(bits, dtype)
-    heads, tokens, dim = words.shape
+    quantiser = _quantiser(words.itemsize)
+    return tiles_filled(
+        words.shape,
+        lambda family, room: quantiser(
+            words, np.uint32(shift), angles_or_none(angles), ratio, family, room
+        ),
+    )
+
+
+def tiles_filled(shape: tuple[int, ...], fill: Callable[[Any, Any], int]) -> Tiles | None:
+    """Return the tiles of a block of *shape* (heads, tokens, dim) that the loop *fill* wrote.
+
+    It takes ``FAMILY`` and ``QUANTISED``, and returns how many escapes there are; negative: None.
+    """
+    heads, tokens, dim = shape
     count = -(-heads * dim // TILE_CHANNELS)
-    shape = (count, TILE_CHANNELS)
     steps, errors = np.empty(count, np.float32), np.empty(count, np.float32)
-    means, models = np.zeros(shape, np.float32), np.empty(shape, np.uint8)
+    means = np.zeros((count, TILE_CHANNELS), np.float32)
+    models = np.empty(means.shape, np.uint8)
     symbols: NDArray[np.uint8] = np.empty((count, tokens, TILE_CHANNELS), np.uint8)
     escapes, magnitudes = np.empty(count, np.uint32), np.empty(count, np.uint32)
     values = np.empty(symbols.size // ESCAPE_SHARE, np.int16)
     family = kvq_models()
-    used = _quantiser(words.itemsize)(
-        words, np.uint32(shift), angles_or_none(angles), ratio,
+    used = fill(
         (family.costs, family.edges, family.reach),
         (steps, means, models, symbols, escapes, values, errors, magnitudes),
-    )  # fmt: skip
+    )
     if used < 0:
         return None
     return Tiles(
@@ -87,23 +102,31 @@ def quantise(bits: Part, dtype: DType, angles: Angles | None, ratio: float) -> T
 
 def dequantise(tiles: Tiles, dtype: DType, angles: Angles | None, out: Part) -> bool:
     """Write the numbers of *tiles* to *out*; see ``kvq_tiles.Dequantise``."""
-    is_half = dtype is DType.float16
-    room = out
-    if is_half or not out.flags.c_contiguous:
-        room = np.empty(out.shape, "<u4" if is_half else out.dtype)
     contiguous = np.ascontiguousarray
-    done = _dequantiser(room.itemsize)(
-        (
-            contiguous(tiles.steps), tiles.means.astype(np.float32), contiguous(tiles.symbols),
-            contiguous(tiles.escapes), contiguous(tiles.values),
-        ),
-        np.uint32(16 if dtype is DType.bfloat16 else 0), angles_or_none(angles), room,
+    packed = (
+        contiguous(tiles.steps), tiles.means.astype(np.float32), contiguous(tiles.symbols),
+        contiguous(tiles.escapes), contiguous(tiles.values),
     )  # fmt: skip
-    if is_half:
-        from_float32(room.view(np.float32), dtype, out)
-    elif room is not out:
-        np.copyto(out, room)
+    with writable(out, dtype) as (room, shift):
+        done = _dequantiser(room.itemsize)(packed, shift, angles_or_none(angles), room)
     return bool(done)
+
+
+@contextmanager
+def writable(out: Part, dtype: DType) -> Iterator[tuple[Part, np.uint32]]:
+    """Give what the loops write for *out*, and how far they shift right; then fill *out*.
+
+    Half floats are written as float32's bits first, and rounded by numpy.
+    """
+    if dtype is DType.float16:
+        wide = np.empty(out.shape, "<u4")
+        yield wide, np.uint32(0)
+        from_float32(wide.view(np.float32), dtype, out)
+        return
+    room = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+    yield room, np.uint32(16 if dtype is DType.bfloat16 else 0)
+    if room is not out:
+        np.copyto(out, room)
 
 
 NUMBA = TileBackend("numba", quantise, dequantise)

@@ -27,7 +27,7 @@ from kvstore.codecs.kvq_tiles import LARGEST, LARGEST_MEAN, LEAST_STEP, TILE_CHA
 REACH = 2
 """Scales that are tried on both sides of a channel's own."""
 
-_LIMIT = int(LARGEST.view(np.uint32))
+OUT_OF_RANGE = int(LARGEST.view(np.uint32))
 _STEP = np.float32(LEAST_STEP)
 _NORMAL_HALF, _HALVES = np.float32(2.0**-14), np.float32(2.0**24)
 
@@ -46,7 +46,7 @@ def _half(value: Any, place: Any, word: Any) -> Any:
 
 
 @inner
-def _load(bits: Any, shift: Any, angles: Any, head: int, group: Any) -> Any:
+def load(bits: Any, shift: Any, angles: Any, head: int, group: Any) -> Any:
     """Widen heads from *head* on into the tiles *group*, turned back; return the heads taken.
 
     *group* is (x f32 (tiles, tokens, 128), largest magnitudes u32 (tiles,)).
@@ -86,7 +86,7 @@ def _widen(bits: Any, shift: Any, word: Any, largest: Any) -> None:
 
 
 @inner
-def _centre(x: Any, width: int, means: Any, squares: Any, half: Any) -> bool:
+def centre(x: Any, width: int, means: Any, squares: Any, half: Any) -> bool:
     """Fill *means* and the sums of squares about them; False for means too large."""
     tokens = x.shape[0]
     sums = np.zeros(TILE_CHANNELS, np.float64)
@@ -106,7 +106,8 @@ def _centre(x: Any, width: int, means: Any, squares: Any, half: Any) -> bool:
 
 
 @inner
-def _step_of(squares: Any, width: int, tokens: int, ratio: Any) -> Any:
+def step_of(squares: Any, width: int, tokens: int, ratio: Any) -> Any:
+    """Return the tile's step, f32: *ratio* of the deviation whose sums of *squares* these are."""
     total = 0.0
     for c in range(width):
         total += squares[c]
@@ -171,14 +172,15 @@ def _pick(histogram: Any, peak: Any, spread: Any, family: Any) -> Any:
     best: Any = 0
     least: Any = np.int64(1) << 62
     for model in range(SHAPES * max(0, scale - REACH), SHAPES * min(SCALES, scale + REACH + 1)):
-        cost = _cost(histogram[first:last], costs[model, first:last])
+        cost = cost_of(histogram[first:last], costs[model, first:last])
         best = model if cost < least else best
         least = min(cost, least)
     return best
 
 
 @inner
-def _cost(histogram: Any, costs: Any) -> Any:
+def cost_of(histogram: Any, costs: Any) -> Any:
+    """Return what coding *histogram* costs, in the unit of *costs* a symbol."""
     cost = np.int64(0)
     for symbol in range(len(histogram)):
         cost += np.int64(histogram[symbol]) * np.int64(costs[symbol])
@@ -193,6 +195,25 @@ def _near(q: Any, reaches: Any, symbols: Any) -> None:
 
 
 @inner
+def note_escapes(q: Any, symbols: Any, values: Any, used: int) -> int:
+    """Append the *q* (width,) that *symbols* (128,) escape behind the *used* of *values*.
+
+    Fills the padding of *symbols*. Returns how many were appended, or -1 when there is no room.
+    """
+    width, count = len(q), 0
+    if escapes_in(symbols[:width]):
+        for c in range(width):
+            if symbols[c] == ESCAPE:
+                if used + count >= len(values):
+                    return -1
+                values[used + count] = q[c]
+                count += 1
+    for c in range(width, TILE_CHANNELS):
+        symbols[c] = np.uint8(ZERO)
+    return count
+
+
+@inner
 def _name(q: Any, models: Any, reach: Any, width: int, room: Any, symbols: Any) -> int:
     """Fill *symbols* and append escapes to *room*; return how many, or -1 when it is full."""
     values, used = room
@@ -202,15 +223,10 @@ def _name(q: Any, models: Any, reach: Any, width: int, room: Any, symbols: Any) 
     count = 0
     for token in range(q.shape[0]):
         _near(q[token, :width], reaches, symbols[token])
-        if escapes_in(symbols[token, :width]):
-            for c in range(width):
-                if symbols[token, c] == ESCAPE:
-                    if used + count >= len(values):
-                        return -1
-                    values[used + count] = q[token, c]
-                    count += 1
-        for c in range(width, TILE_CHANNELS):
-            symbols[token, c] = np.uint8(ZERO)
+        found = note_escapes(q[token, :width], symbols[token], values, used + count)
+        if found < 0:
+            return -1
+        count += found
     return count
 
 
@@ -229,15 +245,15 @@ def quantise(bits: Any, shift: Any, angles: Any, ratio: Any, family: Any, out: A
         largest = np.zeros(size, np.uint32)
         if head + step_heads > heads:
             x[:] = np.float32(0)
-        head += _load(bits, shift, angles, head, (x, largest))
+        head += load(bits, shift, angles, head, (x, largest))
         for index in range(min(size, len(steps) - tile)):
             width = min(TILE_CHANNELS, heads * dim - tile * TILE_CHANNELS)
-            if largest[index] >= _LIMIT:
+            if largest[index] >= OUT_OF_RANGE:
                 return -1
             squares = np.zeros(TILE_CHANNELS, np.float64)
-            if not _centre(x[index], width, means[tile], squares, (half, half.view(np.uint32))):
+            if not centre(x[index], width, means[tile], squares, (half, half.view(np.uint32))):
                 return -1
-            step = _step_of(squares, width, tokens, ratio)
+            step = step_of(squares, width, tokens, ratio)
             histogram = np.zeros((TILE_CHANNELS, SYMBOLS), np.uint16)
             least, most = np.zeros(TILE_CHANNELS, np.int16), np.zeros(TILE_CHANNELS, np.int16)
             counts = (histogram, (least, most))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvstore.codecs.base import (
     check_tensors,
 )
 from kvstore.codecs.block_part import BlockPart
+from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import BLOCK_BYTES, Bytes, as_bytes, copy_bytes, copy_summed
 from kvstore.proto.errors import InvalidFrameError
@@ -90,6 +92,13 @@ class RawCodec(Codec):
         checksums = []
         end = header_bytes(layout)
         for component, layers in zip(layout.components, tensors, strict=True):
+            if isinstance(layers, BlockStack) and not is_summed and _is_dense(component):
+                room = list(islice(starts, component.layers))
+                out[end : room[0]] = 0
+                end = room[-1] + component.layer_bytes
+                layers.gather(out[room[0] : end])
+                checksums += [0] * component.layers
+                continue
             for parts in layers:
                 start = next(starts)
                 if end < start:
@@ -164,6 +173,11 @@ class RawCodec(Codec):
             ]
             for component in header.layout.components
         ]
+
+
+def _is_dense(component: Component) -> bool:
+    """Whether there is nothing between its layers in a raw frame."""
+    return component.layer_bytes % ALIGN_BYTES == 0
 
 
 def _encode_layer(

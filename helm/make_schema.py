@@ -32,6 +32,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hostSocket.path": {"type": "string", "pattern": "^/."},
     "tiers.gpu.device": {"type": "integer", "minimum": 0, "maximum": 63},
     "redis.mode": {"enum": ["external", "bundled"]},
+    "redis.prefix": {"type": "string", "pattern": "^[A-Za-z0-9:_.-]{1,64}$"},
     "redis.bundled.memory": {"type": "string", "pattern": "^[0-9]+[KMGT]i$"},
     "tls.certManager.issuerRef.kind": {"enum": ["Issuer", "ClusterIssuer"]},
     "auth.jwt.algorithm": {"enum": ["EdDSA", "ES256", "RS256", "HS256"]},

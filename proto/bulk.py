@@ -59,6 +59,10 @@ FIDELITY_SHIFT = 1
 RANGES = 1 << 3
 """Flag of a get: of stored frames, only the bytes that its payload names behind the digests."""
 
+PEER = 1 << 5
+"""Flag of a get by another server: its digests follow their namespace, and only frames in memory
+are meant."""
+
 _HEAD = struct.Struct("<4sHHQ")
 _COUNT = struct.Struct("<I")
 _RANGE = struct.Struct("<IQQ")
@@ -80,6 +84,7 @@ class Kind(IntEnum):
     finish = 8
     done = 9
     failed = 10
+    find = 11
 
 
 class Attach(NamedTuple):
@@ -105,6 +110,17 @@ class Get(NamedTuple):
     credit_bytes: int
     deadline_ms: int
     flags: int
+
+
+class Find(NamedTuple):
+    """Another server asks which chunks are in memory. Payload: their namespace, then the digests.
+
+    Answered by ``Done``, whose payload is what ``pack_found`` returns.
+    """
+
+    request: int
+    session_id: int
+    deadline_ms: int
 
 
 class Put(NamedTuple):
@@ -157,7 +173,7 @@ class Finish(NamedTuple):
 
 class Done(NamedTuple):
     """The end. So many frames were sent whole, or begun by layers; or are answered for in the
-    payload of a put's.
+    payload of a put's or a find's.
     """
 
     request: int
@@ -171,7 +187,7 @@ class Failed(NamedTuple):
 
 
 Word: TypeAlias = (
-    Attach | Attached | Get | Put | Part | Credit | Cancel | Finish | Done | Failed
+    Attach | Attached | Get | Put | Part | Credit | Cancel | Finish | Done | Failed | Find
 )  # fmt: skip
 
 
@@ -197,6 +213,7 @@ SHAPES: dict[int, _Shape] = {
     Kind.finish: _shape(Finish, "I"),
     Kind.done: _shape(Done, "I", MAX_PAYLOAD_BYTES),
     Kind.failed: _shape(Failed, "", 4096),
+    Kind.find: _shape(Find, "QI", MAX_PAYLOAD_BYTES),
 }
 _KINDS = {shape.kind: (number, shape.body) for number, shape in SHAPES.items()}
 

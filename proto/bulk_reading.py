@@ -27,13 +27,13 @@ class BulkPieces:
     Feed it what the server sends; it says which parts are ours and what credit to give.
     """
 
-    def __init__(self, request: int) -> None:
+    def __init__(self, request: int, window_bytes: int = bulk.WINDOW_BYTES) -> None:
         self.request = request
         self.is_over = False
         """The server said its last word about this request."""
         self.frames = 0
         """What that word counted."""
-        self._window = bulk.Window()
+        self._window = bulk.Window(window_bytes)
 
     def open(self) -> int:
         """Return the first credit, to be sent with the request."""

@@ -19,6 +19,8 @@ _KEY_WORDS = KEY_BYTES // 8
 _FIRST_SLOTS = 4
 _FIRST_STEP = 256
 _FIRST_ROWS = 64
+_LONG_RUN = 32
+"""Rows in a row that are taken at once; of fewer the links may know better."""
 _TAG_MASK = _ROW_MASK = (1 << 32) - 1
 _EMPTY = array("Q", [0])
 
@@ -31,9 +33,10 @@ class KeyTable:
     bits of Python's own hash of the key, which strangers cannot foresee. It is cut into segments
     that grow by themselves, so that no insertion ever moves more than a 1024th of the table.
 
-    The keys of a prompt are asked for again in the same order: each row has a link to the one
-    that followed last, and ``prefix`` compares all keys along the links at once. Memory is that
-    of the most keys there ever were. Not thread-safe: the owner locks.
+    The keys of a prompt are asked for again in the same order, in which they most often lie here:
+    ``prefix`` compares them with the rows behind the first all at once. Each row has a link, too,
+    to the one that followed last, which is gone along where others lie between. Memory is that of
+    the most keys there ever were. Not thread-safe: the owner locks.
     """
 
     def __init__(self) -> None:
@@ -135,19 +138,14 @@ class KeyTable:
 
     def _rows(self, keys: Sequence[ChunkKey], *, all_keys: bool) -> NDArray[np.intp]:
         rows = np.empty(len(keys), np.intp)
-        asked = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
-        mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)
+        asked = b"".join(keys)
         at, row, step = 0, NO_ROW, _FIRST_STEP
         while at < len(keys):
-            run = 0
-            if row:
-                guess = self._guess(row, min(step, len(keys) - at))
-                same = (mine[guess] == asked[at : at + len(guess)]).all(axis=1)
-                run = len(guess) if same.all() else int(same.argmin())
-            if run:
-                rows[at : at + run] = guess[:run]
-                row = int(guess[run - 1])
-                at += run
+            run = self._follow(row, asked, at, step) if row else rows[:0]
+            if len(run):
+                rows[at : at + len(run)] = run
+                row = int(run[-1])
+                at += len(run)
                 step *= 2
                 continue
             found = self.find(keys[at])
@@ -159,19 +157,29 @@ class KeyTable:
             step = _FIRST_STEP
         return rows[:at]
 
-    def _guess(self, row: int, limit: int) -> NDArray[np.intp]:
-        """Return up to *limit* rows whose keys may be asked for behind that of *row*, in order.
+    def _follow(self, row: int, asked: bytes, at: int, step: int) -> NDArray[np.intp]:
+        """Return the rows behind *row* of the keys from place *at* of *asked*, at most *step*.
 
-        Most often they follow one another in the table too, and need not be gone through.
+        None when the next key is not the one that followed before.
         """
+        wanted = asked[at * KEY_BYTES : (at + step) * KEY_BYTES]
+        limit = len(wanted) // KEY_BYTES
+        start = (row + 1) * KEY_BYTES
+        if self._keys[start : start + len(wanted)] == wanted:
+            return np.arange(row + 1, row + 1 + limit)
+        mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)
+        keys = np.frombuffer(wanted, np.uint64).reshape(-1, _KEY_WORDS)
+        run = _same_start(mine[row + 1 : row + 1 + limit], keys)
+        if run >= _LONG_RUN:
+            return np.arange(row + 1, row + 1 + run)
+        guess = self._guess(row, limit)
+        return guess[: _same_start(mine[guess], keys)]
+
+    def _guess(self, row: int, limit: int) -> NDArray[np.intp]:
+        """Return up to *limit* rows whose keys may be asked for behind that of *row*, in order."""
         follow = self._next
-        row = follow[row]
-        if row and follow[row] == row + 1:
-            run = np.arange(row, min(row + limit, len(follow)))
-            links = np.frombuffer(follow, np.uint32)[row : row + len(run) - 1]
-            if (links == run[1:]).all():
-                return run
         rows: list[int] = []
+        row = follow[row]
         while row and len(rows) < limit:
             rows.append(row)
             row = follow[row]
@@ -189,6 +197,12 @@ class KeyTable:
 def spare_rows(rows: int) -> int:
     """Return by how many rows to lengthen columns of *rows*: seldom, and never by much."""
     return max(_FIRST_ROWS, rows >> 4)
+
+
+def _same_start(some: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
+    """Return how many keys are the same in both from the first on."""
+    same = (some == others[: len(some)]).all(axis=1)
+    return len(same) if same.all() else int(same.argmin())
 
 
 def _place(slots: array[int], entry: int) -> None:

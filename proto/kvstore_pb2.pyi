@@ -151,6 +151,32 @@ class OpenSessionResponse(_message.Message):
     arena_bytes: int
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
 
+class OpenPeerRequest(_message.Message):
+    __slots__ = ("node_id",)
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    def __init__(self, node_id: _Optional[str] = ...) -> None: ...
+
+class OpenPeerResponse(_message.Message):
+    __slots__ = ("server", "session_id", "attach_token", "heartbeat_ms", "max_frame_bytes", "max_batch_chunks", "zmq_address", "zmq_public_key")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    ZMQ_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ZMQ_PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    session_id: int
+    attach_token: bytes
+    heartbeat_ms: int
+    max_frame_bytes: int
+    max_batch_chunks: int
+    zmq_address: str
+    zmq_public_key: bytes
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., attach_token: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session_id", "counts")
     class CountsEntry(_message.Message):
@@ -607,43 +633,63 @@ class DeleteResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., deleted: _Optional[int] = ..., leased: _Optional[int] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "tenant", "tier", "dry_run", "deadline_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
-    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+    tenant: str
+    tier: str
+    dry_run: bool
+    deadline_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., tenant: _Optional[str] = ..., tier: _Optional[str] = ..., dry_run: bool = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class ClearResponse(_message.Message):
-    __slots__ = ("server", "deleted", "leased")
+    __slots__ = ("server", "deleted", "leased", "deleted_bytes", "left")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     DELETED_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
+    DELETED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     server: Server
     deleted: int
     leased: int
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., deleted: _Optional[int] = ..., leased: _Optional[int] = ...) -> None: ...
+    deleted_bytes: int
+    left: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., deleted: _Optional[int] = ..., leased: _Optional[int] = ..., deleted_bytes: _Optional[int] = ..., left: _Optional[int] = ...) -> None: ...
 
 class StatRequest(_message.Message):
-    __slots__ = ("session_id", "digests")
+    __slots__ = ("session_id", "digests", "ranks")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    ranks: bool
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., ranks: bool = ...) -> None: ...
 
 class Copy(_message.Message):
-    __slots__ = ("tier", "codec", "size_bytes", "fidelity")
+    __slots__ = ("tier", "codec", "size_bytes", "fidelity", "before", "at_least", "policy")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AT_LEAST_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     tier: str
     codec: str
     size_bytes: int
     fidelity: int
-    def __init__(self, tier: _Optional[str] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., fidelity: _Optional[int] = ...) -> None: ...
+    before: int
+    at_least: bool
+    policy: str
+    def __init__(self, tier: _Optional[str] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., fidelity: _Optional[int] = ..., before: _Optional[int] = ..., at_least: bool = ..., policy: _Optional[str] = ...) -> None: ...
 
 class ChunkStat(_message.Message):
-    __slots__ = ("digest", "parent", "tokens", "raw_bytes", "copies", "leases", "pinned", "hits")
+    __slots__ = ("digest", "parent", "tokens", "raw_bytes", "copies", "leases", "pinned", "hits", "idle_s", "pinned_s", "expires_s", "priority", "context_tokens", "components")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -652,6 +698,12 @@ class ChunkStat(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    PINNED_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     parent: bytes
     tokens: int
@@ -660,7 +712,13 @@ class ChunkStat(_message.Message):
     leases: int
     pinned: bool
     hits: int
-    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ..., leases: _Optional[int] = ..., pinned: bool = ..., hits: _Optional[int] = ...) -> None: ...
+    idle_s: float
+    pinned_s: float
+    expires_s: float
+    priority: int
+    context_tokens: int
+    components: _containers.RepeatedCompositeFieldContainer[Component]
+    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ..., leases: _Optional[int] = ..., pinned: bool = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned_s: _Optional[float] = ..., expires_s: _Optional[float] = ..., priority: _Optional[int] = ..., context_tokens: _Optional[int] = ..., components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ...) -> None: ...
 
 class StatResponse(_message.Message):
     __slots__ = ("server", "chunks")
@@ -671,12 +729,16 @@ class StatResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkStat, _Mapping]]] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("session_id", "limit")
+    __slots__ = ("session_id", "limit", "after", "prefix")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     limit: int
-    def __init__(self, session_id: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+    after: bytes
+    prefix: bytes
+    def __init__(self, session_id: _Optional[int] = ..., limit: _Optional[int] = ..., after: _Optional[bytes] = ..., prefix: _Optional[bytes] = ...) -> None: ...
 
 class ListResponse(_message.Message):
     __slots__ = ("server", "chunks")
@@ -767,7 +829,7 @@ class PartitionStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., follows: _Optional[str] = ..., why: _Optional[str] = ..., hit_ratios: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts", "gates")
+    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts", "gates", "directory")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -786,6 +848,7 @@ class StatusResponse(_message.Message):
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     GHOSTS_FIELD_NUMBER: _ClassVar[int]
     GATES_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     server: Server
     version: str
     state: str
@@ -797,7 +860,38 @@ class StatusResponse(_message.Message):
     socket_path: str
     ghosts: int
     gates: _containers.RepeatedCompositeFieldContainer[Gate]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ..., ghosts: _Optional[int] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ...) -> None: ...
+    directory: Directory
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ..., ghosts: _Optional[int] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ..., directory: _Optional[_Union[Directory, _Mapping]] = ...) -> None: ...
+
+class Directory(_message.Message):
+    __slots__ = ("node_id", "incarnation", "standing", "failure", "announced", "waiting", "nodes")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: int
+    standing: str
+    failure: str
+    announced: int
+    waiting: int
+    nodes: _containers.RepeatedCompositeFieldContainer[DirectoryNode]
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., standing: _Optional[str] = ..., failure: _Optional[str] = ..., announced: _Optional[int] = ..., waiting: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[DirectoryNode, _Mapping]]] = ...) -> None: ...
+
+class DirectoryNode(_message.Message):
+    __slots__ = ("node_id", "incarnation", "grpc_address", "zmq_address")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ZMQ_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: int
+    grpc_address: str
+    zmq_address: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., grpc_address: _Optional[str] = ..., zmq_address: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ms",)
@@ -1092,20 +1186,22 @@ class Difference(_message.Message):
     def __init__(self, field: _Optional[str] = ..., stored: _Optional[str] = ..., asked: _Optional[str] = ...) -> None: ...
 
 class KnownSpace(_message.Message):
-    __slots__ = ("key_namespace", "representation", "client", "chunks", "differences", "same_tokens")
+    __slots__ = ("key_namespace", "representation", "client", "chunks", "differences", "same_tokens", "tenant")
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     REPRESENTATION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     SAME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     key_namespace: bytes
     representation: Representation
     client: str
     chunks: int
     differences: _containers.RepeatedCompositeFieldContainer[Difference]
     same_tokens: bool
-    def __init__(self, key_namespace: _Optional[bytes] = ..., representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., chunks: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., same_tokens: bool = ...) -> None: ...
+    tenant: str
+    def __init__(self, key_namespace: _Optional[bytes] = ..., representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., chunks: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., same_tokens: bool = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Miss(_message.Message):
     __slots__ = ("ago_s", "client", "model_id", "chunks", "ready", "pending", "state", "reason")
@@ -1259,3 +1355,53 @@ class ScrubResponse(_message.Message):
     damaged_chunks: int
     unread_chunks: int
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., begun: bool = ..., running: bool = ..., passes: _Optional[int] = ..., total_chunks: _Optional[int] = ..., checked_chunks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_chunks: _Optional[int] = ..., unread_chunks: _Optional[int] = ...) -> None: ...
+
+class SpacesRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class SpacesResponse(_message.Message):
+    __slots__ = ("server", "spaces")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    SPACES_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("session_id", "boot_id", "cursor")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    boot_id: int
+    cursor: int
+    def __init__(self, session_id: _Optional[int] = ..., boot_id: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
+
+class ChunkEvent(_message.Message):
+    __slots__ = ("key", "parent", "tokens", "tier", "fidelity")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    parent: bytes
+    tokens: int
+    tier: str
+    fidelity: int
+    def __init__(self, key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tier: _Optional[str] = ..., fidelity: _Optional[int] = ...) -> None: ...
+
+class EventsResponse(_message.Message):
+    __slots__ = ("server", "cursor", "cleared", "events")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    cursor: int
+    cleared: bool
+    events: _containers.RepeatedCompositeFieldContainer[ChunkEvent]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., cursor: _Optional[int] = ..., cleared: bool = ..., events: _Optional[_Iterable[_Union[ChunkEvent, _Mapping]]] = ...) -> None: ...

@@ -49,6 +49,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.OpenPeer = channel.unary_unary(
+                '/kvstore.v1.KVStore/OpenPeer',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.OpenPeerRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.OpenPeerResponse.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/kvstore.v1.KVStore/Lookup',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.LookupRequest.SerializeToString,
@@ -174,6 +179,16 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Events = channel.unary_stream(
+                '/kvstore.v1.KVStore/Events',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.EventsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.EventsResponse.FromString,
+                _registered_method=True)
+        self.Spaces = channel.unary_unary(
+                '/kvstore.v1.KVStore/Spaces',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.SpacesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.SpacesResponse.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer(object):
@@ -194,6 +209,13 @@ class KVStoreServicer(object):
 
     def CloseSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenPeer(self, request, context):
+        """another server's, which may only read
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -355,6 +377,18 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Events(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Spaces(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -372,6 +406,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.CloseSessionRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'OpenPeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenPeer,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.OpenPeerRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.OpenPeerResponse.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
@@ -498,6 +537,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainResponse.SerializeToString,
             ),
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.EventsRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.EventsResponse.SerializeToString,
+            ),
+            'Spaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.Spaces,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.SpacesRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.SpacesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvstore.v1.KVStore', rpc_method_handlers)
@@ -580,6 +629,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/CloseSession',
             kvstore_dot_proto_dot_kvstore__pb2.CloseSessionRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenPeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/OpenPeer',
+            kvstore_dot_proto_dot_kvstore__pb2.OpenPeerRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.OpenPeerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1255,6 +1331,60 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Explain',
             kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Events',
+            kvstore_dot_proto_dot_kvstore__pb2.EventsRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.EventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Spaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Spaces',
+            kvstore_dot_proto_dot_kvstore__pb2.SpacesRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.SpacesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.server.contents import Contents
+from kvstore.server.blend.contents import Contents
 
 
 class Arrivals(Contents):

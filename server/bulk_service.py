@@ -13,6 +13,7 @@ from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.bulk_work import GetWork, Piece, PutWork
 from kvstore.server.checks import Checks, fidelity
+from kvstore.server.cluster.peer_desk import DeskLimits, PeerDesk
 from kvstore.server.intake import PutResult
 from kvstore.server.layered import LayeredGet
 from kvstore.server.manager import TierManager
@@ -24,8 +25,15 @@ from kvstore.server.sessions import Session, SessionTable
 class BulkService:
     """Gets and puts for whoever moves their bytes. Thread-safe."""
 
-    def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
+    def __init__(
+        self,
+        manager: TierManager,
+        sessions: SessionTable,
+        checks: Checks,
+        desk_limits: DeskLimits | None = None,
+    ) -> None:
         self._manager = manager
+        self.desk = PeerDesk(manager.transfers, desk_limits or DeskLimits())
         self._sessions = sessions
         self._checks = checks
 
@@ -38,6 +46,8 @@ class BulkService:
         known = bulk.LAYER_MAJOR | bulk.RANGES | 3 << bulk.FIDELITY_SHIFT
         if word.flags & bulk.LAYER_MAJOR and not word.flags & bulk.RANGES:
             known |= bulk.SKIP_ROWS
+        if word.flags & bulk.PEER:
+            known = bulk.PEER | bulk.RANGES
         _check_flags(word.flags, known)
         deadline = self._checks.deadline(word.deadline_ms)
         return GetWork(session, word, deadline, self._checks.clock, wake)
@@ -48,6 +58,11 @@ class BulkService:
         deadline = self._checks.deadline(word.deadline_ms)
         return PutWork(session, word, deadline, self._checks.clock)
 
+    def find(self, word: bulk.Find, wanted: bytes) -> bytes:
+        """Return the answer to a peer's find. Raises InvalidRequestError."""
+        self._sessions.get(word.session_id)  # which is heard of
+        return self.desk.find(wanted)
+
     def get(self, work: GetWork, digests: bytes) -> None:
         """Offer the frames of *digests*, in order, up to the first missing or late one, or layers.
 
@@ -56,6 +71,9 @@ class BulkService:
         over.
         """
         session = self._sessions.get(work.word.session_id)
+        if work.word.flags & bulk.PEER:
+            self.desk.get(work, digests)
+            return
         ranges: list[bulk.Range] = []
         if work.word.flags & bulk.RANGES:
             digests, ranges = bulk.unpack_ranges(digests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,15 @@ from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.found import Found as Found
 from kvstore.server.found import Holding as Holding
 from kvstore.server.found import LeaseTerms as LeaseTerms
+from kvstore.server.found import Turn
 from kvstore.server.leases import Lease
+from kvstore.server.looks import Looks
 from kvstore.server.policy.journal import Asked
 from kvstore.server.policy.partitions import PartitionedEviction
 from kvstore.server.policy.radix import Rows
-from kvstore.server.quota_book import QuotaBook
 
+LOOKED_AT = 4096
+"""Victims that are gone through for one chunk's turn."""
 _EXPIRED_AT_ONCE = 256
 
 
@@ -35,7 +38,7 @@ class Wanted:
 EVERYBODY = Wanted()
 
 
-class Catalog(QuotaBook):
+class Catalog(Looks):
     """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
 
     Invariants: a policy knows exactly the rows of the copies on its tier; a key with a lease,
@@ -335,6 +338,17 @@ class Catalog(QuotaBook):
         else:
             rows = policy.victims_for(wanted.partition, stays, now)
         return self.knowledge.hints.in_order(rows, self._index.parent, len(policy))
+
+    def turn(self, tier: str, key: ChunkKey) -> Turn:
+        """Return how many others *tier* would evict before *key*; nobody is."""
+        with self._lock:
+            self._journal.settle()
+            row, before = self._index.row(key), 0
+            for victim in islice(self._candidates(tier, EVERYBODY), LOOKED_AT):
+                if victim == row:
+                    return Turn(before)
+                before += 1
+            return Turn(before, is_at_least=True)
 
     def unclaim(self, keys: Iterable[ChunkKey]) -> None:
         """The eviction is over, whatever became of it."""

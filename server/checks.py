@@ -208,6 +208,12 @@ def chunk_stat(held: Holding) -> pb.ChunkStat:
         leases=held.leases,
         pinned=held.is_pinned,
         hits=held.hits,
+        idle_s=held.idle_s,
+        pinned_s=held.pinned_s,
+        expires_s=held.expires_s,
+        priority=held.priority,
+        context_tokens=held.context_tokens,
+        components=wire.layout_to_message(info.layout).components,
     )
 
 

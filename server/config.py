@@ -27,16 +27,21 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
 from kvstore.server import placement_config as placement
 from kvstore.server.admission_config import AdmissionSettings
-from kvstore.server.blend_config import BlendSettings
+from kvstore.server.blend.blend_config import BlendSettings
+from kvstore.server.cluster.directory_config import DirectorySettings, check_advertised
+from kvstore.server.cluster.peer_config import PeerSettings
 from kvstore.server.codec_config import CodecName, TenantCodecs
 from kvstore.server.disk_config import DiskFolders, absolute
+from kvstore.server.events.event_config import EventSettings
 from kvstore.server.flags import flag_of, parse_flags
 from kvstore.server.gpu_config import GpuConfig
 from kvstore.server.policy_config import CategoryTerms, TenantQuotas, TierPolicies
+from kvstore.server.redis_config import RedisSettings, check_access
 from kvstore.server.refusal import refusal
 from kvstore.server.scrub_config import ScrubSettings
 from kvstore.server.settings_file import read_settings
-from kvstore.server.trust_config import TrustSettings, check_endpoint
+from kvstore.server.tracing_config import TracingSettings
+from kvstore.server.trust.trust_config import TrustSettings, check_endpoint
 from kvstore.server.units import (
     GIB,
     KIB,
@@ -96,7 +101,17 @@ class DiskConfig(DiskFolders):
     path: Annotated[Path, AfterValidator(absolute)] = Field(default_factory=_disk_path)
 
 
-class ServerConfig(TrustSettings, BlendSettings, AdmissionSettings, ScrubSettings):
+class ServerConfig(
+    TracingSettings,
+    EventSettings,
+    TrustSettings,
+    BlendSettings,
+    AdmissionSettings,
+    ScrubSettings,
+    RedisSettings,
+    DirectorySettings,
+    PeerSettings,
+):
     """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -269,16 +284,21 @@ class ServerConfig(TrustSettings, BlendSettings, AdmissionSettings, ScrubSetting
             " redis+cluster://host:6379,host:6379, with rediss for TLS"
         )
         if url is None:
-            if "redis" in info.data.get("tiers", ()):
-                raise ValueError(f"the redis tier needs to know its Redis: {fix}")
+            if "redis" in info.data.get("tiers", ()) or info.data.get("directory"):
+                raise ValueError(
+                    f"the redis tier and the directory need to know their Redis: {fix}"
+                )
             return None
         if not is_redis_url(url):
             raise ValueError(fix)
+        check_access(url, info.data)
         return url
 
     @field_validator("listen", "http")
     @classmethod
     def _check_endpoint(cls, value: str, info: ValidationInfo) -> str:
+        if info.field_name == "listen":
+            check_advertised(value, info.data)
         return check_endpoint(value, info.field_name or "", info.data)
 
     @field_validator("socket_path")
@@ -312,11 +332,12 @@ class ServerConfig(TrustSettings, BlendSettings, AdmissionSettings, ScrubSetting
 
     @property
     def codecs(self) -> dict[str, str]:
-        """The codec of each tier, by name; GPU memory has raw frames."""
+        """The codec of each tier, by name; GPU memory and peers have raw frames."""
         return {
             "gpu": "raw",
             "cpu": self.cpu_codec,
             "disk": self.disk_codec,
+            "peer": "raw",
             "redis": self.redis_codec,
         }
 

@@ -7,11 +7,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
-from kvstore.server.found import Holding
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ChunkInfo,
+    ChunkKey,
+    Fidelity,
+    KVLayout,
+    Namespace,
+)
+from kvstore.server.events.events import Event, EventLog
 from kvstore.server.history_file import MAX_CHUNKS, SavedHistory
 from kvstore.server.knowledge import Knowledge, Origin
 from kvstore.server.leases import LeaseTable
@@ -26,12 +34,17 @@ from kvstore.server.policy_report import PolicyReport
 from kvstore.server.promises import Promises
 from kvstore.server.uses import AnnouncedUses
 
+if TYPE_CHECKING:  # its file loads redis
+    from kvstore.server.cluster.directory import Directory
+
 QUIET_S = 0.004
 """Requests have paused when none came for so long."""
 _LOOKS_FOR_QUIET = 64
 
 MAX_UNREAD = 4096
 """Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
+HELD_ROWS = 256
+"""Looked at under the lock at a time, for who asks for all there is."""
 _MEMORY = "cpu"
 
 _UNKNOWN = Origin()
@@ -72,6 +85,10 @@ class Copies:
         self._promises = Promises()
         self._no_waits = False
         self.uses = AnnouncedUses(pin_limit_bytes)
+        self.directory: Directory | None = None
+        """Told of what is in memory and what leaves it, where there is one."""
+        self.events: EventLog | None = None
+        """Told of what comes and goes, once there is one."""
         self.unkept = 0
         """Announced chunks that came and were not kept, for want of room."""
         # Guards all of the above; held for dictionary operations only.
@@ -119,6 +136,10 @@ class Copies:
                 self._came(info.key, info.size_bytes, origin)
             number = self._index.tiers.index(tier)
             self._journal.note(Stored(number, row, parent, info.size_bytes, facts, now))
+            if tier == _MEMORY and self.directory is not None:
+                self.directory.sealed((info.key,))
+            if self.events is not None:
+                self.events.stored(tier, info)
         self._news.set()
 
     def _name(self, info: ChunkInfo, origin: Origin) -> None:
@@ -157,6 +178,10 @@ class Copies:
             self.knowledge.hints.forget(row)
             self.knowledge.contents.forget(key)
             self.uses.gone(key)
+        if known and tier == _MEMORY and self.directory is not None:
+            self.directory.gone((key,))
+        if known and self.events is not None:
+            self.events.removed(tier, key)
         return known
 
     def _forget_ghosts(self, rows: Rows) -> None:
@@ -178,6 +203,15 @@ class Copies:
         while not self._news.is_set() and self._step():
             time.sleep(0)  # lets go of the interpreter, which a request may be waiting for
         return is_any
+
+    def spare_next(self) -> None:
+        """Tell the policies of what came first, if more waits behind it.
+
+        For who has just answered a lookup, whose asker now looks at the answer: of many lookups in
+        a row, each would otherwise have to tell of an earlier one before it can be answered.
+        """
+        if len(self._journal) > 1:
+            self._step()
 
     def _step(self) -> bool:
         with self._lock:
@@ -233,21 +267,20 @@ class Copies:
             row = self._index.row(key)
             return self._index.size_bytes(self._index.holders(row)[0], row) if row else 0
 
-    def holding(self, key: ChunkKey) -> Holding | None:
-        """Return what is known of one chunk."""
-        with self._lock:
-            row = self._index.row(key)
-            if not row:
-                return None
-            leases, is_pinned = self._leases.pins.get(key, 0), key in self._pinned
-            hits = self._index.hits(row)
-            return Holding(key, self._index.copies(row), leases, is_pinned, hits)
+    def held_from(self, row: int, space: Namespace | None = None) -> tuple[list[Event], int]:
+        """Return the copies of *space*, or all, in HELD_ROWS rows from *row* on, as events.
 
-    def holdings(self, space: Namespace) -> list[Holding]:
-        """Return every chunk of a namespace. Those that come or go meanwhile may be left out."""
+        With them comes the next row to ask for; 0 when there are no more.
+        """
         with self._lock:
-            keys = self._index.keys_of(space)
-        return [held for key in keys if (held := self.holding(key)) is not None]
+            index, found = self._index, []
+            rows, after = index.held_rows(row, HELD_ROWS)
+            for at in rows:
+                if space is None or index.key(at)[:DIGEST_BYTES] == space:
+                    for tier, info in index.copies(at).items():
+                        tokens = info.layout.tokens
+                        found.append(Event(info.key, tier, tokens, info.parent, info.fidelity))
+            return found, after
 
     def only_on(self, *tiers: str) -> list[ChunkKey]:
         """Return the chunks that are on no tier but these."""

@@ -33,6 +33,8 @@ SEND_WITHIN_S = 5
 _POLL_S = 0.5
 _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
+_IN_A_ROW = 16
+"""Messages of one peer before others have their turn."""
 
 logger = structlog.get_logger(__name__)
 
@@ -70,7 +72,7 @@ class DataPlane:
 
     Several threads wait for messages side by side: whoever gets one answers it, so that no
     call is handed from thread to thread. The end of the connection that brought a session's
-    memory closes the session; connections that joined it are for calls only, one at a time.
+    memory closes the session; connections that joined it are for calls only, answered in order.
     *clock* returns monotonic seconds. Raises InvalidRequestError when another server listens on
     *path*.
     """
@@ -234,7 +236,7 @@ class DataPlane:
         if peer is None or not self._claim(peer):
             return
         try:
-            stays = self._take(peer) and not self._closed.is_set()
+            stays = self._take_all(peer) and not self._closed.is_set()
         except OSError:
             stays = False
         if not stays:
@@ -247,14 +249,24 @@ class DataPlane:
 
     # --- messages
 
-    def _take(self, peer: _Peer) -> bool:
+    def _take_all(self, peer: _Peer) -> bool:
+        """Answer what waits: False when the peer hung up or is to be hung up on.
+
+        Calls that were sent ahead are taken one behind the other, and wake no thread each.
+        """
+        for _ in range(_IN_A_ROW):
+            try:
+                message, descriptors, flags, _ = socket.recv_fds(
+                    peer.connection, MAX_PACKET_BYTES + 1, 4
+                )
+            except BlockingIOError:
+                return True
+            if not self._take(peer, message, descriptors, flags):
+                return False
+        return True
+
+    def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
         """Answer one message. False when the peer hung up or is to be hung up on."""
-        try:
-            message, descriptors, flags, _ = socket.recv_fds(
-                peer.connection, MAX_PACKET_BYTES + 1, 4
-            )
-        except BlockingIOError:
-            return True  # woken by one that had this descriptor before
         try:
             if not message:
                 return False

@@ -251,11 +251,10 @@ class Delivery:
         for shelf in near.shelves:
             if _is_in_place(shelf, key, holders):
                 return shelf.name, None
-        for shelf in self._transfers.sources:
-            if shelf.name in holders and not shelf.breaker.is_open:
-                ticket = self._transfers.load(key, shelf, session.tenant, claimed=True)
-                near.claims.extend([ticket] if ticket else [])
-                return shelf.name, ticket
+        for shelf in self._transfers.nearest(key, holders):
+            ticket = self._transfers.load(key, shelf, session.tenant, claimed=True)
+            near.claims.extend([ticket] if ticket else [])
+            return shelf.name, ticket
         return "", None
 
     def _arrive(

@@ -126,7 +126,7 @@ class Fill:
         source, key = self.source, self._stored.key
         try:
             found = source.guarded(
-                lambda: source.tier.read_into(key, self.frame[start:stop], start)
+                lambda: source.tier.read_into(key, self.frame[start:stop], start), "read"
             )
         except InvalidRequestError:
             found = False  # others have put a frame of another size in its place
@@ -152,4 +152,6 @@ class Fill:
         elif transfers.cpu_tier.seal(self._reservation):
             transfers.catalog.note_sealed(transfers.cpu.name, stored)
             transfers.counters.add("promoted_chunks")
+            flows = transfers.counters.flows
+            flows.note(self.source.name, transfers.cpu.name, stored.size_bytes)
         transfers.catalog.let_go(stored.key)

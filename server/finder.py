@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
 from kvstore.server.absent import AbsentKeys
 from kvstore.server.catalog import Found, LeaseTerms
 from kvstore.server.found import Leasing
+from kvstore.server.mover import Ticket
 from kvstore.server.policy.admission import Moment
 from kvstore.server.policy.planner import PlanQuestion, plan_loads
 from kvstore.server.policy.state_admission import StateAdmission
@@ -22,8 +24,16 @@ from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 
+if TYPE_CHECKING:  # its file loads zmq
+    from kvstore.server.cluster.peer_tier import PeerTier
+
 MAX_SHARED_CHUNKS = 1 << 18
 """Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
+
+PEERS_SHARE = 0.25
+"""Of a lookup's time, that peers have to answer."""
+MOST_WAITING = 0.1
+"""How full the lane of questions to peers may be for a lookup to add one."""
 
 PROBE_CHUNKS = 16
 """Asked for first; when a shared tier has them it is asked for the rest."""
@@ -50,6 +60,7 @@ class Finder:
         self._watching = [s for s in lower if transfers.placement.watches_askings(s)]
         self._names = tuple(shelf.name for shelf in transfers.sources)
         self.shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
+        self._peers = transfers.peers
         self._absent = AbsentKeys(transfers.clock)
         self.states: StateAdmission | None = None
         """Who is told where prompts part, for models with states."""
@@ -69,7 +80,7 @@ class Finder:
         With *engine* the answer has a plan.
         """
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
-        if self.shared:
+        if self.shared or self._peers is not None:
             found = self._match(keys, min_fidelity)
             found = self._with_shared(keys, min_fidelity, found, deadline)
             lease_id, ready = self._grant(keys[: len(found.sources)], terms)
@@ -79,6 +90,7 @@ class Finder:
         self._counters.add("lookups")
         self._counters.add("lookup_chunks", len(keys))
         self._counters.add("lookup_ready_chunks", ready)
+        self._counters.finds.note(session.tenant, len(keys), found.sources[:ready], self._names)
         if found.shared and self.states is not None:
             self.states.parted(keys[found.shared - 1])
         if found.ghosts:
@@ -168,8 +180,10 @@ class Finder:
     ) -> Found:
         """Ask shared tiers how the chain goes on: for a few chunks, then for all if they are there.
 
-        Most chains that we do not know nobody knows, and a few chunks are a quick question.
+        Most chains that we do not know nobody knows, and a few chunks are a quick question. Peers
+        are asked once, at the same time as the first of these: for all, as they answer quickly.
         """
+        is_first = True
         for count in (PROBE_CHUNKS, len(keys)):
             missing = found.first_missing
             if missing >= len(keys):
@@ -178,7 +192,12 @@ class Finder:
                 self._counters.add("spared_questions")
                 break
             end = min(missing + count, len(keys))
+            asked = self._begin_peers(keys[found.known :]) if is_first else None
+            is_first = False
             news, all_answered = self.ask_shared(keys[found.known : end], deadline)
+            if asked is not None:
+                heard = self._end_peers(asked, deadline)
+                news, all_answered = news or bool(heard), all_answered and heard is not None
             if news:
                 found = self._match(keys, min_fidelity, again=True)
             if found.first_missing < end:
@@ -186,6 +205,23 @@ class Finder:
                     self._absent.note(keys[found.first_missing])
                 break
         return found
+
+    def _begin_peers(self, keys: Sequence[ChunkKey]) -> Ticket | None:
+        """Have peers asked for *keys*; None without any, or when too many questions wait."""
+        shelf = self._peers
+        if shelf is None or self._mover.fullness(f"ask-{shelf.name}") > MOST_WAITING:
+            return None
+        ask = partial(self._find, shelf, keys)
+        return self._mover.submit(f"ask-{shelf.name}", b"".join(keys), ask)
+
+    def _end_peers(self, asked: Ticket, deadline: float) -> bool | None:
+        """Return whether peers have any; None when they did not answer in their share of time."""
+        now = self._transfers.clock()
+        try:
+            return bool(self._mover.wait(asked, now + PEERS_SHARE * (deadline - now)))
+        except KVStoreError:
+            self._counters.add("unanswered_lookups")
+            return None
 
     def ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
         """Learn from shared tiers which of *keys* others put there.
@@ -213,7 +249,7 @@ class Finder:
             found.extend(shelf.tier.find(keys))
             return True
 
-        shelf.guarded(work)
+        shelf.guarded(work, "find")
         news = False
         strays = self._catalog.strays(shelf.name)
         for info in found:
@@ -224,6 +260,16 @@ class Finder:
             if shelf.name not in self._catalog.holders(info.key):
                 self._learn(shelf, info)
         return news
+
+    def forget_hearsay(self, *, everything: bool = False) -> None:
+        """Drop from the index what was heard of peers and is not to be counted on any more."""
+        if self._peers is not None:
+            tier, catalog = cast("PeerTier", self._peers.tier), self._catalog
+            for key in tier.stale(everything=everything):
+                if catalog.cast_out(tier.name, key, even_if_held=False):
+                    catalog.swept(tier.name, key)
+                if tier.name not in catalog.holders(key):
+                    tier.delete(key)
 
     def learn_in_background(self) -> None:
         """Index what shared tiers hold at the start: it counts against our share of them.
@@ -243,6 +289,11 @@ class Finder:
         return shelf.guarded(work)
 
     def _learn(self, shelf: Shelf, info: ChunkInfo) -> None:
+        if shelf is self._peers:  # on whose word nothing of ours is changed
+            copies = self._catalog.copies(info.key)
+            if all(copy.layout == info.layout for copy in copies.values()):
+                self._catalog.note_sealed(shelf.name, info)
+            return
         if self._catalog.is_outgrown(info.key, info.layout) and not self._transfers.replace(info):
             return
         if self._catalog.count_on(shelf.name) < MAX_SHARED_CHUNKS:

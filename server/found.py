@@ -23,6 +23,30 @@ class Holding:
     leases: int
     is_pinned: bool
     hits: int
+    idle_s: float = -1.0
+    """Since it was last asked for, or put; -1 for unknown."""
+    pinned_s: float = 0.0
+    """For how much longer it is pinned."""
+    expires_s: float = 0.0
+    """Until its time to live is up; 0: it has none."""
+    priority: int = 0
+    context_tokens: int = 0
+
+
+class Turn(NamedTuple):
+    """How many others go before a chunk; at least so many where no more were looked at."""
+
+    before: int
+    is_at_least: bool = False
+
+
+class UsedPrefix(NamedTuple):
+    """A prefix by its last chunk: how often lookups found it, and how many tokens it has."""
+
+    key: ChunkKey
+    hits: int
+    tokens: int
+    tiers: tuple[str, ...]
 
 
 class Leasing(IntEnum):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, cast
 
 from kvstore.proto.blend import GateView
 from kvstore.server.manager import TierManager
 from kvstore.server.metrics import Gauge
 from kvstore.server.policy.partitions import Quota
 from kvstore.server.policy_report import PartitionUse, PolicyReport, known_ratios
+
+if TYPE_CHECKING:  # its file loads zmq
+    from kvstore.server.cluster.peer_tier import PeerTier
 
 SHOWN_GATES = 64
 """Gates on the metrics page, those used last; the status shows all."""
@@ -55,6 +59,31 @@ def _gates(manager: TierManager) -> list[Gauge]:
     return rows
 
 
+def _peers(manager: TierManager) -> list[Gauge]:
+    shelf = manager.transfers.peers
+    known = cast("PeerTier", shelf.tier).peers.known() if shelf is not None else []
+    return [
+        ("peers_known", "other servers whose memory may be read", "", len(known)),
+        ("peers_up", "those that answer", "", sum(peer.is_up for peer in known)),
+    ]
+
+
+def _directory(manager: TierManager) -> list[Gauge]:
+    directory = manager.catalog.directory
+    if directory is None:
+        levels = (0, 0, 0, 0)
+    else:
+        seen = directory.report()
+        levels = (len(seen.nodes), seen.announced, seen.waiting, int(seen.is_up))
+    nodes, announced, waiting, is_up = levels
+    return [
+        ("directory_up", "1 while this node is in the directory", "", is_up),
+        ("directory_nodes", "other nodes that live", "", nodes),
+        ("directory_chunks", "chunks that this node names in the directory", "", announced),
+        ("directory_waiting_words", "entries still to be written", "", waiting),
+    ]
+
+
 def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
     """Return every level as it is now: its name, what it is, its label and its value."""
     catalog = manager.catalog
@@ -73,6 +102,8 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
         ("blend_priority_bytes", "what is known of their tokens", "", priority_bytes),
         ("blend_open_gates", "models and tags whose variants are given", "", gates),
         *_gates(manager),
+        *_directory(manager),
+        *_peers(manager),
     ]
     for tier, (a_day, left) in manager.transfers.placement.budgets().items() or [("", (0, 0.0))]:
         rows += [

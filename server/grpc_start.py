@@ -8,11 +8,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.server.certificates import ServerTls
 from kvstore.server.config import ServerConfig
-from kvstore.server.gatekeeper import Gatekeeper
 from kvstore.server.interceptors import ErrorInterceptor
 from kvstore.server.overload import Overload
+from kvstore.server.request_scope import RequestScope
+from kvstore.server.trust.certificates import ServerTls
+from kvstore.server.trust.gatekeeper import Gatekeeper
 
 MESSAGE_SLACK_BYTES = 1 << 20
 REQUESTS_PER_WORKER = 8
@@ -23,7 +24,7 @@ HEALTH_WORKERS = 2
 
 
 def bind(
-    config: ServerConfig, overload: Overload, gatekeeper: Gatekeeper
+    config: ServerConfig, overload: Overload, gatekeeper: Gatekeeper, scope: RequestScope
 ) -> tuple[grpc.Server, int]:
     """Return a server, not started, and the port it got.
 
@@ -32,7 +33,7 @@ def bind(
     largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
     server = grpc.server(
         overload.reads,
-        interceptors=[overload, ErrorInterceptor(), gatekeeper],
+        interceptors=[overload, scope, ErrorInterceptor(), gatekeeper],
         maximum_concurrent_rpcs=overload.most_calls,
         options=[
             ("grpc.max_receive_message_length", largest),

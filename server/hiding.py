@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.config import ServerConfig
-from kvstore.server.encryption_keys import parse_encryption_keys
+from kvstore.server.trust.encryption_keys import parse_encryption_keys
 from kvstore.server.watched_file import WatchedFile
 from kvstore.tiers.base import Tier
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.wire import ERROR_NAME
+from kvstore.server.request_ids import RequestId
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -27,8 +29,8 @@ Behavior = Callable[[Any, grpc.ServicerContext], Any]
 logger = structlog.get_logger(__name__)
 
 
-class ErrorInterceptor(ServerInterceptor):
-    """Send KVStoreErrors with their status and class name, anything else as INTERNAL."""
+class HandlerInterceptor(ServerInterceptor):
+    """One that puts something around what answers the calls of a method."""
 
     @override
     def intercept_service(
@@ -37,9 +39,19 @@ class ErrorInterceptor(ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = continuation(handler_call_details)
-        if handler is None:
-            return None
-        method, streams = handler_call_details.method, handler.response_streaming
+        return None if handler is None else self.around(handler, handler_call_details.method)
+
+    @abstractmethod
+    def around(self, handler: Handler, method: str) -> Handler:
+        """Return what answers the calls of *method* in the place of *handler*."""
+
+
+class ErrorInterceptor(HandlerInterceptor):
+    """Send KVStoreErrors with their status and class name, anything else as INTERNAL."""
+
+    @override
+    def around(self, handler: Handler, method: str) -> Handler:
+        streams = handler.response_streaming
         return answered_by(handler, guarded(behavior_of(handler), method, streams=streams))
 
 
@@ -51,9 +63,18 @@ def behavior_of(handler: Handler) -> Behavior:
 
 def answered_by(handler: Handler, behavior: Behavior) -> Handler:
     """Return *handler* with *behavior* in the place of its own."""
-    make = getattr(grpc, f"{_shape(handler)}_rpc_method_handler")
-    changed: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
-    return changed
+    return _handler(_shape(handler), handler, behavior)
+
+
+def fed_by_stream(handler: Handler, behavior: Behavior) -> Handler:
+    """As ``answered_by``; *behavior* takes its message, if it is only one, from an iterator."""
+    return _handler(f"stream_{_shape(handler).partition('_')[2]}", handler, behavior)
+
+
+def _handler(shape: str, like: Handler, behavior: Behavior) -> Handler:
+    make = getattr(grpc, f"{shape}_rpc_method_handler")
+    made: Handler = make(behavior, like.request_deserializer, like.response_serializer)
+    return made
 
 
 def _shape(handler: Handler) -> str:
@@ -90,11 +111,12 @@ def told(
     answers: Generator[T, None, None], failure: Callable[[str, str], T], method: str
 ) -> Generator[T, None, None]:
     """Yield *answers*; an error that ends them becomes a last one by its class name and text."""
-    try:
-        yield from answers
-    except Exception as error:  # noqa: BLE001
-        name, _, message = _describe(error, method)
-        yield failure(name, message)
+    with RequestId():
+        try:
+            yield from answers
+        except Exception as error:  # noqa: BLE001
+            name, _, message = _describe(error, method)
+            yield failure(name, message)
 
 
 def _describe(error: Exception, method: str) -> tuple[str, str, str]:

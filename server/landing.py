@@ -83,6 +83,7 @@ class Landing:
             self.counters.add("put_refused_chunks")
             self._transfers.outcomes.note(info.key, Fate.refused, detail=reason)
             return PutResult(PutOutcome.refused, reason)
+        self._forget_hearsay(info.key)
         if not self._catalog.begin_put(info.key):
             self.counters.add("put_existing_chunks")
             self._hint(info.key, said.hints)
@@ -103,6 +104,14 @@ class Landing:
             self._catalog.end_put(info.key)
             self._transfers.outcomes.note(info.key, Fate.refused, detail=str(error))
             raise
+
+    def _forget_hearsay(self, key: ChunkKey) -> None:
+        """What only another server has in its memory may be put here all the same."""
+        peers = self._transfers.peers
+        if peers is None or self._catalog.holders(key) != [peers.name]:
+            return
+        if self._catalog.cast_out(peers.name, key, even_if_held=False):
+            self._catalog.swept(peers.name, key)
 
     def _bare_layout(self, info: ChunkInfo, said: Said) -> KVLayout | None:
         """Return what is kept of a chunk whose state is not worth it; None: all of it."""

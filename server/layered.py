@@ -126,7 +126,7 @@ class LayeredGet:
                 continue
             if shelf is transfers.cpu:
                 return _Opening(shelf.name, None, None)
-            if not Fill.is_possible(copy):
+            if not (shelf.tier.reads_parts and Fill.is_possible(copy)):
                 ticket = transfers.load(key, shelf, self._session.tenant)
                 return None if ticket is None else _Opening(shelf.name, ticket, None)
             fill = Fill(transfers, shelf, copy, self._session.tenant)

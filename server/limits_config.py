@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import override
 
-from kvstore.server.principal import check_tenant
 from kvstore.server.rule_list import RuleList
-from kvstore.server.tenant_limits import BUCKETS, EVERY_OTHER, MAX_LIMIT, Limits
+from kvstore.server.trust.principal import check_tenant
+from kvstore.server.trust.tenant_limits import BUCKETS, EVERY_OTHER, MAX_LIMIT, Limits
 
 Limit = Annotated[int, Field(ge=0, le=MAX_LIMIT)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from types import GeneratorType
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 from kvstore.proto import shm
 from kvstore.proto.calls import METHODS, Packet, pack_answer, pack_failure, unpack_call
 from kvstore.proto.errors import KVStoreError, UnauthenticatedError
-from kvstore.server.doorkeeper import Doorkeeper
 from kvstore.server.interceptors import told
 from kvstore.server.service import KVStoreService
 from kvstore.server.sessions import Session
+from kvstore.server.trust.doorkeeper import Doorkeeper
 
 _NO_CONTEXT: Any = None
 """The service's methods take gRPC's context and do not look at it."""
@@ -22,12 +22,19 @@ _NO_CONTEXT: Any = None
 class LocalCalls:
     """Runs a call against *service* and packs what it answers, errors included.
 
-    *doorkeeper* says whether the session may, and is told what became of it.
+    *doorkeeper* says whether the session may, and is told what became of it. *after_lookup* is
+    called once the answer to a lookup is on its way.
     """
 
-    def __init__(self, service: KVStoreService, doorkeeper: Doorkeeper | None = None) -> None:
+    def __init__(
+        self,
+        service: KVStoreService,
+        doorkeeper: Doorkeeper | None = None,
+        after_lookup: Callable[[], None] = lambda: None,
+    ) -> None:
         self._service = service
         self._doorkeeper = doorkeeper
+        self._after_lookup = after_lookup
 
     def answer(
         self, session: Session, head: shm.Request, body: bytes
@@ -35,7 +42,18 @@ class LocalCalls:
         """Return the packets of the answer. Closing the iterator ends the call."""
         method = METHODS.get(head.arg)
         name = "call" if method is None else method.name
-        return told(self._packets(session, head, body), pack_failure, name)
+        packets = told(self._packets(session, head, body), pack_failure, name)
+        return self._then_learn(packets) if name == "Lookup" else packets
+
+    def _then_learn(self, packets: Generator[Packet, None, None]) -> Generator[Packet, None, None]:
+        yield from packets
+        # Who asked has its answer: an error here is for the log alone.
+        for _ in told(self._learn(), pack_failure, "Lookup"):
+            return
+
+    def _learn(self) -> Generator[Packet, None, None]:
+        self._after_lookup()
+        yield from ()
 
     def _packets(
         self, session: Session, head: shm.Request, body: bytes
@@ -47,6 +65,7 @@ class LocalCalls:
             yield from self._answered(method, request)
             return
         outcome = "cancelled"
+        started = self._doorkeeper.clock()
         try:
             self._doorkeeper.admit_on(session, method)
             yield from self._answered(method, request)
@@ -55,6 +74,7 @@ class LocalCalls:
             outcome = type(error).__name__
             raise
         finally:
+            self._doorkeeper.times.note(method, self._doorkeeper.clock() - started)
             self._doorkeeper.note(session.owner, method, outcome, session, request, lambda: "unix")
 
     def _answered(self, method: str, request: Any) -> Generator[Packet, None, None]:

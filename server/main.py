@@ -14,6 +14,7 @@ import structlog
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig, load_config
 from kvstore.server.node import Node
+from kvstore.server.request_ids import add_request_id
 
 GRACE_S = 20.0
 KEPT_BYTES = 64 << 20
@@ -76,6 +77,7 @@ def _set_up_logs(config: ServerConfig) -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
+            add_request_id,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
             renderer,

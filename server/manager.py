@@ -15,12 +15,12 @@ from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
 from kvstore.server.assembly import UNFINISHED_S, Assembly, AssemblyLimits
-from kvstore.server.blending import Blending
+from kvstore.server.blend.blending import Blending
+from kvstore.server.blend.gates import Gates
 from kvstore.server.catalog import Holding, LeaseTerms
 from kvstore.server.delivery import Delivery
 from kvstore.server.finder import Finder
 from kvstore.server.found import Leasing
-from kvstore.server.gates import Gates
 from kvstore.server.hand_over import HandOver
 from kvstore.server.intake import Intake, PutResult
 from kvstore.server.knowledge import Origin
@@ -268,15 +268,15 @@ class TierManager:
         """End pins; return how many there were."""
         return self.catalog.unpin(keys)
 
-    def delete(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[int, int]:
-        """Forget chunks on every tier; return how many went, and how many are being read."""
+    def delete(self, keys: Sequence[ChunkKey], deadline: float, tier: str = "") -> tuple[int, int]:
+        """Forget chunks on every tier, or on *tier*; return how many went, and are read."""
         deleted = leased = 0
         self._finder.ask_shared(keys, deadline)
         for key in keys:
             self._settle(key, deadline)
-            names = list(self.catalog.copies(key))
+            names = [name for name in self.catalog.holders(key) if tier in ("", name)]
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
-            if gone:
+            if gone and not tier:
                 self.transfers.outcomes.note(key, Fate.deleted)
             self._sweep(key, deadline)
             deleted += bool(names) and len(gone) == len(names)
@@ -298,7 +298,7 @@ class TierManager:
 
     def clear(self, space: Namespace, deadline: float) -> tuple[int, int]:
         """Forget every chunk of a namespace that this node knows and nobody reads."""
-        return self.delete([holding.key for holding in self.catalog.holdings(space)], deadline)
+        return self.delete(self.catalog.keys_from(space), deadline)
 
     def stat(self, keys: Sequence[ChunkKey]) -> list[Holding]:
         """Return what is known of the chunks that exist."""
@@ -353,6 +353,7 @@ class TierManager:
         self.puts.assembly.expire()
         self._drop_expired()
         self.gets.promote_due()
+        self._finder.forget_hearsay()
         self._prefetch.sweep(self.catalog.is_leased)
         self.transfers.leave_doubles()
 
@@ -373,6 +374,7 @@ class TierManager:
         """
         self.puts.drain()
         self.hand_over.end()
+        self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
         if not self._keepers:
             return False
         shelf = self._keepers[0]

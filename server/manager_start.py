@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvstore.server.auto_codec import LANE
 from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
+from kvstore.server.cluster.peer_start import with_peers
 from kvstore.server.codec_config import is_auto
 from kvstore.server.config import ServerConfig
 from kvstore.server.known_models import KnownModels
@@ -27,8 +28,9 @@ from kvstore.tiers.base import Tier
 PIN_LIMIT_PERCENT = 50
 WORKERS_PER_WAITER = 4
 """One of so many threads may wait in a lookup for chunks that are about to come."""
-LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "redis": 2}
+LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "peer": 4, "redis": 2}
 """Loading threads of each tier: one reads while the other verifies what it read."""
+QUESTIONS_AT_ONCE = {"peer": 2}
 
 Clock = Callable[[], float]
 
@@ -45,7 +47,8 @@ def build_manager(
 
     *new_id* returns unpredictable numbers below 2^64.
     """
-    tiers = open_tiers(config, closers)
+    tiers = with_peers(open_tiers(config, closers), config, counters, clock)
+    closers += [tier.close for tier in tiers if tier.read_only]
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
     policies = Policies(config, capacities, time.perf_counter)
     shelves = [_shelf(config, tier, policies, clock, models) for tier in tiers]
@@ -57,7 +60,7 @@ def build_manager(
             continue
         lanes |= {f"load-{shelf.name}": LOADS_AT_ONCE[shelf.name], f"store-{shelf.name}": 1}
         if shelf.tier.shared:
-            lanes[f"ask-{shelf.name}"] = 1
+            lanes[f"ask-{shelf.name}"] = QUESTIONS_AT_ONCE.get(shelf.name, 1)
     leases = LeaseTable(config.max_leases_per_session, new_id)
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
     catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.knowledge)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+
+from kvstore.server.tallies import CallTimes, FindTally, Flows
 
 COUNTERS: Mapping[str, str] = {
     "lookups": "lookups answered",
@@ -57,6 +59,10 @@ COUNTERS: Mapping[str, str] = {
     "dropped_rows": "rows of the disk's index that were unusable at the start",
     "shed_calls": "calls refused at once, as too many of their kind waited",
     "expired_calls": "calls not begun, as they had waited past their deadline",
+    "event_batches": "batches of events that were published",
+    "event_restarts": "times that a reader of events fell behind what is kept, and began anew",
+    "event_invalid_requests": "requests for missed events that were none",
+    "stalled_calls": "calls ended as their messages did not come",
     "expired_leases": "leases released because their time was up",
     "expired_sessions": "sessions closed because they fell silent",
     "revoked_sessions": "sessions closed because their key was revoked or their token had expired",
@@ -71,6 +77,24 @@ COUNTERS: Mapping[str, str] = {
     "blend_shadows": "reports with a full prefill that was compared",
     "blend_gate_changes": "times that a gate opened, closed or changed its ratio",
     "blend_gates_closed": "times that an open gate closed",
+    "directory_questions": "questions to the node directory, of up to 512 keys each",
+    "directory_unanswered": "questions that the node directory did not answer in time",
+    "directory_words": "entries written to the node directory",
+    "directory_dropped_words": "entries not written, as too many waited or Redis was full",
+    "peer_finds": "lookups that asked other servers",
+    "peer_found_chunks": "chunks that other servers said they have in memory",
+    "peer_read_chunks": "chunks that came whole from other servers",
+    "peer_read_bytes": "frame bytes that came from other servers",
+    "peer_passed_chunks": "chunks of other servers that left memory after their first read",
+    "peer_failures": "requests that another server did not answer in time",
+    "peer_refusals": "requests that another server was too busy for, or we for it",
+    "peer_lost_sessions": "sessions that another server did not know any more",
+    "peer_invalid_answers": "answers of other servers that were none to what was asked",
+    "peer_corrupt_chunks": "chunks of other servers whose bytes were wrong",
+    "peer_asked_chunks": "chunks that other servers asked for",
+    "peer_served_chunks": "chunks that other servers were sent",
+    "peer_served_bytes": "frame bytes that other servers were sent",
+    "peer_refused_requests": "requests of other servers refused, as their most were at work",
     "read_throughs": "gets served past a full CPU tier",
     "bulk_ignored_messages": "messages over zmq from peers that named no session",
     "bulk_invalid_messages": "messages over zmq that were none of ours",
@@ -79,9 +103,15 @@ COUNTERS: Mapping[str, str] = {
 
 
 class Counters:
-    """Named, thread-safe integers. Counting an unknown name is a KeyError."""
+    """Named, thread-safe integers. Counting an unknown name is a KeyError.
+
+    ``flows``, ``finds`` and ``times`` count what has labels.
+    """
 
     def __init__(self) -> None:
+        self.flows = Flows()
+        self.finds = FindTally()
+        self.times = CallTimes()
         self._values = dict.fromkeys(COUNTERS, 0)
         self._lock = threading.Lock()
 
@@ -101,36 +131,3 @@ class Counters:
 
 Gauge = tuple[str, str, str | Mapping[str, str], float]
 """Name, description, value of the ``tier`` label (empty for none) or all labels, value."""
-
-
-def start_metrics_server(
-    host: str, port: int, counters: Counters, gauges: Callable[[], Iterable[Gauge]]
-) -> tuple[Callable[[], None], int]:
-    """Serve ``/metrics`` for Prometheus; return how to stop it and the port it got."""
-    from prometheus_client import CollectorRegistry, start_http_server
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-    from prometheus_client.registry import Collector
-
-    class _Collector(Collector):
-        def collect(self) -> Iterable[Metric]:
-            for name, value in counters.snapshot().items():
-                yield CounterMetricFamily(f"kvstore_{name}", COUNTERS[name], value=value)
-            families: dict[str, GaugeMetricFamily] = {}
-            for name, text, where, level in gauges():
-                labels = ({"tier": where} if where else {}) if isinstance(where, str) else where
-                family = families.setdefault(
-                    name, GaugeMetricFamily(f"kvstore_{name}", text, labels=list(labels))
-                )
-                family.add_metric(list(labels.values()), level)
-            yield from families.values()
-
-    registry = CollectorRegistry()
-    registry.register(_Collector())
-    server, thread = start_http_server(port, addr=host, registry=registry)
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return stop, server.server_port

@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -86,6 +88,8 @@ class Mover:
             queue, rush = self._queues[lane], self._urgent[lane]
             if self._closed or (len(queue) + len(rush) >= self._limit and not urgent):
                 return None
+            # In the context of who asks: its request id, and its span.
+            work = partial(copy_context().run, work)
             ticket = Ticket(lane, name, work, claims=1 if claimed else None)
             self._open[lane, name] = ticket
             (rush if urgent else queue).append(ticket)

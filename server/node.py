@@ -19,24 +19,31 @@ from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, host_id
 from kvstore.server.auto_codec import begin_choices
-from kvstore.server.blend_keeper import BlendKeeper
+from kvstore.server.blend.blend_keeper import BlendKeeper
 from kvstore.server.checks import Checks, ServiceLimits
+from kvstore.server.cluster.directory_start import open_directory
+from kvstore.server.cluster.peer_start import Me, desk_limits, ready_peers
 from kvstore.server.config import ServerConfig
 from kvstore.server.dataplane import DataPlane, PlaneLimits
-from kvstore.server.gauges import gauges
+from kvstore.server.events.event_start import NodeEvents
 from kvstore.server.grpc_start import REQUESTS_PER_WORKER, bind, bind_health
+from kvstore.server.health import Health
 from kvstore.server.history_keeper import HistoryKeeper
 from kvstore.server.known_models import KnownModels
 from kvstore.server.local_calls import LocalCalls
 from kvstore.server.manager_start import build_manager
-from kvstore.server.metrics import Counters, start_metrics_server
+from kvstore.server.metrics import Counters
 from kvstore.server.overload import Overload
+from kvstore.server.request_scope import RequestScope
 from kvstore.server.scrub import Scrub
 from kvstore.server.service import Identity, KVStoreService
 from kvstore.server.sessions import SessionTable
-from kvstore.server.trust import Trust
+from kvstore.server.tracing import open_tracing
+from kvstore.server.trust.trust import Trust
+from kvstore.server.web.dashboard_view import Subject
 
-if TYPE_CHECKING:  # its file loads torch
+if TYPE_CHECKING:  # their files load an HTTP server, and torch
+    from kvstore.server.web.http_start import HttpPort
     from kvstore.server.zmq_plane import ZmqPlane
 
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
@@ -81,11 +88,13 @@ class Node:
         self.sessions.on_open += [models.note, self.manager.begin_session]
         self.sessions.on_close.append(self.manager.end_session)
         self.trust = Trust(config, self.sessions, clock)
+        self.trust.doorkeeper.times = self.counters.times
         self._closers.append(self.trust.close)
         self.manager.catalog.limit_leases(self.trust.lease_terms)
-        overload = Overload(config.workers, self.counters)
+        self._overload = overload = Overload(config.workers, self.counters, clock)
         self._closers.append(overload.close)
-        self._grpc, self.port = bind(config, overload, self.trust.gatekeeper)
+        scope = self._open_tracing()
+        self._grpc, self.port = bind(config, overload, self.trust.gatekeeper, scope)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -96,25 +105,52 @@ class Node:
         self.bulk = self._open_bulk(checks)
         bulk_terms = (self.bulk.address, self.bulk.public_key) if self.bulk else ("", b"")
         identity = Identity(_new_id(), kvstore.__version__, host_id(), clock(), *bulk_terms)
+        self.directory = open_directory(
+            config, identity.boot_id, self.port, bulk_terms[0], self.counters, clock
+        )
+        if self.directory is not None:
+            self._closers.append(self.directory.close)
+            self.manager.catalog.directory = self.directory
+        me = Me(self.port, identity.boot_id)
+        self._begin_peers = ready_peers(config, self.manager, self.directory, me)
         service = KVStoreService(
             self.manager, self.sessions, self.data_plane, checks, identity, self.trust
         )
         service.scrub = self._scrub = self._open_scrub()
+        service.directory = self.directory
+        self.events = NodeEvents(
+            config,
+            self.manager,
+            identity.boot_id,
+            self.trust.authenticator.holds,
+            self._closers,
+        )
+        service.events = self.events.desk
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
-            self.data_plane.answer_calls(LocalCalls(service, self.trust.doorkeeper).answer)
-        self._health = health.HealthServicer()
+            learn = self.manager.catalog.spare_next
+            self.data_plane.answer_calls(LocalCalls(service, self.trust.doorkeeper, learn).answer)
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         self.health_port = self._open_health()
         reflection.enable_server_reflection(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
-        self.http_port = self._open_metrics()
+        self._http = self._open_http()
+        self.http_port = self._http.port if self._http is not None else None
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for name, work in (("ticker", self._tick), ("learner", self._learn))
         ]
+
+    def _open_tracing(self) -> RequestScope:
+        tracing = open_tracing(self._config.tracing_endpoint, self._config.tracing_share)
+        if tracing is not None:
+            self._closers.append(tracing.close)
+            for shelf in self.manager.transfers.shelves.values():
+                shelf.tracing = tracing
+        return RequestScope(tracing)
 
     def _open_keeper(self) -> HistoryKeeper | None:
         if "disk" not in self._config.tiers:
@@ -168,7 +204,7 @@ class Node:
         from kvstore.server.zmq_socket import is_private
 
         keys = None if is_private(config.zmq) else load_keys(config.zmq_keys)
-        service = BulkService(self.manager, self.sessions, checks)
+        service = BulkService(self.manager, self.sessions, checks, desk_limits(config))
         limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers)
         plane = ZmqPlane(
             config.zmq, keys, self.sessions, service, limits, self.trust.doorkeeper.admit_on
@@ -191,19 +227,16 @@ class Node:
         self._closers.append(lambda: server.stop(None).wait())
         return port
 
-    def _open_metrics(self) -> int | None:
-        address = self._config.http_address
-        if address is None:
+    def _open_http(self) -> HttpPort | None:
+        if self._config.http_address is None:
             return None
-        try:
-            stop, port = start_metrics_server(
-                *address, self.counters, lambda: gauges(self.manager, len(self.sessions))
-            )
-        except OSError as error:
-            raise InvalidRequestError(
-                "http", self._config.http, f"{error.strerror}; choose another address"
-            ) from None
-        self._closers.append(stop)
+        from kvstore.server.web.http_start import HttpPort
+
+        subject = Subject(
+            self.manager, self.sessions, self.counters, kvstore.__version__, self._clock
+        )
+        port = HttpPort(self._config, subject, self.trust.authenticator)
+        self._closers.append(port.close)
         return port
 
     def start(self) -> None:
@@ -213,6 +246,9 @@ class Node:
         for thread in self._threads:
             thread.start()
         self._scrub.start()
+        if self.directory is not None:
+            self.directory.start()
+        self._begin_peers()
         begin_choices(self.manager.transfers, self._config.codecs, os.urandom)
         self._set_health(serving=True)
 
@@ -229,13 +265,17 @@ class Node:
         """Whether every thread the node depends on lives."""
         plane = self.data_plane
         is_bulk_alive = self.bulk is None or self.bulk.is_alive()
-        return self.manager.is_alive() and is_bulk_alive and (plane is None or plane.is_alive())
+        is_publishing = is_bulk_alive and self.events.is_alive()
+        return self.manager.is_alive() and is_publishing and (plane is None or plane.is_alive())
 
     def _tick(self) -> None:
         while not self._stopping.wait(TICK_S):
             self.manager.tick()
             self.counters.add("expired_sessions", self.sessions.expire())
             self.counters.add("revoked_sessions", self.trust.tick())
+            if self._http is not None:
+                self._http.tick()
+            self._overload.tick()
             if self.sessions.is_draining:  # over the RPC
                 self._set_health(serving=False)
             if not self.is_alive():
@@ -260,6 +300,7 @@ class Node:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
+        self.events.end()
         self._grpc.stop(min(grace_s, 2.0)).wait()
         if self.data_plane is not None:
             self.data_plane.close()

@@ -31,6 +31,10 @@ class PinTable:
         self._used_bytes += size_bytes - before
         self._pinned[key] = (until, size_bytes)
 
+    def left_s(self, key: ChunkKey, now: float) -> float:
+        """Return for how much longer a chunk is pinned; 0 for one that is not."""
+        return max(0.0, self._pinned.get(key, (now, 0))[0] - now)
+
     def extend(self, key: ChunkKey, size_bytes: int, until: float) -> bool:
         """Pin a chunk for no less long than it is; False when the limit does not allow it."""
         until = max(until, self._pinned.get(key, (until, 0))[0])

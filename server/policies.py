@@ -49,7 +49,7 @@ class Policies:
             partitions=partitions,
             category_ttls_s=terms.ttls_s,
             ghost_limit=config.ghost_limit,
-            what_ifs={tier: WhatIf(size) for tier, size in capacities.items()},
+            what_ifs={tier: WhatIf(size) for tier, size in capacities.items() if size},
             contents=ContentIndex(config.blend_contents),
             policy_names={tier: self.name(tier) for tier in capacities},
         )
@@ -60,13 +60,13 @@ class Policies:
         self.by_tier = {tier: self._policy(tier) for tier in capacities}
 
     def name(self, tier: str) -> str:
-        """Return the name of a tier's policy."""
-        return self._names.of_tier(tier)
+        """Return the name of a tier's policy; nothing is evicted from one without a size."""
+        return self._names.of_tier(tier) if self._capacities[tier] else "lru"
 
     def _policy(self, tier: str) -> EvictionPolicy:
         partitions = self.knowledge.partitions
         adapts = len(partitions.names) > 1 and self.name(tier) == "adaptive"
-        if not (self._has_quotas or adapts):
+        if not (self._has_quotas or adapts) or not self._capacities[tier]:
             return self._plain(tier)
         by_tenant = self._tenants.of_tier(tier)
         for tenant, limits in self._limits.items():

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -29,9 +31,11 @@ from kvstore.server.shelf import Room, Shelf
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
 
-if TYPE_CHECKING:  # its file loads torch
+if TYPE_CHECKING:  # their files load zmq and torch
+    from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.tiers.gpu import GpuTier
 
+PEER_TIER = "peer"
 MAX_RECLAIM_ROUNDS = 1000
 VICTIMS_PER_ROUND = 64
 
@@ -52,7 +56,7 @@ class Reclaim(ABC):
         clock: Callable[[], float],
     ) -> None:
         self.shelves = {shelf.name: shelf for shelf in shelves}
-        self._order = list(shelves)
+        self._order = [shelf for shelf in shelves if not shelf.tier.read_only]
         self.cpu = next(shelf for shelf in shelves if isinstance(shelf.tier, CpuTier))
         self.cpu_tier = cast("CpuTier", self.cpu.tier)
         self.gpu = None if shelves[0] is self.cpu else shelves[0]
@@ -63,6 +67,8 @@ class Reclaim(ABC):
         open_to_all = (s for s in local if s.tier.shows_files and not s.encoder.needs_assets)
         self.filed = next(open_to_all, None)
         """The shelf whose frames lie in files that a reader on this host may open."""
+        self.peers = next((s for s in shelves if s.name == PEER_TIER), None)
+        """The memory of other servers."""
         self.catalog = catalog
         self.mover = mover
         self.counters = counters
@@ -239,8 +245,25 @@ class Reclaim(ABC):
             elif exact == [shelf.name]:
                 self.counters.add("lossy_victims")
 
+    def nearest(self, key: ChunkKey, holders: Sequence[str]) -> list[Shelf]:
+        """Return the shelves of *holders* that are in use, in the order in which *key* is read.
+
+        That is from the fastest on; of another server's memory and a shared tier the one goes
+        first that would have sent this chunk sooner, as it is measured.
+        """
+        usable = [s for s in self.sources if s.name in holders and not s.breaker.is_open]
+        if self.peers is None or self.peers not in usable[:-1] or not usable[-1].tier.shared:
+            return usable
+        tier = cast("PeerTier", self.peers.tier)
+        peer_s = tier.load_s(key, self.catalog.size_bytes(tier.name, key))
+        stored_bytes = self.catalog.size_bytes(usable[-1].name, key)
+        if peer_s is None or float(usable[-1].load_s(np.array([stored_bytes]))[0]) < peer_s:
+            usable.remove(self.peers)
+            usable.append(self.peers)
+        return usable
+
     def lower_shelves(self) -> list[Shelf]:
-        """Return the shelves below CPU memory, fastest first."""
+        """Return the shelves below CPU memory that can be written, fastest first."""
         return self._below(self.cpu)
 
     def _below(self, shelf: Shelf) -> list[Shelf]:

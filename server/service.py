@@ -14,32 +14,33 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
-from kvstore.server.blend_calls import BlendCalls
-from kvstore.server.checks import Checks, chunk_stat, fidelity, outcomes
+from kvstore.server.blend.blend_calls import BlendCalls
+from kvstore.server.checks import Checks, fidelity, outcomes
+from kvstore.server.cluster.peer_calls import PeerCalls
 from kvstore.server.codec_calls import CodecCalls
 from kvstore.server.dataplane import DataPlane
+from kvstore.server.events.event_calls import EventCalls
 from kvstore.server.explain_wire import ExplainDesk
 from kvstore.server.found import Leasing
-from kvstore.server.gatekeeper import principal_of
 from kvstore.server.get_stream import REACH, GetStream
 from kvstore.server.hand_over_calls import HandOverCalls
 from kvstore.server.intake import PutResult
+from kvstore.server.keep_calls import KeepCalls
 from kvstore.server.layered_put import LayeredPutStream
+from kvstore.server.look_calls import LookCalls
 from kvstore.server.manager import TierManager
-from kvstore.server.pools import Standings
 from kvstore.server.put_stream import PutStream
-from kvstore.server.quota_calls import QuotaCalls
-from kvstore.server.quota_desk import QuotaDesk
 from kvstore.server.request_log import RequestLog, check_local
 from kvstore.server.scrub_calls import ScrubCalls
 from kvstore.server.sessions import SessionTable
 from kvstore.server.status_calls import StatusCalls
-from kvstore.server.trust import Trust
+from kvstore.server.trust.gatekeeper import principal_of
+from kvstore.server.trust.pools import Standings
+from kvstore.server.trust.quota_calls import QuotaCalls
+from kvstore.server.trust.quota_desk import QuotaDesk
+from kvstore.server.trust.trust import Trust
 
-LIST_PAGE_CHUNKS = 256
 MAX_CLIENT_CHARS = 128
-CLEAR_DEADLINE_MS = 60_000
-MAX_PIN_TTL_MS = 24 * 3600 * 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ class KVStoreService(
     QuotaCalls,
     ScrubCalls,
     CodecCalls,
+    EventCalls,
+    KeepCalls,
+    LookCalls,
+    PeerCalls,
     kvstore_pb2_grpc.KVStoreServicer,
 ):
     """Every RPC of kvstore.v1."""
@@ -317,20 +322,6 @@ class KVStoreService(
     # --- keeping and forgetting
 
     @override
-    def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.PinResponse:
-        session = self._sessions.get(request.session_id)
-        if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
-            raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
-        keys = self._checks.keys(session, request.digests)
-        return pb.PinResponse(server=self._stamp, pinned=self._manager.pin(keys, request.ttl_ms))
-
-    @override
-    def Unpin(self, request: pb.UnpinRequest, context: grpc.ServicerContext) -> pb.UnpinResponse:
-        session = self._sessions.get(request.session_id)
-        keys = self._checks.keys(session, request.digests)
-        return pb.UnpinResponse(server=self._stamp, unpinned=self._manager.unpin(keys))
-
-    @override
     def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
         if request.if_damaged:
             return self._drop_damaged(request)
@@ -339,32 +330,7 @@ class KVStoreService(
         deleted, leased = self._manager.delete(keys, self._checks.deadline(0))
         return pb.DeleteResponse(server=self._stamp, deleted=deleted, leased=leased)
 
-    @override
-    def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
-        session = self._sessions.get(request.session_id)
-        deleted, leased = self._manager.clear(
-            session.namespace, self._checks.deadline(CLEAR_DEADLINE_MS)
-        )
-        return pb.ClearResponse(server=self._stamp, deleted=deleted, leased=leased)
-
-    # --- looking
-
-    @override
-    def Stat(self, request: pb.StatRequest, context: grpc.ServicerContext) -> pb.StatResponse:
-        session = self._sessions.get(request.session_id)
-        held = self._manager.stat(self._checks.keys(session, request.digests))
-        return pb.StatResponse(server=self._stamp, chunks=map(chunk_stat, held))
-
-    @override
-    def List(
-        self, request: pb.ListRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.ListResponse]:
-        session = self._sessions.get(request.session_id)
-        held = self._manager.holdings(session.namespace)
-        held = held[: request.limit or len(held)]
-        for start in range(0, len(held), LIST_PAGE_CHUNKS):
-            page = held[start : start + LIST_PAGE_CHUNKS]
-            yield pb.ListResponse(server=self._stamp, chunks=map(chunk_stat, page))
+    # --- the server
 
     @override
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:

@@ -14,11 +14,28 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.keys import namespace, representation_digest
-from kvstore.proto.types import Namespace, Representation
-from kvstore.server.principal import ANYBODY, ROLES, Principal
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    DType,
+    LayerGroup,
+    LayerKind,
+    Namespace,
+    Representation,
+    RopeParameters,
+)
+from kvstore.server.trust.principal import ANYBODY, ROLES, Principal
 from kvstore.tiers.base import DEFAULT_TENANT
 
 TOKEN_BYTES = 16
+MAX_PEER_SESSIONS = 256
+"""Of other servers; a fleet's nodes have one each."""
+
+_NO_MODEL = Representation(
+    "none", "none", "none", "none",
+    (LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1),),
+    RopeParameters(theta=1.0, rotary_dim=0), "none",
+)  # fmt: skip
+"""What a session of a peer has in the place of one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +57,8 @@ class Session:
     roles: frozenset[str] = ROLES
     is_attached: bool = False
     """Whether its process holds the data plane's socket open: then it is alive."""
+    is_peer: bool = False
+    """Whether it is another server's, which names chunks by whole keys; it has no model."""
     is_closed: bool = False
     """Set before what it owns is released: nothing may be given to it from then on."""
 
@@ -93,15 +112,46 @@ class SessionTable:
             owner,
             roles,
         )
+        self._admit(session)
+        for callback in self.on_open:
+            callback(session)
+        return session
+
+    def open_peer(self, node_id: str, owner: Principal) -> Session:
+        """Open a session of another server; an earlier one of the same ends.
+
+        Raises QuotaExceededError or ShuttingDownError.
+        """
+        session = Session(
+            int.from_bytes(self._random_bytes(8), "little") or 1,
+            owner.tenant,
+            node_id,
+            _NO_MODEL,
+            Namespace(bytes(DIGEST_BYTES)),
+            b"",
+            self._random_bytes(TOKEN_BYTES),
+            self._clock(),
+            owner,
+            frozenset({"peer"}),
+            is_peer=True,
+        )
+        with self._lock:
+            others = [one for one in self._sessions.values() if one.is_peer]
+        for one in others:
+            if (one.client, one.owner.name) == (node_id, owner.name):
+                self.close(one.session_id)
+        if len(others) >= MAX_PEER_SESSIONS:
+            raise QuotaExceededError("peer_sessions", MAX_PEER_SESSIONS, "this server")
+        self._admit(session)
+        return session
+
+    def _admit(self, session: Session) -> None:
         with self._lock:
             if self._draining:
                 raise ShuttingDownError("the server drains; no new sessions")
             if len(self._sessions) >= self._limit:
                 raise QuotaExceededError("max_sessions", self._limit, "this server")
             self._sessions[session.session_id] = session
-        for callback in self.on_open:
-            callback(session)
-        return session
 
     def get(self, session_id: int) -> Session:
         """Return a live session and take note of it. Raises LeaseExpiredError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +28,13 @@ from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.tier_codec import NamedCodec, TierCodec
 from kvstore.tiers.base import DEFAULT_TENANT, Tier
 
+if TYPE_CHECKING:
+    from kvstore.server.tracing import Tracing
+
 _EWMA_WEIGHT = 0.2
 _MAX_LOAD_US = (1 << 32) - 1
-_FIRST_GUESS_BYTES_PER_S = {"gpu": 10e9, "cpu": 10e9, "disk": 1e9, "redis": 0.5e9}
-_ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "redis": 500e-6}
+_FIRST_GUESS_BYTES_PER_S = {"gpu": 10e9, "cpu": 10e9, "disk": 1e9, "peer": 1e9, "redis": 0.5e9}
+_ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "peer": 500e-6, "redis": 500e-6}
 
 
 @dataclass(slots=True)
@@ -85,6 +89,7 @@ class Shelf:
     decode_bytes_per_s: float = 0.0
     """Mean speed of decoding its frames for CPU memory; 0 before the first, and for raw ones."""
     rate: Rate = field(init=False)
+    tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
         self.encoder = self.encoder or TierCodec(NamedCodec(self.codec.name, self.codec))
@@ -122,7 +127,7 @@ class Shelf:
                         raise DeadlineError(f"load from {self.name}: nobody waits for it any more")
                     yield arrived
 
-        if not self.guarded(lambda: check.follow(steps())):
+        if not self.guarded(lambda: check.follow(steps()), "read"):
             return None
         try:
             header = check.finish()
@@ -151,12 +156,15 @@ class Shelf:
         """Estimated seconds until each of *sizes* stored bytes is in memory, decoded."""
         return self.rate.round_trip_s + sizes / self.rate.bytes_per_s + self.decode_s(sizes)
 
-    def guarded(self, work: Callable[[], bool]) -> bool:
-        """Run *work* on the medium and let the breaker know how it went."""
+    def guarded(self, work: Callable[[], bool], what: str = "use") -> bool:
+        """Run *work* on the medium and let the breaker know how it went.
+
+        *what* is its name in traces.
+        """
         if not self.breaker.allows():
             raise TierUnavailableError(self.name, f"left alone for now: {self.breaker.reason}")
         try:
-            done = work()
+            done = work() if self.tracing is None else self.tracing.on_tier(self.name, what, work)
         except TierUnavailableError as error:
             if not error.is_partial:
                 self.breaker.fail(str(error))

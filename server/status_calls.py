@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend_wire import gate_to_message
 from kvstore.server.checks import tier_status
-from kvstore.server.gatekeeper import principal_of
+from kvstore.server.trust.gatekeeper import principal_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import grpc
 
+    from kvstore.server.cluster.directory import Directory
     from kvstore.server.dataplane import DataPlane
     from kvstore.server.manager import TierManager
     from kvstore.server.service import Identity
@@ -29,6 +30,7 @@ class StatusCalls:
     _clock: Callable[[], float]
     _data_plane: DataPlane | None
     _stamp: pb.Server
+    directory: Directory | None = None
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusResponse:
         """Say how the server is; how much of it is used, and by whom, to admins alone."""
@@ -54,4 +56,6 @@ class StatusCalls:
         reply.leases = catalog.lease_count()
         reply.counters.update(self._manager.counters.snapshot())
         reply.socket_path = str(self._data_plane.path) if self._data_plane else ""
+        if self.directory is not None:
+            reply.directory.CopyFrom(self.directory.report().to_message())
         return reply

@@ -34,13 +34,14 @@ def open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> lis
     if "redis" in config.tiers:
         from kvstore.tiers.redis import RedisTier
 
-        url = config.redis_url or ""
-        timeout_ms, connections = config.redis_timeout_ms, config.redis_connections
-        tiers.append(
-            hidden(
-                RedisTier(url, config.redis_size, timeout_ms=timeout_ms, connections=connections)
-            )
+        tier = RedisTier(
+            config.redis_access(config.redis_url or ""),
+            config.redis_size,
+            timeout_ms=config.redis_timeout_ms,
+            connections=config.redis_connections,
+            prefix=config.redis_prefix,
         )
+        tiers.append(hidden(tier))
         closers.append(tiers[-1].close)
     return tiers
 

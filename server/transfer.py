@@ -32,6 +32,7 @@ from kvstore.server.catalog import Catalog
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
 from kvstore.server.outcomes import Fate
+from kvstore.server.passing import Passing
 from kvstore.server.reclaim import Reclaim
 from kvstore.server.shelf import Room, Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
@@ -59,6 +60,7 @@ class Transfers(Reclaim):
         super().__init__(shelves, catalog, mover, counters, clock)
         self._move_timeout_s = move_timeout_ms / 1000
         self._doubles: deque[tuple[ChunkKey, Shelf]] = deque(maxlen=MAX_DOUBLES)
+        self.passing = Passing(self, self.peers) if self.peers is not None else None
 
     # --- moves
 
@@ -104,16 +106,22 @@ class Transfers(Reclaim):
                 self.counters.add("given_up_loads")
 
     def _raise_up(self, key: ChunkKey, source: Shelf, tenant: str) -> bool:
+        was_here = self.cpu.name in self.catalog.holders(key)
         is_here = self._promote(key, source, tenant)
         if is_here and source.is_exclusive:
             self._doubles.append((key, source))
+        if is_here and not was_here and source is self.peers and self.passing is not None:
+            self.passing.came(key)
         return is_here
 
     def leave_doubles(self) -> None:
-        """Drop from exclusive shelves what came up to CPU memory and nobody reads any more.
+        """Drop one of two copies: from exclusive shelves what came up to CPU memory, and from there
+        what came from a peer and is not kept. What somebody reads waits for that.
 
         Called at every tick; what is read still is tried again at the next.
         """
+        if self.passing is not None:
+            self.passing.leave()
         for _ in range(len(self._doubles)):
             key, source = self._doubles.popleft()
             if self.catalog.leave(source.name, key, self.cpu.name):
@@ -147,6 +155,7 @@ class Transfers(Reclaim):
             if self._write(target, reservation, frame):
                 self.catalog.note_sealed(target.name, info)
                 self.counters.add("promoted_chunks" if target is self.gpu else "copied_chunks")
+                self.counters.flows.note(self._best(copies)[0].name, target.name, info.size_bytes)
                 return True
             return self._adopt(key, target)
         finally:
@@ -222,7 +231,7 @@ class Transfers(Reclaim):
 
         started = self.clock()
         try:
-            return target.guarded(work)
+            return target.guarded(work, "write")
         except KVStoreError:
             if not sealing:  # a seal that fails has freed the room itself
                 target.tier.abort(reservation)
@@ -231,10 +240,14 @@ class Transfers(Reclaim):
             taken_s = self.clock() - started
             self.placement.wrote(target.name, taken_s, reservation.info.key, len(frame))
 
+    def _best(self, copies: Mapping[str, ChunkInfo]) -> list[Shelf]:
+        """Return the shelves of *copies*, the best copy first and of equal ones the nearest."""
+        holders = [shelf for shelf in self.sources if shelf.name in copies]
+        return sorted(holders, key=lambda shelf: -copies[shelf.name].fidelity)
+
     def _best_frame(self, key: ChunkKey, copies: dict[str, ChunkInfo]) -> Bytes | None:
         """Return the verified frame of the best and nearest copy that proves right."""
-        holders = [shelf for shelf in self.sources if shelf.name in copies]
-        for shelf in sorted(holders, key=lambda shelf: -copies[shelf.name].fidelity):
+        for shelf in self._best(copies):
             try:
                 if shelf is self.cpu:
                     frame = self.cpu_tier.peek(key)
@@ -277,6 +290,7 @@ class Transfers(Reclaim):
             if self.cpu_tier.seal(reservation):
                 self.catalog.note_sealed(self.cpu.name, info)
                 self.counters.add("copied_chunks" if source is self.gpu else "promoted_chunks")
+                self.counters.flows.note(source.name, self.cpu.name, info.size_bytes)
             return True
         finally:
             self.catalog.let_go(key)
@@ -340,6 +354,7 @@ class Transfers(Reclaim):
     def quarantine(self, shelf: Shelf, key: ChunkKey) -> None:
         """Drop a copy that failed verification, so that the chunk can be put again at once."""
         self.counters.add("corrupt_chunks")
+        shelf.tier.note_corrupt(key)
         self.outcomes.note(key, Fate.corrupt, shelf.name)
         if self.catalog.cast_out(shelf.name, key):
             self.delete_from(shelf, key)
@@ -362,7 +377,7 @@ class Transfers(Reclaim):
         replaced by a copy worth keeping in the meantime.
         """
         if self.catalog.is_stray(shelf.name, key):
-            shelf.guarded(lambda: shelf.tier.delete(key))
+            shelf.guarded(lambda: shelf.tier.delete(key), "delete")
             self.catalog.swept(shelf.name, key)
 
     def _sweep(self, shelf: Shelf) -> None:

@@ -61,6 +61,17 @@ class _Peer:
     session: Session
     gets: dict[int, GetWork] = field(default_factory=dict)
     puts: dict[int, PutWork] = field(default_factory=dict)
+    desk_work: dict[int, bulk.Word] = field(default_factory=dict)
+    """What of it the desk for other servers has let in."""
+
+    @property
+    def at_work(self) -> int:
+        """Requests that have not ended."""
+        return len(self.gets.keys() | self.puts.keys() | self.desk_work.keys())
+
+
+def _is_another_servers(peer: _Peer) -> bool:
+    return peer.session.is_peer
 
 
 class ZmqPlane:
@@ -192,7 +203,7 @@ class ZmqPlane:
             self._answer_errors(identity, word, lambda: self._attach(identity, word))
         elif peer is None:
             self._service.count("bulk_ignored_messages")
-        elif isinstance(word, bulk.Get | bulk.Put):
+        elif isinstance(word, bulk.Get | bulk.Put | bulk.Find):
             data = b"" if payload is None else payload.tobytes()
             self._answer_errors(identity, word, lambda: self._begin(peer, word, data))
         elif isinstance(word, bulk.Credit | bulk.Part | bulk.Cancel | bulk.Finish):
@@ -221,22 +232,28 @@ class ZmqPlane:
         self._peers[identity] = _Peer(identity, session)
         self._send(identity, bulk.Attached(word.request))
 
-    def _begin(self, peer: _Peer, word: bulk.Get | bulk.Put, payload: bytes) -> None:
+    def _begin(self, peer: _Peer, word: bulk.Get | bulk.Put | bulk.Find, payload: bytes) -> None:
         if word.session_id != peer.session.session_id or peer.session.is_closed:
             raise UnauthenticatedError("session_id: ask on the connection of your session")
-        self._admit(peer.session, type(word).__name__)
-        at_work = len(peer.gets) + len(peer.puts)
-        if word.request in peer.gets or word.request in peer.puts or at_work >= bulk.MAX_REQUESTS:
+        is_peers = isinstance(word, bulk.Find) or bool(
+            isinstance(word, bulk.Get) and word.flags & bulk.PEER
+        )
+        self._admit(peer.session, "OpenPeer" if is_peers else type(word).__name__)
+        known = (peer.gets, peer.puts, peer.desk_work)
+        if any(word.request in table for table in known) or peer.at_work >= bulk.MAX_REQUESTS:
             raise QuotaExceededError("requests", bulk.MAX_REQUESTS, peer.session.client)
-        if (
-            sum(len(p.gets) + len(p.puts) for p in self._peers.values())
-            >= self._limits.max_requests
-        ):
+        if sum(one.at_work for one in self._peers.values()) >= self._limits.max_requests:
             raise QuotaExceededError("max_requests", self._limits.max_requests, "this server")
+        if is_peers:
+            self._service.desk.enter(word)
+            peer.desk_work[word.request] = word
         if isinstance(word, bulk.Get):
             get = self._service.new_get(peer.session, word, self._wake)
             peer.gets[word.request] = get
             self._workers.submit(self._work, peer, word, lambda: self._get(get, payload))
+        elif isinstance(word, bulk.Find):
+            find = word
+            self._workers.submit(self._work, peer, word, lambda: self._find(find, payload))
         else:
             put = self._service.new_put(peer.session, word)
             peer.puts[word.request] = put
@@ -268,13 +285,15 @@ class ZmqPlane:
     def _pump(self) -> bool:
         """Send what there is credit for; whether there may be more."""
         is_busy = False
-        for peer in list(self._peers.values()):
+        for peer in sorted(self._peers.values(), key=_is_another_servers):
+            # Own clients go first; while they are busy other servers get little.
+            parts = 1 if is_busy and peer.session.is_peer else PARTS_PER_TURN
             for get in list(peer.gets.values()):
-                is_busy |= self._pump_one(peer, get)
+                is_busy |= self._pump_one(peer, get, parts)
         return is_busy
 
-    def _pump_one(self, peer: _Peer, get: GetWork) -> bool:
-        for _ in range(PARTS_PER_TURN):
+    def _pump_one(self, peer: _Peer, get: GetWork, parts: int) -> bool:
+        for _ in range(parts):
             part = get.next_part()
             if part is None or not self._send(peer.identity, part[0], part[1], copy=False):
                 return False
@@ -319,10 +338,18 @@ class ZmqPlane:
             get.cancel()
         if put is not None:
             put.cancel()
+        let_in = peer.desk_work.pop(request, None)
+        if let_in is not None:
+            self._service.desk.leave(let_in)
 
     # --- workers
 
-    def _work(self, peer: _Peer, word: bulk.Get | bulk.Put, answer: Callable[[], _Answer]) -> None:
+    def _work(
+        self,
+        peer: _Peer,
+        word: bulk.Get | bulk.Put | bulk.Find,
+        answer: Callable[[], _Answer],
+    ) -> None:
         def answers() -> Generator[_Answer, None, None]:
             yield answer()
 
@@ -340,6 +367,9 @@ class ZmqPlane:
     def _get(self, get: GetWork, digests: bytes) -> _Answer:
         self._service.get(get, digests)
         return bulk.Done(get.word.request, get.frames_sent), b""
+
+    def _find(self, word: bulk.Find, wanted: bytes) -> _Answer:
+        return bulk.Done(word.request, 0), self._service.find(word, wanted)
 
     def _put(self, peer: _Peer, put: PutWork) -> _Answer:
         def grant(credit_bytes: int) -> None:

@@ -42,7 +42,7 @@ def bind_router(endpoint: str, keys: CurveKeys | None) -> tuple[zmq.Socket[bytes
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = keys.public, keys.secret
     try:
-        return router, _bind(router, endpoint)
+        return router, bind_to(router, endpoint)
     except zmq.ZMQError as error:
         router.close(0)
         context.term()
@@ -50,7 +50,8 @@ def bind_router(endpoint: str, keys: CurveKeys | None) -> tuple[zmq.Socket[bytes
         raise InvalidRequestError("zmq", endpoint, fix) from None
 
 
-def _bind(router: zmq.Socket[bytes], endpoint: str) -> str:
+def bind_to(router: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind a socket to *endpoint*, host:port or ipc:PATH; return the address to connect to."""
     if endpoint.startswith("ipc:"):
         router.bind(f"ipc://{endpoint.removeprefix('ipc:')}")
         return _bound(router)

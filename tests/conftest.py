@@ -17,8 +17,8 @@ from server_process import ServerProcess
 
 from kvstore.codecs.background import make_at_once
 
-collect_ignore = ["real_vllm", "real_sglang"]
-"""What needs an environment of its own: ``make test-vllm``, ``make test-sglang``."""
+collect_ignore = ["real_vllm", "real_sglang", "cluster"]
+"""What needs an environment of its own: ``make test-vllm``, ``test-sglang``, ``cluster-test``."""
 
 ServerMaker = Callable[..., LocalServer]
 ProcessMaker = Callable[..., ServerProcess]
@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--long", action="store_true", help="the long forms of the faults in tests/faults"
+    )
+    parser.addoption(
+        "--long-share", type=float, default=1.0, help="how much of the long forms' repetitions"
     )
     parser.addoption(
         "--sim-steps", type=int, default=0, help="steps of tests/simulation/test_network.py"
@@ -141,6 +144,16 @@ def own_redis(tmp_path: Path) -> Iterator[RedisProcess]:
     folder = tmp_path / "redis"
     folder.mkdir()
     process = RedisProcess(folder)
+    yield process
+    process.client.close()
+    process.stop()
+
+
+@pytest.fixture(scope="session")
+def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    """One redis-server for the whole run."""
+    process = RedisProcess(tmp_path_factory.mktemp("redis"))
+    process.start()
     yield process
     process.client.close()
     process.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvstore.server.api_keys import ApiKey, make_key, parse_keys, write_keys
+from kvstore.server.trust.api_keys import ApiKey, make_key, parse_keys, write_keys
 
 _DAY = datetime.timedelta(days=1)
 
@@ -65,7 +66,7 @@ class Authority:
             .not_valid_before(now - 2 * _DAY)
             .not_valid_after(now + days * _DAY)
             .add_extension(
-                x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts]), critical=False
+                x509.SubjectAlternativeName([_named(host) for host in hosts]), critical=False
             )
             .sign(self._key, hashes.SHA256())
         )
@@ -75,6 +76,33 @@ class Authority:
         form = serialization.PrivateFormat.PKCS8
         _replace(key_path, key.private_bytes(pem, form, serialization.NoEncryption()))
         return cert_path, key_path
+
+    def revoke(self, *certificates: Path, hours: float = 1, critical: bool = False) -> Path:
+        """Write the list of certificates that are taken back; return its file."""
+        now = datetime.datetime.now(datetime.UTC)
+        listed = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self._name)
+            .last_update(now - 2 * _DAY)
+            .next_update(now + datetime.timedelta(hours=hours))
+        )
+        for path in certificates:
+            serial = x509.load_pem_x509_certificate(path.read_bytes()).serial_number
+            row = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
+            listed = listed.add_revoked_certificate(row.build())
+        if critical:
+            listed = listed.add_extension(x509.DeltaCRLIndicator(1), critical=True)
+        path = self.folder / f"{self.path.stem}.crl"
+        pem = serialization.Encoding.PEM
+        _replace(path, listed.sign(self._key, hashes.SHA256()).public_bytes(pem))
+        return path
+
+
+def _named(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from local_server import eventually
-from redis_process import RedisProcess
+from redis_process import RedisProcess, TlsFiles
 
 from kvstore.tiers.redis_lines import Lines
-from kvstore.tiers.redis_open import LineOptions
+from kvstore.tiers.redis_open import LineOptions, tls_context
 from kvstore.tiers.redis_topology import ask
 
 _BUS_OFFSET = 10_000
@@ -38,9 +38,16 @@ def _cluster_port() -> int:
 class RedisCluster:
     """Three masters with a third of the slots each, and no replicas until one is added."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tls: TlsFiles | None = None, host: str = "127.0.0.1") -> None:
+        """Let clients come over *host*, which is of this machine, too."""
         self._folder = folder
+        self._tls = tls
+        self._host = host
+        bound = () if host == "127.0.0.1" else ("--bind", "127.0.0.1", host)
         self._options = (
+            *(*bound, "--protected-mode", "no"),
+            *("--cluster-announce-ip", host),
+            *(("--tls-cluster", "yes") if tls else ()),
             *("--cluster-enabled", "yes", "--cluster-node-timeout", "500"),
             *("--cluster-require-full-coverage", "no"),
             *("--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0"),
@@ -48,19 +55,19 @@ class RedisCluster:
         self.nodes: list[RedisProcess] = []
         for _ in range(3):
             self._add()
-        self._cli("create", *(f"127.0.0.1:{node.port}" for node in self.nodes))
+        self._cli("create", *(f"{host}:{node.port}" for node in self.nodes))
         assert eventually(self.is_formed), "the Cluster does not form"
 
     @property
     def url(self) -> str:
         """The address of the Cluster by all nodes it had first."""
-        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes[:3])
+        return _url("cluster", self.nodes[:3], "", self._tls, self._host)
 
     def _add(self) -> RedisProcess:
         port = _cluster_port()
         folder = self._folder / str(port)
         folder.mkdir(parents=True)
-        node = RedisProcess(folder, *self._options, port=port)
+        node = RedisProcess(folder, *self._options, port=port, tls=self._tls)
         node.start()
         self.nodes.append(node)
         return node
@@ -68,7 +75,8 @@ class RedisCluster:
     def _cli(self, *words: str) -> None:
         program = shutil.which("redis-cli")
         assert program is not None, "redis-cli is not on PATH: `make test` installs it"
-        command = [program, "--cluster", *words, "--cluster-yes"]
+        tls = ["--tls", "--cacert", str(self._tls.ca)] if self._tls else []
+        command = [program, *tls, "--cluster", *words, "--cluster-yes"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
 
     def is_formed(self) -> bool:
@@ -80,7 +88,7 @@ class RedisCluster:
     def add_replica(self, master: RedisProcess) -> RedisProcess:
         """Start a replica of *master* and wait until it has what the master has."""
         replica = self._add()
-        _raw(replica, "CLUSTER", "MEET", "127.0.0.1", str(master.port))
+        _raw(replica, "CLUSTER", "MEET", self._host, str(master.port))
         name = _raw(master, "CLUSTER", "MYID")
         assert eventually(lambda: name in _raw(replica, "CLUSTER", "NODES"))
         _raw(replica, "CLUSTER", "REPLICATE", name)
@@ -119,15 +127,16 @@ class RedisCluster:
 class SentinelSetup:
     """A master, its replica and one Sentinel that watches them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tls: TlsFiles | None = None) -> None:
         folders = [folder / name for name in ("master", "replica", "sentinel")]
         for place in folders:
             place.mkdir(parents=True)
         quick = ("--repl-diskless-sync-delay", "0")
-        self.master = RedisProcess(folders[0], *quick)
+        self.master = RedisProcess(folders[0], *quick, tls=tls)
         self.master.start()
         primary = ("127.0.0.1", str(self.master.port))
-        self.replica = RedisProcess(folders[1], *quick, "--replicaof", " ".join(primary))
+        follow = ("--replicaof", " ".join(primary))
+        self.replica = RedisProcess(folders[1], *quick, *follow, tls=tls)
         self.replica.start()
         assert eventually(lambda: _is_synchronised(self.replica))
         settings = folders[2] / "sentinel.conf"
@@ -136,10 +145,10 @@ class SentinelSetup:
             f"sentinel down-after-milliseconds {SERVICE} 400\n"
             f"sentinel failover-timeout {SERVICE} 4000\n"
         )
-        self.sentinel = RedisProcess(folders[2], watching=settings)
+        self.sentinel = RedisProcess(folders[2], watching=settings, tls=tls)
         self.sentinel.start()
         assert eventually(lambda: b"slave" in repr(self._ask("REPLICAS")).encode())
-        self.url = f"redis+sentinel://127.0.0.1:{self.sentinel.port}/{SERVICE}?db=0"
+        self.url = _url("sentinel", [self.sentinel], f"/{SERVICE}?db=0", tls)
 
     def _ask(self, question: str) -> Any:
         return _raw(self.sentinel, "SENTINEL", question, SERVICE)
@@ -157,9 +166,23 @@ class SentinelSetup:
         _stop([self.sentinel, self.replica, self.master])
 
 
+def _url(
+    kind: str,
+    nodes: Sequence[RedisProcess],
+    path: str,
+    tls: TlsFiles | None,
+    host: str = "127.0.0.1",
+) -> str:
+    hosts = ",".join(f"{host}:{node.port}" for node in nodes)
+    if tls is None:
+        return f"redis+{kind}://{hosts}{path}"
+    return f"rediss+{kind}://{hosts}{path}{'&' if '?' in path else '?'}ssl_ca_certs={tls.ca}"
+
+
 def _raw(node: RedisProcess, *words: str | bytes) -> Any:
     """Return the reply to one command as it came."""
-    address, options = ("127.0.0.1", node.port), LineOptions(10.0, 1)
+    context = tls_context((("ssl_ca_certs", str(node.tls.ca)),)) if node.tls else None
+    address, options = ("127.0.0.1", node.port), LineOptions(10.0, 1, tls=context)
     with closing(Lines(address, options)) as lines:
         (reply,) = ask(lines, [[_bytes(word) for word in words]], time.monotonic() + 10, 10.0)
     return reply

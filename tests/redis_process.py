@@ -9,8 +9,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from credentials import Authority
 from redis import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
@@ -24,6 +26,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """What a server shows, its key, and who signed it, in PEM."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    @classmethod
+    def make(cls, folder: Path, *hosts: str) -> TlsFiles:
+        """Make an authority in *folder*, and a certificate of it for the loopback and *hosts*."""
+        authority = Authority(folder)
+        return cls(authority.path, *authority.issue("redis", hosts=("127.0.0.1", *hosts)))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What a server is told; clients need no certificate."""
+        return (
+            *("--tls-ca-cert-file", str(self.ca), "--tls-cert-file", str(self.cert)),
+            *("--tls-key-file", str(self.key), "--tls-auth-clients", "no"),
+            *("--tls-replication", "yes"),
+        )
+
+
 class RedisProcess:
     """One server that can be stopped, frozen and started again on the same port."""
 
@@ -33,18 +59,32 @@ class RedisProcess:
         *options: str,
         port: int | None = None,
         watching: Path | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
-        """Run with further *options*; as a Sentinel with *watching*, its configuration."""
+        """Run with further *options*; as a Sentinel with *watching*, its configuration.
+
+        With *tls* it speaks nothing else.
+        """
         program = shutil.which("redis-server")
         if program is None:
             raise RuntimeError("redis-server is not on PATH: `make test` installs it")
         self.port = port or free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = Redis(port=self.port, socket_timeout=_START_S, protocol=2)
+        scheme, more = ("rediss", f"?ssl_ca_certs={tls.ca}") if tls else ("redis", "")
+        self.url = f"{scheme}://127.0.0.1:{self.port}/0{more}"
+        self.tls = tls
+        self.client = Redis.from_url(self.url, socket_timeout=_START_S, protocol=2)
         mode = ("--save", "", "--appendonly", "no")
         self._command = [
             *(program, *((str(watching), "--sentinel") if watching else ())),
-            *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)),
+            *(("--port", "0", "--tls-port") if tls else ("--port",)),
+            *(
+                str(self.port),
+                *(tls.options if tls else ()),
+                "--bind",
+                "127.0.0.1",
+                "--dir",
+                str(folder),
+            ),
             *(() if watching else mode),
             *options,
         ]

@@ -24,6 +24,7 @@ class SlowLink:
         self._port = port
         self._lock = threading.Lock()  # guards _free_at and passed_bytes
         self._free_at = 0.0
+        self._closed = threading.Event()
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -79,10 +80,11 @@ class SlowLink:
             self._free_at = max(self._free_at, time.monotonic()) + size_bytes / self.bytes_per_s
             wait_s = self._free_at - time.monotonic()
         if wait_s > 0:
-            time.sleep(wait_s)
+            self._closed.wait(wait_s)
 
     def close(self) -> None:
         """Hang up everywhere."""
+        self._closed.set()
         _hang_up(self._listener)
         for one in self._sockets:
             _hang_up(one)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
+from docs.blocks import PAGES
 from golden.samples import vectors
 from local_server import LocalServer
 from pydantic.fields import FieldInfo
@@ -30,17 +31,23 @@ from kvstore.tiers.redis_manifest import KeyNames, Manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("cli", "client", "codecs", "proto", "server", "tiers")
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "data/*/*.md")
-    for path in ROOT.glob(pattern)
-)
 DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
+    "--model-path": "SGLang",
     "--only": "bench.trust, bench.policy",
     "--out": "kvstore calibrate, bench.train_blend_model",
     "--chunks": "kvstore bench",
+    "--after": "kvstore ls",
+    "--limit": "kvstore ls",
+    "--lossy": "kvstore get",
+    "--for": "kvstore pin",
+    "--prefix": "kvstore pin",
+    "--tier": "kvstore clear",
+    "--all": "kvstore clear",
+    "--yes": "kvstore clear",
+    "--dry-run": "kvstore clear",
+    "--install-completion": "kvstore",
     "--transport": "kvstore bench",
     "--within": "kvstore drain",
     "--from-file": "kubectl",
@@ -70,6 +77,7 @@ OTHER_FLAGS = {
     "--json": "kvstore status, kvstore demo and the benchmarks",
     "--kv-bytes-per-token": "kvstore simulate",
     "--model": "kvstore simulate, vLLM",
+    "--node": "examples/prefix_router",
     "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",
     "--once": "kvstore top",
@@ -129,18 +137,24 @@ def test_every_python_example_is_one_that_runs() -> None:
     assert [page for page, is_marked, _ in python_blocks() if not is_marked] == []
 
 
-def test_the_readme_shows_each_way_to_connect() -> None:
-    code = "".join(code for page, _, code in python_blocks() if page == "README.md")
+def test_the_examples_show_each_way_to_connect() -> None:
+    code = "".join(code for _, _, code in python_blocks())
     for name in ("Client(", "AsyncClient(", "TransformersConnector(", "import torch"):
         assert name in code
 
 
-@pytest.mark.parametrize("page", sorted({page for page, _, _ in python_blocks()}))
-def test_the_examples_of_a_page_run_one_after_another(page: str, server: LocalServer) -> None:
-    code = "\n".join(code for name, _, code in python_blocks() if name == page)
-    assert DEFAULT_ADDRESS in code
+def test_the_examples_of_a_page_run_one_after_another(server: LocalServer, tmp_path: Path) -> None:
+    """All pages in one process, which loads torch once; each in a namespace of its own."""
+    pages = sorted({page for page, _, _ in python_blocks()})
+    for number, page in enumerate(pages):
+        code = "\n".join(code for name, _, code in python_blocks() if name == page)
+        assert DEFAULT_ADDRESS in code
+        path = tmp_path / f"page{number}.py"
+        path.write_text(code.replace(DEFAULT_ADDRESS, server.address))
+    run_all = "import runpy, sys; [runpy.run_path(path) for path in sys.argv[1:]]"
+    paths = [str(tmp_path / f"page{number}.py") for number in range(len(pages))]
     done = subprocess.run(
-        [sys.executable, "-c", code.replace(DEFAULT_ADDRESS, server.address)],
+        [sys.executable, "-c", run_all, *paths],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,

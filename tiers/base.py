@@ -69,6 +69,12 @@ class Tier(ABC):
     shared: ClassVar[bool] = False
     """Whether others put into the same medium, so that ``find`` may know more than the index."""
 
+    read_only: ClassVar[bool] = False
+    """Whether nothing can be put here."""
+
+    reads_parts: ClassVar[bool] = True
+    """Whether parts of a frame are worth reading one by one."""
+
     reads_ahead: ClassVar[bool] = False
     """Whether ``prefetch`` does anything."""
 
@@ -195,6 +201,9 @@ class Tier(ABC):
     def tenant_of(self, key: ChunkKey) -> str:
         """Return whom a sealed chunk was reserved for, as far as the tier keeps that."""
         return DEFAULT_TENANT
+
+    def note_corrupt(self, key: ChunkKey) -> None:  # noqa: B027 - mostly nobody is to blame
+        """Take note that what was read of *key* was not its frame."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -17,19 +17,17 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 from kvstore.tiers.slab import (
     BLOCK_HEADER_BYTES,
     PAGE_BYTES,
-    WORD_BYTES,
     Block,
     Slab,
     SlabPlace,
     open_slab,
 )
-from kvstore.tiers.spot_table import SpotTable
+from kvstore.tiers.slab_table import SlabTable
 
 GRANULE_BYTES = 64
 
@@ -79,7 +77,7 @@ class CpuTier(Tier):
         self.capacity_bytes = self._max_slabs * slab_bytes
         self._lock = Lock()
         self._slabs: dict[int, Slab] = {}
-        self._sealed = SpotTable()
+        self._sealed = SlabTable()
         self._reserved: dict[object, Block] = {}
         """By place, whose generation no other reservation ever has."""
         self._used_bytes = 0
@@ -178,7 +176,8 @@ class CpuTier(Tier):
             if self._sealed.find(info.key):
                 self._free(block)
                 return False
-            self._sealed.seal(info, block.slab.slab_id, block.start)
+            word = int(block.slab.words[block.word])
+            self._sealed.seal_in(block.slab.slab_id, block.start, word, info)
             return True
 
     @override
@@ -226,20 +225,8 @@ class CpuTier(Tier):
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
         """Return where clients find the frames, as rows of proto/places; zeros for absent ones."""
-        rows = np.zeros(len(keys), PLACE_ROW)
         with self._lock:
-            spots = self._sealed.spots(keys)
-            for slab_id in set(spots.areas.tolist()) - {0}:
-                here = spots.areas == slab_id
-                first = spots.starts[here] + np.uint64(BLOCK_HEADER_BYTES)
-                words = self._slabs[slab_id].words[first // np.uint64(WORD_BYTES) - np.uint64(1)]
-                rows["generation"][here] = words
-                rows["offset"][here] = first
-        here = spots.areas > 0
-        rows["number"] = spots.areas
-        rows["reach"][here] = Reach.memory
-        rows["size_bytes"][here] = spots.sizes[here]
-        return rows.tobytes()
+            return self._sealed.place_rows(keys)
 
     def _at(self, row: int) -> Block | None:
         slab_id, start, size_bytes = self._sealed.spot(row)
@@ -314,7 +301,7 @@ class CpuTier(Tier):
             slabs = list(self._slabs.values())
             self._closed = True
             self._slabs.clear()
-            self._sealed = SpotTable()
+            self._sealed = SlabTable()
             self._reserved.clear()
             self._used_bytes = 0
         for slab in slabs:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import structlog
 from redis.exceptions import OutOfMemoryError
 
 from kvstore.proto.buffers import Bytes, copy_bytes
@@ -24,9 +25,11 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 from kvstore.tiers.redis_account import RedisAccount
+from kvstore.tiers.redis_health import concerns
 from kvstore.tiers.redis_lines import DEFAULT_CONNECTIONS
 from kvstore.tiers.redis_link import Lost, RedisLink
 from kvstore.tiers.redis_manifest import (
+    DEFAULT_PREFIX,
     MAX_PART_BYTES,
     MAX_PARTS,
     MIN_PART_BYTES,
@@ -35,6 +38,8 @@ from kvstore.tiers.redis_manifest import (
     Manifest,
 )
 from kvstore.tiers.redis_remote import RemoteChunks
+
+logger = structlog.get_logger(__name__)
 
 CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
@@ -102,7 +107,7 @@ class RedisTier(Tier):
         connections: int = DEFAULT_CONNECTIONS,
         part_bytes: int = (2 << 20) - 64,
         ttl_s: int = 86_400,
-        prefix: str = "kvs:1:",
+        prefix: str = DEFAULT_PREFIX,
         stamps: Stamps | None = None,
     ) -> None:
         for field, value in (("timeout_ms", timeout_ms), ("ttl_s", ttl_s)):
@@ -272,7 +277,11 @@ class RedisTier(Tier):
         before = self._account.everything()
         found, whole = self._remote.listing()
         self._account.reconcile(before if whole else {}, found)
-        self._listed = True
+        if not self._listed:
+            self._listed = True
+            with contextlib.suppress(TierUnavailableError):
+                for concern in concerns(self._link):
+                    logger.warning(concern.saw, fix=concern.fix)
         return sorted(found.values(), key=lambda row: (row.sealed_us, row.info.key))
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import structlog
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
@@ -25,8 +24,6 @@ MIN_RENEW_S = 0.1
 SLOTS = 16384
 
 _MOVED = re.compile(r"([0-9]{1,5}) ([A-Za-z0-9_.:-]{0,255}):([0-9]{1,5})")
-
-logger = structlog.get_logger(__name__)
 
 
 class Cluster(Topology):
@@ -55,7 +52,7 @@ class Cluster(Topology):
         self._renewed_at = -MIN_RENEW_S
         self._is_stale = True
         self._reason = "no node of the Cluster has answered yet"
-        self._is_checked = False
+        self._cause: Exception | None = None
         self._is_closed = False
 
     def lines_of(self, name: bytes, deadline: float) -> Lines:
@@ -97,7 +94,7 @@ class Cluster(Topology):
             if self._is_renewing or not is_due:
                 if self._holders:
                     return
-                raise ConnectionError(self._reason)
+                raise ConnectionError(self._reason) from self._cause
             self._is_renewing = True
         try:
             self._renew(deadline)
@@ -117,15 +114,15 @@ class Cluster(Topology):
                 ranges = _ranges(reply, node.address[0])
             except (OSError, RedisError) as error:
                 reasons.append(f"{node}: {error}")
+                self._cause = error
                 node.rest(REST_S)
                 continue
             self._settle(ranges)
-            self._check_coverage(node, deadline)
             return
         with self._lock:
             self._reason = f"no node of the Cluster answers: {'; '.join(reasons)}"
             if not self._holders:
-                raise ConnectionError(self._reason)
+                raise ConnectionError(self._reason) from self._cause
 
     def _settle(self, ranges: Sequence[tuple[int, int, HostPort]]) -> None:
         with self._lock:
@@ -146,24 +143,6 @@ class Cluster(Topology):
         if address not in self._nodes:
             self._nodes[address] = Lines(address, self._options, self._clock)
         return self._nodes[address]
-
-    def _check_coverage(self, node: Lines, deadline: float) -> None:
-        """Warn once of a setting under which every key fails when one master does."""
-        with self._lock:
-            if self._is_checked:
-                return
-            self._is_checked = True
-        question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
-        try:
-            (reply,) = ask(node, [question], deadline, self._options.timeout_s)
-        except (OSError, RedisError):  # many hosted Clusters answer no CONFIG
-            return
-        if isinstance(reply, list) and reply[1:] == [b"yes"]:
-            logger.warning(
-                "the Redis Cluster refuses every key while one master is down;"
-                " set cluster-require-full-coverage to no on all its nodes",
-                node=str(node),
-            )
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

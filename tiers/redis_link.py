@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,23 @@ SLOWEST_BYTES_PER_S = 16 << 20
 MAX_LISTING_BYTES = 4 << 20
 """Limit of one page of a listing."""
 
+TIER_RIGHTS = ("getrange", "set", "unlink", "expire", "scan", "eval")
+"""Commands that the tier needs; a Cluster's user needs cluster|slots as well."""
+DIRECTORY_RIGHTS = ("sadd", "srem", "srandmember", "hget", "hset", "hdel", "hgetall", "time")
+"""Commands that the node directory needs, too."""
+
+_ALLOW = (
+    f"allow its user in its ACL {' '.join(f'+{word}' for word in TIER_RIGHTS)}, for the node"
+    f" directory {' '.join(f'+{word}' for word in DIRECTORY_RIGHTS)}, in a Cluster"
+    " +cluster|slots, on the names that begin with --redis-prefix"
+)
 _FIXES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
-    ((AuthenticationError, NoPermissionError), "check the user, its password and its ACL"),
+    ((NoPermissionError,), f"{_ALLOW}; kvstore doctor tries each"),
+    ((AuthenticationError,), "check the user and its password"),
+    (
+        (ssl.SSLError,),
+        "check --redis-tls-ca, and that its certificates are valid and name its hosts",
+    ),
     ((ReadOnlyError,), "point the URL at the primary"),
     ((BusyLoadingError,), "wait until it has loaded its data"),
     ((SlotLostError, ClusterDownError), "bring back its masters, or let replicas take over"),
@@ -93,6 +109,7 @@ class RedisLink:
         self._timeout_s = timeout_ms / 1000
         self._clock = clock
         self._topology = _open_topology(parsed, self._timeout_s, connections)
+        self.is_cluster: Final = parsed.mode == "cluster"
         self._is_closed = False
 
     def run(self, name: bytes, commands: Sequence[Command]) -> list[Any]:
@@ -108,20 +125,29 @@ class RedisLink:
                 raise reply.error
         return replies
 
-    def ask(self, calls: Sequence[Call]) -> list[Any]:
+    def ask(
+        self,
+        calls: Sequence[Call],
+        *,
+        within_s: float | None = None,
+        reply_bytes: int = MAX_REPLY_BYTES,
+    ) -> list[Any]:
         """Send *calls*, in one round trip to all servers at once, and return their replies.
 
-        Like ``run``, but what only a part of the Cluster does not answer is Lost.
+        Like ``run``, but what only a part of the Cluster does not answer is Lost. With
+        *within_s* it ends after so many seconds. *reply_bytes* limits the mean reply.
         """
         self._check_open()
         replies: list[Any] = [None] * len(calls)
         deadline = self._deadline(sum(_payload_bytes(command) for _, command in calls))
+        if within_s is not None:
+            deadline = min(deadline, self._clock() + within_s)
         try:
-            failed = self._ask_once(dict(enumerate(calls)), replies, deadline)
+            failed = self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
             again = {at: calls[at] for at, failure in failed.items() if failure.is_unsent}
             if again and self._may_try_again(deadline):
                 failed = {at: failed[at] for at in failed.keys() - again.keys()}
-                failed |= self._ask_once(again, replies, deadline)
+                failed |= self._ask_once(again, replies, deadline, reply_bytes)
         except OutOfMemoryError:
             raise
         except (RedisError, OSError) as error:
@@ -131,7 +157,7 @@ class RedisLink:
         return replies
 
     def _ask_once(
-        self, calls: Mapping[int, Call], replies: list[Any], deadline: float
+        self, calls: Mapping[int, Call], replies: list[Any], deadline: float, reply_bytes: int
     ) -> dict[int, _Failure]:
         """Fill in *replies* by number; return why others have none. Raises what nothing cures."""
         failed: dict[int, _Failure] = {}
@@ -143,7 +169,7 @@ class RedisLink:
                 failed[at] = _Failure(error, is_unsent=True)
             else:
                 groups.setdefault(lines, []).append((at, command))
-        askings = [Asking(lines, group, MAX_REPLY_BYTES) for lines, group in groups.items()]
+        askings = [Asking(lines, group, reply_bytes) for lines, group in groups.items()]
         self._carry_on(askings, deadline)
         for asking in askings:
             failed |= self._take_in(asking, replies)
@@ -255,7 +281,8 @@ class RedisLink:
         reason = str(error)
         for secret in self._secrets:  # a proxy may quote the AUTH it does not understand
             reason = reason.replace(secret, "***")
-        fix = next((fix for kinds, fix in _FIXES if isinstance(error, kinds)), _FIX)
+        whys = (error, error.__cause__)
+        fix = next((f for kinds, f in _FIXES if any(isinstance(w, kinds) for w in whys)), _FIX)
         return TierUnavailableError(
             self._tier,
             f"{self.url}: {type(error).__name__}: {reason}; {fix}",

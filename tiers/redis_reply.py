@@ -62,6 +62,8 @@ def error_of(line: bytes) -> RedisError:
     kind, _, rest = line[1:].partition(b" ")
     if line.startswith(b"-CLUSTERDOWN Hash slot"):
         return SlotLostError(line[1:].decode(errors="replace"))
+    if rest.startswith(b"The user executing the script can't"):
+        return NoPermissionError(rest.decode(errors="replace"))
     found = _ERRORS.get(kind)
     text = line[1:] if found is None else rest
     return (found or ResponseError)(text.decode(errors="replace"))

@@ -71,20 +71,21 @@ class SentinelMaster(Topology):
         with self._lock:
             sentinels = list(self._sentinels)
         command = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
-        reasons = []
+        reasons, cause = [], None
         for sentinel in sentinels:
             try:
                 (reply,) = ask(sentinel, [command], deadline, self._options.timeout_s)
                 address = _address(reply)
             except (OSError, RedisError) as error:
                 reasons.append(f"{sentinel}: {error}")
+                cause = error
                 self._move(sentinel, last=True)
                 continue
             if address is not None:
                 self._move(sentinel, last=False)
                 return address
             reasons.append(f"{sentinel}: knows no service {self._service!r}")
-        raise ConnectionError(f"no Sentinel names a master: {'; '.join(reasons)}")
+        raise ConnectionError(f"no Sentinel names a master: {'; '.join(reasons)}") from cause
 
     def _move(self, sentinel: Lines, *, last: bool) -> None:
         with self._lock:

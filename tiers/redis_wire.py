@@ -41,15 +41,15 @@ _MAX_ERROR_BYTES = 512
 def pack(command: Command) -> list[bytes | memoryview]:
     """Return *command* as it is sent; views are sent as they are."""
     packed: list[bytes | memoryview] = []
-    text = b"*%d\r\n" % len(command)
+    text = [b"*%d\r\n" % len(command)]
     for argument in command:
         if isinstance(argument, memoryview):
-            packed += [text + b"$%d\r\n" % argument.nbytes, argument]
-            text = b"\r\n"
+            packed += [b"".join(text) + b"$%d\r\n" % argument.nbytes, argument]
+            text = [b"\r\n"]
         else:
             data = argument if isinstance(argument, bytes) else b"%d" % argument
-            text += b"$%d\r\n%b\r\n" % (len(data), data)
-    return [*packed, text]
+            text.append(b"$%d\r\n%b\r\n" % (len(data), data))
+    return [*packed, b"".join(text)]
 
 
 class Talk(ABC):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.feedback import Shadow, compare, deviations
+from kvstore.client.blend.patience import Patience
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.store_source import StoreSource
@@ -22,11 +23,6 @@ from kvstore.proto.errors import KVStoreError
 _LARGEST_HALF = 65504.0
 _BYTE = 255
 
-PATIENCE = 0.5
-"""How long the store is waited for, in all: a share of what a full prefill has taken."""
-FIRST_PATIENCE_S = 1.0
-"""The same until a full prefill was measured."""
-_EWMA_WEIGHT = 0.25
 _LATE = ("DeadlineError", "TierUnavailableError")
 
 
@@ -62,8 +58,7 @@ class GatedBlender:
         self._blender = blender
         self._terms = terms or ResolveTerms()
         self._selector = selector
-        self._token_s = math.nan
-        """Of full prefills, lately."""
+        self._patience = Patience()
 
     def run(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
         """Return the prompt's logits and KV. Never raises for the store: it is computed then.
@@ -79,15 +74,8 @@ class GatedBlender:
 
     def _prefill(self, tokens: Sequence[int]) -> BlendResult:
         done = self._blender.prefill(tokens)
-        found_s, known_s = done.report.total_s / len(tokens), self._token_s
-        if math.isnan(known_s):
-            known_s = found_s
-        self._token_s = known_s + _EWMA_WEIGHT * (found_s - known_s)
+        self._patience.note_full(len(tokens), done.report.total_s)
         return done
-
-    def _patience_s(self, tokens: int) -> float:
-        is_unknown = math.isnan(self._token_s)
-        return FIRST_PATIENCE_S if is_unknown else PATIENCE * self._token_s * tokens
 
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
         with self._client.resolve(tokens, ranges, self._terms) as resolved:
@@ -95,10 +83,14 @@ class GatedBlender:
                 plan = replace(source.plan, selector=self._selector)
                 # What is answered from a full prefill is to be compared, whatever it takes.
                 is_compared = resolved.found.is_shadow
-                patience_s = math.inf if is_compared else self._patience_s(len(tokens))
+                within_s = self._patience.within_s(len(tokens), source.loaded_bytes)
+                patience_s = math.inf if is_compared else within_s
                 result = self._blender.blend(plan, source, patience_s=patience_s)
                 if result.report.failure.startswith(_LATE):
+                    self._patience.note_late(source.loaded_bytes, within_s)
                     resolved.abandon()
+                elif result.is_blended:
+                    self._patience.note_load(source.loaded_bytes, result.report.load_s)
                 if not result.is_blended:
                     return GatedResult(result, plan, None, resolved.found.gate)
                 full = self._prefill(tokens) if resolved.found.is_shadow else None

@@ -8,31 +8,51 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from kvstore.client.engines.vllm_layout import NULL_BLOCK, EnginePages, PageCopy
+from kvstore.client.engines.vllm_layout import NULL_BLOCK, EnginePages
+from kvstore.client.engines.vllm_orders import NamedChunk
+from kvstore.client.engines.vllm_page_copy import CopyFile, PageCopy
+from kvstore.proto.hints import Hints
+
+BATCH_BYTES = 64 << 20
+"""What several requests put together at most: a call for each would hold the engine up."""
+
+MOST_COPIES = 4096
+"""Chunks that wait to be stored, however small they are: each has a mapping of its own."""
 
 
 class CopyPool:
-    """Memory for copies of chunks of *chunk_blocks* blocks, used again and again. Thread-safe."""
+    """Memory for copies of chunks of *chunk_blocks* blocks, used again and again. Thread-safe.
+
+    Raises TierUnavailableError where memory cannot be had as a file.
+    """
 
     def __init__(self, pages: EnginePages, chunk_blocks: int) -> None:
         self._pages = pages
         self._chunk_blocks = chunk_blocks
         self.chunk_bytes = pages.chunk_bytes(chunk_blocks)
+        self._file = CopyFile()
         self._idle: list[PageCopy] = []
-        self._lock = threading.Lock()  # guards _idle
+        self._lock = threading.Lock()  # guards _idle, and the file's end while it grows
 
     def take(self) -> PageCopy:
-        """Return memory for one chunk."""
+        """Return memory for one chunk. Raises OSError when there is no more."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return PageCopy(self._pages, self._chunk_blocks)
+            return PageCopy(self._pages, self._chunk_blocks, self._file)
 
     def give(self, copied: PageCopy) -> None:
         """Take memory back."""
         with self._lock:
             self._idle.append(copied)
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        with self._lock:
+            self._idle.clear()
+            self._file.close()
 
 
 class ChunkCopy:
@@ -59,16 +79,37 @@ class ChunkCopy:
             self._over.wait()
             return
         try:
-            copied = self._pool.take()
-            if copied.take(self._tables):
-                self.whole = copied
-            else:
-                self._pool.give(copied)
+            self.whole = self._copied(self._pool.take())
         finally:
             self._over.set()
+
+    def _copied(self, room: PageCopy) -> PageCopy | None:
+        is_taken = False
+        try:
+            is_taken = room.take(self._tables)
+        finally:
+            if not is_taken:
+                self._pool.give(room)
+        return room if is_taken else None
 
     def free(self) -> None:
         """Give the memory of the copy back, which nobody reads any more."""
         if self.whole is not None:
             self._pool.give(self.whole)
             self.whole = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Chunks that are put together, with their copies and what is said of all of them."""
+
+    chunks: Sequence[NamedChunk]
+    copies: Sequence[ChunkCopy]
+    hints: Hints
+
+    def joined(self, other: Batch, chunk_bytes: int) -> Batch | None:
+        """Return both in one; None where that is too much, or other things are said of them."""
+        chunks = [*self.chunks, *other.chunks]
+        if other.hints != self.hints or len(chunks) * chunk_bytes > BATCH_BYTES:
+            return None
+        return Batch(chunks, [*self.copies, *other.copies], self.hints)

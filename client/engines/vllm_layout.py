@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup
-from kvstore.client.tensors import LayerTensors, to_array
+from kvstore.client.tensors import to_array
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan
 from kvstore.proto.errors import LayoutMismatchError
-from kvstore.proto.types import END_KINDS, DType
+from kvstore.proto.types import DType
 
 BlockWriter: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
 """The engine's own: writes parts (keys and values, or latents), each (tokens, kv_heads,
@@ -185,46 +185,3 @@ def _check(shape: EngineShape, group: KeptGroup, pages: torch.Tensor) -> None:
         raise LayoutMismatchError("dtype", str(pages.dtype), f"pages of {group.dtype.name}")
     if pages.ndim != 4 or tuple(pages.shape[1:]) != wanted:
         raise LayoutMismatchError("pages", tuple(pages.shape), f"blocks of {wanted}")
-
-
-class PageCopy:
-    """A copy of what the engine keeps of one chunk, in memory that is used again and again.
-
-    ``tensors``: those of the chunk that was taken last, ``has_windows`` whether its windows are
-    among them. numpy copies here: torch would start its threads, which are the engine's.
-    """
-
-    def __init__(self, pages: EnginePages, chunk_blocks: int) -> None:
-        self._shape = pages.shape
-        self._kept = [pages.shape.kept_blocks(group, chunk_blocks) for group in pages.shape.groups]
-        self._pages = [[to_array(layer.whole) for layer in layers] for layers in pages.groups]
-        self._tables = [[layer.table for layer in layers] for layers in pages.groups]
-        self._copies: list[list[Part]] = []
-        self._tensors: list[list[list[BlockPart]]] = []
-        for layers, packing, kept in zip(pages.groups, pages.packings, self._kept, strict=True):
-            copies = [
-                torch.empty((kept, *one.whole.shape[1:]), dtype=one.whole.dtype) for one in layers
-            ]
-            self._copies.append([to_array(copy) for copy in copies])
-            copied = [LayerPages.of(0, copy, packing) for copy in copies]
-            self._tensors.append([one.blocks(range(kept)) for one in copied])
-        self.tensors: LayerTensors = self._tensors
-        self.has_windows = True
-
-    def take(self, tables: Sequence[Sequence[int]]) -> bool:
-        """Copy the chunk whose blocks *tables* name; return whether there is any of it.
-
-        Windows that the engine has given up already are left out.
-        """
-        taken = []
-        for at, group in enumerate(self._shape.groups):
-            named = [np.asarray(table[-self._kept[at] :]) for table in tables]
-            if all(named[table].all() for table in set(self._tables[at])):
-                places = zip(self._pages[at], self._copies[at], self._tables[at], strict=True)
-                for pages, copied, table in places:
-                    np.take(pages, named[table], 0, out=copied, mode="clip")
-                taken.append(self._tensors[at])
-            elif group.kind not in END_KINDS:
-                return False
-        self.tensors, self.has_windows = taken, len(taken) == len(self._tensors)
-        return bool(taken)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -18,9 +18,9 @@ import torch
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_copies import ChunkCopy, CopyPool
+from kvstore.client.engines.vllm_copies import MOST_COPIES, Batch, ChunkCopy, CopyPool
 from kvstore.client.engines.vllm_cost import PrefillCost
-from kvstore.client.engines.vllm_layout import BlockWriter, EnginePages, PageCopy
+from kvstore.client.engines.vllm_layout import BlockWriter, EnginePages
 from kvstore.client.engines.vllm_orders import (
     BlockTables,
     LoadOrder,
@@ -29,6 +29,7 @@ from kvstore.client.engines.vllm_orders import (
     StoreOrder,
     WorkerNews,
 )
+from kvstore.client.engines.vllm_page_copy import PageCopy
 from kvstore.client.engines.vllm_room import ChunkRoom
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.vllm_watch import LoadWatch
@@ -70,11 +71,16 @@ class WorkThread:
         while (work := self._work.get()) is not None:
             work()
 
-    def stop(self, within_s: float) -> None:
-        """End the thread once it is through with its work, waiting *within_s* for that."""
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join(within_s)
+    def stop(self, within_s: float) -> bool:
+        """End the thread once it is through with its work, waiting *within_s* for that.
+
+        Return whether it has ended.
+        """
+        if self._thread is None:
+            return True
+        self._work.put(None)
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
 
 class VllmWorker:
@@ -96,6 +102,8 @@ class VllmWorker:
         self._loading = 0
         self._pool: CopyPool | None = None
         self._storing: list[ChunkCopy] = []
+        self._unsent: deque[Batch] = deque()
+        """Bounded as ``_storing`` is."""
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._done: set[str] = set()
@@ -124,7 +132,7 @@ class VllmWorker:
 
     def refuse(self, reason: str) -> None:
         """Neither load nor store from now on, and have the scheduler told."""
-        self._pages = self._pool = None
+        self._pages = None
         with self._news:
             self._refusal = reason
 
@@ -218,12 +226,12 @@ class VllmWorker:
 
     def store(self, orders: StepOrders) -> None:
         """Have what the step completed copied and sent, as far as there is room for it."""
-        if self._pool is not None:
+        if self._pages is not None and self._pool is not None:
             for order in orders.stores:
                 self._store(self._pool, order)
 
     def _store(self, pool: CopyPool, order: StoreOrder) -> None:
-        most = max(1, self._queue_bytes // pool.chunk_bytes)
+        most = min(MOST_COPIES, max(1, self._queue_bytes // pool.chunk_bytes))
         with self._news:
             # The first ones: later ones are of no use without them.
             chunks = order.chunks[: max(0, most - len(self._storing))]
@@ -231,13 +239,25 @@ class VllmWorker:
             self._note_unstored(order.chunks[len(chunks) :], order.hints)
             copies = [ChunkCopy(pool, tables) for tables in self._cut(order.tables, len(chunks))]
             self._storing += copies
+            if chunks:
+                self._unsent.append(Batch(chunks, copies, order.hints))
         if chunks:
-            self._storer.do(partial(self._send, chunks, copies, order.hints))
+            self._storer.do(partial(self._send_next, pool))
 
-    def _send(
-        self, chunks: Sequence[NamedChunk], copies: Sequence[ChunkCopy], hints: Hints
-    ) -> None:
+    def _send_next(self, pool: CopyPool) -> None:
+        """Send what waits, as much of it as goes into one batch."""
+        if not self._unsent:
+            return  # it went with what was before it
         time.sleep(BREATH_S)
+        with self._news:
+            batch = self._unsent.popleft()
+            while self._unsent and (more := batch.joined(self._unsent[0], pool.chunk_bytes)):
+                batch = more
+                self._unsent.popleft()
+        self._send(batch)
+
+    def _send(self, batch: Batch) -> None:
+        chunks, copies, hints = batch.chunks, batch.copies, batch.hints
         for copy in copies:
             self._connector.ask(copy.make, None)
         whole = [(chunk, copy.whole) for chunk, copy in zip(chunks, copies, strict=True)]
@@ -307,7 +327,8 @@ class VllmWorker:
         self.settled(SHUTDOWN_S)
         self._watch.close()
         self._loader.stop(SHUTDOWN_S)
-        self._storer.stop(SHUTDOWN_S)
+        if self._storer.stop(SHUTDOWN_S) and self._pool is not None:
+            self._pool.close()
         self._connector.client.close()
 
 

@@ -356,6 +356,28 @@ class RadixIndex:
         rows = self._keys.rows_of(space)
         return [self.key(row) for row in rows.tolist() if self._holders[row]]
 
+    def keys_starting(self, start: bytes) -> NDArray[np.void]:
+        """Return the keys of chunks with a copy that begin with *start*, each of 32 bytes."""
+        rows = self._keys.rows_of(start)
+        return self._keys.keys(rows[np.frombuffer(self._holders, np.uint8)[rows] > 0])
+
+    def all_hits(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Return how often each row's chunk was found, and the row before it; copies of both."""
+        return (
+            np.frombuffer(self._hits, np.uint32).copy(),
+            np.frombuffer(self._parents, np.uint32).copy(),
+        )
+
+    def held_rows(self, first: int, count: int) -> tuple[list[int], int]:
+        """Return those of *count* rows from *first* whose chunks have copies, and the next row.
+
+        The next row is 0 when these were the last.
+        """
+        stop = first + count
+        held = np.frombuffer(self._holders, np.uint8)[first:stop]
+        rows: list[int] = (first + np.flatnonzero(held)).tolist()
+        return rows, stop if stop < len(self._holders) else 0
+
     def only_on(self, tiers: Iterable[str]) -> list[ChunkKey]:
         """Return the chunks that are on no tier but these."""
         bits = sum(1 << self.tiers.index(tier) for tier in tiers)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import engines, engines_prompts
-from bench.engines_samples import Samples, interval
+from bench import engines, engines_prompts, engines_stores
+from bench.engines_samples import Samples, in_turn, interval
 from bench.engines_sides import Side, Taken
 from bench.peer_process import PeerSkippedError
 from bench.report import Report
@@ -22,6 +22,15 @@ def test_without_its_environment_it_says_how_to_make_it(
     assert line["values"] == {}
     assert set(line["skipped"]) == set(engines.KEYS)
     assert "make vllm-env" in line["skipped"]["miss_overhead"]
+
+
+def test_so_does_the_one_figure_that_can_be_had_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines_stores, "PYTHON", tmp_path / "python")
+    assert engines_stores.main(["--json"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert "make vllm-env" in line["skipped"]["store_overhead"]
 
 
 def side(name: str, *, has_store: bool = True) -> Side:
@@ -75,7 +84,7 @@ def test_what_a_median_might_have_been_is_as_wide_as_its_rounds_are_apart() -> N
 
 def test_every_contestant_is_first_in_turn() -> None:
     sides = [side(name) for name in "abc"]
-    orders = ["".join(one.name for one in engines.in_turn(sides, n)) for n in range(4)]
+    orders = ["".join(one.name for one in in_turn(sides, n)) for n in range(4)]
     assert orders == ["abc", "bca", "cab", "abc"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,16 @@ def run(*argv: object) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
+@lru_cache(maxsize=256)
+def _template(helm: Path, argv: tuple[str, ...]) -> Ran:
+    return run(helm, "template", "x", CHART, "--namespace", "kv", *argv)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> list[Manifest]:
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
 @dataclass(frozen=True)
 class Helm:
     """One helm binary, and the chart."""
@@ -45,10 +57,11 @@ class Helm:
         """Return what ``helm template`` makes, which must succeed."""
         done = self.template(*argv)
         assert done.status == 0, done.err
-        return [one for one in yaml.safe_load_all(done.out) if one]
+        return copy.deepcopy(_parsed(done.out))
 
     def template(self, *argv: object) -> Ran:
-        return run(self.path, "template", "x", CHART, "--namespace", "kv", *argv)
+        """Run ``helm template``, or return what the same command did before."""
+        return _template(self.path, tuple(map(str, argv)))
 
     def of_values(self, values: Path, *argv: object) -> list[Manifest]:
         return self.render("-f", values, "--api-versions", MONITORING, *argv)

@@ -13,7 +13,8 @@ import yaml
 from chart.rendered import CHART, ROOT, run
 
 from kvstore import __version__
-from kvstore.server.metrics import COUNTERS
+from kvstore.server.metrics import Counters
+from kvstore.server.web.metrics_text import MetricsText
 
 
 def gauge_names() -> set[str]:
@@ -41,10 +42,20 @@ def test_the_schema_is_that_of_the_values_and_the_settings() -> None:
 
 
 def test_every_query_names_metrics_that_the_server_has() -> None:
-    known = {f"kvstore_{name}_total" for name in COUNTERS} | gauge_names()
+    served = MetricsText(Counters(), list, ["cpu", "disk"]).text().decode()
+    known = set(re.findall(r"^kvstore_\w+", served, re.M)) | gauge_names()
     named = {name for query in expressions() for name in re.findall(r"kvstore_\w+", query)}
     assert len(named) > 15
     assert named <= known, named - known
+
+
+def test_the_dashboard_shows_what_the_built_in_page_does() -> None:
+    named = " ".join(expressions())
+    for word in (
+        *("tier_used_bytes", "tier_found_chunks", "tenant_ready_chunks", "flow_bytes"),
+        *("call_seconds_bucket", "what_if_hit_ratio", "tier_policy", "tier_up", "corrupt_chunks"),
+    ):
+        assert f"kvstore_{word}" in named
 
 
 def test_prometheus_takes_the_alerts(tool: Callable[[str], Path]) -> None:

@@ -37,8 +37,8 @@ class Sandbox:
         self._image = [
             *("--ro-bind", "/usr", "/usr", "--ro-bind", sys.base_prefix, sys.base_prefix),
             *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
-            *("--symlink", "usr/bin", "/bin", "--ro-bind", str(ROOT), str(ROOT)),
-            *("--dir", "/etc", "--ro-bind", str(hosts), "/etc/hosts", "--proc", "/proc"),
+            *("--symlink", "usr/bin", "/bin", "--proc", "/proc"),
+            *("--dir", "/etc", "--ro-bind", str(hosts), "/etc/hosts"),
             *("--dev", "/dev", "--setenv", "HOME", "/nonexistent"),
             *("--setenv", "PATH", f"{ROOT}/.venv/bin:/usr/bin"),
         ]
@@ -57,7 +57,8 @@ class Sandbox:
         words = [*spec["command"], *spec["args"]]
         return [
             *map(str, (self._bwrap, *self._rights, *self._image, *mounts)),
-            *("--remount-ro", "/", *words),
+            # Behind the mounts: the checkout may be below /tmp, which is one of them.
+            *("--ro-bind", str(ROOT), str(ROOT), "--remount-ro", "/", *words),
         ]
 
     def folder(self, name: str) -> Path:

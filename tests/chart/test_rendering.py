@@ -68,15 +68,16 @@ def test_all_is_named_labelled_and_in_the_namespace(helm: Helm, values: Path) ->
         assert meta["labels"]["app.kubernetes.io/instance"] == "x"
 
 
-@every_set
+@pytest.mark.parametrize("version", ["1.25", "1.28", "1.31", "1.34"])
 def test_kubernetes_takes_it(
-    helm4: Helm, values: Path, tmp_path: Path, tool: Callable[[str], Path]
+    helm4: Helm, version: str, tmp_path: Path, tool: Callable[[str], Path]
 ) -> None:
-    path = tmp_path / "all.yaml"
-    path.write_text(yaml.safe_dump_all(_known(helm4.of_values(values))))
-    for version in ("1.25", "1.34"):
-        done = run(tool("venv/bin/kubernetes-validate"), "--strict", "-k", version, path)
-        assert done.status == 0, done.out + done.err
+    paths = []
+    for values in VALUES:
+        paths.append(tmp_path / values.name)
+        paths[-1].write_text(yaml.safe_dump_all(_known(helm4.of_values(values))))
+    done = run(tool("venv/bin/kubernetes-validate"), "--strict", "-k", version, *paths)
+    assert done.status == 0, done.out + done.err
 
 
 def _known(manifests: list[Manifest]) -> list[Manifest]:
@@ -92,10 +93,10 @@ def test_what_is_rendered_is_tidy_yaml(
         " indentation: {indent-sequences: whatever}}}"  # toYaml has its own way
     )
     for values in VALUES:
-        path = tmp_path / values.name
-        path.write_text(helm4.template("-f", values, "--api-versions", MONITORING).out)
-        done = run(tool("venv/bin/yamllint"), "-s", "-d", rules, path)
-        assert done.status == 0, done.out
+        text = helm4.template("-f", values, "--api-versions", MONITORING).out
+        (tmp_path / values.name).write_text(text)
+    done = run(tool("venv/bin/yamllint"), "-s", "-d", rules, tmp_path)
+    assert done.status == 0, done.out
 
 
 def test_notes_say_how_to_connect(helm4: Helm) -> None:
@@ -126,6 +127,14 @@ def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
         (("--set", "tiers.disk.kind=claim"), "tiers.disk.kind"),
         (("--set", "mode=statefulset,hostSocket.enabled=true"), "hostSocket.enabled"),
         (("--set", "tls.certManager.enabled=true"), "issuerRef.name"),
+        (("--set", "resources.headroom=128MiB"), "resources.headroom"),
+        (("--set", "config.node_id=one"), "config.node_id"),
+        (("--set", "config.advertise=kv"), "config.advertise"),
+        (("--set", "config.directory=true"), "config.directory"),
+        (
+            ("--set", "tiers.redis.enabled=true,redis.existingSecret.name=r,redis.auth.username=u"),
+            "redis.auth.existingSecret.name",
+        ),
     ],
 )
 def test_what_could_not_start_is_refused_by_name(
@@ -193,6 +202,31 @@ def test_further_settings_win_and_a_change_rolls_the_pods(helm4: Helm) -> None:
     assert before != after
     assert (plain["log_format"], changed["log_format"]) == ("json", "console")
     assert changed["policy"] == "lru"
+
+
+def test_pods_before_a_redis_are_in_its_directory_each_by_its_own_name(helm4: Helm) -> None:
+    redis = "tiers.redis.enabled=true,redis.existingSecret.name=redis"
+    rendered = helm4.render(*PLAIN, "--set", redis)
+    env = {one["name"]: one for one in container(rendered)["env"]}
+    fields = {name: one["valueFrom"].get("fieldRef") for name, one in env.items()}
+    assert fields["KVSTORE_NODE_ID"] == {"fieldPath": "metadata.name"}
+    assert fields["KVSTORE_ADVERTISE"] == {"fieldPath": "status.podIP"}
+    assert settings(rendered)["directory"] is True
+    for off in ("redis.directory=false", "config.directory=false"):
+        rendered = helm4.render(*PLAIN, "--set", f"{redis},{off}")
+        assert [one["name"] for one in container(rendered)["env"]] == ["KVSTORE_REDIS_URL"]
+        assert not settings(rendered).get("directory")
+    assert "directory" not in settings(helm4.render(*PLAIN))
+
+
+def test_redis_user_and_its_tls_files_come_from_secrets_of_their_own(helm4: Helm) -> None:
+    values = CHART / "ci" / "redis-tls-values.yaml"
+    rendered = helm4.of_values(values)
+    shown = settings(rendered)
+    assert (shown["redis_username"], shown["redis_prefix"]) == ("kvstore", "team:kv:")
+    files = [shown[name] for name in ("redis_password_file", "redis_tls_ca", "redis_tls_key")]
+    mounts = {one["mountPath"] for one in container(rendered)["volumeMounts"]}
+    assert {file.rpartition("/")[0] for file in files} <= mounts
 
 
 def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:

@@ -201,6 +201,72 @@ def test_calls_that_were_sent_side_by_side_are_answered_in_any_order(setting: Se
     assert len(false.joins) == 10
 
 
+def numbered(number: int) -> pb.LookupRequest:
+    return pb.LookupRequest(session_id=1, digests=b"number" + number.to_bytes(2, "big"))
+
+
+def number_of(message: bytes) -> list[Packet]:
+    return lookup_answer(int.from_bytes(message[-2:], "big"))
+
+
+def test_calls_in_a_queue_share_a_connection_and_are_answered_in_order(setting: Setting) -> None:
+    false = setting.serve(number_of)
+    queue = setting.link.queue()
+    waits = [queue.send("Lookup", numbered(n), DEADLINE_MS) for n in range(5)]
+    assert eventually(lambda: len(false.calls) == 5)
+    setting.look_up()  # on a connection of its own
+    assert [wait().ready for wait in waits] == list(range(5))
+    assert len(false.joins) == 2
+    assert queue.send("Lookup", numbered(7), DEADLINE_MS)().ready == 7
+    assert setting.link.send("Lookup", numbered(8), DEADLINE_MS)().ready == 8
+    assert len(false.joins) == 2  # all answered, it is anybody's
+
+
+def test_answer_of_a_queue_is_never_taken_for_another_call_s(setting: Setting) -> None:
+    setting.serve(number_of)
+    queue = setting.link.queue()
+    first, second = (queue.send("Lookup", numbered(n), DEADLINE_MS) for n in (1, 2))
+    with pytest.raises(AssertionError, match="another call's"):
+        second()
+    assert (first().ready, second().ready) == (1, 2)
+
+
+def test_error_within_a_queue_is_that_call_s_alone(setting: Setting) -> None:
+    failure = [pack_failure("LeaseExpiredError", "gone")]
+    false = setting.serve(lambda message: failure if message[-1] == 1 else number_of(message))
+    queue = setting.link.queue()
+    waits = [queue.send("Lookup", numbered(n), DEADLINE_MS) for n in range(3)]
+    assert waits[0]().ready == 0
+    with pytest.raises(LeaseExpiredError, match="gone"):
+        waits[1]()
+    assert waits[2]().ready == 2
+    assert len(false.joins) == 1
+
+
+def test_queue_that_lost_its_connection_goes_on_through_grpc_and_on_a_new_one(
+    setting: Setting,
+) -> None:
+    false = setting.serve(lambda message: [HANG_UP])
+    queue = setting.link.queue()
+    waits = [queue.send("Lookup", setting.request(), DEADLINE_MS) for _ in range(3)]
+    assert [wait().ready for wait in waits] == [2, 2, 2]  # the true server's word
+    false.answer = number_of
+    waits = [queue.send("Lookup", numbered(n), DEADLINE_MS) for n in (5, 6)]
+    assert [wait().ready for wait in waits] == [5, 6]
+
+
+def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) -> None:
+    false = setting.serve(lambda _: [])
+    queue = setting.link.queue()
+    waits = [queue.send("Lookup", setting.request(), SOON_MS) for _ in range(3)]
+    with pytest.raises(DeadlineError):
+        waits[0]()
+    for wait in waits[1:]:
+        with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
+            wait()
+    assert eventually(lambda: false.ended == 1)
+
+
 def test_error_of_a_call_is_the_server_s_and_the_connection_is_kept(setting: Setting) -> None:
     answers = [[pack_failure("LeaseExpiredError", "gone")], [shm.pack_reply(Reply.denied)]]
     false = setting.serve(lambda _: answers.pop(0) if answers else lookup_answer())

@@ -52,7 +52,7 @@ class Clock:
         (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, QuotaExceededError),
         (grpc.StatusCode.UNAVAILABLE, TierUnavailableError),
-        (grpc.StatusCode.CANCELLED, KVStoreError),
+        (grpc.StatusCode.CANCELLED, DeadlineError),
         (grpc.StatusCode.UNIMPLEMENTED, KVStoreError),
     ],
 )

@@ -9,11 +9,12 @@ from local_server import DEADLINE_MS, LocalServer
 from prompts import SMALL, chunks_of, keys_of, store
 
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.view import ChunkView, geometry_of
+from kvstore.client.view import ChunkView, geometry_of, view_at
 from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.errors import ChunkCorruptError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, check_frame, raw_frame_bytes
+from kvstore.proto.places import Place, Reach
 from kvstore.proto.types import ROOT, ChunkKey, KVLayout, PutOutcome
 
 
@@ -122,8 +123,9 @@ def test_memory_that_was_reused_is_noticed(server: LocalServer, client: Client) 
 def test_a_place_that_holds_another_chunk_is_refused(client: Client) -> None:
     keys = store(client, 1, 2)
     first, second = views(client, keys)
+    place = Place(1, Reach.memory, 0, second._start, len(second.frame), second._generation)
     with pytest.raises(ChunkCorruptError, match="its place holds another chunk"):
-        ChunkView(keys[0], second._place, second._slab, geometry_of(first.layout))
+        view_at(keys[0], place, second._slab, geometry_of(first.layout))
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 256])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from credentials import Authority
 from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import SMALL
 from trust_world import World, chunks_for, request_of
 
 from kvstore.client import Access, ClientOptions
@@ -21,8 +22,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
+from kvstore.proto.wire import representation_to_message
 from kvstore.server.config import load_config
-from kvstore.server.roles import METHODS
+from kvstore.server.trust.roles import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,35 @@ def test_certificates_identify_and_may_be_replaced_under_load(tmp_path: Path) ->
         thread.join()
         assert failures == []
     finally:
+        server.close()
+
+
+def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    cert, key = ca.issue("server")
+    flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca.path)]
+    flags += ["--tls-crl", str(ca.revoke(hours=-1))]
+    with pytest.raises(InvalidRequestError, match="out of date"):
+        LocalServer(tmp_path, *flags)
+    ca.revoke()
+    bad, good = (Access(True, ca.path, *ca.issue(n, tenant="acme")) for n in ("bad", "good"))
+    server = LocalServer(tmp_path, *flags)
+    address = f"localhost:{server.node.port}"
+    connections = [Connection(address, 1, access=access) for access in (bad, good)]
+    try:
+        request = pb.OpenSessionRequest(representation=representation_to_message(SMALL))
+        for connection in connections:
+            connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
+        assert len(server.node.sessions) == 2
+        ca.revoke(tmp_path / "bad.crt")
+        assert eventually(lambda: len(server.node.sessions) == 1)
+        assert server.counter("revoked_sessions") == 1
+        with pytest.raises(UnauthenticatedError, match="revoked"):
+            connections[0].call("Status", pb.StatusRequest(), DEADLINE_MS, pb.StatusResponse)
+        connections[1].call("Status", pb.StatusRequest(), DEADLINE_MS, pb.StatusResponse)
+    finally:
+        for connection in connections:
+            connection.close()
         server.close()
 
 

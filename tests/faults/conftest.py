@@ -14,9 +14,10 @@ Amount = Callable[[int, int], int]
 
 @pytest.fixture
 def amount(pytestconfig: pytest.Config) -> Amount:
-    """Return the first of two numbers, or the second in the long form."""
+    """Return the first of two numbers, or a share of the second in the long form."""
+    share = float(pytestconfig.getoption("--long-share"))
     is_long = bool(pytestconfig.getoption("--long"))
-    return lambda quick, long: long if is_long else quick
+    return lambda quick, long: max(min(quick, long), int(long * share)) if is_long else quick
 
 
 @pytest.fixture

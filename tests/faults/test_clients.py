@@ -155,7 +155,8 @@ def test_a_flood_of_streams_is_refused_by_name_and_the_server_keeps_its_size(
             assert eventually(lambda: sum(call.done() for call in calls) > len(calls) // 2)
             codes = {call.code() for call in calls if call.done()}
             refused = grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert codes == {refused}
+            # Those that are begun wait for what does not come, and are ended to make room.
+            assert codes - {grpc.StatusCode.CANCELLED} == {refused}
             over.set()
             for call in calls:
                 call.cancel()

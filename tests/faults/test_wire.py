@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -13,8 +10,8 @@ import pytest
 from conftest import ProcessMaker, ServerMaker
 from faults.oracle import fetched, verified
 from faults.proxy import FaultProxy, Trouble
-from faults.tools import hosts_apart, part, rejoin
 from local_server import DEADLINE_MS, LocalServer, eventually
+from networks import hosts_apart, part, probed, rejoin
 from prompts import MEDIUM, chunks_of, keys_of, store
 from redis_process import RedisProcess
 
@@ -120,32 +117,6 @@ def test_nodes_without_each_other_serve_what_they_have_and_share_again_after(
             fetched(client, [key])
 
 
-PROBE = """
-import sys
-from prompts import SMALL, chunks_of, keys_of, store
-from faults.oracle import fetched
-from kvstore.client import Client, ClientOptions
-
-address, puts, gets = sys.argv[1:]
-with Client(address, SMALL, ClientOptions("grpc", 16, 5000)) as client:
-    for seed in map(int, filter(None, puts.split(","))):
-        store(client, seed, 3)
-    read = [fetched(client, keys_of(client, seed, 3)) for seed in map(int, gets.split(","))]
-print(*read)
-"""
-
-
-def probed(host: str, port: int, puts: str, gets: str) -> list[int]:
-    """Put and get at a host's own server; return how many chunks of each prompt came."""
-    command = ["ip", "netns", "exec", host, sys.executable, "-c", PROBE, f"127.0.0.1:{port}"]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [*command, puts, gets], env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=60,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    return [int(word) for word in done.stdout.split()]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("only_long")
 def test_hosts_whose_network_parts_serve_what_they_have_and_share_again_after(
@@ -156,7 +127,7 @@ def test_hosts_whose_network_parts_serve_what_they_have_and_share_again_after(
     with hosts_apart(names):
         redis.start()
         try:
-            ports = []
+            places = []
             for name in names:
                 process = server_process(
                     *("--tiers", "cpu,redis", "--cpu", "16MiB", "--redis-timeout-ms", "200"),
@@ -165,15 +136,15 @@ def test_hosts_whose_network_parts_serve_what_they_have_and_share_again_after(
                 )
                 process.launcher = ["ip", "netns", "exec", name]
                 process.start()
-                ports.append(process.port)
-            assert probed(names[0], ports[0], "1", "1") == [3]
-            assert eventually(lambda: probed(names[1], ports[1], "", "1") == [3])
+                places.append(process.address)
+            assert probed(names[0], places[0], "1", "1") == [3]
+            assert eventually(lambda: probed(names[1], places[1], "", "1") == [3])
             part(names[0])
-            assert probed(names[0], ports[0], "2", "1,2") == [3, 3]
-            assert probed(names[1], ports[1], "3", "1,2,3") == [3, 0, 3]
-            assert eventually(lambda: probed(names[2], ports[2], "", "3") == [3])
+            assert probed(names[0], places[0], "2", "1,2") == [3, 3]
+            assert probed(names[1], places[1], "3", "1,2,3") == [3, 0, 3]
+            assert eventually(lambda: probed(names[2], places[2], "", "3") == [3])
             rejoin(names[0])
-            assert eventually(lambda: probed(names[0], ports[0], "", "3") == [3])
+            assert eventually(lambda: probed(names[0], places[0], "", "3") == [3])
         finally:
             redis.stop()
             redis.client.close()

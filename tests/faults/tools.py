@@ -1,12 +1,11 @@
-"""Faults that the system makes: failing calls, other clocks, little memory, networks apart."""
+"""Faults that the system makes: failing calls, other clocks, little memory."""
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -61,7 +60,9 @@ def faketime_environment(folder: Path) -> dict[str, str]:
 
 def set_clock(folder: Path, ahead_s: int) -> None:
     """Put the wall clock of ``faketime_environment`` so far ahead, or back."""
-    (folder / "clock").write_text(f"{ahead_s:+d}\n")
+    new = folder / "clock.new"
+    new.write_text(f"{ahead_s:+d}\n")
+    new.replace(folder / "clock")  # it is read at any instant, and never half written
 
 
 @contextmanager
@@ -105,53 +106,3 @@ def kills(group: Path) -> int:
             rows = dict(line.split() for line in (group / name).read_text().splitlines())
             return int(rows.get("oom_kill", 0))
     return 0
-
-
-@contextmanager
-def hosts_apart(names: Sequence[str]) -> Iterator[None]:
-    """Make a network namespace for each name, all on one bridge; skip where nobody may.
-
-    Host number i has the address 10.99.7.i + 1, the bridge 10.99.7.254; ``part`` and ``rejoin``
-    take a host off the bridge and back.
-    """
-    needs("ip", "iproute2")
-    bridge = f"kvb{os.getpid() % 10_000}"
-    try:
-        _ip("link", "add", bridge, "type", "bridge")
-    except OSError as error:
-        pytest.skip(f"network namespaces need root: {error}")
-    try:
-        _ip("addr", "add", "10.99.7.254/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
-        for number, name in enumerate(names, 1):
-            _ip("netns", "add", name)
-            _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", name, "master", bridge, "up")
-            for words in ("addr add 10.99.7.{}/24 dev eth0", "link set eth0 up", "link set lo up"):
-                _ip("-n", name, *words.format(number).split())
-        yield
-    finally:
-        for name in names:
-            with suppress(OSError):
-                _ip("netns", "del", name)
-        _ip("link", "del", bridge)
-
-
-def part(name: str) -> None:
-    """Take a host off the bridge: nothing gets to it or from it."""
-    _ip("link", "set", name, "nomaster")
-
-
-def rejoin(name: str) -> None:
-    """Put a host back on the bridge."""
-    for line in _ip("-o", "link", "show", "type", "bridge").splitlines():
-        bridge = line.split(": ")[1]
-        if bridge == f"kvb{os.getpid() % 10_000}":
-            _ip("link", "set", name, "master", bridge, "up")
-
-
-def _ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        raise OSError(done.stderr.strip())
-    return done.stdout

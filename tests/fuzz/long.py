@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+CRASHES = Path(__file__).parents[2] / "build" / "fuzz"
+"""Where an input that crashed or was slow is kept."""
 MEMORY_MB = 2048
 MAX_BYTES = 4096
 
@@ -31,8 +33,10 @@ def fuzz_one(name: str, seconds: int, corpus: Path) -> None:
     def once(data: bytes) -> None:
         try_target(name, data)
 
+    CRASHES.mkdir(parents=True, exist_ok=True)
     limits = (f"-max_total_time={seconds}", f"-max_len={MAX_BYTES}", f"-rss_limit_mb={MEMORY_MB}")
-    atheris.Setup([sys.argv[0], *limits, "-print_final_stats=1", str(corpus)], once)
+    kept = f"-artifact_prefix={CRASHES}/{name}-"
+    atheris.Setup([sys.argv[0], *limits, kept, "-print_final_stats=1", str(corpus)], once)
     atheris.Fuzz()
 
 

@@ -61,15 +61,15 @@ def test_sglang_24618_no_bytes_of_a_stranger_are_unpickled(
     assert not made.exists()
 
 
-@pytest.mark.parametrize("path", ["/run_script", "/metrics"])
-def test_lmcache_5128_the_page_of_metrics_takes_nothing(
-    make_server: ServerMaker, tmp_path: Path, path: str
+@pytest.mark.parametrize(("path", "answer"), [("/run_script", "404"), ("/metrics", "405")])
+def test_lmcache_5128_the_pages_take_nothing(
+    make_server: ServerMaker, tmp_path: Path, path: str, answer: str
 ) -> None:
     """LMCache#5128: an HTTP endpoint ran the script that it was sent, without authentication, on
     all interfaces by default.
 
-    Here the only thing over HTTP is the page of metrics, on an address that has to be given: what
-    is posted to it is neither run nor obeyed.
+    Here there are only pages over HTTP, metrics and a dashboard, on an address that has to be
+    given: what is posted to them is neither run nor obeyed.
     """
     server = make_server("--http", "127.0.0.1:0")
     engine = PlainEngine(server.connect())
@@ -80,8 +80,9 @@ def test_lmcache_5128_the_page_of_metrics_takes_nothing(
         f"import os; os.mkdir({str(made)!r})".encode(),
         method="POST",
     )
-    with pytest.raises(urllib.error.HTTPError, match="405"):
+    with pytest.raises(urllib.error.HTTPError, match=answer) as caught:
         urllib.request.urlopen(request, timeout=20)
+    caught.value.close()
     assert not made.exists()
     assert engine.load(PROMPT).stored_tokens == 64
 

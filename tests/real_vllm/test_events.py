@@ -11,9 +11,19 @@ import msgspec
 import pytest
 import zmq
 from bench.vllm_engine import EngineProcess
+from golden.samples import FOLDER
+from prompts import SMALL, store
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, prompt
 from server_process import ServerProcess
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
+
+from kvstore.client import Client, ClientOptions
 
 PROMPT = prompt(200, 300)
 CHUNKS = 300 // CHUNK_TOKENS
@@ -62,6 +72,18 @@ def router() -> Iterator[Router]:
     made = Router()
     yield made
     made.close()
+
+
+@pytest.fixture
+def publishing(home: Path) -> Iterator[ServerProcess]:
+    """A server that publishes what it has itself, without any engine."""
+    folder = home / "publishing"
+    folder.mkdir(mode=0o700)
+    endpoints = ("--events", f"ipc:{folder / 'e'}", "--events-replay", f"ipc:{folder / 'r'}")
+    server = ServerProcess(folder, "--tiers", "cpu", "--cpu", "64MiB", *endpoints)
+    server.start()
+    yield server
+    server.kill()
 
 
 def stepped(engine: EngineProcess) -> None:
@@ -127,3 +149,49 @@ def heard_anything(engine: EngineProcess, router: Router) -> bool:
     engine.generate(prompt(202, 40), max_tokens=1)
     engine.forget()
     return bool(router.heard or router.hears(BlockStored, "GPU", 1))
+
+
+def test_vllms_own_decoder_reads_what_the_store_writes() -> None:
+    batch = msgspec.msgpack.Decoder(KVEventBatch).decode(
+        (FOLDER / "events-v1.msgpack").read_bytes()
+    )
+    cleared, stored, removed = batch.events
+    assert isinstance(cleared, AllBlocksCleared)
+    assert isinstance(stored, BlockStored)
+    assert (stored.medium, stored.block_size, stored.token_ids) == ("CPU", 256, [])
+    assert [len(name) for name in stored.block_hashes] == [32, 32]
+    assert (stored.parent_block_hash, stored.locality) == (None, "LOCAL")
+    assert isinstance(removed, BlockRemoved)
+    assert (removed.medium, len(removed.block_hashes)) == ("STORAGE", 1)
+    assert msgspec.msgpack.encode(batch) == (FOLDER / "events-v1.msgpack").read_bytes()
+
+
+def test_a_reader_of_vllms_events_reads_the_stores_and_its_replays(
+    publishing: ServerProcess,
+) -> None:
+    context: Any = zmq.Context()
+    replay = context.socket(zmq.DEALER)  # asks as a reader of vLLM's ZmqEventPublisher does
+    replay.connect(f"ipc://{publishing.socket_path.parent / 'r'}")
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    options = ClientOptions("grpc", chunk_tokens=16, deadline_ms=20_000)
+    known: set[Any] = set()
+    try:
+        with Client(publishing.address, SMALL, options) as client:
+            keys = store(client, 1, 3)
+
+        def is_heard() -> bool:
+            replay.send_multipart((b"", (0).to_bytes(8, "big")))
+            while replay.poll(20_000):
+                _, topic, number, batch = replay.recv_multipart()
+                if number == ZmqEventPublisher.END_SEQ:
+                    break
+                assert topic.startswith(b"kvstore@")
+                for event in decoder.decode(batch).events:
+                    if isinstance(event, BlockStored):
+                        known.update(event.block_hashes)
+            return set(keys) <= known
+
+        assert eventually(is_heard)
+    finally:
+        replay.close(0)
+        context.term()

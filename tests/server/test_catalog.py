@@ -290,6 +290,21 @@ def test_who_catches_up_tells_the_policies_and_the_history() -> None:
     assert not catalog.catch_up(0.0)
 
 
+def test_who_has_answered_one_of_many_lookups_tells_of_an_earlier_one() -> None:
+    catalog = make_catalog(FakeClock())
+    for number in range(3):
+        catalog.note_sealed("cpu", info(number, number - 1 if number else None))
+    catalog.catch_up(0.0)
+    history, row = catalog.knowledge.history, catalog._index.row(key(0))
+    before = history.hits_of(row)
+    catalog.match(CHAIN, Fidelity.exact, TIERS)
+    catalog.spare_next()
+    assert history.hits_of(row) == before  # left to who waits for a pause
+    catalog.match(CHAIN, Fidelity.exact, TIERS)
+    catalog.spare_next()
+    assert history.hits_of(row) == before + 1
+
+
 def test_catching_up_ends_though_requests_never_pause() -> None:
     catalog = make_catalog(FakeClock())
     busy, is_over = threading.Event(), threading.Event()

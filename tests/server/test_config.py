@@ -80,7 +80,8 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
     }
 
 
-TOGETHER = {"tls_cert", "tls_key", "tls_client_ca", "jwt_key", "jwt_audience"}
+TOGETHER = {"tls_cert", "tls_key", "tls_client_ca", "tls_crl", "jwt_key", "jwt_audience",
+            "redis_tls_cert", "redis_tls_key"}  # fmt: skip
 """Settings that make no sense alone."""
 
 
@@ -102,13 +103,28 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "blend_ratio": "0.3", "blend_agreement": "0.9", "blend_divergence": "0.1",
         "state_admission": "judicious", "adapt_tenants": "acme,zeta",
         "blend_shadows": "0.1", "auth_keys": write(tmp_path / "api-keys", ""),
-        "jwt_algorithm": "RS256", "jwt_issuer": "https://issuer", "open_pages": "true",
+        "jwt_algorithm": "RS256", "jwt_issuer": "https://issuer",
+        "open_pages": "true", "http_tls": "true",
         "shared_pools": "library=*:curator", "tenant_limits": "acme=5:6:7,*=0:8:0",
         "audit_log": f"{tmp_path}/audit", "audit_reads": "true", "health": "127.0.0.1:0",
         "encryption_keys": write(tmp_path / "keys.json", ""), "scrub_tiers": "disk,cpu",
+        "events": "127.0.0.1:7422", "events_replay": f"ipc:{tmp_path}/replay",
+        "events_readers": write(tmp_path / "readers", ""),
+        "tracing_endpoint": "http://127.0.0.1:4317", "tracing_share": "0.5",
+        "peers": "127.0.0.1:7420,directory", "peer_key": write(tmp_path / "peer-key", "kvs_"),
+        "peer_ca": write(tmp_path / "peer-ca", "..."), "peer_bytes": "64MiB",
+        "directory": "true", "directory_ttl_ms": "700", "node_id": "node-a",
+        "advertise": "a.example", "redis_prefix": "team:a", "redis_username": "me",
+        "redis_password_file": write(tmp_path / "password", "secret\n"),
+        "redis_tls_ca": write(tmp_path / "ca.pem", "..."),
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")
+    if name == "directory":
+        monkeypatch.setenv("KVSTORE_REDIS_URL", "redis://h:1/0")
+    if name == "http_tls":
+        for other in ("CERT", "KEY"):
+            monkeypatch.setenv(f"KVSTORE_TLS_{other}", write(tmp_path / "tls.pem", "..."))
     from_flag = load_config([flag] if value == "true" else [flag, value])
     assert name == "cpu_codec" or getattr(from_flag, name) != getattr(load_config([]), name)
     path = write(tmp_path / "c.yaml", f"{name}: {value}\n")
@@ -197,6 +213,18 @@ BAD_VALUES = [
     (["--redis", "http://h"], ["redis_url", "redis://host:6379/0"]),
     (["--redis", "redis://"], ["redis_url", "redis://host:6379/0"]),
     (["--redis", "redis://h:port"], ["redis_url", "redis://host:6379/0"]),
+    (["--directory"], ["redis_url=None", "--redis redis://host:6379/0"]),
+    (
+        ["--directory", "--redis", "redis://h", "--listen", "0.0.0.0:1", "--insecure"],
+        ["listen='0.0.0.0:1'", "--advertise HOST"],
+    ),
+    (["--node-id", "a b"], ["node_id='a b'"]),
+    (["--redis-prefix", "a b"], ["redis_prefix='a b'"]),
+    (["--redis-tls-cert", __file__], ["redis_tls_key", "both --redis-tls-cert and"]),
+    (["--redis-password-file", __file__], ["redis_password_file", "one line of text"]),
+    (["--redis", "redis://h", "--redis-username", "me"], ["needs --redis-password-file"]),
+    (["--redis", "redis://h", "--redis-tls-ca", __file__], ["write rediss:// for redis://"]),
+    (["--redis", "rediss://h?ssl_ca_certs=/ca", "--redis-tls-ca", __file__], ["leave one out"]),
     (["--cpu", "8 gigs"], ["cpu_size='8 gigs'", "8GiB", "1048576"]),
     (["--cpu", "-1"], ["cpu_size='-1'", "8GiB"]),
     (["--cpu", "1.5GiB"], ["cpu_size='1.5GiB'", "8GiB"]),
@@ -257,6 +285,7 @@ BAD_VALUES = [
     (["--health", "0.0.0.0:80"], ["health='0.0.0.0:80'", "--open-pages"]),
     (["--tls-cert", __file__], ["tls_key", "both"]),
     (["--tls-client-ca", __file__], ["tls_client_ca", "--tls-cert"]),
+    (["--tls-crl", __file__], ["tls_crl", "--tls-client-ca"]),
     (["--jwt-key", __file__], ["jwt_audience", "whom"]),
     (["--auth-keys", "/nowhere"], ["auth_keys", "read"]),
     (["--shared-pools", "library"], ["shared_pools", "POOL="]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -20,34 +20,6 @@ from kvstore.tiers.base import FilePlace
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
-
-
-@pytest.fixture
-def disk() -> SimDisk:
-    return SimDisk(TIER_BYTES, no_faults())
-
-
-@pytest.fixture
-def redis() -> SimRedis:
-    return SimRedis(TIER_BYTES, no_faults())
-
-
-@pytest.fixture
-def gated() -> Iterator[GatedDisk]:
-    disk = GatedDisk(TIER_BYTES)
-    yield disk
-    disk.gate.set()
-
-
-@pytest.fixture
-def core(disk: SimDisk) -> Iterator[Core]:
-    with closing(Core([disk], clock=FakeClock())) as core:
-        yield core
-
-
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()
 
 
 def put_low(core: Core, session: Session, versions: list[Version], tier: str = "disk") -> None:

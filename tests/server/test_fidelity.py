@@ -48,17 +48,6 @@ def core() -> Iterator[Core]:
         yield core
 
 
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()
-
-
-def copy_down(core: Core, version: Version, tier: str = "disk") -> object:
-    ticket = core.transfers.copy_down(version.info.key, core.shelf(tier))
-    assert ticket is not None
-    return core.mover.wait(ticket, core.later())
-
-
 def forget(core: Core, version: Version, tier: str = "cpu") -> None:
     assert core.catalog.cast_out(tier, version.info.key)
     core.transfers.delete_from(core.shelf(tier), version.info.key)
@@ -70,7 +59,7 @@ def lower_to_disk(core: Core, session: Session, count: int = 1) -> list[Version]
     versions = prompt(count)
     core.put(session, versions)
     for version in versions:
-        assert copy_down(core, version) is True
+        assert core.copy_down(version) is True
         forget(core, version)
     return versions
 
@@ -172,7 +161,7 @@ def lower_twice(core: Core, session: Session, count: int) -> list[Version]:
     versions = prompt(count)
     core.put(session, versions)
     for version in versions:
-        assert copy_down(core, version) is copy_down(core, version, "redis") is True
+        assert core.copy_down(version) is core.copy_down(version, "redis") is True
         forget(core, version)
     return versions
 
@@ -199,7 +188,7 @@ def test_a_victim_goes_where_it_stays_exact_whatever_lossy_copy_is_nearer() -> N
         session = core.open_session()
         versions = prompt(14)
         core.put(session, versions[:1])
-        copy_down(core, versions[0])
+        core.copy_down(versions[0])
         core.put(session, versions[1:])
         core.settle()
         lowered = [v for v in versions if "cpu" not in core.tiers_of(v)]
@@ -221,10 +210,10 @@ def test_a_better_copy_takes_the_place_of_a_lossy_one_below() -> None:
         session = core.open_session()
         (version,) = prompt(1)
         core.put(session, [version])
-        copy_down(core, version, "redis")
+        core.copy_down(version, "redis")
         forget(core, version)
         read(core, session, [version], Fidelity.bounded)
-        assert copy_down(core, version) is True
+        assert core.copy_down(version) is True
         assert fidelity_on(core, "disk", version.info.key) is Fidelity.bounded
         assert parse_header(disk_frame(core, version)).flags == FLAG_RESTORED
         assert core.put(session, [version], durable=True) == [PutResult(PutOutcome.stored)]
@@ -250,7 +239,7 @@ def test_a_lossy_frame_is_not_encoded_with_loss_again() -> None:
         session = core.open_session()
         (version,) = lower_to_disk(core, session)
         read(core, session, [version], Fidelity.bounded)
-        assert copy_down(core, version, "redis") is True
+        assert core.copy_down(version, "redis") is True
         stored = core.catalog.copies(version.info.key)
         assert stored["redis"].codec_id not in (0, CoarseCodec.codec_id)
         assert stored["redis"].fidelity is Fidelity.bounded
@@ -332,7 +321,7 @@ class Schedule:
     def copy(self) -> None:
         version, tier = self.draw.choice(self.versions), self.draw.choice(["disk", "redis"])
         best = self.core.catalog.holders(version.info.key, Fidelity.exact)
-        if copy_down(self.core, version, tier) and best:
+        if self.core.copy_down(version, tier) and best:
             wanted = self.core.shelf(tier).fidelity_for("red")
             assert fidelity_on(self.core, tier, version.info.key) >= wanted
 

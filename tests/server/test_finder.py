@@ -62,11 +62,6 @@ def core(redis: AskedRedis, clock: FakeClock) -> Iterator[Core]:
         yield core
 
 
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()
-
-
 def look_up(
     core: Core, session: Session, keys: Sequence[ChunkKey] = KEYS, *, lease: bool = False
 ) -> Match:

@@ -39,11 +39,6 @@ def core(clock: FakeClock) -> Iterator[Core]:
         yield core
 
 
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()
-
-
 def ready(core: Core, session: Session, versions: list[Version]) -> int:
     return core.manager.lookup(session, keys_of(versions), core.later(), lease=False).ready
 

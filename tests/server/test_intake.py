@@ -40,11 +40,6 @@ def core() -> Iterator[Core]:
     core.close()
 
 
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()
-
-
 def begin(core: Core, session: Session, version: Version) -> PutTicket:
     ticket = core.manager.puts.begin(session, version.info, core.later())
     assert isinstance(ticket, PutTicket)

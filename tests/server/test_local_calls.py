@@ -97,6 +97,18 @@ def test_attached_and_joined_connections_carry_calls(host: Peer, joint: Peer, te
         assert parse_answer(pb.LookupResponse, answer.body).ready == 0
 
 
+def test_calls_that_are_sent_ahead_are_answered_in_their_order(
+    server: LocalServer, joint: Peer, terms: Terms
+) -> None:
+    keys = store(server.connect("grpc"), 1, 2)
+    counts = [n % 3 for n in range(2 * dataplane._IN_A_ROW + 3)]
+    for count in counts:
+        joint.send_call("Lookup", lookup(terms, digests=digests(keys[:count])))
+    answers = [parse_answer(pb.LookupResponse, joint.receive().body) for _ in counts]
+    assert [answer.ready for answer in answers] == counts
+    assert_works(joint, terms)
+
+
 def test_call_before_attach_or_join_is_denied(host: Peer, terms: Terms) -> None:
     with Peer(terms.socket_path) as stranger:
         for number in METHODS:
@@ -427,6 +439,28 @@ def test_bug_in_the_service_is_an_error_that_tells_nothing() -> None:
     for answer in answers_of(1, RuntimeError("secret")) + answers_of(2, RuntimeError("secret")):
         assert type(answer.error) is KVStoreError
         assert str(answer.error) == "internal error; see the server's log"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("secret")], ids=["well", "badly"])
+def test_what_follows_a_lookup_comes_after_its_answer_and_is_told_nobody(
+    error: Exception | None,
+) -> None:
+    done = []
+
+    def learn() -> None:
+        done.append("learnt")
+        if error is not None:
+            raise error
+
+    service: Any = Service([pb.LookupResponse(ready=3)])
+    session = session_of(SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom))
+    body = pb.LookupRequest(session_id=session.session_id).SerializeToString()
+    calls = LocalCalls(service, after_lookup=learn)
+    packets = calls.answer(session, Request(Op.call, 1), body)
+    assert parse_answer(pb.LookupResponse, unpack_answer(next(packets)).body).ready == 3
+    assert done == []
+    assert list(packets) == []
+    assert done == ["learnt"]
 
 
 def test_stream_that_fails_in_the_middle_ends_with_its_error() -> None:

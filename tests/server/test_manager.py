@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from disk_process import open_disk
 from simulation.clock import FakeClock
-from simulation.core import BREAKER_RETRY_S, LIMITS, Core, frames_of, keys_of, prompt
+from simulation.core import BREAKER_RETRY_S, LIMITS, Core, frames_of, keys_of, outcomes_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, no_faults
 from simulation.universe import Version
 
@@ -25,36 +26,13 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
 
 DISK_BYTES = 2 << 20
-INDEX_BYTES = 4 << 20
 PATIENCE_S = 20.0
-
-
-def open_disk(path: Path, capacity_bytes: int = DISK_BYTES) -> DiskTier:
-    return DiskTier(path, capacity_bytes, extent_bytes=1 << 20, index_bytes=INDEX_BYTES)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[DiskTier]:
-    with closing(open_disk(tmp_path / "disk")) as disk:
+    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk:
         yield disk
-
-
-@pytest.fixture
-def core(disk: DiskTier) -> Iterator[Core]:
-    with closing(Core([disk], clock=FakeClock())) as core:
-        yield core
-
-
-@pytest.fixture
-def gated() -> Iterator[GatedDisk]:
-    disk = GatedDisk(DISK_BYTES)
-    yield disk
-    disk.gate.set()
-
-
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()
 
 
 def evict_from_cpu(core: Core, versions: list[Version]) -> None:
@@ -63,16 +41,12 @@ def evict_from_cpu(core: Core, versions: list[Version]) -> None:
     assert all("cpu" not in core.tiers_of(version) for version in versions)
 
 
-def outcomes(results: list[PutResult]) -> set[PutOutcome]:
-    return {result.outcome for result in results}
-
-
 # --- put, lookup, get
 
 
 def test_what_was_put_is_found_and_read_back(core: Core, session: Session) -> None:
     versions = prompt(5)
-    assert outcomes(core.put(session, versions)) == {PutOutcome.stored}
+    assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
     match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
     assert (match.ready, match.pending, match.missing) == (5, 0, 0)
     assert match.tiers == ("cpu",) * 5
@@ -145,7 +119,7 @@ def test_a_burst_of_puts_into_a_small_memory_and_a_disk_loses_none(disk: DiskTie
             thread.start()
         for thread in threads:
             thread.join()
-        assert outcomes(results) == {PutOutcome.stored}
+        assert outcomes_of(results) == {PutOutcome.stored}
         assert len(results) == 80
         session = core.open_session()
         for versions in prompts:
@@ -238,7 +212,7 @@ def test_puts_go_on_without_the_disk() -> None:
     with closing(Core([disk], limits=limits, clock=FakeClock())) as core:
         session = core.open_session()
         versions = prompt(30)
-        assert outcomes(core.put(session, versions)) == {PutOutcome.stored}
+        assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
         last = versions[-1:]
         assert core.get(session, keys_of(last)) == frames_of(last)
         core.settle()
@@ -256,7 +230,7 @@ def test_a_deleted_chunk_is_nowhere_and_can_be_put_again(
     assert core.manager.delete(keys_of(versions), core.later()) == (3, 0)
     assert core.get(session, keys_of(versions)) == []
     assert core.cpu.stats().chunks == disk.stats().chunks == len(core.catalog) == 0
-    assert outcomes(core.put(session, versions)) == {PutOutcome.stored}
+    assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
     assert core.get(session, keys_of(versions)) == frames_of(versions)
 
 

@@ -8,8 +8,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from disk_process import open_disk
 from simulation.clock import FakeClock
-from simulation.core import Core, frames_of, keys_of, prompt
+from simulation.core import Core, frames_of, keys_of, outcomes_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, no_faults
 
 from kvstore.proto.errors import (
@@ -18,55 +19,27 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import PutOutcome
-from kvstore.server.intake import PutResult
 from kvstore.server.sessions import Session
 from kvstore.tiers.disk import DiskTier
 
 DISK_BYTES = 2 << 20
-INDEX_BYTES = 4 << 20
 PATIENCE_S = 20.0
-
-
-def open_disk(path: Path, capacity_bytes: int = DISK_BYTES) -> DiskTier:
-    return DiskTier(path, capacity_bytes, extent_bytes=1 << 20, index_bytes=INDEX_BYTES)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[DiskTier]:
-    with closing(open_disk(tmp_path / "disk")) as disk:
+    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk:
         yield disk
-
-
-@pytest.fixture
-def core(disk: DiskTier) -> Iterator[Core]:
-    with closing(Core([disk], clock=FakeClock())) as core:
-        yield core
-
-
-@pytest.fixture
-def gated() -> Iterator[GatedDisk]:
-    disk = GatedDisk(DISK_BYTES)
-    yield disk
-    disk.gate.set()
-
-
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()
-
-
-def outcomes(results: list[PutResult]) -> set[PutOutcome]:
-    return {result.outcome for result in results}
 
 
 def test_a_durable_put_survives_the_process(tmp_path: Path) -> None:
     versions = prompt(6)
-    with closing(open_disk(tmp_path / "disk")) as disk, closing(Core([disk])) as core:
+    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
         session = core.open_session()
         assert core.manager.can_be_durable
-        assert outcomes(core.put(session, versions, durable=True)) == {PutOutcome.stored}
+        assert outcomes_of(core.put(session, versions, durable=True)) == {PutOutcome.stored}
         assert [core.tiers_of(version) for version in versions] == [["cpu", "disk"]] * 6
-    with closing(open_disk(tmp_path / "disk")) as disk, closing(Core([disk])) as core:
+    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
         assert core.manager.recover() == 6
         assert core.get(core.open_session(), keys_of(versions)) == frames_of(versions)
 
@@ -91,7 +64,7 @@ def test_a_tenant_gets_room_on_a_disk_full_of_anothers_chunks(core: Core, disk: 
         session = core.open_session(tenant)
         for seed in range(0, chunks, 8):
             versions = prompt(8, seed=1_000 * len(tenant) + seed)
-            assert outcomes(core.put(session, versions, durable=True)) == {PutOutcome.stored}
+            assert outcomes_of(core.put(session, versions, durable=True)) == {PutOutcome.stored}
     owners = [disk.tenant_of(info.key) for info in disk.scan()]
     assert owners.count("blue") == 8
     assert owners.count("red") == per_extent
@@ -101,7 +74,7 @@ def test_a_durable_put_of_what_exists_hardens_it(core: Core, session: Session) -
     versions = prompt(2)
     core.put(session, versions)
     results = core.put(session, versions, durable=True)
-    assert outcomes(results) == {PutOutcome.exists}
+    assert outcomes_of(results) == {PutOutcome.exists}
     assert [core.tiers_of(version) for version in versions] == [["cpu", "disk"]] * 2
 
 
@@ -131,7 +104,7 @@ def test_what_a_failed_flush_took_is_not_called_durable() -> None:
         assert [result.reason for result in results] == [
             "not durable: lost before it was flushed"
         ] * 2
-        assert outcomes(core.put(session, versions, durable=True)) == {PutOutcome.exists}
+        assert outcomes_of(core.put(session, versions, durable=True)) == {PutOutcome.exists}
         assert {info.key for info in disk.restarted().scan()} == set(keys_of(versions))
 
 
@@ -164,7 +137,7 @@ def test_a_disk_that_hangs_refuses_durability_by_the_deadline(gated: GatedDisk) 
 
 def test_a_drain_copies_what_only_memory_holds_and_a_restart_finds_it(tmp_path: Path) -> None:
     versions = prompt(8)
-    with closing(open_disk(tmp_path / "disk")) as disk, closing(Core([disk])) as core:
+    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
         session = core.open_session()
         core.put(session, versions)
         assert disk.stats().chunks == 0
@@ -172,7 +145,7 @@ def test_a_drain_copies_what_only_memory_holds_and_a_restart_finds_it(tmp_path: 
         with pytest.raises(ShuttingDownError):
             core.put(session, prompt(1, seed=1))
         assert core.get(session, keys_of(versions)) == frames_of(versions)
-    with closing(open_disk(tmp_path / "disk")) as disk, closing(Core([disk])) as core:
+    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
         assert core.manager.recover() == 8
         assert core.get(core.open_session(), keys_of(versions)) == frames_of(versions)
 

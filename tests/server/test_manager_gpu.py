@@ -63,11 +63,6 @@ def bare(gpu: GpuTier) -> Iterator[Core]:
         yield core
 
 
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()
-
-
 def warm(core: Core, session: Session, versions: list[Version]) -> None:
     """Put chunks and read them often enough for a place in GPU memory."""
     core.put(session, versions)

@@ -163,16 +163,23 @@ def test_health_is_serving_by_every_name_that_probes_use(channel: grpc.Channel, 
 
 
 def test_health_turns_not_serving_before_the_server_stops(
-    server: LocalServer, channel: grpc.Channel
+    server: LocalServer, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = health_pb2_grpc.HealthStub(channel).Watch(
-        health_pb2.HealthCheckRequest(service="readiness"), timeout=60
-    )
-    assert next(states).status == States.SERVING
+    stub, manager = health_pb2_grpc.HealthStub(channel), server.node.manager
+    request, drain = health_pb2.HealthCheckRequest(service="readiness"), manager.drain
+    seen: list[int] = []
+
+    def ask_and_drain(deadline: float) -> bool:
+        if not seen:  # the second time nobody answers any more
+            seen.append(stub.Check(request, timeout=20).status)
+        return drain(deadline)
+
+    monkeypatch.setattr(manager, "drain", ask_and_drain)
+    assert stub.Check(request, timeout=20).status == States.SERVING
     server.stop()
-    assert next(states).status == States.NOT_SERVING
+    assert seen[0] == States.NOT_SERVING
     with pytest.raises(grpc.RpcError):
-        next(states)
+        stub.Check(request, timeout=20)
 
 
 def test_health_fails_once_a_worker_died(server: LocalServer, channel: grpc.Channel) -> None:

@@ -14,7 +14,8 @@ from prompts import SMALL, frame_of, store
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
-from kvstore.server.overload import CALLS_PER_WORKER, WRITES_PER_WORKER, Lane
+from kvstore.server.lane import Lane
+from kvstore.server.overload import CALLS_PER_WORKER, WRITES_PER_WORKER
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_a_lane_counts_what_waits_and_not_what_runs() -> None:
     lane = Lane("test", 1, 2)
     gate = threading.Event()
     first = lane.submit(gate.wait)
-    assert eventually(lambda: not lane._waiting)
+    assert eventually(lambda: not lane.waiting)
     others = [lane.submit(int) for _ in range(2)]
     assert lane.is_full
     gate.set()

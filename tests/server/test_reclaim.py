@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt
-from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
-from simulation.universe import Version
+from simulation.tiers import GatedDisk, SimDisk, SimRedis
 
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -21,36 +19,6 @@ from kvstore.server.shelf import Room
 from kvstore.tiers.base import DEFAULT_TENANT
 
 DISK_BYTES = 1 << 20
-
-
-@pytest.fixture
-def disk() -> SimDisk:
-    return SimDisk(DISK_BYTES, no_faults())
-
-
-@pytest.fixture
-def gated() -> Iterator[GatedDisk]:
-    disk = GatedDisk(DISK_BYTES)
-    yield disk
-    disk.gate.set()
-
-
-@pytest.fixture
-def redis() -> SimRedis:
-    return SimRedis(DISK_BYTES, no_faults())
-
-
-@pytest.fixture
-def core(disk: SimDisk) -> Iterator[Core]:
-    """CPU memory for twelve frames of a prompt, and a disk for many more."""
-    with closing(Core([disk], clock=FakeClock())) as core:
-        yield core
-
-
-def copy_down(core: Core, version: Version, tier: str = "disk") -> object:
-    ticket = core.transfers.copy_down(version.info.key, core.shelf(tier))
-    assert ticket is not None
-    return core.mover.wait(ticket, core.later())
 
 
 def test_reserve_evicts_exactly_what_is_in_the_way(core: Core) -> None:
@@ -100,7 +68,7 @@ def test_a_victim_that_lies_lower_already_is_not_copied_again(core: Core, disk: 
     versions = prompt(12)
     core.put(session, versions)
     for version in versions:
-        copy_down(core, version)
+        core.copy_down(version)
     core.put(session, prompt(4, seed=1))
     assert core.counters["evicted_chunks"] == 4
     assert core.counters["copied_chunks"] == 12

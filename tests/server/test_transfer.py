@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
 import pytest
 from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, LIMITS, TOKENS, Core, frames_of, keys_of, prompt
-from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
+from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version, make_template
 
 from kvstore.codecs.base import codec_by_name
@@ -25,36 +24,6 @@ from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChunkInfo, Fidelity
 
 DISK_BYTES = 1 << 20
-
-
-@pytest.fixture
-def disk() -> SimDisk:
-    return SimDisk(DISK_BYTES, no_faults())
-
-
-@pytest.fixture
-def gated() -> Iterator[GatedDisk]:
-    disk = GatedDisk(DISK_BYTES)
-    yield disk
-    disk.gate.set()
-
-
-@pytest.fixture
-def redis() -> SimRedis:
-    return SimRedis(DISK_BYTES, no_faults())
-
-
-@pytest.fixture
-def core(disk: SimDisk) -> Iterator[Core]:
-    """CPU memory for twelve frames of a prompt, and a disk for many more."""
-    with closing(Core([disk], clock=FakeClock())) as core:
-        yield core
-
-
-def copy_down(core: Core, version: Version, tier: str = "disk") -> object:
-    ticket = core.transfers.copy_down(version.info.key, core.shelf(tier))
-    assert ticket is not None
-    return core.mover.wait(ticket, core.later())
 
 
 def load(core: Core, version: Version, tier: str = "disk") -> object:
@@ -86,7 +55,7 @@ def test_a_copy_is_transcoded_to_the_codec_of_its_shelf(disk: SimDisk) -> None:
         versions = prompt(3, tokens=120)
         core.put(session, versions)
         for version in versions:
-            assert copy_down(core, version) is True
+            assert core.copy_down(version) is True
             stored = core.catalog.copies(version.info.key)["disk"]
             assert stored.codec_id == codec_by_name("zstd").codec_id
             assert stored.size_bytes < version.info.size_bytes
@@ -98,7 +67,7 @@ def test_a_copy_of_what_is_gone_or_there_already_does_nothing(core: Core, disk: 
     session = core.open_session()
     here, gone = prompt(2)
     core.put(session, [here])
-    assert [copy_down(core, here), copy_down(core, here), copy_down(core, gone)] == [
+    assert [core.copy_down(here), core.copy_down(here), core.copy_down(gone)] == [
         True, True, False,
     ]  # fmt: skip
     assert core.counters["copied_chunks"] == disk.stats().chunks == 1
@@ -134,13 +103,13 @@ def test_a_write_that_fails_leaves_no_room_taken(
     monkeypatch.setattr(disk, verb, fail)
     for _ in range(3):
         with pytest.raises(TierUnavailableError):
-            copy_down(core, version)
+            core.copy_down(version)
     assert core.shelf("disk").breaker.is_open, "failures of the medium open its breaker"
     monkeypatch.undo()
     assert disk.stats().used_bytes == disk.stats().reservations == 0
     assert core.catalog.held_count() == 0
     core.clock.advance(2 * BREAKER_RETRY_S)  # type: ignore[attr-defined]
-    assert copy_down(core, version) is True
+    assert core.copy_down(version) is True
 
 
 def test_a_chunk_that_goes_bad_in_memory_is_not_copied_but_dropped(
@@ -153,11 +122,11 @@ def test_a_chunk_that_goes_bad_in_memory_is_not_copied_but_dropped(
     assert frame is not None
     frame.flags.writeable = True
     frame[-1] ^= 1
-    assert copy_down(core, version) is False
+    assert core.copy_down(version) is False
     assert core.tiers_of(version) == []
     assert core.counters["corrupt_chunks"] == 1
     assert core.put(session, [version])[0].reason == ""
-    assert copy_down(core, version) is True
+    assert core.copy_down(version) is True
     assert core.get(session, keys_of([version])) == frames_of([version])
 
 
@@ -170,7 +139,7 @@ def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
     session = core.open_session()
     old, fresh = prompt(2)
     core.put(session, [old])
-    copy_down(core, old)
+    core.copy_down(old)
     disk.faults.fail = 1.0
     core.manager.delete(keys_of([old]), core.later())
     disk.faults.end()
@@ -178,7 +147,7 @@ def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
     assert core.catalog.strays("disk") == {old.info.key}
     assert disk.stats().chunks == 1
     core.put(session, [fresh])
-    copy_down(core, fresh)
+    core.copy_down(fresh)
     assert core.catalog.strays("disk") == set()
     assert [info.key for info in disk.scan()] == [fresh.info.key]
 
@@ -187,7 +156,7 @@ def test_a_delete_that_comes_late_spares_what_was_put_since(core: Core, disk: Si
     session = core.open_session()
     (version,) = prompt(1)
     core.put(session, [version])
-    copy_down(core, version)
+    core.copy_down(version)
     core.manager.delete(keys_of([version]), core.clock())
     assert core.mover.depth()["store-disk"] == 1, "its time was up before the disk was asked"
     results = core.put(session, [version], durable=True)
@@ -222,7 +191,7 @@ def test_a_disk_that_keeps_what_it_should_delete_gets_no_copy_of_it(
     core.put(session, [version])
     write_on(disk, version.info, version.frame)
     with pytest.raises(TierUnavailableError, match="does not let go"):
-        copy_down(core, version)
+        core.copy_down(version)
     assert core.tiers_of(version) == ["cpu"]
     assert disk.stats().reservations == 0
 
@@ -233,7 +202,7 @@ def test_what_another_node_sealed_first_is_taken_for_our_copy(redis: SimRedis) -
         (version,) = prompt(1)
         core.put(session, [version])
         redis.others_put(version.packed_info, version.packed)
-        assert copy_down(core, version, "redis") is True
+        assert core.copy_down(version, "redis") is True
         assert core.catalog.copies(version.info.key)["redis"] == version.packed_info
         drop_from_cpu(core, version)
         assert core.get(session, keys_of([version])) == frames_of([version])
@@ -246,7 +215,7 @@ def test_a_load_promotes_and_keeps_the_lower_copy(core: Core) -> None:
     session = core.open_session()
     (version,) = prompt(1)
     core.put(session, [version])
-    copy_down(core, version)
+    core.copy_down(version)
     drop_from_cpu(core, version)
     assert [load(core, version), load(core, version)] == [True, True]
     assert core.tiers_of(version) == ["cpu", "disk"]
@@ -257,7 +226,7 @@ def test_a_load_promotes_and_keeps_the_lower_copy(core: Core) -> None:
 def on_disk_only(core: Core) -> Version:
     (version,) = prompt(1)
     core.put(core.open_session(), [version])
-    copy_down(core, version)
+    core.copy_down(version)
     drop_from_cpu(core, version)
     return version
 

@@ -227,7 +227,7 @@ def test_frames_come_in_parts_and_end_with_their_number(
         ({"credit_bytes": 1 << 63}, bytes(16), "InvalidRequestError\0credit_bytes"),
         ({"deadline_ms": 1 << 31}, bytes(16), "InvalidRequestError\0deadline_ms"),
         ({"lease_id": 5}, bytes(16), "LeaseExpiredError"),
-        ({"flags": 32}, bytes(16), "InvalidRequestError\0flags=32: this server knows 15"),
+        ({"flags": 64}, bytes(16), "InvalidRequestError\0flags=64: this server knows 15"),
         ({}, bytes(15), "InvalidRequestError\0digests=15"),
         ({}, bytes(16 * 4097), "InvalidRequestError\0digests=4097: at most 4096"),
     ],

@@ -12,7 +12,7 @@ from simulation.universe import REPRESENTATION, Version, make_version, salt
 from kvstore.codecs.base import codec_by_name
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import tokens_le32
-from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
+from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, PutOutcome
 from kvstore.server.breaker import Breaker
 from kvstore.server.catalog import Catalog
 from kvstore.server.intake import PutResult
@@ -151,6 +151,12 @@ class Core:
         assert self.manager.release(session, lease_id)
         return frames
 
+    def copy_down(self, version: Version, tier: str = "disk") -> object:
+        """Copy a chunk to a lower tier and wait for that."""
+        ticket = self.transfers.copy_down(version.info.key, self.shelf(tier))
+        assert ticket is not None
+        return self.mover.wait(ticket, self.later())
+
     def tiers_of(self, version: Version) -> list[str]:
         """The tiers that hold a chunk, fastest first, as the catalog names them."""
         return sorted(self.catalog.copies(version.info.key), key=list(self.transfers.shelves).index)
@@ -182,3 +188,7 @@ def keys_of(versions: Sequence[Version]) -> list[ChunkKey]:
 
 def frames_of(versions: Sequence[Version]) -> list[bytes]:
     return [version.frame.tobytes() for version in versions]
+
+
+def outcomes_of(results: Sequence[PutResult]) -> set[PutOutcome]:
+    return {result.outcome for result in results}

@@ -30,12 +30,19 @@ ELSEWHERE = {
     "blend_missing_chunks", "blend_reports", "blend_refused_reports", "blend_shadows",
     "blend_gate_changes", "blend_gates_closed", "blend_let_through", "blend_kept_out",
     "put_states_left_out", "over_budget_copies", "shed_calls", "expired_calls", "revoked_sessions",
+    "stalled_calls",
     "scrubbed_chunks", "scrubbed_bytes", "scrub_passes",
+    "event_batches", "event_restarts", "event_invalid_requests",
+    "peer_finds", "peer_found_chunks", "peer_read_chunks", "peer_read_bytes", "peer_failures",
+    "peer_passed_chunks",
+    "peer_refusals", "peer_lost_sessions", "peer_invalid_answers", "peer_corrupt_chunks",
+    "peer_asked_chunks", "peer_served_chunks", "peer_served_bytes", "peer_refused_requests",
+    "directory_questions", "directory_unanswered", "directory_words", "directory_dropped_words",
 }  # fmt: skip
 """What the bulk channel, a tier's start, lossy codecs, admissions, budgets, plans, prefetches,
 quotas, lifetimes, the history file, codecs that only others have, portions, promises, blending,
-overload and trust count: none is in a schedule. Lossy codecs have schedules of their own in
-tests/server/test_fidelity.py, scrub and portions in test_network.py."""
+overload, trust, peers and the directory count: none is in a schedule. Lossy codecs have schedules
+of their own in tests/server/test_fidelity.py, scrub and portions in test_network.py."""
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

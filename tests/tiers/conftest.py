@@ -10,16 +10,6 @@ from redis_process import RedisProcess
 from kvstore.tiers.redis import RedisTier
 
 
-@pytest.fixture(scope="session")
-def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    """One redis-server for the whole run."""
-    process = RedisProcess(tmp_path_factory.mktemp("redis"))
-    process.start()
-    yield process
-    process.client.close()
-    process.stop()
-
-
 @pytest.fixture
 def redis(redis_process: RedisProcess) -> RedisProcess:
     """The server, empty and with its default settings."""

@@ -243,7 +243,7 @@ def test_full_coverage_is_warned_of_once(
             node.client.config_set("cluster-require-full-coverage", "no")
         open_redis_tier(cluster.url).find([make_info(1, 1).key])
     assert [row["log_level"] for row in logs] == ["warning"]
-    assert "cluster-require-full-coverage" in logs[0]["event"]
+    assert "cluster-require-full-coverage" in logs[0]["fix"]
     assert calm == []
 
 

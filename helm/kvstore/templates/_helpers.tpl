@@ -79,6 +79,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if or .Values.auth.existingSecret.name .Values.auth.jwt.existingSecret.name (and .Values.tls.clientCA (include "kvstore.hasTLS" .)) }}yes{{ end }}
 {{- end }}
 
+{{- /* Whether pods are in the directory: config.directory has the last word. */}}
+{{- define "kvstore.hasDirectory" -}}
+{{- $asked := .Values.redis.directory }}
+{{- if hasKey .Values.config "directory" }}{{ $asked = .Values.config.directory }}{{ end }}
+{{- if and .Values.tiers.redis.enabled $asked }}yes{{ end }}
+{{- end }}
+
 {{- define "kvstore.redisName" -}}
 {{- printf "%s-redis" (include "kvstore.fullname" .) }}
 {{- end }}
@@ -105,7 +112,22 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $_ := set $s "socket_path" "/run/kvstore/kvstore.sock" }}
 {{- if $v.tiers.gpu.enabled }}{{ $_ := set $s "gpu" (printf "%s:%d" $v.tiers.gpu.size (int $v.tiers.gpu.device)) }}{{ end }}
 {{- if $v.tiers.disk.enabled }}{{ $_ := set $s "disk" (printf "%s:/var/lib/kvstore/disk" $v.tiers.disk.size) }}{{ end }}
-{{- if $v.tiers.redis.enabled }}{{ $_ := set $s "redis_size" $v.tiers.redis.size }}{{ end }}
+{{- if $v.tiers.redis.enabled }}
+{{- $_ := set $s "redis_size" $v.tiers.redis.size }}
+{{- $_ := set $s "redis_prefix" $v.redis.prefix }}
+{{- if include "kvstore.hasDirectory" . }}{{ $_ := set $s "directory" true }}{{ end }}
+{{- if $v.redis.auth.existingSecret.name }}
+{{- if $v.redis.auth.username }}{{ $_ := set $s "redis_username" $v.redis.auth.username }}{{ end }}
+{{- $_ := set $s "redis_password_file" "/etc/kvstore/redis-auth/password" }}
+{{- end }}
+{{- if $v.redis.tls.existingSecret }}
+{{- $_ := set $s "redis_tls_ca" "/etc/kvstore/redis-tls/ca.crt" }}
+{{- if $v.redis.tls.clientCert }}
+{{- $_ := set $s "redis_tls_cert" "/etc/kvstore/redis-tls/tls.crt" }}
+{{- $_ := set $s "redis_tls_key" "/etc/kvstore/redis-tls/tls.key" }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if $v.zmq.enabled }}
 {{- $_ := set $s "zmq" (printf "0.0.0.0:%d" (int $v.ports.zmq)) }}
 {{- $_ := set $s "zmq_keys" "/run/kvstore-own/zmq" }}
@@ -138,7 +160,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.tiers.redis.enabled }}
 {{- if and (eq .Values.redis.mode "external") (not .Values.redis.existingSecret.name) }}{{ fail "redis.existingSecret.name: name the secret with the URL of Redis" }}{{ end }}
 {{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.bundled.existingSecret.name) }}{{ fail "redis.bundled.existingSecret.name: name the secret with its password" }}{{ end }}
+{{- if and (eq .Values.redis.mode "bundled") (or .Values.redis.auth.existingSecret.name .Values.redis.tls.existingSecret) }}{{ fail "redis.auth, redis.tls: are for an external Redis; leave them out with redis.mode: bundled" }}{{ end }}
+{{- if and .Values.redis.auth.username (not .Values.redis.auth.existingSecret.name) }}{{ fail "redis.auth.existingSecret.name: name the secret with the password of redis.auth.username" }}{{ end }}
 {{- end }}
 {{- if and (eq .Values.tiers.disk.kind "claim") (ne .Values.mode "statefulset") .Values.tiers.disk.enabled }}{{ fail "tiers.disk.kind: a claim belongs to a statefulset; use ephemeral, emptyDir or hostPath" }}{{ end }}
+{{- $floor := 268435456 }}
+{{- if lt (include "kvstore.bytes" .Values.resources.headroom | int64) $floor }}{{ fail "resources.headroom: the process and copies for readers need 256MiB at least" }}{{ end }}
+{{- range $name := list "node_id" "advertise" }}
+{{- if hasKey $.Values.config $name }}{{ fail (printf "config.%s: all pods would have the same; leave it out, each pod gets its own" $name) }}{{ end }}
+{{- end }}
+{{- if and .Values.config.directory (not .Values.tiers.redis.enabled) }}{{ fail "config.directory: the directory is in Redis; enable tiers.redis" }}{{ end }}
 {{- if and .Values.hostSocket.enabled (ne .Values.mode "daemonset") }}{{ fail "hostSocket.enabled: engines share memory with a server on their node: use mode: daemonset" }}{{ end }}
 {{- end }}

@@ -116,6 +116,14 @@ spec:
               name: {{ $v.redis.existingSecret.name }}
               key: {{ $v.redis.existingSecret.key }}
         {{- end }}
+        {{- if include "kvstore.hasDirectory" . }}
+        - name: KVSTORE_NODE_ID
+          valueFrom:
+            fieldRef: {fieldPath: metadata.name}
+        - name: KVSTORE_ADVERTISE
+          valueFrom:
+            fieldRef: {fieldPath: status.podIP}
+        {{- end }}
       {{- end }}
       ports:
         - {name: grpc, containerPort: {{ $v.ports.grpc }}}
@@ -177,6 +185,12 @@ spec:
         {{- if $v.auth.jwt.existingSecret.name }}
         - {name: jwt, mountPath: /etc/kvstore/jwt, readOnly: true}
         {{- end }}
+        {{- if and $v.tiers.redis.enabled $v.redis.auth.existingSecret.name }}
+        - {name: redis-auth, mountPath: /etc/kvstore/redis-auth, readOnly: true}
+        {{- end }}
+        {{- if and $v.tiers.redis.enabled $v.redis.tls.existingSecret }}
+        - {name: redis-tls, mountPath: /etc/kvstore/redis-tls, readOnly: true}
+        {{- end }}
         {{- if $v.encryption.existingSecret.name }}
         - {name: encryption, mountPath: /etc/kvstore/encryption, readOnly: true}
         {{- end }}
@@ -229,6 +243,15 @@ spec:
     {{- end }}
     {{- if $v.auth.jwt.existingSecret.name }}
     {{- include "kvstore.secretVolume" (dict "name" "jwt" "secret" $v.auth.jwt.existingSecret "path" "key") | nindent 4 }}
+    {{- end }}
+    {{- if and $v.tiers.redis.enabled $v.redis.auth.existingSecret.name }}
+    {{- include "kvstore.secretVolume" (dict "name" "redis-auth" "secret" $v.redis.auth.existingSecret "path" "password") | nindent 4 }}
+    {{- end }}
+    {{- if and $v.tiers.redis.enabled $v.redis.tls.existingSecret }}
+    - name: redis-tls
+      secret:
+        secretName: {{ $v.redis.tls.existingSecret }}
+        defaultMode: 0440
     {{- end }}
     {{- if $v.encryption.existingSecret.name }}
     {{- include "kvstore.secretVolume" (dict "name" "encryption" "secret" $v.encryption.existingSecret "path" "keys") | nindent 4 }}

@@ -18,7 +18,9 @@ from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.gate import PATIENCE, GatedBlender
+from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.patience import FIRST_S, MOST, SLACK, TIMES, Patience
+from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
@@ -155,17 +157,20 @@ def test_a_server_that_stops_mid_plan_costs_no_more_than_the_patience(
     assert took_s < 10, "half the client's deadline"
 
 
-def test_patience_is_a_share_of_what_full_prefills_took(
+def test_patience_is_what_loads_took_with_slack_and_no_more_than_half_a_full_prefill(
     make_server: Callable[..., LocalServer], blender: Blender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for requests that are compared: these are answered from a full prefill."""
     server = make_server()
     seen: list[float] = []
+    loads: list[float] = []
     real = blender.blend
 
-    def blend(*arguments: object, patience_s: float) -> object:
+    def blend(*arguments: object, patience_s: float) -> BlendResult:
         seen.append(patience_s)
-        return real(*arguments, patience_s=patience_s)  # type: ignore[arg-type]
+        done = real(*arguments, patience_s=patience_s)  # type: ignore[arg-type]
+        loads.append(done.report.load_s)
+        return done
 
     monkeypatch.setattr(blender, "blend", blend)
     good = pb.ShadowResult(agreement=1.0, tokens=64)
@@ -181,5 +186,41 @@ def test_patience_is_a_share_of_what_full_prefills_took(
         gated.run(*ASKED)
         assert GatedBlender(client, blender, ResolveTerms()).run(*ASKED).shadow is None
     assert compared.shadow is not None
-    first = PATIENCE * compared.result.report.total_s
-    assert seen == [math.inf, pytest.approx(first), 1.0]
+    full_s = compared.result.report.total_s
+    first = min(MOST * full_s, TIMES * loads[0] + SLACK * full_s)
+    assert seen == [math.inf, pytest.approx(first), FIRST_S]
+
+
+def learned(*loads: float, full_s: float = 1.0) -> Patience:
+    patience = Patience()
+    patience.note_full(100, full_s)
+    for seconds in loads:
+        patience.note_load(1000, seconds)
+    return patience
+
+
+def test_a_store_that_was_quick_is_not_waited_for_long() -> None:
+    assert learned().within_s(100, 1000) == pytest.approx(0.5)
+    assert learned(0.02, 0.02).within_s(100, 1000) == pytest.approx(0.14)
+    assert learned(0.02).within_s(200, 500) == pytest.approx(0.22), "a longer prompt, less to load"
+
+
+def test_nothing_is_waited_for_longer_than_half_a_full_prefill_takes() -> None:
+    assert learned(7.0).within_s(100, 1000) == pytest.approx(0.5)
+
+
+def test_a_store_that_became_slow_is_given_time_until_it_is_found_to_be_so() -> None:
+    patience, waited = learned(0.02), []
+    for _ in range(4):
+        waited.append(patience.within_s(100, 1000))
+        patience.note_late(1000, waited[-1])
+    assert waited == [pytest.approx(one) for one in (0.14, 0.38, 0.5, 0.5)]
+    for _ in range(12):
+        patience.note_load(1000, 0.02)
+    assert patience.within_s(100, 1000) < 0.2, "and quick again"
+
+
+def test_a_plan_without_loads_teaches_nothing() -> None:
+    patience = learned(0.02)
+    patience.note_load(0, 5.0)
+    assert patience.within_s(100, 1000) == pytest.approx(0.14)

@@ -14,8 +14,9 @@ from prompts import tokens as prompt_tokens
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
-from kvstore.client.engines.vllm_layout import PageCopy
+from kvstore.client.engines import vllm_copies
 from kvstore.client.engines.vllm_orders import LoadOrder, taken_blocks
+from kvstore.client.engines.vllm_page_copy import PageCopy
 
 Start = Callable[..., Engine]
 
@@ -91,6 +92,28 @@ def test_blocks_that_nobody_else_gets_are_not_copied_by_the_engine(start: Start)
         assert [one.whole for one in worker._storing] == [None] * 6
     assert worker.settled(20.0)
     assert worker.counted["stored_chunks"] == 6
+
+
+@pytest.mark.parametrize(("batch_bytes", "puts"), [(1 << 20, [6]), (1, [3, 3])])
+def test_what_requests_leave_together_is_put_together_up_to_a_limit(
+    start: Start, monkeypatch: pytest.MonkeyPatch, batch_bytes: int, puts: list[int]
+) -> None:
+    monkeypatch.setattr(vllm_copies, "BATCH_BYTES", batch_bytes)
+    engine, seen = start(), list[int]()
+    connector = engine.workers[0]._connector
+    write_each = connector.write_each
+
+    def noted(chunks: Callable[[], list[object]], hints: object) -> object:
+        seen.append(len(chunks()))
+        return write_each(chunks, hints)
+
+    connector.write_each = noted
+    with held(engine):
+        computed(engine, "a", PROMPT, engine.blocks(200))
+        computed(engine, "b", OTHER, engine.blocks(200))
+    assert engine.workers[0].settled(20.0)
+    assert seen == puts
+    assert start().run("c", OTHER) == 192
 
 
 def test_an_engine_that_does_not_say_what_it_gives_out_has_everything_copied(start: Start) -> None:

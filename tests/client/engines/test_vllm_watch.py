@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,15 @@ import pytest
 from local_server import LocalServer, eventually
 from prompts import tokens as prompt_tokens
 from server_process import ServerProcess
+from slow_link import SlowLink
 from vllm_stand_ins import FakeRequest
-from vllm_steps import Engine
+from vllm_steps import Engine, options
 
 from kvstore.client.client import Client
 from kvstore.client.engines import vllm_watch
 from kvstore.client.engines.vllm_watch import LoadWatch
-from kvstore.client.liveness import hangs, is_runnable, peer_pid
+from kvstore.client.liveness import hangs, is_runnable, is_silent, peer_pid
+from kvstore.client.options import ClientOptions
 
 PROMPT = prompt_tokens(1, 200)
 
@@ -35,16 +38,22 @@ HANGS_S = 10.0
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[ServerProcess]:
     tmp_path.chmod(0o700)
-    server = ServerProcess(tmp_path, "--tiers", "cpu", "--cpu", "16MiB", "--log-level", "error")
+    flags = ("--tiers", "cpu", "--cpu", "16MiB", "--zmq", "127.0.0.1:0", "--log-level", "error")
+    server = ServerProcess(tmp_path, *flags)
     server.start()
     yield server
     server.kill()
 
 
+def over(transport: Any) -> ClientOptions:
+    return replace(options(retry_after_ms=300), transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
 def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked_no_more(
-    process: ServerProcess,
+    process: ServerProcess, transport: str
 ) -> None:
-    engine = Engine(process.address)
+    engine = Engine(process.address, opts=over(transport))
     engine.run("a", PROMPT)
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request) == 192
@@ -69,10 +78,25 @@ def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked
     engine.close()
 
 
+def test_a_server_that_nothing_comes_from_any_more_costs_no_deadline(server: LocalServer) -> None:
+    link = SlowLink(int(server.address.rpartition(":")[2]))
+    engine = Engine(link.address, opts=over("grpc"))
+    engine.run("a", PROMPT)
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    link.bytes_per_s = 1.0
+    began = time.monotonic()
+    assert engine.load(request, blocks, 192) == set(blocks[:6])
+    assert time.monotonic() - began < HANGS_S
+    link.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_a_load_that_takes_its_time_is_not_ended(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    engine = Engine(server.address)
+    engine = Engine(server.address, opts=over(transport))
     engine.run("a", PROMPT)
     asked: list[bool] = []
     ask = Client.end_if_hung
@@ -181,6 +205,28 @@ def test_a_process_that_is_gone_does_not_hang(listener: Callable[[str], Listener
     os.unlink(one.path)
     assert not one.hangs
     assert not is_runnable(one.pid)
+
+
+@pytest.mark.parametrize(("pace_s", "patience_s"), [(0.001, 0.010), (0.1, 0.3)])
+def test_a_server_elsewhere_is_silent_only_beyond_what_its_heartbeats_take(
+    pace_s: float, patience_s: float
+) -> None:
+    waited: list[float] = []
+
+    def silent(within_s: float) -> bool:
+        waited.append(within_s)
+        return False
+
+    session: Any = SimpleNamespace(pace_s=pace_s, connection=SimpleNamespace(answers=silent))
+    assert is_silent(session)
+    assert waited == pytest.approx([patience_s, patience_s * 2 / 3])
+
+
+def test_a_server_whose_second_answer_comes_is_not_silent() -> None:
+    answers = iter([False, True])
+    link = SimpleNamespace(answers=lambda _: next(answers))
+    session: Any = SimpleNamespace(pace_s=0.0, connection=link)
+    assert not is_silent(session)
 
 
 # --- the watch itself

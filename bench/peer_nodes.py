@@ -1,0 +1,204 @@
+"""A prefix that another node has in memory, against a bare ZeroMQ transfer of the same bytes.
+
+Both over the loopback, in turns. What is timed of ours is all that an engine waits for: the
+lookup, the transfer from one server's memory into the other's, every checksum, and the copy out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import zmq
+
+from bench.report import Report, paired, parse_flags
+from bench.workload import MODEL, TINY, check, chunk_bytes, connect, make_chunks, serving
+from kvstore.client import Client
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.types import KVLayout
+
+CHUNKS = 16
+REPEATS = 15
+LOOKUPS = 400
+LOOKUP_CHUNKS = 32
+PART_BYTES = 1 << 20
+_FLAGS = ("--tiers", "cpu", "--cpu", "512MiB", "--peer-timeout-ms", "2000")
+_REACHED_WITHIN_S = 20.0
+
+_SENDER = """
+import sys
+import numpy as np
+import zmq
+size, part = int(sys.argv[1]), int(sys.argv[2])
+data = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+router = zmq.Context().socket(zmq.ROUTER)
+router.sndhwm = 0
+print(router.bind_to_random_port("tcp://127.0.0.1"), flush=True)
+while True:
+    who, word = router.recv_multipart()
+    if word == b"end":
+        break
+    for at in range(0, size, part):
+        router.send_multipart([who, data[at : at + part]], copy=False)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTimes:
+    """Best seconds of a hit and of the bare transfer; all lookups, of chunks that a peer has and
+    of ones that it lacks.
+    """
+
+    size_bytes: int
+    hit_s: float
+    raw_s: float
+    found_s: Sequence[float]
+    missed_s: Sequence[float]
+
+
+@contextmanager
+def raw_zmq(size_bytes: int) -> Iterator[Callable[[], int]]:
+    """Run a process that sends; yield what receives so many bytes into ready memory, and counts."""
+    out = np.zeros(size_bytes, np.uint8)
+    command = [sys.executable, "-c", _SENDER, str(size_bytes), str(PART_BYTES)]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = context.socket(zmq.DEALER)
+    link.rcvhwm = link.linger = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        link.connect(f"tcp://127.0.0.1:{int(process.stdout.readline())}")
+
+        def receive() -> int:
+            link.send(b"go")
+            at = 0
+            while at < size_bytes:
+                part = np.frombuffer(link.recv(copy=False).buffer, np.uint8)
+                out[at : at + len(part)] = part
+                at += len(part)
+            return at
+
+        try:
+            yield receive
+        finally:
+            link.linger = 1000
+            link.send(b"end")
+            link.close()
+            context.term()
+
+
+@contextmanager
+def two_nodes(folder: Path) -> Iterator[tuple[str, str]]:
+    """Run two servers of which the second reads the first's memory; yield their addresses."""
+    folders = [folder / "first", folder / "second"]
+    for one in folders:
+        one.mkdir(mode=0o700)
+    with (
+        serving(*_FLAGS, "--zmq", "127.0.0.1:0", disk=folders[0] / "none") as (first, _),
+        serving(*_FLAGS, "--peers", first, disk=folders[1] / "none") as (second, _),
+    ):
+        yield first, second
+
+
+def _reached(reader: Client, keys: Sequence[bytes]) -> None:
+    until = time.monotonic() + _REACHED_WITHIN_S
+    while reader.lookup(keys).ready < len(keys):  # type: ignore[arg-type]
+        if time.monotonic() > until:
+            raise RuntimeError("the second server does not reach the first")
+        time.sleep(0.05)
+
+
+def hit_against_raw(folder: Path, chunks: int, repeats: int) -> tuple[int, float, float]:
+    """Return bytes, then the best seconds of a hit and of the bare transfer.
+
+    Every byte is verified by the second server, and compared in the end.
+    """
+    with (
+        two_nodes(folder) as (first, second),
+        connect(first, MODEL) as writer,
+        connect(second, MODEL) as reader,
+    ):
+        keys, sent = make_chunks(writer, chunks, 6)
+        writer.put(sent)
+        size = chunk_bytes(sent)
+        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
+        _reached(reader, keys)
+
+        def hit() -> None:
+            with reader.lease(keys) as lease:
+                assert len(lease.get(out)) == len(keys)
+
+        times: list[float] = []
+        with raw_zmq(size) as receive:
+
+            def timed() -> None:
+                reader.delete(keys)
+                started = time.perf_counter()
+                hit()
+                times.append(time.perf_counter() - started)
+
+            _, raw_s = paired(timed, receive, repeats)
+        check(sent, out)
+    return size, min(times), raw_s
+
+
+def lookups(folder: Path, count: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each of *count* lookups: of chunks that a peer has, and lacks."""
+    found: list[float] = []
+    missed: list[float] = []
+    with (
+        two_nodes(folder) as (first, second),
+        connect(first, TINY) as writer,
+        connect(second, TINY) as reader,
+    ):
+        prompts = [make_chunks(writer, LOOKUP_CHUNKS, seed) for seed in range(count)]
+        for _, chunks in prompts:
+            writer.put(chunks)
+        _reached(reader, prompts[0][0])
+        rng = np.random.default_rng(1 << 40)  # not the seed of a prompt
+        for keys, _ in prompts[1:]:
+            absent = reader.keys(rng.integers(0, 1 << 31, 256 * LOOKUP_CHUNKS).tolist())
+            for asked, ready, seconds in ((keys, len(keys), found), (absent, 0, missed)):
+                started = time.perf_counter()
+                assert reader.lookup(asked).ready == ready
+                seconds.append(time.perf_counter() - started)
+    return found, missed
+
+
+def measure(chunks: int, repeats: int, count: int) -> PeerTimes:
+    """Measure a hit of *chunks* chunks of 8 MiB, and *count* lookups."""
+    with TemporaryDirectory() as name:
+        (Path(name) / "hit").mkdir()
+        (Path(name) / "look").mkdir()
+        hit = hit_against_raw(Path(name) / "hit", chunks, repeats)
+        return PeerTimes(*hit, *lookups(Path(name) / "look", count))
+
+
+def add(report: Report, times: PeerTimes) -> None:
+    """Add what was measured to *report*."""
+    size = times.size_bytes
+    speeds = [f"{size / seconds / 1e9:.2f} GB/s" for seconds in (times.hit_s, times.raw_s)]
+    report.add("peer_hit_over_raw", times.hit_s / times.raw_s, speeds[0], f"raw zmq {speeds[1]}")
+    for name, seconds in (("found", times.found_s), ("missed", times.missed_s)):
+        what = f"{len(seconds)} lookups of {LOOKUP_CHUNKS} chunks"
+        for share in (50, 99):
+            value_ms = 1e3 * float(np.percentile(seconds, share))
+            report.add(f"peer_lookup_{name}_ms_p{share}", value_ms, what)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table and the JSON line."""
+    only_json = parse_flags(argv, __doc__ or "")
+    report = Report("peer_nodes")
+    add(report, measure(CHUNKS, REPEATS, LOOKUPS))
+    report.print(only_json=only_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""A Finding: one check's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore.server.config import ServerConfig
+
+State = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's answer; ``fix`` is empty when it is ok."""
+
+    check: str
+    state: State
+    saw: str
+    fix: str = ""
+
+
+Check = Callable[[ServerConfig], Iterator[Finding]]

@@ -1,0 +1,151 @@
+"""Namespaces of a server, and chunks as people name them: by some digits of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.cli.access import dial, given_access
+from kvstore.cli.explain import read_representation
+from kvstore.client.client import Client
+from kvstore.client.options import ClientOptions
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    TierUnavailableError,
+)
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
+from kvstore.proto.wire import representation_from_message
+
+DEADLINE_MS = 10_000
+LEAST_DIGITS = 4
+"""Of a key that is not written out."""
+MAX_SEARCHED = 32
+"""Namespaces that are searched for a key that names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which server, and of it whose chunks: ``tenant`` empty for one's own, or ``pool:NAME``.
+
+    ``space`` begins the digits of a namespace, ``representation`` is a file that stands for one.
+    """
+
+    address: str
+    space: str = ""
+    representation: Path | None = None
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        if self.space and self.representation is not None:
+            fix = "give a namespace or a Representation, not both"
+            raise InvalidRequestError("namespace", self.space, fix)
+        if self.space:
+            hex_prefix("namespace", self.space)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A namespace, and a client of it. ``model`` is its name; the client is closed elsewhere."""
+
+    client: Client
+    model: str
+
+
+def hex_prefix(field: str, text: str) -> str:
+    """Return *text* in small letters if it is digits of a key. Raises InvalidRequestError."""
+    found = text.lower()
+    if len(found) < LEAST_DIGITS or set(found) - set("0123456789abcdef"):
+        fix = f"write at least {LEAST_DIGITS} hexadecimal digits, as kvstore ls shows them"
+        raise InvalidRequestError(field, text, fix)
+    return found
+
+
+def ask_spaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
+    """Return the namespaces of a tenant that the server at *address* knows, the latest first."""
+    connection = dial(address, DEADLINE_MS)
+    try:
+        request = pb.SpacesRequest(tenant=tenant)
+        reply = connection.call("Spaces", request, DEADLINE_MS, pb.SpacesResponse)
+        return list(reply.spaces)
+    except (TierUnavailableError, DeadlineError) as error:
+        reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
+        raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
+    finally:
+        connection.close()
+
+
+@contextmanager
+def places(where: Where) -> Iterator[list[Place]]:
+    """Open clients of the namespaces that *where* names, of those with the most chunks.
+
+    Raises InvalidRequestError for a namespace that is not known there, KVStoreErrors.
+    """
+    opened: list[Place] = []
+    try:
+        kinds = representations(where)[:MAX_SEARCHED]
+        opened += [Place(client_of(where, kind), kind.model_id) for kind in kinds]
+        yield opened
+    finally:
+        for place in opened:
+            place.client.close()
+
+
+def representations(where: Where) -> list[pb.Representation]:
+    """Return what the namespaces that *where* names stand for, that with the most chunks first."""
+    if where.representation is not None:
+        return [read_representation(where.representation)]
+    spaces = [
+        one
+        for one in ask_spaces(where.address, where.tenant)
+        if one.key_namespace.hex().startswith(where.space.lower())
+    ]
+    if where.space and not spaces:
+        fix = "is not known there; kvstore ls --spaces shows those that are"
+        raise InvalidRequestError("namespace", where.space, fix)
+    return [one.representation for one in sorted(spaces, key=lambda one: -one.chunks)]
+
+
+def client_of(where: Where, kind: pb.Representation) -> Client:
+    """Return a client of the namespace of *kind*; whoever asked closes it."""
+    options = ClientOptions(
+        "grpc", deadline_ms=DEADLINE_MS, access=given_access(), name="kvstore", tenant=where.tenant
+    )
+    return Client(where.address, representation_from_message(kind), options)
+
+
+def find(opened: Sequence[Place], name: str) -> tuple[Place, ChunkKey] | None:
+    """Return the chunk that *name* is the beginning of, or the digest of; None when there is none.
+
+    A key of 64 digits is looked for in its own namespace. Raises InvalidRequestError when the name
+    stands for several.
+    """
+    digits = hex_prefix("key", name)
+    if len(digits) > 2 * DIGEST_BYTES:
+        space, digits = digits[: 2 * DIGEST_BYTES], digits[2 * DIGEST_BYTES :]
+        opened = [place for place in opened if place.client.namespace.hex() == space]
+    found = [
+        (place, chunk_key(place.client.namespace, digest))
+        for place in opened
+        for digest in digests_from(place, digits, 2)
+    ]
+    if len(found) > 1:
+        told = ", ".join(f"{key.hex()}" for _, key in found[:4])
+        raise InvalidRequestError("key", name, f"stands for several: {told}; give more digits")
+    return found[0] if found else None
+
+
+def digests_from(place: Place, digits: str, limit: int) -> list[ChainDigest]:
+    """Return the digests of *place* that begin with *digits*, *limit* at most unless 0."""
+    if len(digits) > 2 * DIGEST_BYTES:
+        raise InvalidRequestError("key", digits, f"a digest has {2 * DIGEST_BYTES} digits")
+    odd = len(digits) % 2
+    prefix = bytes.fromhex(digits[: len(digits) - odd])
+    chunks = place.client.list(0 if odd else limit, prefix=prefix)
+    found = [ChainDigest(one.digest) for one in chunks if one.digest.hex().startswith(digits)]
+    return found[: limit or None]

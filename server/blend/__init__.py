@@ -1,0 +1,1 @@
+"""Chunks that are not prefixes: their contents, variants, and the gate before them."""

@@ -1,0 +1,1 @@
+"""The other nodes: who they are, what they hold, and reading it from them."""

@@ -1,0 +1,208 @@
+"""The Roster: which nodes live, as they say in the shared Redis, and how to reach them.
+
+Each node writes itself into a few hashes that lie on different masters of a Cluster, over and
+over; one script per hash does that, drops whom nobody heard of for too long and answers with all
+others. Time is the clock of the server that runs the script: the nodes' clocks may say anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError
+
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.tiers.redis_link import Lost, RedisLink
+from kvstore.tiers.redis_wire import Command
+
+COPIES = 3
+"""Hashes with every node's address. A node is known while half of those that answer know it."""
+MAX_NODES = 1024
+MAX_ADDRESS_CHARS = 128
+MAX_ANSWER_BYTES = 1 << 20
+"""Of one hash: a row of each of MAX_NODES nodes has at most 400 bytes."""
+
+_TAGS = (b"0", b"1", b"3")
+"""What the names are hashed by: slots 13907, 9842 and 1584, of three thirds."""
+
+_BEAT = b"""
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local function row(stamp, rest) return string.format('%.0f', stamp) .. ' ' .. rest end
+local rows = redis.call('HGETALL', KEYS[1])
+local living, count, mine = {}, 0, false
+for at = 1, #rows, 2 do
+  local id, stamp, rest = rows[at], string.match(rows[at + 1], '^(%d+) (.*)$')
+  local ttl = rest and tonumber(string.match(rest, '^(%d+) '))
+  stamp = ttl and tonumber(stamp)
+  if not stamp or now - stamp > ttl then
+    redis.call('HDEL', KEYS[1], id)
+  else
+    if stamp > now then redis.call('HSET', KEYS[1], id, row(now, rest)) end
+    if id == ARGV[1] then mine = rest else
+      count = count + 1
+      living[#living + 1] = id
+      living[#living + 1] = rest
+    end
+  end
+end
+local state = 'old'
+if mine and string.match(mine, '^%d+ (%d+) ') ~= ARGV[3] then state = 'taken'
+elseif not mine and count >= tonumber(ARGV[5]) then state = 'full'
+else
+  if not mine then state = 'new' end
+  redis.call('HSET', KEYS[1], ARGV[1], row(now, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4]))
+  redis.call('EXPIRE', KEYS[1], 86400)
+end
+return {state, mine or '', living}
+"""
+"""KEYS: the hash. ARGV: node id, its ttl in ms, incarnation, addresses, most nodes. A row is
+``stamp ttl incarnation addresses``; a stamp from the future, which another master left, is now."""
+
+_LEAVE = b"""
+local row = redis.call('HGET', KEYS[1], ARGV[1])
+if row and string.match(row, '^%d+ %d+ (%d+) ') == ARGV[2] then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+end
+return 1
+"""
+
+_ROW = re.compile(r"[0-9]{1,12} ([0-9]{1,20}) ([!-~]{1,128}) ([!-~]{1,128})")
+_NODE_ID = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAddress:
+    """A node of the fleet. ``incarnation`` is another number after each of its starts.
+
+    ``grpc_address`` is host:port, ``zmq_address`` tcp://host:port, or empty without that channel.
+    """
+
+    node_id: str
+    incarnation: int
+    zmq_address: str
+    grpc_address: str
+
+    def __post_init__(self) -> None:
+        if not _NODE_ID.fullmatch(self.node_id):
+            raise InvalidRequestError(
+                "node_id", self.node_id, "use 1 to 128 of A-Z a-z 0-9 _ . : [ ] -"
+            )
+        if not 0 < self.incarnation < 1 << 64:
+            raise InvalidRequestError("incarnation", self.incarnation, "give 1 to 2^64-1")
+        for name in ("zmq_address", "grpc_address"):
+            value = getattr(self, name)
+            if len(value) > MAX_ADDRESS_CHARS or not re.fullmatch("[!-~]*", value):
+                raise InvalidRequestError(name, value, "give host:port without spaces")
+        if not self.grpc_address:
+            raise InvalidRequestError("grpc_address", "", "give host:port")
+
+    @classmethod
+    def parse(cls, node_id: bytes, row: bytes) -> NodeAddress | None:
+        """Return the node that a *row* of the hash is of, None when it is not a right one."""
+        match = _ROW.fullmatch(row.decode(errors="replace"))
+        if match is None:
+            return None
+        try:
+            zmq_address = "" if match[3] == "-" else match[3]
+            return cls(node_id.decode(), int(match[1]), zmq_address, match[2])
+        except (InvalidRequestError, ValueError):
+            return None
+
+
+class Standing(Enum):
+    """How a node stands in the roster."""
+
+    unknown = "not in the directory yet"
+    known = "in the directory"
+    taken = "another node has this node's id"
+    full = "the directory is full"
+
+
+class Roster:
+    """This node's place among the others. One thread calls ``beat``; any may read.
+
+    A node that nobody heard of for *ttl_ms* is no longer listed.
+    """
+
+    def __init__(self, link: RedisLink, prefix: str, me: NodeAddress, ttl_ms: int) -> None:
+        self._link = link
+        self._me = me
+        self._names = [b"%b{%b}:nodes" % (prefix.encode(), tag) for tag in _TAGS]
+        places = f"{me.grpc_address} {me.zmq_address or '-'}"
+        head = [me.node_id.encode(), b"%d" % me.incarnation]
+        self._row = (head[0], b"%d" % ttl_ms, head[1], places.encode(), b"%d" % MAX_NODES)
+        self._leave = tuple(head)
+        self.standing = Standing.unknown
+        self.rival: NodeAddress | None = None
+        """Who has this node's id, as far as that was said."""
+        self.living: Sequence[NodeAddress] = ()
+        """The other nodes; replaced as a whole."""
+
+    def beat(self) -> bool:
+        """Say that this node lives and learn who else does.
+
+        Return whether a server had forgotten it, and so may have lost entries. Raises
+        TierUnavailableError.
+        """
+        command: Command = (b"EVAL", _BEAT, 1)
+        calls = [(name, (*command, name, *self._row)) for name in self._names]
+        try:
+            replies = self._link.ask(calls, reply_bytes=MAX_ANSWER_BYTES)
+        except OutOfMemoryError:
+            raise is_full(self._link) from None
+        answers = [reply for reply in replies if not isinstance(reply, Lost)]
+        if not answers:
+            raise next(reply.error for reply in replies if isinstance(reply, Lost))
+        states = [self._take_in(reply) for reply in answers]
+        self.living = list(dict.fromkeys(node for state in states for node in state.living))
+        return self._settle([state.word for state in states], [s.rival for s in states])
+
+    def _take_in(self, reply: Any) -> _Answer:
+        match reply:
+            case [bytes(word), bytes(mine), [*cells]] if all(isinstance(c, bytes) for c in cells):
+                pairs = zip(cells[::2], cells[1::2], strict=False)
+                nodes = [NodeAddress.parse(*pair) for pair in pairs][:MAX_NODES]
+                rival = NodeAddress.parse(self._row[0], mine) if word == b"taken" else None
+                living = [n for n in nodes if n and n.incarnation != self._me.incarnation]
+                return _Answer(word, rival, living)
+            case _:
+                raise TierUnavailableError(
+                    "redis", f"{self._link.url}: a stranger's answer; see what lies at its hashes"
+                )
+
+    def _settle(self, words: list[bytes], rivals: list[NodeAddress | None]) -> bool:
+        """Judge by most of the answers: a hash that lost its rows lets anybody in."""
+        was_known = self.standing is Standing.known
+        for word, standing in ((b"taken", Standing.taken), (b"full", Standing.full)):
+            if 2 * words.count(word) > len(words) - (not was_known):
+                self.standing = standing
+                self.rival = next((rival for rival in rivals if rival), None)
+                if len(set(words)) > 1:
+                    self.leave()
+                return False
+        self.standing, self.rival = Standing.known, None
+        return b"new" in words
+
+    def leave(self) -> None:
+        """Take this node out, so that others know at once. Raises TierUnavailableError."""
+        self._link.ask([(name, (b"EVAL", _LEAVE, 1, name, *self._leave)) for name in self._names])
+
+
+def is_full(link: RedisLink) -> TierUnavailableError:
+    """Return the error of a Redis that takes no more."""
+    fix = "raise its maxmemory, or let it evict (maxmemory-policy allkeys-lru)"
+    return TierUnavailableError("redis", f"{link.url}: Redis is full; {fix}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one hash says: ``word`` of this node, who has its id, and who else lives."""
+
+    word: bytes
+    rival: NodeAddress | None
+    living: list[NodeAddress]

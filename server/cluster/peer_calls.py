@@ -1,0 +1,49 @@
+"""The RPC by which another server comes in: OpenPeer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.trust.gatekeeper import principal_of
+
+if TYPE_CHECKING:
+    import grpc
+
+    from kvstore.server.checks import Checks
+    from kvstore.server.service import Identity
+    from kvstore.server.sessions import SessionTable
+
+MAX_NODE_ID_CHARS = 128
+
+
+class PeerCalls:
+    """A part of the service. What it reads is set by the service's constructor."""
+
+    _sessions: SessionTable
+    _checks: Checks
+    _identity: Identity
+    _stamp: pb.Server
+
+    def OpenPeer(
+        self, request: pb.OpenPeerRequest, context: grpc.ServicerContext
+    ) -> pb.OpenPeerResponse:
+        """Let another server in, which may only read, on the bulk channel."""
+        node_id = request.node_id
+        if not node_id.isprintable() or not 1 <= len(node_id) <= MAX_NODE_ID_CHARS:
+            fix = f"give 1 to {MAX_NODE_ID_CHARS} characters"
+            raise InvalidRequestError("node_id", node_id[:160], fix)
+        if not self._identity.zmq_address:
+            raise InvalidRequestError("zmq", "off", "peers read through it: start with --zmq")
+        session = self._sessions.open_peer(node_id, principal_of(context))
+        return pb.OpenPeerResponse(
+            server=self._stamp,
+            session_id=session.session_id,
+            attach_token=session.attach_token,
+            heartbeat_ms=self._sessions.ttl_ms,
+            max_frame_bytes=self._checks.limits.max_frame_bytes,
+            max_batch_chunks=self._checks.limits.max_batch_chunks,
+            zmq_address=self._identity.zmq_address,
+            zmq_public_key=self._identity.zmq_public_key,
+        )

@@ -1,0 +1,109 @@
+"""The PeerDesk: what this server does for others of the fleet, within bounds.
+
+Others get what is in CPU memory and nothing else: no load is begun for them, no copy made, and
+no policy hears of it, as whoever reads a chunk often keeps it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.proto import bulk
+from kvstore.proto.errors import QuotaExceededError
+from kvstore.proto.peer_words import pack_found, unpack_wanted
+from kvstore.proto.types import ChunkKey
+from kvstore.server.bulk_work import GetWork, Piece
+from kvstore.server.cluster.peer_config import GET_BYTES
+from kvstore.server.transfer import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class DeskLimits:
+    """For all peers together: ``requests`` at once, ``under_way_bytes`` of frames being sent."""
+
+    requests: int = 8
+    under_way_bytes: int = 8 * GET_BYTES
+    max_batch_chunks: int = 4096
+
+
+class PeerDesk:
+    """Answers finds and gets of peers from CPU memory.
+
+    ``enter`` and ``leave`` are for one thread; the rest is thread-safe.
+    """
+
+    def __init__(self, transfers: Transfers, limits: DeskLimits) -> None:
+        self._catalog = transfers.catalog
+        self._cpu = transfers.cpu_tier
+        self._counters = transfers.counters
+        self._limits = limits
+        self._requests = 0
+        self._under_way_bytes = 0
+
+    def enter(self, word: bulk.Word) -> None:
+        """Take a request in. Raises QuotaExceededError when as many are at work as may be."""
+        size_bytes = GET_BYTES if isinstance(word, bulk.Get) else 0
+        limits = self._limits
+        for name, value, limit in (
+            ("peer_requests", self._requests + 1, limits.requests),
+            ("peer_bytes", self._under_way_bytes + size_bytes, limits.under_way_bytes),
+        ):
+            if value > limit:
+                self._counters.add("peer_refused_requests")
+                raise QuotaExceededError(name, limit, "this server")
+        self._requests += 1
+        self._under_way_bytes += size_bytes
+
+    def leave(self, word: bulk.Word) -> None:
+        """Undo one ``enter``."""
+        self._requests -= 1
+        self._under_way_bytes -= GET_BYTES if isinstance(word, bulk.Get) else 0
+
+    def find(self, payload: bytes) -> bytes:
+        """Return what is known of the chunks in memory that *payload* names.
+
+        Raises InvalidRequestError.
+        """
+        keys = unpack_wanted(payload, self._limits.max_batch_chunks)
+        self._counters.add("peer_asked_chunks", len(keys))
+        return pack_found(self._catalog.copies(key).get(self._cpu.name) for key in keys)
+
+    def get(self, work: GetWork, payload: bytes) -> None:
+        """Offer the frames in memory that *payload* names, up to the first that is not there.
+
+        Return once their memory is in use no more, or the deadline is over. Raises
+        InvalidRequestError.
+        """
+        ranges: list[bulk.Range] = []
+        if work.word.flags & bulk.RANGES:
+            payload, ranges = bulk.unpack_ranges(payload)
+        keys = unpack_wanted(payload, self._limits.max_batch_chunks)
+        held: list[ChunkKey] = []
+        try:
+            for piece in self._pieces(keys, ranges, held):
+                self._counters.add("peer_served_bytes", len(piece.data))
+                if not work.offer(piece):
+                    break
+            work.settle()
+        finally:
+            for key in held:
+                self._catalog.let_go(key)
+
+    def _pieces(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[bulk.Range], held: list[ChunkKey]
+    ) -> Iterator[Piece]:
+        wanted = ranges or [bulk.Range(index, 0, 1 << 62) for index in range(len(keys))]
+        for index, start, stop in wanted:
+            if index >= len(keys):
+                continue
+            key = keys[index]
+            copies = self._catalog.hold(key)
+            held.append(key)
+            frame = self._cpu.peek(key) if self._cpu.name in copies else None
+            if frame is None:
+                return
+            if start < min(stop, len(frame)):
+                yield Piece(index, self._cpu.name, len(frame), start, frame[start:stop])
+            if start == 0:
+                self._counters.add("peer_served_chunks")

@@ -1,0 +1,209 @@
+"""The PeerTier: the memory of other servers, as a tier that can only be read.
+
+It stands between this server's own tiers and those that all share. What it knows of peers is
+hearsay: it ends after a while, and where it was wrong the chunk is lost, which is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import ClassVar
+
+from typing_extensions import override
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import TierFullError, TierUnavailableError
+from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.cluster.peer import Peer
+from kvstore.server.cluster.peers import Offer, Peers
+from kvstore.server.metrics import Counters
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+
+KNOWN_S = 10.0
+MAX_KNOWN_CHUNKS = 1 << 16
+"""Offers that are remembered; the oldest go first."""
+STALE_PER_TICK = 1024
+"""Of the oldest offers, looked at in one tick."""
+
+
+class PeerTier(Tier):
+    """Read-only. ``find`` asks, the rest goes by what ``find`` heard last. Thread-safe."""
+
+    name = "peer"
+    shared: ClassVar[bool] = True
+    read_only: ClassVar[bool] = True
+    reads_parts: ClassVar[bool] = False
+    capacity_bytes = 0
+
+    def __init__(self, peers: Peers, counters: Counters, clock: Callable[[], float]) -> None:
+        self.peers = peers
+        self._counters = counters
+        self._clock = clock
+        self._offers: OrderedDict[ChunkKey, tuple[Offer, float]] = OrderedDict()
+        self._senders: OrderedDict[ChunkKey, Peer] = OrderedDict()
+        """Who sent what was read last, in case it proves wrong."""
+        self._dropped: list[ChunkKey] = []
+        self._were_up: set[Peer] = set()
+        # Guards the four above.
+        self._lock = threading.Lock()
+
+    # --- what is known
+
+    @override
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        """Ask peers which of *keys*, of one namespace, they have in memory. Never raises."""
+        offers = self.peers.find(keys)
+        now = self._clock()
+        with self._lock:
+            for key, offer in offers.items():
+                self._offers[key] = (offer, now)
+                self._offers.move_to_end(key)
+            while len(self._offers) > MAX_KNOWN_CHUNKS:
+                self._dropped.append(self._offers.popitem(last=False)[0])
+        return [offers[key].info if key in offers else None for key in keys]
+
+    def stale(self, *, everything: bool = False) -> list[ChunkKey]:
+        """Return what was heard too long ago, or of peers that are not up any more; or all.
+
+        It stays known until ``delete``.
+        """
+        now = self._clock()
+        up = {peer for peer in self.peers.known() if peer.is_up}
+        with self._lock:
+            gone, self._dropped = self._dropped, []
+            # Only when a peer went down is there anything to look for among what is not old.
+            is_usual = self._were_up <= up and not everything
+            limit = STALE_PER_TICK if is_usual else MAX_KNOWN_CHUNKS
+            self._were_up = up
+            known = list(islice(self._offers.items(), limit))
+        for key, (offer, heard_at) in known:
+            if everything or now - heard_at > KNOWN_S or up.isdisjoint(offer.peers):
+                gone.append(key)
+        return gone
+
+    def load_s(self, key: ChunkKey, size_bytes: int) -> float | None:
+        """Return how long the fastest peer that has *key* takes to send it; None without one."""
+        offer = self._offer(key)
+        up = [peer for peer in offer.peers if peer.is_up] if offer is not None else []
+        return min((peer.speed.load_s(size_bytes) for peer in up), default=None)
+
+    def _offer(self, key: ChunkKey) -> Offer | None:
+        with self._lock:
+            found = self._offers.get(key)
+        return None if found is None else found[0]
+
+    # --- reading
+
+    @override
+    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+        """Fill *out* with the frame's bytes from *offset*. False when no peer has it any more."""
+        with closing(self._steps(key, out, offset)) as steps:
+            return sum(1 for _ in steps) > 0
+
+    @override
+    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
+        """Fill *out* with the frame, and yield how many bytes have come."""
+        return self._steps(key, out, 0)
+
+    def _steps(self, key: ChunkKey, out: Bytes, offset: int) -> Generator[int, None, None]:
+        offer = self._offer(key)
+        if offer is None:
+            return
+        sender = None
+        try:
+            with closing(self.peers.read(offer.info, offer.peers, out, offset)) as steps:
+                for sender, arrived in steps:
+                    if arrived == len(out):
+                        self._sent(key, sender)
+                    yield arrived
+        except TierUnavailableError:
+            self._withdraw(key, sender)
+            raise
+        if sender is None:
+            self.delete(key)
+
+    def _withdraw(self, key: ChunkKey, sender: Peer | None) -> None:
+        """The *sender* of *key* has failed at it: the others are left."""
+        with self._lock:
+            offer, heard_at = self._offers.get(key, (None, 0.0))
+            if offer is not None:
+                rest = tuple(peer for peer in offer.peers if peer is not sender)
+                self._offers[key] = (Offer(offer.info, rest), heard_at)
+
+    def _sent(self, key: ChunkKey, sender: Peer) -> None:
+        self._counters.add("peer_read_chunks")
+        with self._lock:
+            self._senders[key] = sender
+            if len(self._senders) > MAX_KNOWN_CHUNKS:
+                self._senders.popitem(last=False)
+
+    @override
+    def note_corrupt(self, key: ChunkKey) -> None:
+        """Count wrong bytes against who sent them."""
+        with self._lock:
+            sender = self._senders.pop(key, None)
+        self._counters.add("peer_corrupt_chunks")
+        if sender is not None:
+            sender.lied()
+
+    @override
+    def delete(self, key: ChunkKey) -> bool:
+        """Forget that peers have *key*; they keep it."""
+        with self._lock:
+            self._senders.pop(key, None)
+            return self._offers.pop(key, None) is not None
+
+    # --- what a tier has and this one does not
+
+    @override
+    def allocated_bytes(self, size_bytes: int) -> int:
+        """Return *size_bytes*: none of it is this server's."""
+        return size_bytes
+
+    @override
+    def max_frame_bytes(self) -> int:
+        """Return the largest frame that there is."""
+        return MAX_FRAME_BYTES
+
+    @override
+    def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
+        """Raise TierFullError: peers put what they want themselves."""
+        raise TierFullError(self.name, info.size_bytes, 0)
+
+    @override
+    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+        """Raise TierFullError."""
+        raise TierFullError(self.name, len(data), 0)
+
+    @override
+    def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
+        """Raise TierFullError."""
+        raise TierFullError(self.name, reservation.reserved_bytes, 0)
+
+    @override
+    def abort(self, reservation: Reservation) -> None:
+        """Nothing was reserved."""
+
+    @override
+    def scan(self) -> Iterator[ChunkInfo]:
+        """Yield nothing: peers are asked for what is wanted."""
+        return iter(())
+
+    @override
+    def stats(self) -> TierStats:
+        """Return what is known of them; no byte of it is this server's."""
+        return TierStats(0, 0, len(self._offers), 0)
+
+    @override
+    def flush(self) -> None:
+        """Nothing is written."""
+
+    @override
+    def close(self) -> None:
+        """Hang up on all peers. Idempotent."""
+        self.peers.close()

@@ -1,0 +1,287 @@
+"""Peers: the other servers of a fleet, whose CPU memory this one may read from.
+
+Whom a chunk is asked of says the node directory, or all of a fixed list are asked. Sessions are
+opened and kept in a thread of their own, so that no lookup ever waits for a peer to be reached:
+one that is not up is not asked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
+from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.breaker import Breaker
+from kvstore.server.cluster.directory_roster import NodeAddress
+from kvstore.server.cluster.peer import Peer
+from kvstore.server.cluster.peer_config import MAX_ASKED_PEERS
+from kvstore.server.cluster.peer_dial import Dial
+from kvstore.server.cluster.peer_link import PeerLink
+from kvstore.server.metrics import Counters
+
+if TYPE_CHECKING:
+    import zmq
+
+MAX_PEERS = 256
+"""Nodes of the directory that are known at once; the one that was heard of longest ago goes."""
+UPKEEP_S = 0.25
+_DIAL_S = 1.0
+_JOIN_S = 3.0
+
+logger = structlog.get_logger(__name__)
+
+
+class Holders(Protocol):
+    """What is needed of the node directory."""
+
+    def holders(
+        self, keys: Sequence[ChunkKey], deadline_s: float
+    ) -> Mapping[ChunkKey, tuple[NodeAddress, ...]]:
+        """Return who holds each of *keys*; never raises, takes *deadline_s* seconds at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeersTerms:
+    """``addresses`` are always asked; ``timeout_ms`` is the longest wait for one answer."""
+
+    addresses: tuple[str, ...] = ()
+    timeout_ms: int = 200
+    failures: int = 3
+    retry_ms: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A chunk in the memory of ``peers``."""
+
+    info: ChunkInfo
+    peers: tuple[Peer, ...]
+
+
+class Peers:
+    """Knows live peers, chooses, asks and fetches. Thread-safe.
+
+    *dial* opens a session at a peer. *clock* returns monotonic seconds. ``start`` begins the
+    upkeep; ``step`` is one turn of it, for tests.
+    """
+
+    def __init__(
+        self, terms: PeersTerms, dial: Dial, counters: Counters, clock: Callable[[], float]
+    ) -> None:
+        import zmq
+
+        self.directory: Holders | None = None
+        self._terms = terms
+        self._dial = dial
+        self._counters = counters
+        self._clock = clock
+        self._node_id = ""
+        self._boot_id = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._static = [self._new(address) for address in terms.addresses[:MAX_ASKED_PEERS]]
+        self._listed: OrderedDict[str, Peer] = OrderedDict()
+        # Guards the table of nodes that the directory told of.
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _new(self, address: str) -> Peer:
+        breaker = Breaker(self._terms.failures, self._terms.retry_ms, self._clock)
+        return Peer(address, breaker, self._clock)
+
+    def start(self, node_id: str, boot_id: int) -> None:
+        """Begin to open sessions; peers hear of us as *node_id*, and know us by *boot_id*."""
+        self._node_id, self._boot_id = node_id, boot_id
+        self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on all. Idempotent."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+        for peer in self.known():
+            peer.forget()
+        self._context.destroy(0)
+
+    def known(self) -> list[Peer]:
+        """Return every peer that is known, up or not."""
+        with self._lock:
+            return [*self._static, *self._listed.values()]
+
+    # --- upkeep
+
+    def _run(self) -> None:
+        while not self._stopping.wait(UPKEEP_S):
+            self.step()
+
+    def step(self) -> None:
+        """Open sessions where there is none, and keep the others from ending."""
+        for peer in self.known():
+            if self._stopping.is_set() or peer.is_self or peer.is_barred:
+                continue
+            is_due = self._clock() - peer.heard_at > peer.heartbeat_s / 4
+            if (peer.breaker.reason or is_due) and peer.breaker.allows():
+                self._keep(peer)
+
+    def _keep(self, peer: Peer) -> None:
+        try:
+            if peer.breaker.reason or not peer.has_session:  # it may have been started again
+                peer.forget()
+                self._open(peer)
+            if not peer.is_self:
+                self._ask({peer: [_NO_KEY]})
+        except InvalidRequestError as error:
+            peer.breaker.fail(str(error))
+            logger.warning("peer cannot be asked", peer=peer.address, reason=str(error))
+        except TierUnavailableError as error:
+            peer.breaker.fail(str(error))
+            logger.debug("peer is not there", peer=peer.address, reason=str(error))
+
+    def _open(self, peer: Peer) -> None:
+        answer = self._dial(peer.address, self._node_id, _DIAL_S)
+        if answer.boot_id == self._boot_id:
+            peer.is_self = True
+            return
+        peer.let_in(answer.terms, self._context)
+
+    # --- asking
+
+    def find(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Offer]:
+        """Return which of *keys*, of one namespace, are in the memory of peers that are up.
+
+        Takes two timeouts at most: the directory's and the peers'. Never raises.
+        """
+        wanted = self._who(keys)
+        if not wanted:
+            return {}
+        self._counters.add("peer_finds")
+        offers: dict[ChunkKey, Offer] = {}
+        for peer, infos in self._ask(wanted).items():
+            for info in infos:
+                known = offers.get(info.key)
+                if known is None:
+                    offers[info.key] = Offer(info, (peer,))
+                elif known.info.layout == info.layout and known.info.fidelity is info.fidelity:
+                    offers[info.key] = Offer(known.info, (*known.peers, peer))
+        self._counters.add("peer_found_chunks", len(offers))
+        return offers
+
+    def _who(self, keys: Sequence[ChunkKey]) -> dict[Peer, list[ChunkKey]]:
+        """Return whom to ask for what: the fixed list for all, others for what they are said to
+        hold.
+        """
+        wanted = {peer: list(keys) for peer in self._static if peer.is_up and not peer.is_self}
+        if self.directory is None:
+            return wanted
+        for key, nodes in self.directory.holders(keys, self._terms.timeout_ms / 1000).items():
+            for node in nodes:
+                peer = self._listed_as(node)
+                is_new = peer not in wanted
+                if not peer.is_up or (is_new and len(wanted) >= MAX_ASKED_PEERS):
+                    continue
+                if is_new or wanted[peer][-1] != key:
+                    wanted.setdefault(peer, []).append(key)
+        return wanted
+
+    def _listed_as(self, node: NodeAddress) -> Peer:
+        """Return the peer that the directory calls *node*; a new one is reached by the upkeep."""
+        named = next((one for one in self._static if one.address == node.grpc_address), None)
+        if named is not None:
+            return named
+        with self._lock:
+            peer = self._listed.get(node.grpc_address)
+            if peer is None:
+                peer = self._new(node.grpc_address)
+            self._listed[node.grpc_address] = peer
+            self._listed.move_to_end(node.grpc_address)
+            gone = self._listed.popitem(last=False)[1] if len(self._listed) > MAX_PEERS else None
+            is_another = peer.incarnation not in (0, node.incarnation)
+            peer.incarnation = node.incarnation
+        if gone is not None:
+            gone.forget()
+        if is_another:
+            peer.forget()
+        return peer
+
+    def _ask(self, wanted: Mapping[Peer, Sequence[ChunkKey]]) -> dict[Peer, list[ChunkInfo]]:
+        """Ask all at once, and wait for each until one timeout has passed."""
+        started = self._clock()
+        deadline = started + self._terms.timeout_ms / 1000
+        found: dict[Peer, list[ChunkInfo]] = {}
+        with ExitStack() as stack:
+            asked: list[tuple[Peer, PeerLink, Sequence[ChunkKey]]] = []
+            for peer, keys in wanted.items():
+                try:
+                    link = stack.enter_context(peer.lend())
+                    keys = keys[: link.terms.max_batch_chunks]
+                    link.begin_find(keys, deadline)
+                    asked.append((peer, link, keys))
+                except KVStoreError as error:
+                    self._counters.add(peer.failed(error))
+            for peer, link, keys in asked:
+                try:
+                    answer = link.end_find(keys, deadline)
+                    found[peer] = [_checked(one, link) for one in answer if one is not None]
+                    peer.speed.heard(self._clock() - started)
+                    peer.answered()
+                except KVStoreError as error:
+                    self._counters.add(peer.failed(error))
+        return found
+
+    # --- reading
+
+    def read(
+        self, info: ChunkInfo, peers: Sequence[Peer], out: Bytes, offset: int
+    ) -> Generator[tuple[Peer, int], None, None]:
+        """Fill *out* with a frame from byte *offset*; yield who sends it and how much has come.
+
+        The fastest of *peers* that is up and has it sends it. Nothing is yielded when none
+        does. Raises TierUnavailableError when one fails half way. Nothing is verified.
+        """
+        timeout_s = self._terms.timeout_ms / 1000
+        up = [peer for peer in peers if peer.is_up]
+        for peer in sorted(up, key=lambda one: one.speed.load_s(len(out))):
+            arrived = 0
+            started = first = self._clock()
+            try:
+                with (
+                    peer.lend() as link,
+                    closing(link.read(info, out, offset, timeout_s)) as steps,
+                ):
+                    for arrived in steps:
+                        first = self._clock() if first == started else first
+                        yield peer, arrived
+            except KVStoreError as error:
+                self._counters.add(peer.failed(error, is_read=True))
+                if arrived:
+                    reason = f"{peer.address}: {error}"
+                    raise TierUnavailableError("peer", reason, is_partial=True) from None
+                continue
+            peer.answered(is_read=True)
+            peer.speed.heard(first - started)
+            if arrived:
+                peer.speed.came(arrived, self._clock() - started)
+                self._counters.add("peer_read_bytes", arrived)
+                return
+
+
+def _checked(info: ChunkInfo, link: PeerLink) -> ChunkInfo:
+    """Return *info* if a frame in memory can be so. Raises InvalidRequestError."""
+    size = raw_frame_bytes(info.layout)
+    if info.codec_id or info.size_bytes != size or size > link.terms.max_frame_bytes:
+        raise InvalidRequestError("frame_bytes", info.size_bytes, f"a raw frame has {size}")
+    return info
+
+
+_NO_KEY = ChunkKey(bytes(32))
+"""Asked for to hear whether a peer is there: nobody has it."""

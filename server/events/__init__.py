@@ -1,0 +1,1 @@
+"""What is stored and removed, told to whoever follows."""

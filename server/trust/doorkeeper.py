@@ -1,0 +1,124 @@
+"""The Doorkeeper: may this caller do this, on this session, now? The same for every way in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.proto.errors import PermissionDeniedError
+from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.tallies import CallTimes
+from kvstore.server.trust.audit_log import AuditLog, Event
+from kvstore.server.trust.principal import Principal
+from kvstore.server.trust.roles import ANY, METHODS, check_role, role_for
+from kvstore.server.trust.tenant_limits import TenantLimits
+
+PREFIX_BYTES = 8
+MAX_TENANT_CHARS = 128
+REFUSALS_PER_S = 20
+"""Written to the audit log of callers that nobody knows; more are only counted."""
+
+_QUIET = frozenset({"Heartbeat", "Status", "Quota"})
+_DIGEST_BYTES = 16
+
+
+class Doorkeeper:
+    """Checks roles, rates and whose session it is, and has calls written down. Thread-safe."""
+
+    def __init__(
+        self,
+        sessions: SessionTable,
+        limits: TenantLimits,
+        audit: AuditLog | None,
+        *,
+        notes_reads: bool = False,
+        clock: Callable[[], float],
+    ) -> None:
+        self._sessions = sessions
+        self._limits = limits
+        self._audit = audit
+        self._notes_reads = notes_reads
+        self._refusals = (0.0, float(REFUSALS_PER_S))
+        self.clock = clock
+        self.times = CallTimes()
+        """How long calls took, told by those who let them in."""
+
+    # --- may it
+
+    def admit(self, principal: Principal, method: str, request: Any) -> Session | None:
+        """Return the session that *request* is about, if any.
+
+        Raises PermissionDeniedError, LeaseExpiredError for a session of somebody else's, and
+        QuotaExceededError.
+        """
+        check_role(principal, method, request)
+        session = self.session_of(principal, method, request)
+        if session is None:
+            self._limits.take_request(principal.tenant)
+        return session
+
+    def session_of(self, principal: Principal, method: str, request: Any) -> Session | None:
+        """Return the session of one message of a call; None when it names none."""
+        session_id = getattr(request, "session_id", 0)
+        if not session_id or method.endswith("CloseSession"):  # which looks itself: gone is fine
+            return None
+        session = self._sessions.owned(session_id, principal)
+        self.admit_on(session, method)
+        return session
+
+    def admit_on(self, session: Session, method: str) -> None:
+        """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""
+        role = role_for(method)
+        if role != ANY and role not in session.roles:
+            name = method.rpartition("/")[2]
+            raise PermissionDeniedError(f"{name}: this session may not {role}")
+        self._limits.take_request(session.owner.tenant)
+
+    # --- what became of it
+
+    def note(
+        self,
+        principal: Principal | None,
+        method: str,
+        outcome: str,
+        session: Session | None = None,
+        request: Any = None,
+        peer: Callable[[], str] = str,
+    ) -> None:
+        """Have a call written down; without a *principal* nobody knew who called."""
+        if self._audit is None:
+            return
+        name = method.rpartition("/")[2]
+        if principal is None:
+            if self._may_write_refusal():
+                self._audit.note(Event("", "", name, outcome, peer=peer()))
+            return
+        if outcome == "OK" and self._is_quiet(name):
+            return
+        digests = getattr(request, "digests", b"")
+        self._audit.note(
+            Event(
+                principal.name,
+                session.tenant if session else _tenant_in(request) or principal.tenant,
+                name,
+                outcome,
+                session.namespace[:PREFIX_BYTES].hex() if session else "",
+                len(digests) // _DIGEST_BYTES if isinstance(digests, bytes) else 0,
+                peer(),
+            )
+        )
+
+    def _is_quiet(self, name: str) -> bool:
+        return name in _QUIET or (not self._notes_reads and METHODS.get(name) == "read")
+
+    def _may_write_refusal(self) -> bool:
+        at, left = self._refusals
+        now = self.clock()
+        left = min(float(REFUSALS_PER_S), left + REFUSALS_PER_S * (now - at))
+        self._refusals = (now, left - 1.0 if left >= 1.0 else left)
+        return left >= 1.0
+
+
+def _tenant_in(request: Any) -> str:
+    """Return the tenant that a request without a session is about, if it names one."""
+    return str(getattr(request, "tenant", ""))[:MAX_TENANT_CHARS]

@@ -1,0 +1,1 @@
+"""What the HTTP port serves: metrics, and the dashboard."""

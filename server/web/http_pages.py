@@ -1,0 +1,169 @@
+"""The pages of the HTTP port: the metrics, and the dashboard for whoever may see it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvstore.proto.errors import KVStoreError, PermissionDeniedError, UnauthenticatedError
+from kvstore.server.trust.authenticator import SCHEME, Authenticator
+from kvstore.server.trust.principal import Principal
+from kvstore.server.units import is_loopback
+from kvstore.server.web.dashboard import Dashboard
+from kvstore.server.web.dashboard_page import MEDIA, PAGE_TITLE, page, sections_as_json
+from kvstore.server.web.metrics_text import CONTENT_TYPE, MetricsText
+
+MAX_READERS = 16
+"""Pages that are kept up to date at once; a further one is answered 503 and stays as it was."""
+
+_WHERE = "kvstore: /metrics. The dashboard is for this machine, or goes over TLS: see --http-tls\n"
+_REALM = {"WWW-Authenticate": f'Basic realm="{PAGE_TITLE}", charset="UTF-8"'}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """What of the HTTP port is for other hosts; this machine has all of it.
+
+    ``shows_dashboard``: nobody on the way can read or change the page, or that was accepted.
+    ``asks_for_metrics``: who reads them says who they are, too.
+    """
+
+    shows_dashboard: bool = False
+    asks_for_metrics: bool = True
+
+
+class Pages:
+    """The application of the HTTP port. For its own thread alone."""
+
+    def __init__(
+        self,
+        metrics: MetricsText,
+        dashboard: Dashboard,
+        authenticator: Authenticator,
+        exposure: Exposure,
+    ) -> None:
+        self._metrics = metrics
+        self._dashboard = dashboard
+        self._authenticator = authenticator
+        self._exposure = exposure
+        self._readers = 0
+        self.app = Starlette(
+            routes=[
+                Route("/metrics", self._guarded(self._get_metrics, is_page=False)),
+                Route("/", self._guarded(self._get_page)),
+                Route("/events", self._guarded(self._get_events)),
+                *(Route(f"/{name}", self._guarded(self._get_media)) for name in MEDIA),
+            ]
+        )
+
+    # --- who may
+
+    def _guarded(
+        self, answer: Callable[[Request], Awaitable[Response]], *, is_page: bool = True
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            is_local = _is_local(request)
+            if is_local and not _is_own_name(request.url.hostname or ""):
+                # A page of elsewhere may have had its name point here.
+                return PlainTextResponse("ask for it as localhost or 127.0.0.1\n", 421)
+            if is_page and not is_local and not self._exposure.shows_dashboard:
+                return PlainTextResponse(_WHERE, 403)
+            if is_page or (self._exposure.asks_for_metrics and not is_local):
+                try:
+                    self._check(request)
+                except PermissionDeniedError as error:
+                    return PlainTextResponse(f"{error}\n", 403, _HEADERS)
+                except UnauthenticatedError as error:
+                    return PlainTextResponse(f"{error}\n", 401, _HEADERS | _REALM)
+            return await answer(request)
+
+        return guarded
+
+    def _check(self, request: Request) -> Principal:
+        """Return who asks, an admin. Raises UnauthenticatedError, PermissionDeniedError."""
+        given = request.headers.get("authorization", "")
+        proof = [("authorization", _bearer(given))] if given else []
+        principal = self._authenticator.principal_of(proof, {})
+        if not principal.is_admin():
+            raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
+        return principal
+
+    # --- pages
+
+    async def _get_metrics(self, request: Request) -> Response:
+        text = await asyncio.to_thread(self._metrics.text)
+        return Response(text, media_type=None, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _get_page(self, request: Request) -> Response:
+        sections = await self._dashboard.sections()
+        return Response(page(sections), media_type="text/html", headers=_HEADERS)
+
+    async def _get_media(self, request: Request) -> Response:
+        media_type, data = MEDIA[request.url.path.removeprefix("/")]
+        return Response(data, media_type=media_type, headers=_HEADERS)
+
+    async def _get_events(self, request: Request) -> Response:
+        if self._readers >= MAX_READERS:
+            return PlainTextResponse(
+                "as many pages are open as are kept up to date\n", 503, _HEADERS
+            )
+        return StreamingResponse(
+            self._events(request), media_type="text/event-stream", headers=_HEADERS
+        )
+
+    async def _events(self, request: Request) -> AsyncIterator[str]:
+        """Yield what the page shows whenever it was looked at anew, while who asked may see it."""
+        self._readers += 1
+        try:
+            yield "retry: 2000\n\n"
+            number = 0
+            while not await request.is_disconnected():
+                number, sections = await self._dashboard.after(number)
+                try:
+                    self._check(request)
+                except KVStoreError:
+                    return
+                yield f"data: {sections_as_json(sections)}\n\n"
+        finally:
+            self._readers -= 1
+
+
+def _bearer(given: str) -> str:
+    """Return a token from what browsers send: its password, whatever the name beside it."""
+    scheme, _, value = given.partition(" ")
+    if scheme.lower() != "basic":
+        return given
+    try:
+        text = base64.b64decode(value, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        raise UnauthenticatedError("bring a token as the password") from None
+    return SCHEME + text.partition(":")[2]
+
+
+def _is_own_name(host: str) -> bool:
+    return is_loopback(host.strip("[]"))
+
+
+def _is_local(request: Request) -> bool:
+    """Whether the connection does not leave this machine, by the kernel's word."""
+    ends = request.client, request.scope.get("server")
+    return all(end is not None and is_loopback(end[0]) for end in ends)

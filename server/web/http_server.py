@@ -1,0 +1,111 @@
+"""The HTTP server: one thread, a bounded number of connections, over TLS where it is told so."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.trust.certificates import checked_pair
+from kvstore.server.watched_file import WatchedFile
+
+MAX_CONNECTIONS = 64
+"""Connections at once; a further one is answered 503."""
+KEEP_ALIVE_S = 5
+MAX_REQUEST_BYTES = 16 << 10
+"""Of a request before its body; a longer one is answered 400. No request has a body."""
+BACKLOG = 64
+STUCK_MS = 20_000
+
+logger = structlog.get_logger(__name__)
+
+
+class HttpServer:
+    """Serves *app*, an ASGI application, on an address of its own from birth to ``close``.
+
+    *tls*: the files of a certificate and its key, which are read again when they are replaced.
+    Raises InvalidRequestError for an address that cannot be had, or files that cannot be used.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], app: Callable[..., object], tls: tuple[Path, Path] | None
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
+        )
+        config.load()
+        self._files: WatchedFile[tuple[bytes, ...]] | None = None
+        self._tls = tls
+        if tls is not None:
+            self._files = WatchedFile(tls, checked_pair)
+            config.ssl = self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(*tls)
+        self._server = uvicorn.Server(config)
+        self._socket = _listen(address)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+    def tick(self) -> None:
+        """Take in a certificate that was replaced, for connections to come."""
+        if self._tls is None or self._files is None or not self._files.refresh():
+            return
+        try:
+            self._context.load_cert_chain(*self._tls)
+        except (ssl.SSLError, OSError) as error:  # replaced once more, meanwhile
+            logger.error("kept the certificate that was there before", reason=str(error))
+
+    def is_alive(self) -> bool:
+        """Whether it serves."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """End every connection and the thread. Idempotent."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+
+def _listen(address: tuple[str, int]) -> socket.socket:
+    host, port = address
+    try:
+        family, *_, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # A reader that takes nothing any more is let go of.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_MS)
+            listening.bind(where)
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        where_to = f"{host}:{port}"
+        raise InvalidRequestError(
+            "http", where_to, f"{error.strerror}; choose another address"
+        ) from None
+    return listening

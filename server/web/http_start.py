@@ -1,0 +1,64 @@
+"""The HTTP port, as the configuration asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvstore.server.config import ServerConfig
+from kvstore.server.gauges import gauges
+from kvstore.server.trust.trust_config import asks_for_tokens
+
+if TYPE_CHECKING:
+    from kvstore.server.trust.authenticator import Authenticator
+    from kvstore.server.web.dashboard_view import Subject
+    from kvstore.server.web.http_pages import Exposure
+    from kvstore.server.web.http_server import HttpServer
+
+
+class HttpPort:
+    """The metrics and the dashboard, served from birth to ``close``. ``tick`` now and then.
+
+    Raises InvalidRequestError for an address that cannot be had.
+    """
+
+    def __init__(
+        self, config: ServerConfig, subject: Subject, authenticator: Authenticator
+    ) -> None:
+        from kvstore.server.web.dashboard import Dashboard
+        from kvstore.server.web.dashboard_page import sections_of
+        from kvstore.server.web.dashboard_view import Viewer
+        from kvstore.server.web.http_pages import Pages
+        from kvstore.server.web.http_server import HttpServer
+        from kvstore.server.web.metrics_text import MetricsText
+
+        assert config.http_address is not None
+        manager, sessions = subject.manager, subject.sessions
+        tiers = [shelf.name for shelf in manager.transfers.shelves.values()]
+        metrics = MetricsText(subject.counters, lambda: gauges(manager, len(sessions)), tiers)
+        self._viewer = viewer = Viewer(subject)
+        dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)
+        pages = Pages(metrics, dashboard, authenticator, exposure_of(config))
+        tls = None
+        if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
+            tls = (config.tls_cert, config.tls_key)
+        self._server: HttpServer = HttpServer(config.http_address, pages.app, tls)
+        self.port = self._server.port
+        self.close: Callable[[], None] = self._server.close
+
+    def tick(self) -> None:
+        """Keep count over time; take in a certificate that was replaced."""
+        self._viewer.tick()
+        self._server.tick()
+
+
+def exposure_of(config: ServerConfig) -> Exposure:
+    """Return what of the port is for other hosts."""
+    from kvstore.server.web.http_pages import Exposure
+
+    is_guarded = config.http_tls and asks_for_tokens(config.__dict__)
+    return Exposure(
+        shows_dashboard=config.insecure or is_guarded,
+        asks_for_metrics=not (config.open_pages or config.insecure),
+    )

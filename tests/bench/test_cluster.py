@@ -1,0 +1,155 @@
+"""The simulated cluster: nodes evict as the server does, counts add up, limits are arithmetic."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from bench.cluster_costs import Costs
+from bench.cluster_limits import BLOCK_BYTES, RATE, Measured, demand, full_at
+from bench.cluster_nodes import (
+    AFFINITY,
+    FAIR_SHARE,
+    ROUND_ROBIN,
+    ROUTINGS,
+    Cluster,
+    ClusterCounts,
+    ClusterTerms,
+)
+from bench.cluster_prompts import load, prompts, shared_rows
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.policy.history import History
+from kvstore.server.policy.lru import LruEviction
+from kvstore.server.policy.replay import BlockReplay
+
+ROOT = Path(__file__).resolve().parents[2]
+COSTS = Costs(1e-3, 1e-5, 1e-6, 2e-6, 100, 2e-4, 1e-9, 2e-9, 1e9, 1e9)
+
+
+def conversations(count: int, seed: int = 5) -> Iterator[list[int]]:
+    """Yield prompts of users whose chains grow, all behind block 1."""
+    random, users, fresh = Random(seed), [[1] for _ in range(24)], iter(range(2, 1 << 30))
+    for _ in range(count):
+        user = random.randrange(len(users))
+        if len(users[user]) > 30:
+            users[user] = [1]
+        users[user] = users[user] + [next(fresh) for _ in range(random.randint(1, 5))]
+        yield users[user]
+
+
+def run(terms: ClusterTerms, count: int = 1500) -> Cluster:
+    cluster = Cluster(terms)
+    for chain in conversations(count):
+        cluster.request(chain)
+    return cluster
+
+
+def test_one_node_hits_what_the_server_s_policy_hits() -> None:
+    for blocks in (40, 150, 400):
+        replay = BlockReplay(LruEviction(), History(512), blocks)
+        cluster = Cluster(ClusterTerms(1, blocks))
+        for now_s, chain in enumerate(conversations(1500)):
+            replay.request(chain, 1, float(now_s))
+            cluster.request(chain)
+        assert cluster.counts.local == replay.hit_blocks > 0
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_block_is_found_in_one_place_or_computed(routing: str) -> None:
+    cluster = run(ClusterTerms(6, 60, 500, routing))
+    counts = cluster.counts
+    assert counts.local + counts.peer + counts.redis + counts.computed == counts.blocks
+    assert min(counts.local, counts.peer, counts.redis, counts.computed) > 0
+    assert cluster.entries() == counts.noted - counts.dropped <= 6 * 60
+
+
+def test_the_same_prompts_give_the_same_counts() -> None:
+    terms = ClusterTerms(6, 60, 500)
+    assert run(terms).counts == run(terms).counts
+
+
+def test_prefixes_find_their_node_and_no_node_is_far_over_its_share() -> None:
+    near, far = (run(ClusterTerms(8, 80, 0, routing)) for routing in (AFFINITY, ROUND_ROBIN))
+    assert near.counts.local > 2 * far.counts.local
+    assert near.counts.peer < far.counts.peer / 2
+    assert near.copies()[0] < far.copies()[0]
+    assert near.imbalance() < FAIR_SHARE + 0.1
+    assert far.imbalance() < 1.01
+
+
+def test_peers_make_up_for_most_of_what_a_router_does_not_know() -> None:
+    near, far = (run(ClusterTerms(8, 80, 0, routing)).counts for routing in ROUTINGS)
+    assert far.local + far.peer > 0.8 * (near.local + near.peer)
+
+
+@pytest.mark.parametrize(
+    ("field", "terms"),
+    [
+        ("nodes", {"nodes": 0, "node_blocks": 1}),
+        ("node_blocks", {"nodes": 1, "node_blocks": 0}),
+        ("redis_blocks", {"nodes": 1, "node_blocks": 1, "redis_blocks": -1}),
+        ("routing", {"nodes": 1, "node_blocks": 1, "routing": "random"}),
+    ],
+)
+def test_terms_that_cannot_be_are_refused_by_name(field: str, terms: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=field):
+        ClusterTerms(**terms)
+
+
+def test_copies_of_a_trace_share_what_most_of_its_prompts_have() -> None:
+    trace = load("dev_ragshared_qps2_n900")
+    shared = shared_rows(trace)
+    one, three = (list(prompts(trace, copies)) for copies in (1, 3))
+    assert len(three) == 3 * len(one)
+    blocks, more = ({row for chain in chains for row in chain} for chains in (one, three))
+    assert shared <= blocks
+    assert len(more) == 3 * len(blocks) - 2 * len(shared)
+    assert all(len(set(chain)) == len(chain) for chain in three)
+
+
+def test_demand_is_counts_times_costs() -> None:
+    counts = ClusterCounts(
+        prompts=10, blocks=100, local=20, peer=10, redis=10, computed=60,
+        questions=10, asked_keys=80, noted=70, dropped=60, redis_written=60,
+    )  # fmt: skip
+    asks = demand(Measured(5, counts, 1.2, (1.0, 1)), COSTS)
+    per_s = 5 * RATE / 10
+    assert asks.redis_ops == pytest.approx(per_s * (80 + 70 + 60))
+    assert asks.redis_bytes == pytest.approx(per_s * 70 * BLOCK_BYTES)
+    assert asks.peer_bytes == pytest.approx(RATE * BLOCK_BYTES)
+    assert asks.shares["directory"] == pytest.approx(per_s * (10e-5 + 70e-6 + 130 * 2e-6))
+    assert asks.shares["chunks"] == pytest.approx(per_s * BLOCK_BYTES * (10e-9 + 120e-9))
+    assert asks.shares["lookups"] == pytest.approx(RATE * 1.2e-3)
+    assert asks.shares["peers"] == pytest.approx(RATE * BLOCK_BYTES / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("points", "nodes"),
+    [
+        ([(1, 2.0), (10, 20.0)], 0.5),
+        ([(1, 0.1), (10, 1.0), (100, 10.0)], 10),
+        ([(1, 0.01), (10, 0.1), (100, 1.0)], 100),
+        ([(1, 0.01), (10, 0.1)], 100),
+        ([(1, 0.3), (10, 0.3)], math.inf),
+        ([(1, 0.0), (10, 0.5), (100, 2.0)], 10 * 10 ** (math.log(2) / math.log(4))),
+    ],
+)
+def test_a_part_is_full_where_its_share_is_one(
+    points: list[tuple[int, float]], nodes: float
+) -> None:
+    assert full_at(points) == pytest.approx(nodes)
+
+
+def test_the_page_names_every_key_that_is_printed() -> None:
+    code = (ROOT / "bench" / "cluster.py").read_text()
+    keys = re.findall(r'\.add\(\s*f?"([^"]+)"', code)
+    printed = {key.replace("{routing}", "ROUTING").replace("{nodes}", "NODES") for key in keys}
+    _, _, section = (ROOT / "docs" / "scaling.md").read_text().partition("\n## Keys\n")
+    rows = re.findall(r"^\| (`[^|]*) \|", section, re.M)
+    assert {name for row in rows for name in re.findall(r"`([^`]+)`", row)} == printed

@@ -1,0 +1,19 @@
+"""bench.peer_nodes, without its servers: what it compares with, and what it reports."""
+
+from __future__ import annotations
+
+from bench.peer_nodes import PART_BYTES, PeerTimes, add, raw_zmq
+from bench.report import Report
+
+
+def test_the_bare_transfer_ends_when_all_has_come_and_can_be_repeated() -> None:
+    with raw_zmq(2 * PART_BYTES + 1) as receive:
+        assert [receive() for _ in range(2)] == [2 * PART_BYTES + 1] * 2
+
+
+def test_the_report_has_the_ratio_and_the_lookups() -> None:
+    report = Report("peer_nodes")
+    add(report, PeerTimes(1 << 20, 0.3, 0.2, [0.001] * 99 + [0.5], [0.002] * 100))
+    assert report.values["peer_hit_over_raw"] == 1.5
+    assert report.values["peer_lookup_found_ms_p50"] == 1.0
+    assert report.values["peer_lookup_missed_ms_p99"] == 2.0

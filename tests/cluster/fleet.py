@@ -1,0 +1,142 @@
+"""Three servers on hosts of their own and the Redis Cluster that they share, all of it real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from local_server import eventually
+from networks import GATEWAY, address_of, hosts_apart
+from prompts import SMALL
+from redis_deployments import RedisCluster
+from redis_process import TlsFiles
+from server_process import ServerProcess
+
+from kvstore.cli.status import ask_status
+from kvstore.client import Client, ClientOptions
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.types import ChunkKey
+from kvstore.server.breaker import Breaker
+from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
+from kvstore.server.metrics import Counters
+from kvstore.tiers.redis_link import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisLink
+
+PREFIX = "fleet:"
+PASSWORD = "between us"
+TTL_MS = 1500
+_PORT = 7420
+_COMMON = (
+    *("--tiers", "cpu,redis", "--cpu", "16MiB", "--socket", "off", "--insecure"),
+    *("--directory", "--directory-ttl-ms", str(TTL_MS), "--redis-prefix", PREFIX),
+    *("--redis-timeout-ms", "500", "--breaker-retry-ms", "200", "--log-level", "warning"),
+)
+
+
+class Fleet:
+    """Nodes 1 to 3 of ``hosts``, each in a network namespace, before one Redis Cluster.
+
+    Redis speaks TLS alone, to a user with the rights that the documentation names.
+    """
+
+    hosts = ("kvhost1", "kvhost2", "kvhost3")
+
+    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
+        tls = TlsFiles.make(folder, GATEWAY)
+        self.redis = RedisCluster(folder, tls, GATEWAY)
+        self.grant()
+        self.url = self.redis.url.replace("://", f"://kvstore:{PASSWORD.replace(' ', '%20')}@")
+        password = folder / "password"
+        password.write_text(PASSWORD + "\n")
+        access = (
+            *("--redis", self.redis.url.partition("?")[0], "--redis-tls-ca", str(tls.ca)),
+            *("--redis-username", "kvstore", "--redis-password-file", str(password)),
+        )
+        self.nodes = [
+            self._node(folder / host, number, (*_COMMON, *access, *flags))
+            for number, host in enumerate(self.hosts, 1)
+        ]
+        self._folder = folder
+
+    def _node(self, folder: Path, number: int, flags: Sequence[str]) -> ServerProcess:
+        folder.mkdir(mode=0o700)
+        host = address_of(number)
+        own = (
+            *("--listen", f"{host}:{_PORT}", "--advertise", host, "--node-id", f"node{number}"),
+            *("--zmq", f"{host}:7421", "--zmq-keys", str(folder / "keys")),
+        )
+        process = ServerProcess(folder, *flags, *own)
+        process.launcher = ["ip", "netns", "exec", self.hosts[number - 1]]
+        return process
+
+    def grant(self) -> None:
+        """Let the fleet's user in on every master."""
+        words = [f"+{word}" for word in (*TIER_RIGHTS, *DIRECTORY_RIGHTS, "cluster|slots")]
+        user = ("kvstore", "reset", "on", f">{PASSWORD}", f"~{PREFIX}*")
+        for node in self.redis.nodes:
+            node.command("ACL", "SETUSER", *user, *words)
+
+    def address(self, number: int) -> str:
+        """Return where node *number* listens."""
+        return f"{address_of(number)}:{_PORT}"
+
+    def client(self, number: int) -> Client:
+        """Return a client of node *number*, from this side of the bridge."""
+        return Client(self.address(number), SMALL, ClientOptions("grpc", 16, 5000))
+
+    def status(self, number: int) -> pb.StatusResponse:
+        """Return the status of node *number*."""
+        return ask_status(self.address(number))
+
+    def seen(self, number: int) -> set[str]:
+        """Return whom node *number* sees in the directory."""
+        return {node.node_id for node in self.status(number).directory.nodes}
+
+    def is_whole(self) -> bool:
+        """Whether every node sees both others."""
+        names = {"node1", "node2", "node3"}
+        return all(self.seen(number) >= names - {f"node{number}"} for number in (1, 2, 3))
+
+    def start(self) -> None:
+        """Start all nodes and wait until they know each other."""
+        for node in self.nodes:
+            node.start()
+        assert eventually(self.is_whole)
+
+    def stop(self) -> None:
+        """Kill everything."""
+        for node in self.nodes:
+            node.kill()
+        self.redis.stop()
+
+    @contextmanager
+    def observer(self) -> Iterator[Directory]:
+        """Take part in the directory as a node that serves nothing."""
+        link = RedisLink("redis", self.url, 500, 4)
+        me = NodeAddress("observer", time.time_ns(), "", f"{GATEWAY}:1")
+        breaker = Breaker(3, 200, time.monotonic)
+        terms = DirectoryTerms(PREFIX, TTL_MS)
+        directory = Directory(link, me, terms, Counters(), breaker)
+        directory.start()
+        try:
+            yield directory
+        finally:
+            directory.close()
+
+
+def holders(directory: Directory, keys: Sequence[ChunkKey]) -> list[set[str]]:
+    """Return the names of those who hold each of *keys*."""
+    found = directory.holders(list(keys), 1.0)
+    return [{node.node_id for node in found.get(key, ())} for key in keys]
+
+
+@contextmanager
+def running(folder: Path, *flags: str) -> Iterator[Fleet]:
+    """Start a fleet whose servers have further *flags*; skip where no namespaces may be made."""
+    with ExitStack() as stack:
+        stack.enter_context(hosts_apart(Fleet.hosts))
+        fleet = Fleet(folder, flags)
+        stack.callback(fleet.stop)
+        fleet.start()
+        yield fleet

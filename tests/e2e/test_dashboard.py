@@ -1,0 +1,86 @@
+"""The dashboard in a real browser: it shows a real server's numbers, and asks nobody else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import PROGRAM, WHY_NOT, Browser
+from conftest import ServerMaker
+from local_server import LocalServer
+from prompts import SMALL, other_revision, store
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
+
+SHOTS = os.environ.get("DASHBOARD_SHOTS")
+"""A folder: pictures of the page go there, for people to look at."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    one = Browser(tmp_path_factory.mktemp("chromium"))
+    yield one
+    one.close()
+
+
+def busy(server: LocalServer) -> None:
+    client, other = server.connect("grpc"), server.connect("grpc", other_revision(SMALL))
+    keys = store(client, 1, 6)
+    for _ in range(3):
+        client.lookup(keys)
+        client.get(keys)
+    client.lookup(client.keys(list(range(900, 932))))
+    other.lookup(store(other, 2, 3))
+    server.settled()
+
+
+def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
+    browser: Browser, make_server: ServerMaker
+) -> None:
+    server = make_server("--http", "127.0.0.1:0", "--policy", "adaptive,disk=lru")
+    busy(server)
+    origin = f"http://127.0.0.1:{server.node.http_port}/"
+    browser.requests.clear()
+    browser.complaints.clear()
+    browser.show(origin)
+    assert browser.evaluate("document.getElementById('now-chunks-known').textContent") == "9"
+    assert browser.evaluate("document.querySelectorAll('#tiers tbody tr').length") == 2
+    assert browser.evaluate("document.querySelectorAll('#prefixes tbody tr').length") == 2
+    browser.wait_for("document.body.dataset.looks > 0")
+    assert browser.evaluate("document.getElementById('live').textContent") == (
+        "live, once a second"
+    )
+    client = server.connect("grpc")
+    client.lookup(store(client, 3, 4))
+    browser.wait_for("document.getElementById('now-chunks-known').textContent === '13'")
+    browser.wait_for("document.getElementById('hits').textContent.includes('27')")
+    assert browser.complaints == []
+    assert len(browser.requests) >= 4, browser.requests
+    strangers = [url for url in browser.requests if not url.startswith((origin, "data:"))]
+    assert strangers == []
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
+def test_the_page_fits_every_width_in_light_and_dark(
+    browser: Browser, make_server: ServerMaker, width: int, dark: bool
+) -> None:
+    server = make_server("--http", "127.0.0.1:0")
+    busy(server)
+    browser.show(f"http://127.0.0.1:{server.node.http_port}/", width=width, dark=dark)
+    widest = "Math.max(...[...document.querySelectorAll('section')].map(s => s.scrollWidth))"
+    assert browser.evaluate(widest) <= width
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (max(map(int, background[4:-1].split(","))) < 64) == dark
+    if SHOTS:
+        browser.shoot(Path(SHOTS) / f"{width}{'-dark' if dark else ''}.png")
+
+
+def test_the_page_says_when_its_server_is_gone(browser: Browser, make_server: ServerMaker) -> None:
+    server = make_server("--http", "127.0.0.1:0")
+    browser.show(f"http://127.0.0.1:{server.node.http_port}/")
+    browser.wait_for("document.body.dataset.looks > 0")
+    server.stop()
+    browser.wait_for("document.getElementById('live').classList.contains('off')")

@@ -1,0 +1,344 @@
+"""The node directory over a real Redis: who is found, who is not, and what it never does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import count
+
+import pytest
+from local_server import eventually
+from redis_process import RedisProcess
+from structlog.testing import capture_logs
+
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.types import ChunkKey
+from kvstore.server.breaker import Breaker
+from kvstore.server.cluster.directory import (
+    BUCKETS,
+    MAX_HOLDERS,
+    Directory,
+    DirectoryTerms,
+    NodeAddress,
+)
+from kvstore.server.cluster.directory_entries import MAX_PENDING, Entries
+from kvstore.server.cluster.directory_roster import Roster, Standing
+from kvstore.server.cluster.directory_strangers import Strangers
+from kvstore.server.metrics import Counters
+from kvstore.tiers.redis_link import RedisLink
+
+TTL_MS = 500
+PREFIX = "kvs:1:"
+PATIENT_S = 10.0
+
+DirectoryMaker = Callable[..., Directory]
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(32, "big"))
+
+
+def node(number: int, name: str = "") -> NodeAddress:
+    address = f"10.0.0.{number}:7421"
+    return NodeAddress(name or f"n{number}", (1 << 64) - number, f"tcp://{address}", address)
+
+
+@pytest.fixture
+def redis(redis_process: RedisProcess) -> RedisProcess:
+    redis_process.reset()
+    return redis_process
+
+
+@pytest.fixture
+def make_directory(redis: RedisProcess) -> Iterator[DirectoryMaker]:
+    """Make directories, each of a node of its own, that are closed in the end."""
+    made: list[Directory] = []
+    numbers = count(1)
+
+    def make(me: NodeAddress | None = None, limit: int = 1000, ttl_ms: int = TTL_MS) -> Directory:
+        link = RedisLink("redis", redis.url, 2000, 4)
+        terms = DirectoryTerms(PREFIX, ttl_ms, limit)
+        breaker = Breaker(3, 1000, time.monotonic)
+        me = me or node(next(numbers))
+        made.append(Directory(link, me, terms, Counters(), breaker))
+        return made[-1]
+
+    yield make
+    for directory in made:
+        directory.close()
+
+
+def two(make: DirectoryMaker) -> tuple[Directory, Directory]:
+    """Return two directories that know of each other."""
+    first, second = make(), make()
+    first.start()
+    second.start()
+    for one in (first, second):
+        assert eventually(lambda one=one: len(one.report().nodes) == 1)  # type: ignore[misc]
+    return first, second
+
+
+def finds(directory: Directory, *numbers: int) -> dict[int, tuple[str, ...]]:
+    found = directory.holders([key(number) for number in numbers], PATIENT_S)
+    return {int.from_bytes(k, "big"): tuple(n.node_id for n in v) for k, v in found.items()}
+
+
+def said(directory: Directory) -> int:
+    return directory._counters["directory_words"]
+
+
+def test_what_a_node_seals_others_find_and_it_does_not_find_itself(
+    make_directory: DirectoryMaker,
+) -> None:
+    first, second = two(make_directory)
+    first.sealed([key(1), key(2)])
+    assert eventually(lambda: finds(second, 1, 2, 3, 4) == {1: ("n1",), 2: ("n1",)})
+    assert second.holders([key(1)], PATIENT_S)[key(1)] == (first.me,)
+    assert finds(first, 1, 2) == {}
+    second.sealed([key(2)])
+    assert eventually(lambda: finds(first, 1, 2) == {2: ("n2",)})
+
+
+def test_what_a_node_evicts_is_no_longer_found(make_directory: DirectoryMaker) -> None:
+    first, second = two(make_directory)
+    first.sealed([key(1), key(2)])
+    assert eventually(lambda: len(finds(second, 1, 2)) == 2)
+    first.gone([key(1), key(9)])
+    assert eventually(lambda: finds(second, 1, 2) == {2: ("n1",)})
+
+
+def test_many_keys_are_asked_for_in_one_round_trip_for_512(make_directory: DirectoryMaker) -> None:
+    first, second = two(make_directory)
+    first.sealed([key(number) for number in range(600)])
+    assert eventually(lambda: said(first) == 600)
+    before = second._counters["directory_questions"]
+    assert len(finds(second, *range(512))) == 512
+    assert second._counters["directory_questions"] == before + 1
+    assert len(finds(second, *range(700))) == 600
+
+
+def test_node_that_falls_silent_is_nobody_and_its_entries_are_taken_out(
+    make_directory: DirectoryMaker, redis: RedisProcess
+) -> None:
+    _, second = two(make_directory)
+    silent = Roster(RedisLink("redis", redis.url, 2000, 1), PREFIX, node(7), TTL_MS)
+    silent.beat()
+    redis.client.sadd(at(1), -7)
+    assert eventually(lambda: finds(second, 1) == {1: ("n7",)})
+    assert eventually(lambda: finds(second, 1) == {})
+    assert [one.node_id for one in second.report().nodes] == ["n1"]
+    # asked for again after a while, the entry is found to be a dead node's
+    assert eventually(lambda: finds(second, 1) == {} and not redis.client.exists(at(1)))
+    silent._link.close()
+
+
+def at(number: int) -> str:
+    return f"{PREFIX}{{{number % BUCKETS}}}:at:{key(number).hex()}"
+
+
+def test_node_that_leaves_is_gone_at_once(make_directory: DirectoryMaker) -> None:
+    first, second = two(make_directory)
+    first.sealed([key(1)])
+    assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
+    first.close()
+    third = make_directory()
+    third.start()
+    assert eventually(lambda: third.report().standing is Standing.known)
+    assert [one.node_id for one in third.report().nodes] == ["n2"]
+
+
+def test_two_nodes_with_one_id_are_found_out_and_the_later_stays_out(
+    make_directory: DirectoryMaker,
+) -> None:
+    first = make_directory(node(1, "same"))
+    first.start()
+    assert eventually(lambda: first.report().standing is Standing.known)
+    with capture_logs() as logs:
+        later = make_directory(node(2, "same"))
+        later.start()
+        assert eventually(lambda: later.report().standing is Standing.taken)
+    (error,) = [row for row in logs if row["log_level"] == "error"]
+    assert error["other"] == first.me.grpc_address
+    assert "--node-id" in error["fix"]
+    later.sealed([key(1)])
+    time.sleep(2 * TTL_MS / 1000)
+    assert first.report().standing is Standing.known
+    assert later.report().standing is Standing.taken
+    assert said(later) == 0
+    first.close()
+    assert eventually(lambda: later.report().standing is Standing.known)
+    assert eventually(lambda: said(later) == 1)
+
+
+def test_redis_that_lost_everything_is_told_again(
+    make_directory: DirectoryMaker, redis: RedisProcess
+) -> None:
+    first, second = two(make_directory)
+    first.sealed([key(1)])
+    assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
+    redis.client.flushall()
+    assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
+
+
+def test_redis_that_is_down_finds_nobody_within_the_deadline_and_is_told_later(
+    make_directory: DirectoryMaker, redis: RedisProcess
+) -> None:
+    first, second = two(make_directory)
+    with redis.frozen():
+        first.sealed([key(1)])
+        started = time.monotonic()
+        assert second.holders([key(1)], 0.05) == {}
+        assert time.monotonic() - started < 1.0
+        assert second._counters["directory_unanswered"] == 1
+        for _ in range(5):
+            second.holders([key(1)], 0.01)
+        assert second._counters["directory_questions"] == 3, "then it is left alone"
+        assert eventually(lambda: second.report().nodes == ())
+    assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
+
+
+def test_node_alone_asks_nothing(make_directory: DirectoryMaker) -> None:
+    alone = make_directory()
+    alone.start()
+    assert eventually(lambda: alone.report().standing is Standing.known)
+    assert finds(alone, 1, 2) == {}
+    assert alone._counters["directory_questions"] == 0
+
+
+def test_rubbish_in_redis_is_nobody(make_directory: DirectoryMaker, redis: RedisProcess) -> None:
+    first, second = two(make_directory)
+    first.sealed([key(1)])
+    assert eventually(lambda: said(first) == 1)
+    redis.client.set(at(2), b"a string")
+    redis.client.sadd(at(3), b"word", b"9" * 40, b"-0", b"\xff\xfe", b"two words")
+    redis.client.sadd(at(4), b"two\nlines")
+    for row in (b"x", b"", b"1 2 3", b"9999999999999 1200 5 spaces in it x", b"\xff" * 500):
+        redis.client.hset(f"{PREFIX}{{0}}:nodes", row[:9] or b"empty", row)
+    assert finds(second, 1, 2, 3, 4) == {1: ("n1",)}
+    time.sleep(TTL_MS / 1000)
+    assert [one.node_id for one in second.report().nodes] == ["n1"]
+
+
+def test_stamps_from_the_future_do_not_keep_a_dead_node_alive(
+    make_directory: DirectoryMaker, redis: RedisProcess
+) -> None:
+    _, second = two(make_directory)
+    far_ms = int(time.time() * 1000) + 3_600_000
+    for tag in "013":
+        row = f"{far_ms} {TTL_MS} 77 10.0.0.7:1 -"
+        redis.client.hset(f"{PREFIX}{{{tag}}}:nodes", "dead", row)
+    assert eventually(lambda: len(second.report().nodes) == 2)
+    assert eventually(lambda: len(second.report().nodes) == 1)
+
+
+def test_full_redis_is_said_and_what_was_to_be_said_is_when_there_is_room(
+    make_directory: DirectoryMaker, redis: RedisProcess
+) -> None:
+    first, second = two(make_directory)
+    first.sealed([key(1)])
+    assert eventually(lambda: said(first) == 1)
+    redis.client.config_set("maxmemory", 1)
+    first.sealed([key(2)])
+    assert eventually(lambda: "Redis is full; raise its maxmemory" in first.report().failure)
+    redis.client.config_set("maxmemory", 0)
+    assert eventually(lambda: first.report().is_up)
+    assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
+
+
+def test_user_without_the_rights_gets_none_in_and_is_told_which_it_needs(
+    redis: RedisProcess,
+) -> None:
+    redis.client.acl_setuser(
+        "few", enabled=True, passwords=["+pw"], keys=[f"{PREFIX}*"], commands=["+get", "+eval"]
+    )
+    link = RedisLink("redis", redis.url.replace("://", "://few:pw@"), 2000, 1)
+    with (
+        closing(link),
+        pytest.raises(TierUnavailableError, match=r"NoPermission.*\+hgetall \+time"),
+    ):
+        Roster(link, PREFIX, node(1), TTL_MS).beat()
+
+
+def test_entries_hold_only_the_newest_word_and_stay_bounded() -> None:
+    now = [0.0]
+    entries = Entries(3, lambda: now[0])
+    assert entries.sealed([key(n) for n in range(5)]) == 2
+    assert entries.gone([key(0), key(4)]) == 0
+    assert entries.take(10) == [(key(0), False), (key(1), True), (key(2), True)]
+    entries.sealed([key(0)])
+    entries.gone([key(2)])
+    assert entries.take(10) == [(key(0), True), (key(2), False)]
+    assert entries.put_back([key(0), key(1), key(2)]) == 0
+    assert entries.take(10) == [(key(0), True), (key(1), True), (key(2), False)], "what is true now"
+    assert len(entries) == 2
+    entries = Entries(2 * MAX_PENDING, lambda: now[0])
+    assert entries.sealed([key(n) for n in range(MAX_PENDING + 1)]) == 1
+    assert entries.gone([key(0), key(MAX_PENDING)]) == 0
+    assert entries.put_back([key(1)]) == 1, "room is kept for others"
+
+
+def test_entries_are_said_again_at_half_of_their_life_and_when_forgotten() -> None:
+    now = [0.0]
+    entries = Entries(10, lambda: now[0])
+    entries.sealed([key(1)])
+    now[0] = 1000.0
+    entries.sealed([key(2)])
+    entries.take(10)
+    entries.say_again(9)
+    assert entries.waiting == 0
+    now[0] = 1900.0
+    entries.say_again(9)
+    assert entries.take(10) == [(key(1), True)]
+    entries.forgotten()
+    entries.say_again(9)
+    assert entries.take(10) == [(key(2), True)], "what was just said was said to the new one"
+    now[0] = 1901.0
+    entries.forgotten()
+    entries.say_again(9)
+    entries.say_again(9)
+    assert sorted(entries.take(10)) == [(key(1), True), (key(2), True)]
+
+
+def test_strangers_are_dead_only_after_a_while_unknown() -> None:
+    now = [0.0]
+    strangers = Strangers(10.0, lambda: now[0])
+    strangers.met(key(1), b"5")
+    strangers.met(key(1), b"6")
+    now[0] = 9.0
+    strangers.forget({b"6"})
+    now[0] = 10.0
+    strangers.met(key(2), b"5")
+    strangers.met(key(2), b"6")
+    assert strangers.take(10) == [(key(2), b"5")]
+    assert strangers.take(10) == []
+    strangers.met(key(3), b"5")
+    strangers.forget({b"5"})
+    assert strangers.take(10) == [], "it is back: what it says by now stays"
+
+
+@pytest.mark.parametrize(
+    ("name", "incarnation", "address"),
+    [("", 1, "h:1"), ("a b", 1, "h:1"), ("a", 0, "h:1"), ("a", 1 << 64, "h:1"), ("a", 1, ""),
+     ("a", 1, "h 1"), ("a", 1, "h" * 200)],
+)  # fmt: skip
+def test_node_that_cannot_be_named_is_refused(name: str, incarnation: int, address: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        NodeAddress(name, incarnation, "", address)
+
+
+def test_holders_of_one_chunk_are_bounded(
+    make_directory: DirectoryMaker, redis: RedisProcess
+) -> None:
+    link = RedisLink("redis", redis.url, 2000, 1)
+    others = [node(number) for number in range(20, 32)]
+    for other in others:
+        Roster(link, PREFIX, other, 60_000).beat()
+        redis.client.sadd(at(1), other.incarnation - (1 << 64))
+    link.close()
+    asking = make_directory()
+    asking.start()
+    assert eventually(lambda: len(asking.report().nodes) == len(others))
+    found = asking.holders([key(1)], PATIENT_S)[key(1)]
+    assert len(found) == MAX_HOLDERS
+    assert set(found) <= set(others)

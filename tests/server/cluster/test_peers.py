@@ -1,0 +1,515 @@
+"""What another server has in memory is a hit here, right or not at all, and soon or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from credentials import Authority, KeyRing
+from fake_peer import FakePeer, Message, is_found, is_part, refusal
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
+from redis_process import RedisProcess
+
+from kvstore.client import Client, ClientOptions
+from kvstore.codecs.base import ChunkTensors
+from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.peer_words import pack_found
+from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
+from kvstore.server.breaker import Breaker
+from kvstore.server.cluster.directory_roster import NodeAddress
+from kvstore.server.cluster.peer import BARRED_S, MAX_LIES, Peer
+from kvstore.server.cluster.peer_dial import PeerAccess
+from kvstore.server.cluster.peer_tier import KNOWN_S, PeerTier
+from kvstore.server.cluster.peers import Peers, PeersTerms
+from kvstore.server.metrics import Counters
+
+ServerMaker = Callable[..., LocalServer]
+CHUNK_TOKENS = 64
+CHUNKS = 4
+
+
+def node(make_server: ServerMaker, *flags: str) -> LocalServer:
+    sizes = ("--tiers", "cpu", "--cpu", "32MiB", "--socket", "off", "--zmq", "127.0.0.1:0")
+    return make_server(*sizes, "--peer-timeout-ms", "20000", *flags)
+
+
+def client_of(server: LocalServer) -> Client:
+    options = ClientOptions("zmq", chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
+    return server.connect("zmq", MEDIUM, options)
+
+
+def tier_of(server: LocalServer) -> PeerTier:
+    shelf = server.node.manager.transfers.peers
+    assert shelf is not None
+    return cast("PeerTier", shelf.tier)
+
+
+def is_up(server: LocalServer, count: int = 1) -> bool:
+    return sum(peer.is_up for peer in tier_of(server).peers.known()) == count
+
+
+def assert_hits(client: Client, keys: list[ChunkKey]) -> None:
+    """Fail unless a lookup finds all of *keys*, and a get reads them right."""
+    assert client.lookup(keys).ready == len(keys)
+    assert_reads(client, keys)
+
+
+def asked(client: Client, key: ChunkKey) -> list[ChunkTensors]:
+    """Look one chunk up and read it."""
+    client.lookup([key])
+    return client.get([key])
+
+
+# --- two and three nodes
+
+
+def test_what_is_put_on_one_node_is_hit_from_another_and_kept_there(
+    make_server: ServerMaker,
+) -> None:
+    first = node(make_server)
+    second = node(make_server, "--peers", first.address)
+    assert eventually(lambda: is_up(second))
+    keys = store(client_of(first), 1, CHUNKS)
+    reader = client_of(second)
+    match = reader.lookup(keys)
+    assert (match.ready, set(match.tiers)) == (CHUNKS, {"peer"})
+    assert_reads(reader, keys)
+    assert second.counter("peer_read_chunks") == CHUNKS
+    assert first.counter("peer_served_chunks") == CHUNKS
+    assert_reads(reader, keys)
+    assert second.counter("peer_read_chunks") == CHUNKS
+    assert set(reader.lookup(keys).tiers) == {"cpu"}
+    for server in (first, second):
+        assert server.settled().held == 0
+
+
+def test_what_was_read_once_goes_when_memory_is_full_and_what_is_read_again_stays(
+    make_server: ServerMaker,
+) -> None:
+    first = node(make_server)
+    second = node(make_server, "--cpu", "8MiB", "--peers", first.address)
+    assert eventually(lambda: is_up(second))
+    writer, reader = client_of(first), client_of(second)
+    own = store(reader, 1, 28)  # of 31 that there is room for
+    once = store(writer, 2, 1)
+    assert_hits(reader, once)
+    assert eventually(lambda: second.counter("peer_passed_chunks") == 1)
+    assert second.settled().tiers[0][1].chunks == len(own)
+    assert_hits(reader, once)
+    second.node.manager.tick()
+    assert set(reader.lookup(once).tiers) == {"cpu"}
+    assert second.counter("peer_passed_chunks") == 1
+
+
+def test_what_only_a_peer_has_may_be_put_here_too(make_server: ServerMaker) -> None:
+    first = node(make_server)
+    second = node(make_server, "--peers", first.address)
+    assert eventually(lambda: is_up(second))
+    keys = store(client_of(first), 1, 2)
+    writer = client_of(second)
+    assert writer.lookup(keys).ready == 2
+    assert outcomes(writer, chunks_of(writer, keys)) == [PutOutcome.stored] * 2
+    assert_reads(writer, keys)
+    assert second.counter("peer_read_chunks") == 0
+
+
+def test_a_chain_that_two_nodes_have_parts_of_is_read_from_both(make_server: ServerMaker) -> None:
+    first, second = node(make_server), node(make_server)
+    third = node(make_server, "--peers", f"{first.address},{second.address}")
+    assert eventually(lambda: is_up(third, 2))
+    ones, others = client_of(first), client_of(second)
+    keys = keys_of(ones, 1, 6)
+    for writer, part in ((ones, slice(0, 3)), (others, slice(3, 6))):
+        chunks = chunks_of(writer, keys)[part]
+        assert outcomes(writer, chunks) == [PutOutcome.stored] * 3
+    assert_hits(client_of(third), keys)
+    assert (first.counter("peer_served_chunks"), second.counter("peer_served_chunks")) == (3, 3)
+
+
+def test_a_lookup_that_is_answered_here_asks_nobody(make_server: ServerMaker) -> None:
+    first = node(make_server)
+    second = node(make_server, "--peers", first.address)
+    assert eventually(lambda: is_up(second))
+    writer = client_of(second)
+    keys = store(writer, 1, CHUNKS)
+    assert writer.lookup(keys).ready == CHUNKS
+    assert second.counter("peer_finds") == 0
+    assert writer.lookup(keys_of(writer, 2, CHUNKS)).ready == 0
+    assert second.counter("peer_finds") == 1
+
+
+def test_who_is_in_its_own_list_does_not_ask_itself(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = node(make_server)
+    second = node(make_server, "--peers", first.address)
+    peers = tier_of(second).peers
+    (peer,) = peers.known()
+    monkeypatch.setattr(peers, "_boot_id", boot_id_of(first))
+    peer.forget()
+    assert eventually(lambda: peer.is_self)
+    asker = client_of(second)
+    assert asker.lookup(keys_of(asker, 1, 1)).ready == 0
+    assert second.counter("peer_finds") == 0
+
+
+def boot_id_of(server: LocalServer) -> int:
+    return PeerAccess().dial(server.address, "me", 20.0).boot_id
+
+
+class OneNode:
+    """A directory that says of some keys that one node holds them."""
+
+    def __init__(self, node: NodeAddress, keys: list[ChunkKey]) -> None:
+        self.asked: list[int] = []
+        self.node = node
+        self._keys = set(keys)
+
+    def holders(
+        self, keys: Sequence[ChunkKey], deadline_s: float
+    ) -> dict[ChunkKey, tuple[NodeAddress, ...]]:
+        self.asked.append(len(keys))
+        return {key: (self.node,) for key in keys if key in self._keys}
+
+
+def test_whom_the_directory_names_is_reached_and_asked_once_a_lookup(
+    make_server: ServerMaker,
+) -> None:
+    first, second = node(make_server), node(make_server, "--peers", "127.0.0.1:9")
+    keys = store(client_of(first), 1, 40)
+    address = NodeAddress("first", 5, "", first.address)
+    peers = tier_of(second).peers
+    peers.directory = directory = OneNode(address, keys[:30])
+    reader = client_of(second)
+    reader.lookup(keys)  # who is unknown is not waited for
+    assert eventually(lambda: is_up(second))
+    directory.asked.clear()
+    assert eventually(lambda: reader.lookup(keys).ready == 30)
+    assert set(directory.asked) == {40}
+    assert_reads(reader, keys[:30])
+    directory.node = replace(address, incarnation=6)
+    reader.lookup(keys_of(reader, 9, 1) + keys)
+    peer = next(one for one in peers.known() if one.address == first.address)
+    (stranger,) = keys_of(reader, 8, 1)
+    peers._listed_as(directory.node)
+    assert peer.incarnation == 6
+    assert reader.lookup([stranger]).ready == 0
+
+
+def test_nodes_that_share_a_redis_find_each_other_by_its_directory(
+    make_server: ServerMaker, own_redis: RedisProcess
+) -> None:
+    own_redis.start()
+    flags = ("--redis", own_redis.url, "--directory", "--peers", "directory")
+    first, second = node(make_server, *flags), node(make_server, *flags)
+    writer, reader = client_of(first), client_of(second)
+    keys = store(writer, 1, CHUNKS)
+    assert eventually(lambda: reader.lookup(keys).ready == CHUNKS)
+    assert_reads(reader, keys)
+    assert first.counter("peer_served_chunks") == CHUNKS
+    # The one that has them now too is found for the other, once it has lost its own.
+    assert writer.delete(keys) == CHUNKS
+    assert eventually(lambda: writer.lookup(keys).ready == CHUNKS)
+    assert set(writer.lookup(keys).tiers) == {"peer"}
+
+
+def test_peers_of_a_directory_that_is_off_stop_the_start(make_server: ServerMaker) -> None:
+    with pytest.raises(InvalidRequestError, match="--directory"):
+        node(make_server, "--peers", "directory")
+
+
+# --- credentials
+
+
+def test_who_has_no_key_of_a_peer_is_not_let_in(make_server: ServerMaker, tmp_path: Path) -> None:
+    rows = KeyRing(tmp_path / "keys")
+    engine, peer = rows.make("acme", "read", "write"), rows.make("fleet", "peer")
+    first = node(make_server, "--auth-keys", str(tmp_path / "keys"))
+    for secret, is_let_in in ((engine, False), (peer, True)):
+        (tmp_path / "shown").write_text(secret)
+        second = node(make_server, "--peers", first.address, "--peer-key", str(tmp_path / "shown"))
+        (known,) = tier_of(second).peers.known()
+        assert eventually(partial(_is_decided, known))
+        assert known.is_up is is_let_in
+        assert ("has not the role" in known.breaker.reason) is not is_let_in
+
+
+def _is_decided(peer: Peer) -> bool:
+    return peer.is_up or bool(peer.breaker.reason)
+
+
+def test_over_tls_only_a_peer_that_the_authority_signed_is_shown_the_key(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    rows, right, wrong = (
+        KeyRing(tmp_path / "keys"),
+        Authority(tmp_path),
+        Authority(tmp_path, "other"),
+    )
+    cert, key = right.issue("first", hosts=("127.0.0.1",))
+    (tmp_path / "shown").write_text(rows.make("fleet", "peer"))
+    proofs = ("--tls-cert", str(cert), "--tls-key", str(key), "--auth-keys", str(tmp_path / "keys"))
+    first = node(make_server, *proofs)
+    access = PeerAccess(tmp_path / "shown", right.path)
+    assert access.dial(first.address, "second", 20.0).terms.session_id
+    with pytest.raises(TierUnavailableError, match="UNAVAILABLE"):
+        PeerAccess(tmp_path / "shown", wrong.path).dial(first.address, "second", 20.0)
+
+
+def test_a_key_does_not_travel_in_plain_text(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("kvs_secret")
+    with pytest.raises(InvalidRequestError, match="plain text"):
+        PeerAccess(path).check("example.org:7420")
+    PeerAccess(path, insecure=True).check("example.org:7420")
+    PeerAccess(path).check("127.0.0.1:7420")
+
+
+# --- peers that lie
+
+
+def frames_of(client: Client, keys: list[ChunkKey]) -> dict[ChunkKey, Bytes]:
+    return {key: frame_of(key, MEDIUM, CHUNK_TOKENS) for key in keys}
+
+
+@pytest.fixture
+def fake(make_server: ServerMaker) -> Iterator[tuple[LocalServer, FakePeer, list[ChunkKey]]]:
+    """A node whose only peer is a fake that has three chunks."""
+    server = node(make_server, "--peers", "127.0.0.1:9", "--peer-timeout-ms", "400")
+    reader = client_of(server)
+    keys = [keys_of(reader, seed, 1)[0] for seed in range(3)]
+    with closing(FakePeer(frames_of(reader, keys))) as peer:
+        tier_of(server).peers._dial = peer.dial
+        assert eventually(lambda: is_up(server))
+        yield server, peer, keys
+        server.close()
+
+
+def as_it_is(message: Message) -> list[Message]:
+    return [message]
+
+
+def test_a_fake_that_tells_the_truth_is_believed(
+    fake: tuple[LocalServer, FakePeer, list[ChunkKey]],
+) -> None:
+    server, _, keys = fake
+    reader = client_of(server)
+    for key in keys:
+        assert_hits(reader, [key])
+    assert server.counter("peer_read_chunks") == 3
+
+
+def other_bytes(message: Message) -> list[Message]:
+    word, data = message
+    if not is_part(message):
+        return [message]
+    assert data is not None
+    return [(word, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])]
+
+
+def another_frame(message: Message) -> list[Message]:
+    word, data = message
+    if not is_part(message):
+        return [message]
+    assert data is not None
+    other = frame_of(ChunkKey(bytes(31) + b"x"), MEDIUM, CHUNK_TOKENS).tobytes()
+    return [(word, other[: len(data)])]
+
+
+def huge_frame(message: Message) -> list[Message]:
+    word, data = message
+    return [(word._replace(frame_bytes=1 << 63), data)] if is_part(message) else [message]  # type: ignore[call-arg]
+
+
+def far_offset(message: Message) -> list[Message]:
+    word, data = message
+    return [(word._replace(offset=1 << 63), data)] if is_part(message) else [message]  # type: ignore[call-arg]
+
+
+def too_much(message: Message) -> list[Message]:
+    return [message] * (12 if is_part(message) else 1)
+
+
+def half(message: Message) -> list[Message]:
+    word, data = message
+    if not is_part(message):
+        return [message]
+    assert data is not None
+    return [(word, data[: len(data) // 2])]
+
+
+def half_and_silence(message: Message) -> list[Message]:
+    return half(message) if is_part(message) or word_of(message, bulk.Attached) else finds(message)
+
+
+def finds(message: Message) -> list[Message]:
+    is_of_find = word_of(message, bulk.Done) and message[1] != b""
+    return [message] if is_of_find else []
+
+
+def word_of(message: Message, kind: type[bulk.Word]) -> bool:
+    return isinstance(message[0], kind)
+
+
+def other_key_found(message: Message) -> list[Message]:
+    return (
+        [(message[0], _claim(size=None, key=bytes(31) + b"y"))] if is_found(message) else [message]
+    )
+
+
+def huge_found(message: Message) -> list[Message]:
+    return [(message[0], _claim(size=1 << 62, key=None))] if is_found(message) else [message]
+
+
+def rubbish_found(message: Message) -> list[Message]:
+    return [(message[0], b"\xff" * 300)] if is_found(message) else [message]
+
+
+def wrong_word(message: Message) -> list[Message]:
+    word = message[0]
+    return [(bulk.Credit(word.request, 1 << 60), None)] if is_part(message) else [message]
+
+
+def _claim(size: int | None, key: bytes | None) -> bytes:
+    layout = KVLayout.of(MEDIUM, CHUNK_TOKENS)
+    name = ChunkKey(key or bytes(32))
+    return pack_found([ChunkInfo(name, ChainDigest(bytes(16)), layout, 0, size or 1)])
+
+
+LIES = (
+    other_bytes, another_frame, huge_frame, far_offset, too_much, half, half_and_silence,
+    other_key_found, huge_found, rubbish_found, wrong_word,
+)  # fmt: skip
+
+
+def test_what_a_liar_sends_is_a_miss_and_counts_against_it(
+    fake: tuple[LocalServer, FakePeer, list[ChunkKey]],
+) -> None:
+    server, peer, keys = fake
+    reader = client_of(server)
+    peers = tier_of(server).peers
+    for lie in LIES:
+        (before,) = peers.known()
+        peers._static[:] = [known := peers._new("127.0.0.1:9")]
+        before.forget()
+        assert eventually(lambda: is_up(server)), lie
+        peer.lie = lie
+        with server.unchanged():
+            assert eventually(partial(_is_found_out, known, reader, keys)), lie
+        finds = peer.finds
+        assert asked(reader, keys[0]) == []
+        assert peer.finds == finds, lie
+        peer.lie = as_it_is
+    assert outcomes(reader, chunks_of(reader, keys)) == [PutOutcome.stored] * 3
+    for key in keys:
+        assert_reads(reader, [key])
+    assert server.counter("peer_corrupt_chunks") >= 2 * 3
+    assert server.counter("peer_invalid_answers") >= 3 * (len(LIES) - 3)
+
+
+def _is_found_out(peer: Peer, reader: Client, keys: list[ChunkKey]) -> bool:
+    """Ask for *keys*, which must be misses; return whether *peer* is left alone by now."""
+    for key in keys:
+        assert asked(reader, key) == []
+    return not peer.is_up
+
+
+def test_a_peer_that_refuses_is_a_miss_and_stays_in_use(
+    fake: tuple[LocalServer, FakePeer, list[ChunkKey]],
+) -> None:
+    server, peer, keys = fake
+    reader = client_of(server)
+    peer.lie = lambda message: [refusal(message[0].request)] if is_found(message) else [message]
+    assert asked(reader, keys[0]) == []
+    peer.lie = as_it_is
+    assert eventually(lambda: len(asked(reader, keys[0])) == 1)
+    assert server.counter("peer_refusals") >= 1
+    assert server.counter("peer_failures") == 0
+
+
+def test_lookups_with_a_silent_peer_cost_its_timeout_a_few_times_and_then_nothing(
+    fake: tuple[LocalServer, FakePeer, list[ChunkKey]],
+) -> None:
+    server, peer, keys = fake
+    reader = client_of(server)
+    peer.lie = lambda message: []
+    started = time.monotonic()
+    for seed in range(30):
+        assert reader.lookup(keys_of(reader, 100 + seed, 1)).ready == 0
+    assert time.monotonic() - started < 10 * 0.4 + 5
+    assert not is_up(server)
+    finds = server.counter("peer_finds")
+    assert finds <= 4
+    peer.lie = as_it_is
+    assert eventually(lambda: is_up(server))
+    assert eventually(lambda: len(asked(reader, keys[0])) == 1)
+
+
+# --- one peer
+
+
+def test_a_peer_that_lies_is_left_alone_for_a_while() -> None:
+    now = [100.0]
+    peer = Peer("127.0.0.1:1", Breaker(3, 1000, lambda: now[0]), lambda: now[0])
+    peer._terms = object()  # type: ignore[assignment]
+    for _ in range(MAX_LIES):
+        assert peer.is_up
+        peer.lied()
+    assert not peer.is_up
+    now[0] += BARRED_S
+    assert peer.is_up
+
+
+def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> None:
+    key = ChunkKey(bytes(31) + b"k")
+    frame = frame_of(key, MEDIUM, CHUNK_TOKENS)
+    counters = Counters()
+    with closing(FakePeer({key: frame})) as near, closing(FakePeer({key: frame})) as far:
+        fakes = {"127.0.0.1:1": near, "127.0.0.1:2": far}
+        terms = PeersTerms(tuple(fakes), timeout_ms=20_000)
+        peers = Peers(terms, lambda *say: fakes[say[0]].dial(*say), counters, time.monotonic)
+        with closing(peers):
+            peers.step()
+            one, other = peers.known()
+            other.speed.first_byte_s = 5.0
+            offer = peers.find([key])[key]
+            assert set(offer.peers) == {one, other}
+            out = np.zeros(len(frame), np.uint8)
+            assert {who for who, _ in peers.read(offer.info, offer.peers, out, 0)} == {one}
+            assert bytes(out) == bytes(frame)
+            near.lie = lambda message: [refusal(message[0].request)]
+            out[:] = 0
+            assert {who for who, _ in peers.read(offer.info, offer.peers, out, 0)} == {other}
+            assert bytes(out) == bytes(frame)
+            assert counters["peer_refusals"] == 1
+
+
+def test_hearsay_ends_after_a_while_and_with_the_peer() -> None:
+    now = [100.0]
+    keys = [ChunkKey(bytes(31) + bytes([n])) for n in (1, 2)]
+    frames = {key: frame_of(key, MEDIUM, CHUNK_TOKENS) for key in keys}
+    with closing(FakePeer(frames)) as fake:
+        peers = Peers(PeersTerms(("127.0.0.1:1",)), fake.dial, Counters(), lambda: now[0])
+        with closing(PeerTier(peers, Counters(), lambda: now[0])) as tier:
+            peers._terms = replace(peers._terms, timeout_ms=20_000)
+            peers.step()
+            assert None not in tier.find(keys)
+            assert tier.stale() == []
+            now[0] += KNOWN_S / 2
+            assert None not in tier.find(keys[:1])
+            now[0] += KNOWN_S / 2 + 1
+            assert tier.stale() == keys[1:]
+            tier.delete(keys[1])
+            assert tier.load_s(keys[1], 10) is None
+            peers.known()[0].forget()
+            assert tier.stale() == keys[:1]

@@ -1,0 +1,488 @@
+"""The pages of the HTTP port, without a browser: what they say, to whom, and how much."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import json
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ServerMaker
+from local_server import LocalServer, eventually
+from prompts import store
+from starlette.applications import Starlette
+from trust_world import World
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.config import load_config
+from kvstore.server.metrics import Counters
+from kvstore.server.tallies import BOUNDS_S, MAX_TENANTS, OTHERS, CallTimes, FindTally, Flows
+from kvstore.server.trust.authenticator import Authenticator
+from kvstore.server.web.dashboard import EVERY_S, Dashboard
+from kvstore.server.web.dashboard_charts import trend_chart, what_if_chart
+from kvstore.server.web.dashboard_page import MAX_PAGE_BYTES, MEDIA, sections_of
+from kvstore.server.web.dashboard_view import Subject, Viewer
+from kvstore.server.web.http_pages import MAX_READERS, Exposure, Pages
+from kvstore.server.web.http_server import MAX_CONNECTIONS, HttpServer
+from kvstore.server.web.http_start import exposure_of
+from kvstore.server.web.markup import Html, bar, table, tag, text
+from kvstore.server.web.metrics_text import MetricsText
+
+WAIT_S = 20.0
+
+
+def ask(
+    server: LocalServer, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
+) -> tuple[int, str, http.client.HTTPMessage]:
+    port = server.node.http_port
+    assert port is not None
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request(method, path, headers=dict(headers or {}))
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode(), reply.headers
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def served(make_server: ServerMaker) -> LocalServer:
+    return make_server("--http", "127.0.0.1:0")
+
+
+# --- what it says
+
+
+def test_the_page_has_what_the_server_did(served: LocalServer) -> None:
+    client = served.connect("grpc")
+    keys = store(client, 1, 6)
+    client.lookup(keys)
+    client.lookup([*keys, *client.keys(list(range(5000, 5064)))])
+    client.get(keys)
+    served.settled()
+    status, body, headers = ask(served, "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert "cpu → disk" in body
+    assert keys[-1][16:].hex()[:12] in body, "the prefix ends with the last chunk"
+    assert client.representation.model_id in body
+    assert '<dd id="now-hit-ratio">' in body
+    assert "hit_density" in body
+    for name in ("now", "tiers", "hits", "flows", "latency", "policy", "prefixes", "faults"):
+        assert f'<section id="{name}"' in body
+    finds = served.node.counters.finds.snapshot()
+    assert finds.tiers == {"cpu": 12}
+    assert (finds.asked, finds.ready) == ({"default": 16}, {"default": 12})
+    assert served.node.counters.flows.snapshot().keys() == {("cpu", "disk")}
+    assert served.node.counters.times.snapshot()["Lookup"].calls == 2
+
+
+def test_all_that_the_page_loads_is_its_own_and_small(served: LocalServer) -> None:
+    store(served.connect("grpc"), 1, 40)
+    body = ask(served, "/")[1]
+    size = len(body.encode()) + sum(len(data) for _, data in MEDIA.values())
+    assert size <= MAX_PAGE_BYTES
+    for part in (body, *(data.decode() for _, data in MEDIA.values())):
+        assert "http://" not in part
+        assert "https://" not in part
+    for name, (media_type, data) in MEDIA.items():
+        status, got, headers = ask(served, f"/{name}")
+        assert (status, got.encode()) == (200, data)
+        assert headers["Content-Type"].startswith(media_type)
+    assert "style=" not in body, "the policy allows none"
+    assert ask(served, "/nothing")[0] == 404
+    assert ask(served, "/", method="POST")[0] == 405
+
+
+def test_headers_let_nothing_else_in(served: LocalServer) -> None:
+    headers = ask(served, "/")[2]
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+    assert "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cache-Control"] == "no-store"
+
+
+def test_names_that_callers_chose_are_text_and_nothing_else(make_server: ServerMaker) -> None:
+    from dataclasses import replace
+
+    from prompts import SMALL
+
+    server = make_server("--http", "127.0.0.1:0")
+    evil = replace(SMALL, model_id='"><script>alert(1)</script>')
+    client = server.connect("grpc", evil)
+    client.lookup(store(client, 1, 2))
+    body = ask(server, "/")[1]
+    assert "<script>alert" not in body
+    assert "&quot;&gt;&lt;script&gt;alert(1)" in body
+
+
+def test_the_metrics_are_where_they_were(served: LocalServer) -> None:
+    status, body, headers = ask(served, "/metrics")
+    assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert "kvstore_lookups_total 0.0" in body
+    assert 'kvstore_call_seconds_count{method="Lookup"} 0.0' in body
+    assert 'kvstore_flow_bytes_total{source="disk",target="cpu"} 0.0' in body
+
+
+# --- events
+
+
+class Events:
+    """A reader of the page's events."""
+
+    def __init__(self, server: LocalServer, headers: Mapping[str, str] | None = None) -> None:
+        assert server.node.http_port is not None
+        self.connection = http.client.HTTPConnection(
+            "127.0.0.1", server.node.http_port, timeout=WAIT_S
+        )
+        self.connection.request("GET", "/events", headers=dict(headers or {}))
+        self.reply = self.connection.getresponse()
+
+    def next(self) -> dict[str, str] | None:
+        while line := self.reply.readline():
+            if line.startswith(b"data: "):
+                parts: dict[str, str] = json.loads(line[6:])
+                return parts
+        return None
+
+    def close(self) -> None:
+        self.reply.close()
+        self.connection.close()
+
+
+def test_events_bring_what_changed_and_readers_share_one_look(
+    served: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = [Events(served) for _ in range(3)]
+    try:
+        first = [reader.next() for reader in readers]
+        assert first[0] == first[1] == first[2]
+        client = served.connect("grpc")
+        client.lookup(store(client, 1, 5))
+
+        def chunks() -> bool:
+            parts = readers[0].next()
+            assert parts is not None
+            return '<dd id="now-chunks-known">5</dd>' in parts["now"]
+
+        assert any(chunks() for _ in range(5))
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def test_readers_are_bounded_and_room_comes_back(served: LocalServer) -> None:
+    readers = [Events(served) for _ in range(MAX_READERS)]
+    assert all(reader.next() for reader in readers)
+    status, body, _ = ask(served, "/events")
+    assert (status, "as many pages" in body) == (503, True)
+    assert ask(served, "/")[0] == 200
+    for reader in readers:
+        reader.close()
+
+    def is_free() -> bool:
+        reader = Events(served)
+        try:
+            return reader.reply.status == 200
+        finally:
+            reader.close()
+
+    assert eventually(is_free)
+
+
+def test_connections_are_bounded(served: LocalServer) -> None:
+    assert served.node.http_port is not None
+    idle = [
+        socket.create_connection(("127.0.0.1", served.node.http_port), WAIT_S)
+        for _ in range(MAX_CONNECTIONS)
+    ]
+    try:
+        assert eventually(lambda: ask(served, "/metrics")[0] == 503)
+    finally:
+        for one in idle:
+            one.close()
+    assert eventually(lambda: ask(served, "/metrics")[0] == 200)
+
+
+def test_a_header_that_does_not_end_is_refused(served: LocalServer) -> None:
+    assert served.node.http_port is not None
+    with socket.create_connection(("127.0.0.1", served.node.http_port), WAIT_S) as line:
+        line.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000)
+        assert b"400" in line.recv(100)
+
+
+def test_one_look_serves_all_who_ask_within_a_second() -> None:
+    looks: list[float] = []
+    now = [0.0]
+
+    def render() -> dict[str, Html]:
+        looks.append(now[0])
+        return {"now": Html(str(len(looks)))}
+
+    async def play() -> None:
+        dashboard = Dashboard(render, lambda: now[0])
+        found = await asyncio.gather(*(dashboard.sections() for _ in range(8)))
+        assert {str(one["now"]) for one in found} == {"1"}
+        now[0] = EVERY_S
+        assert await dashboard.after(0) == (2, {"now": "2"})
+        assert await dashboard.after(0) == (2, {"now": "2"}), "who comes late is not kept waiting"
+
+    asyncio.run(play())
+    assert looks == [0.0, EVERY_S]
+
+
+# --- to whom
+
+
+@pytest.mark.parametrize("host", ["evil.example", "10.0.0.1", "127.0.0.1.evil.example"])
+def test_pages_of_elsewhere_cannot_ask_by_a_name_that_points_here(
+    served: LocalServer, host: str
+) -> None:
+    for path in ("/", "/events", "/metrics"):
+        assert ask(served, path, {"Host": host})[0] == 421
+    assert ask(served, "/", {"Host": "localhost:9420"})[0] == 200
+
+
+@pytest.fixture
+def world(tmp_path: Path, no_leaks: None) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(*flags: str) -> World:
+        made.append(World(tmp_path, *flags))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def basic(token: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"me:{token}".encode()).decode()}
+
+
+def test_where_callers_are_asked_the_page_is_for_admins(world: Callable[..., World]) -> None:
+    guarded = world("--http", "127.0.0.1:0")
+    server = guarded.server
+    status, _, headers = ask(server, "/")
+    assert status == 401
+    assert headers["WWW-Authenticate"].startswith("Basic ")
+    for path in ("/", "/events", "/dashboard.js"):
+        assert ask(server, path)[0] == 401
+        assert ask(server, path, basic("kvs_000000000000_wrong"))[0] == 401
+        assert ask(server, path, {"Authorization": "Basic ???"})[0] == 401
+        assert ask(server, path, basic(guarded.acme))[0] == 403
+    assert ask(server, "/", basic(guarded.admin))[0] == 200
+    assert ask(server, "/", {"Authorization": f"Bearer {guarded.admin}"})[0] == 200
+    assert ask(server, "/metrics")[0] == 200, "as before: whoever is on this machine"
+
+
+def test_events_end_with_the_key_that_asked_for_them(world: Callable[..., World]) -> None:
+    guarded = world("--http", "127.0.0.1:0")
+    key = guarded.ring.make("ops", "admin")
+    guarded.server.node.trust.authenticator.refresh()
+    reader = Events(guarded.server, basic(key))
+    assert reader.next() is not None
+    guarded.ring.revoke(key)
+    guarded.server.node.trust.authenticator.refresh()
+    while reader.next() is not None:
+        continue
+    reader.close()
+
+
+def test_over_tls_all_of_it_goes_to_admins_and_a_certificate_may_be_replaced(
+    world: Callable[..., World],
+) -> None:
+    guarded = world("--http", "0.0.0.0:0", "--http-tls")
+    port = guarded.server.node.http_port
+
+    def get(path: str, headers: Mapping[str, str]) -> int:
+        context = ssl.create_default_context(cafile=str(guarded.ca.path))
+        connection = http.client.HTTPSConnection("localhost", port, timeout=WAIT_S, context=context)
+        try:
+            connection.request("GET", path, headers=dict(headers))
+            return connection.getresponse().status
+        except ssl.SSLError:
+            return 0
+        finally:
+            connection.close()
+
+    assert get("/", {}) == 401
+    assert get("/", basic(guarded.reader)) == 403
+    assert get("/", basic(guarded.admin)) == 200
+    guarded.ca.issue("server", hosts=("elsewhere",))
+    assert eventually(lambda: get("/", basic(guarded.admin)) == 0), "the new one is of another host"
+    guarded.ca.issue("server")
+    assert eventually(lambda: get("/", basic(guarded.admin)) == 200)
+    with pytest.raises((OSError, http.client.HTTPException)):
+        ask(guarded.server, "/metrics")  # in plain text
+
+
+Answer = tuple[int, str]
+
+
+def asked_by(client: str, exposure: Exposure, path: str, host: str = "10.0.0.9") -> Answer:
+    """Return what a caller from the address *client*, without a proof, is answered."""
+    authenticator = Authenticator(None, None, takes_certificates=True, wall_clock=time.time)
+    metrics = MetricsText(Counters(), list, ["cpu"])
+    dashboard = Dashboard(lambda: {"now": Html("<p>now</p>")}, time.monotonic)
+    pages = Pages(metrics, dashboard, authenticator, exposure)
+    sent: list[dict[str, Any]] = []
+    scope = {
+        "type": "http", "method": "GET", "path": path, "root_path": "", "query_string": b"",
+        "scheme": "http", "headers": [(b"host", host.encode())], "client": (client, 1),
+        "server": ("127.0.0.1" if client == "127.0.0.1" else "10.0.0.9", 9420),
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(pages.app(scope, receive, send))  # type: ignore[arg-type]
+    return sent[0]["status"], b"".join(one.get("body", b"") for one in sent).decode()
+
+
+@pytest.mark.parametrize(
+    ("client", "exposure", "page_status", "metrics_status"),
+    [
+        ("127.0.0.1", Exposure(), 401, 200),
+        ("10.0.0.1", Exposure(), 403, 401),
+        ("10.0.0.1", Exposure(asks_for_metrics=False), 403, 200),
+        ("10.0.0.1", Exposure(shows_dashboard=True), 401, 401),
+    ],
+)
+def test_other_hosts_get_what_the_settings_expose(
+    client: str, exposure: Exposure, page_status: int, metrics_status: int
+) -> None:
+    host = "localhost" if client == "127.0.0.1" else "10.0.0.9:9420"
+    status, body = asked_by(client, exposure, "/", host)
+    assert (status, "--http-tls" in body) == (page_status, page_status == 403)
+    assert asked_by(client, exposure, "/events", host)[0] == page_status
+    assert asked_by(client, exposure, "/metrics", host)[0] == metrics_status
+
+
+def test_this_machine_has_the_page_though_others_have_the_metrics_alone(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--http", "0.0.0.0:0", "--open-pages")
+    assert ask(server, "/metrics")[0] == 200
+    assert ask(server, "/")[0] == 200
+    assert server.node._http is not None
+    assert exposure_of(server.config) == Exposure(shows_dashboard=False, asks_for_metrics=False)
+
+
+def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
+    me, other = (SimpleNamespace(node_id=n, grpc_address=f"{n}:7420") for n in ("a", "<b>"))
+    viewer = Viewer(
+        Subject(
+            SimpleNamespace(catalog=_WithDirectory(served, me, other), **_of(served)),  # type: ignore[arg-type]
+            served.node.sessions, served.node.counters, "1", time.monotonic,
+        )
+    )  # fmt: skip
+    shown = sections_of(viewer.view())["nodes"]
+    assert "this one" in shown
+    assert "&lt;b&gt;:7420" in shown
+
+
+def _of(served: LocalServer) -> dict[str, Any]:
+    manager = served.node.manager
+    return {"shelf_statuses": manager.shelf_statuses, "spaces": manager.spaces}
+
+
+class _WithDirectory:
+    """A catalog in a directory of two nodes."""
+
+    def __init__(self, served: LocalServer, me: Any, other: Any) -> None:
+        self._catalog = served.node.manager.catalog
+        report = SimpleNamespace(me=me, nodes=(other,), failure="")
+        self.directory = SimpleNamespace(report=lambda: report)
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._catalog, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--http", "0.0.0.0:0"), "--open-pages"),
+        (("--http", "0.0.0.0:0", "--http-tls"), "--tls-cert"),
+        (("--http-tls",), "--tls-cert"),
+    ],
+)
+def test_a_page_that_others_could_read_has_to_be_asked_for(
+    flags: tuple[str, ...], word: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=word):
+        load_config(list(flags))
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()
+        with pytest.raises(InvalidRequestError, match=str(address[1])):
+            HttpServer(address, Starlette(), None)
+
+
+# --- parts
+
+
+def test_text_is_escaped_but_what_is_html_already() -> None:
+    assert tag("b", "<i>", class_='a"b') == '<b class="a&quot;b">&lt;i&gt;</b>'
+    assert text(tag("b", "x")) == "<b>x</b>"
+    made = table("<c>", ("<h>",), [("<x>", "<y>")])
+    assert "<c>" not in made
+    assert "<y>" not in made
+    assert 'width="100"' in bar(7.0, "full")
+    assert bar(None, "<") == "&lt;"
+
+
+def test_drawings_have_a_line_for_each_tier_and_gaps_where_nothing_was_asked() -> None:
+    drawn = what_if_chart({"cpu": {0.5: 0.1, 1: 0.2, 2: 0.4}, "disk": {1: 0.5, 2: 0.6}, "x": {}})
+    assert drawn.count("<polyline") == 2
+    assert what_if_chart({"cpu": {}}) == ""
+    assert trend_chart([0.5, None, 0.25, 0.75], 20.0).count("<polyline") == 2
+    assert trend_chart([None, None], 20.0) == ""
+
+
+def test_quantiles_are_those_of_the_calls_within_a_bound_of_theirs() -> None:
+    times = CallTimes()
+    before = times.snapshot()["Lookup"]
+    assert before.quantile_s(0.5) is None
+    for took_ms in range(1, 1001):
+        times.note("/kvstore.v1.KVStore/Lookup", took_ms / 1000)
+    times.note("Drain", 5.0)
+    found = times.snapshot()["Lookup"].since(before)
+    assert found.calls == 1000
+    assert found.total_s == pytest.approx(500.5)
+    assert found.quantile_s(0.5) == pytest.approx(0.5, rel=0.05)
+    assert found.quantile_s(0.99) == pytest.approx(0.99, rel=0.05)
+    times.note("Get", 1e6)
+    assert times.snapshot()["Get"].quantile_s(0.5) == BOUNDS_S[-1]
+
+
+def test_tenants_beyond_the_limit_are_counted_together() -> None:
+    import numpy as np
+
+    tally = FindTally()
+    for number in range(MAX_TENANTS + 5):
+        tally.note(f"t{number}", 3, np.array([0, 1], np.uint8), ("cpu", "disk"))
+    finds = tally.snapshot()
+    assert len(finds.asked) == MAX_TENANTS + 1
+    assert (finds.asked[OTHERS], finds.ready[OTHERS]) == (15, 10)
+    assert finds.tiers == {"cpu": MAX_TENANTS + 5, "disk": MAX_TENANTS + 5}
+    flows = Flows()
+    flows.note("cpu", "disk", 10)
+    flows.note("cpu", "disk", 5)
+    assert flows.snapshot() == {("cpu", "disk"): (2, 15)}
