@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from local_server import LocalServer, eventually
 from redis_process import RedisProcess
 from server_process import ServerProcess
 
 from kvstore.codecs.background import make_at_once
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # a loaded machine is slow: time is no property of a test's input
 
 collect_ignore = ["real_vllm", "real_sglang", "cluster"]
 """What needs an environment of its own: ``make test-vllm``, ``test-sglang``, ``cluster-test``."""
