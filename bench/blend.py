@@ -82,7 +82,7 @@ def _ends(case: Case) -> tuple[float, float, float]:
     ids = torch.tensor([case.tokens])
     first = len(case.tokens) - len(case.question)
     with torch.inference_mode():
-        full = model(ids).logits[0, first:]
+        full = model(ids, logits_to_keep=len(case.question)).logits[0]
         joined = model(ids[:, first:], past_key_values=_joined(case, model, first)).logits[0]
         cached = model(ids[:, : len(case.prefix)]).past_key_values
         own = model(ids[:, len(case.prefix) :], past_key_values=cached).logits[0]

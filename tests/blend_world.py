@@ -103,9 +103,14 @@ class World:
         return MemorySource(self.stored)
 
     def full_logits(self) -> Tensor:
-        """The model's own, of the suffix."""
+        """The model's own, of the suffix alone: of other rows some CPUs sum them otherwise."""
+        return self.own_logits(SUFFIX)
+
+    def own_logits(self, count: int) -> Tensor:
+        """The model's own, of the prompt's last *count* tokens; 0: of all."""
         with torch.inference_mode():
-            found: Tensor = self.model(torch.tensor([self.tokens])).logits[0, -SUFFIX:]
+            ids = torch.tensor([self.tokens])
+            found: Tensor = self.model(ids, logits_to_keep=count).logits[0]
         return found
 
     def approx(self) -> list[int]:

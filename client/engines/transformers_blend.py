@@ -110,11 +110,12 @@ class TransformersAdapter:
             low = 0 if window is None else max(0, start - window + 1)
             mask = reads(positions, low, end, window)
             found.append(self._read(layer, rows, kv, (low, end), mask))
-        return torch.cat(found, 1).transpose(0, 1).flatten(1)
+        return (found[0] if len(found) == 1 else torch.cat(found)).flatten(1)
 
     def _read(
         self, layer: int, query: Tensor, kv: LayerKV, span: tuple[int, int], mask: Tensor | None
     ) -> Tensor:
+        """Return what *query*'s rows read: (rows, heads, head_dim), as kernels lay it out."""
         keys, values = (part[None, :, slice(*span)] for part in kv)
         return scaled_dot_product_attention(
             query[None],
@@ -124,7 +125,7 @@ class TransformersAdapter:
             is_causal=mask is None and query.shape[1] > 1,
             scale=self._layers[layer].self_attn.scaling,
             enable_gqa=query.shape[0] != self.kv_heads,
-        )[0]
+        )[0].transpose(0, 1)
 
     def mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
         """Return what each key gets of the rows at *positions*: (tokens,), float32 or wider."""
