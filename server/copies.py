@@ -19,7 +19,8 @@ from kvstore.proto.types import (
     KVLayout,
     Namespace,
 )
-from kvstore.server.events.events import Event, EventLog
+from kvstore.server.events.event_ring import Event
+from kvstore.server.events.events import EventLog
 from kvstore.server.history_file import MAX_CHUNKS, SavedHistory
 from kvstore.server.knowledge import Knowledge, Origin
 from kvstore.server.leases import LeaseTable

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvstore.proto.types import ROOT, Fidelity
-from kvstore.server.events.events import Event
+from kvstore.server.events.event_ring import Event
 
 MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
 """What vLLM calls the media of tiers."""

@@ -21,32 +21,12 @@ from kvstore.proto.types import (
     Fidelity,
     Namespace,
 )
+from kvstore.server.events.event_ring import Event, EventRing
 
 PAGE_EVENTS = 512
 MAX_SPACES = 4096
 """Namespaces whose events have numbers of their own. One that is pushed out goes on from the number
 of all, and learns it."""
-
-
-class Event(NamedTuple):
-    """A copy came to *tier*, or left it: then it has no tokens.
-
-    *number* counts all events, *own* those of the key's namespace, so that nobody learns from it
-    how much others do. Both are 0 where what is here is told.
-    """
-
-    key: ChunkKey
-    tier: str
-    tokens: int = 0
-    parent: ChainDigest = ROOT
-    fidelity: Fidelity = Fidelity.none
-    number: int = 0
-    own: int = 0
-
-    @property
-    def space(self) -> bytes:
-        """The namespace of the chunk."""
-        return self.key[:DIGEST_BYTES]
 
 
 class Page(NamedTuple):
@@ -70,7 +50,7 @@ class EventLog:
     def __init__(self, tiers: Collection[str], size: int) -> None:
         self._tiers = frozenset(tiers)
         self._size = size
-        self._ring: list[Event | None] = [None] * size
+        self._ring = EventRing(tiers, size)
         self._counts: OrderedDict[bytes, int] = OrderedDict()
         self._least = 1
         """What a namespace that is not in *_counts* counts from."""
@@ -99,8 +79,7 @@ class EventLog:
         if len(self._counts) > MAX_SPACES:
             self._counts.popitem(last=False)
             self._least = number
-        event = Event(key, tier, tokens, parent, fidelity, number, own)
-        self._ring[number % self._size] = event
+        self._ring.put(Event(key, tier, tokens, parent, fidelity, number, own))
         self.last = number
 
     # --- who reads
@@ -114,8 +93,8 @@ class EventLog:
         stop = min(self.last, number + PAGE_EVENTS) + 1
         page = []
         for at in range(number + 1, stop):
-            event = self._ring[at % self._size]
-            if event is None or event.number != at:
+            event = self._ring.get(at)
+            if event is None:
                 return None
             page.append(event)
         return page
@@ -135,7 +114,7 @@ class EventLog:
         if own == self.count(space):
             return last
         for at in range(max(0, last - self._size) + 1, last + 1):
-            event = self._ring[at % self._size]
+            event = self._ring.get(at)
             if event is not None and event.space == space and event.own > own:
                 return event.number - 1 if event.own == own + 1 else None
         return None

@@ -33,10 +33,13 @@ from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import MAGIC
 
-WARM_UP_SHARE = 0.3
-"""Of the run, before which memory is not looked at. After it the server's own memory is, each
-second: slabs and files are not counted, they are allocated in full. The server has two arenas of
-malloc: of eight a core, each keeps what it once needed, which looks like growth for long."""
+RESTART_SHARE = 0.05
+"""Of the run, after which the server is killed and started again."""
+WARM_UP_SHARE = 0.4
+"""Of the run, before which memory is not looked at: what is bounded fills meanwhile. After it the
+server's own memory is, each second: slabs and files are not counted, they are allocated in full.
+The server has two arenas of malloc: of eight a core, each keeps what it once needed, which looks
+like growth for long."""
 FAULT_EVERY_S = 0.7
 CLIENTS = ("shm", "grpc", "grpc", "shm")
 """The third goes through a proxy of its own."""
@@ -200,12 +203,18 @@ class Soak:
         return time.monotonic() - started
 
     def show_everything(self) -> None:
-        """Put every prompt once, so that the server's memory of them is not growth later on."""
+        """Put, delete and put every prompt, so that what the server remembers of each chunk, and of
+        what became of it, is not growth later on.
+        """
         options = ClientOptions("grpc", 16, 5000)
         with Client(self.server.address, SMALL, options) as client:
             for seed in range(1, PROMPTS + 1):
+                keys = keys_of(client, seed, CHUNKS)
+                chunks = chunks_of(client, keys)
                 with suppress(KVStoreError):
-                    client.put(chunks_of(client, keys_of(client, seed, CHUNKS)))
+                    client.put(chunks)
+                    client.delete(keys)
+                    client.put(chunks)
 
     def totals(self) -> Counter[str]:
         """Return what all clients counted."""
@@ -239,7 +248,7 @@ def run(minutes: float, seed: int) -> dict[str, float]:
         soak = Soak(folder, draw, stack)
         started, length_s = time.monotonic(), 60 * minutes
         warm_at, end_at = started + WARM_UP_SHARE * length_s, started + length_s
-        _faults_until(soak, warm_at / 2 + started / 2)
+        _faults_until(soak, started + RESTART_SHARE * length_s)
         restart_s = soak.restart_server()
         soak.show_everything()
         pid = soak.server.pid

@@ -23,6 +23,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey, Fidelity
 from kvstore.server.config import load_config
 from kvstore.server.events import event_publisher as module
+from kvstore.server.events.event_ring import Event
 from kvstore.server.events.event_sockets import EventSockets, parse_readers
 from kvstore.server.events.event_words import (
     AllBlocksCleared,
@@ -32,7 +33,6 @@ from kvstore.server.events.event_words import (
     encode,
     words_of,
 )
-from kvstore.server.events.events import Event
 from kvstore.server.node import tenant_salts
 
 OPTIONS = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS)
