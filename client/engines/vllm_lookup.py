@@ -124,10 +124,12 @@ class LookupDesk:
             self._work.put(work)
         return not is_full
 
-    def wait(self, within_s: float) -> None:
-        """Wait until some ticket is answered, if one is waiting. For who has nothing to do."""
+    def wait(self, within_s: float, ticket: Ticket | None = None) -> None:
+        """Wait until *ticket* is answered, or some one, if any waits. For who has nothing to do."""
         with self._answers:
-            if self._waiting:
+            if ticket is not None:
+                self._answers.wait_for(lambda: ticket.ready is not None, within_s)
+            elif self._waiting:
                 self._answers.wait(within_s)
 
     def _run(self, is_first: bool) -> None:

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-QUIET_S = 0.02
-"""A load that brought nothing for so long is looked after."""
+QUIET_S = 0.01
+"""A load that brought nothing for so long is looked after. With what that takes, 20 ms at most, and
+a step of the engine a server that hangs costs less than 50 ms."""
 
 AGAIN_S = 0.1
 """How soon once more, where it was only slow."""

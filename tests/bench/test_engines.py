@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import engines, engines_prompts, engines_stores
+from bench import engines, engines_hang, engines_prompts, engines_stores
 from bench.engines_samples import Samples, in_turn, interval
 from bench.engines_sides import Side, Taken
 from bench.peer_process import PeerSkippedError
@@ -31,6 +31,14 @@ def test_so_does_the_one_figure_that_can_be_had_alone(
     assert engines_stores.main(["--json"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert "make vllm-env" in line["skipped"]["store_overhead"]
+
+
+def test_so_does_what_a_server_that_hangs_costs_by_transport(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines_hang, "PYTHON", tmp_path / "python")
+    assert engines_hang.main(["--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["skipped"]) == set(engines_hang.KEYS)
 
 
 def side(name: str, *, has_store: bool = True) -> Side:

@@ -23,6 +23,7 @@ from vllm_pages import (
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine, options
 
+from kvstore.client.engines import vllm_scheduler
 from kvstore.client.engines.vllm_layout import PACKINGS
 from kvstore.client.engines.vllm_settings import Role
 from kvstore.client.engines.vllm_worker import RefusedWorker
@@ -316,3 +317,52 @@ def test_a_rank_without_a_name_fails_loads_at_once_and_says_so(start: Start) -> 
     assert engine.load(request, blocks, 160) == set(blocks[1:6])
     assert engine.matched(FakeRequest("c", PROMPT)) == 0
     assert engine.step(request, blocks, 200).stores == ()
+
+
+def test_requests_that_come_together_to_an_engine_at_rest_are_computed_together(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks once and waits for the answers, which would be a step later for some."""
+    monkeypatch.setattr(vllm_scheduler, "TOGETHER_S", 60.0)
+    engine = start()
+    requests = [FakeRequest(f"r{number}", prompt_tokens(number, 200)) for number in range(8)]
+    for request in requests:
+        engine.scheduler.arrived(request)
+    assert [engine.scheduler.matched_tokens(request, 0) for request in requests] == [0] * 8
+
+
+def test_an_engine_that_computes_something_waits_for_no_answer(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_scheduler, "TOGETHER_S", 60.0)
+    engine, let_go = start(), threading.Event()
+    running, new = FakeRequest("a", PROMPT), FakeRequest("b", prompt_tokens(2, 200))
+    engine.scheduler.arrived(running)
+    assert engine.scheduler.matched_tokens(running, 0) == 0
+    engine.step(running, engine.blocks(200), 200)
+    find = engine.scheduler._look
+    monkeypatch.setattr(engine.scheduler, "_look", lambda keys: let_go.wait(20.0) and find(keys))
+    assert engine.scheduler.matched_tokens(new, 0) is None
+    let_go.set()
+    engine.scheduler.finished(running)
+    assert engine.scheduler.matched_tokens(new, 0) == 0
+
+
+def test_an_engine_at_rest_waits_but_once_a_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests of it have no answer: what it waits is one measure for all of them."""
+    monkeypatch.setattr(vllm_scheduler, "TOGETHER_S", 0.002)
+    engine, let_go, waits = start(), threading.Event(), list[float]()
+    monkeypatch.setattr(engine.scheduler, "_look", lambda _: let_go.wait(20.0) and 0)
+    wait = engine.scheduler._desk.wait
+
+    def noted(within_s: float, ticket: object = None) -> None:
+        waits.append(within_s)
+        wait(within_s, ticket)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.scheduler._desk, "wait", noted)
+    requests = [FakeRequest(f"r{number}", prompt_tokens(number, 200)) for number in range(4)]
+    assert [engine.scheduler.matched_tokens(request, 0) for request in requests] == [None] * 4
+    assert len(waits) == 1
+    let_go.set()

@@ -113,3 +113,15 @@ def test_who_has_nothing_to_do_waits_for_an_answer_only_if_one_is_due(desk: Look
     ticket = desk.ask(TOKENS, Identity)
     assert answered(ticket) == 2
     desk.wait(60.0)
+
+
+def test_who_waits_for_one_answer_gets_on_with_it_and_else_only_waits_its_time(
+    desk: LookupDesk, store: Store
+) -> None:
+    ticket = desk.ask(TOKENS, Identity)
+    desk.wait(60.0, ticket)
+    assert ticket.ready == 2
+    store.opened.clear()
+    unanswered = desk.ask(TOKENS, Identity)
+    desk.wait(0.001, unanswered)
+    assert unanswered.ready is None
