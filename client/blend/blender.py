@@ -39,6 +39,11 @@ class Blender:
         self._adapter = adapter
         self._layer_wait_s = layer_wait_s
 
+    @property
+    def n_layers(self) -> int:
+        """Of the engine."""
+        return self._adapter.n_layers
+
     @torch.inference_mode()
     def compile(self, tokens: Sequence[int], *, sink: Sequence[int] = ()) -> list[LayerKV]:
         """Return K and V of *tokens*, a layer each, computed behind *sink*, which is left out.

@@ -84,6 +84,16 @@ class Controller:
         storage = Storage(token_bytes, speed, can_skip_rows=can_skip_rows)
         return choose(plan, self._n_layers, storage, self._full.estimate(), self._blend.estimate())
 
+    @property
+    def knows_full(self) -> bool:
+        """Whether a full prefill was measured."""
+        return self._full.is_measured
+
+    @property
+    def knows_blend(self) -> bool:
+        """Whether a blend was measured."""
+        return self._blend.is_measured
+
     def observe_full(self, tokens: int, seconds: float) -> None:
         """Take note of a full prefill."""
         self._full.observe(Work.of([tokens], tokens, 0), seconds)
@@ -99,6 +109,10 @@ class Controller:
             work += Work.of([plan.count("miss")], len(plan.tokens), 0)
         self._blend.observe(work, report.total_s - report.wait_s)
         self._link.observe(loaded_bytes, report.load_s)
+
+    def observe_late(self, loaded_bytes: int, waited_s: float) -> None:
+        """Take note of loads that were given up: the link is no faster than that."""
+        self._link.observe(loaded_bytes, waited_s)
 
 
 def choose(

@@ -103,6 +103,12 @@ class CostMeter:
         with self._lock:
             self._estimate = CostEstimate(speed, error)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything was observed yet."""
+        with self._lock:
+            return bool(self._samples)
+
     def estimate(self) -> CostEstimate:
         """Return what is known now."""
         with self._lock:

@@ -10,12 +10,15 @@ import numpy as np
 from torch import Tensor
 
 from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.controller import Controller, Decision
+from kvstore.client.blend.cost import Speed
 from kvstore.client.blend.feedback import Shadow, compare, deviations
 from kvstore.client.blend.patience import Patience
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.store_source import StoreSource
-from kvstore.client.resolving import ResolveTerms, Resolving
+from kvstore.client.link_meter import LinkMeter
+from kvstore.client.resolving import Resolved, ResolveTerms, Resolving
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, SegmentRange
 from kvstore.proto.errors import KVStoreError
@@ -24,6 +27,9 @@ _LARGEST_HALF = 65504.0
 _BYTE = 255
 
 _LATE = ("DeadlineError", "TierUnavailableError")
+_PRIOR = Speed(0.0, 0.0, 1e-4, 1e-9)
+_PRIOR_BYTES_PER_S = 1e9
+"""Both only until something was measured, and nothing is decided by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,8 @@ class GatedResult:
     """What to answer from, and what came of the question.
 
     ``result`` is the full prefill's where there was one. ``gate`` is None when the store did not
-    answer; ``failure`` says why, or why a report was refused.
+    answer; ``failure`` says why, or why a report was refused. ``decision`` is what the controller
+    made of it; None where nothing was there, or the request is to be compared.
     """
 
     result: BlendResult
@@ -39,12 +46,14 @@ class GatedResult:
     shadow: Shadow | None = None
     gate: GateView | None = None
     failure: str = ""
+    decision: Decision | None = None
 
 
 class GatedBlender:
     """Blends what the gate lets through, compares what it wants compared, and reports.
 
-    *terms* say the tag, and whether these are trials. As thread-safe as *blender* is.
+    *terms* say the tag, and whether these are trials. *controller* decides whether blending is
+    worth it, and learns from every prompt; None: one of its own. As thread-safe as *blender* is.
     """
 
     def __init__(
@@ -53,7 +62,10 @@ class GatedBlender:
         blender: Blender,
         terms: ResolveTerms | None = None,
         selector: str = "hybrid",
+        controller: Controller | None = None,
     ) -> None:
+        own = Controller(blender.n_layers, _PRIOR, LinkMeter(_PRIOR_BYTES_PER_S))
+        self._controller = controller or own
         self._client = client
         self._blender = blender
         self._terms = terms or ResolveTerms()
@@ -74,25 +86,26 @@ class GatedBlender:
 
     def _prefill(self, tokens: Sequence[int]) -> BlendResult:
         done = self._blender.prefill(tokens)
-        self._patience.note_full(len(tokens), done.report.total_s)
+        self._note_full(len(tokens), done)
         return done
+
+    def _note_full(self, tokens: int, done: BlendResult) -> None:
+        self._patience.note_full(tokens, done.report.total_s)
+        self._controller.observe_full(tokens, done.report.total_s)
 
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
         with self._client.resolve(tokens, ranges, self._terms) as resolved:
             with StoreSource(resolved, tokens, self._client.representation) as source:
                 plan = replace(source.plan, selector=self._selector)
-                # What is answered from a full prefill is to be compared, whatever it takes.
-                is_compared = resolved.found.is_shadow
-                within_s = self._patience.within_s(len(tokens), source.loaded_bytes)
-                patience_s = math.inf if is_compared else within_s
-                result = self._blender.blend(plan, source, patience_s=patience_s)
-                if result.report.failure.startswith(_LATE):
-                    self._patience.note_late(source.loaded_bytes, within_s)
-                    resolved.abandon()
-                elif result.is_blended:
-                    self._patience.note_load(source.loaded_bytes, result.report.load_s)
+                decision = self._decided(plan, source, resolved)
+                if decision is not None:
+                    plan = decision.applied(plan)
+                if plan.count("miss") == len(tokens):  # nothing there, or not worth it
+                    resolved.release()
+                result = self._tried(plan, source, resolved)
+                answer = GatedResult(result, plan, gate=resolved.found.gate, decision=decision)
                 if not result.is_blended:
-                    return GatedResult(result, plan, None, resolved.found.gate)
+                    return answer
                 full = self._prefill(tokens) if resolved.found.is_shadow else None
                 shadow = None
                 if full is not None:
@@ -100,11 +113,42 @@ class GatedBlender:
                     shadow = compare(full.logits[first:], result.logits)
                 reporter = _Reporter(plan, source, result, full)
                 report = reporter.message(self._terms.tag, shadow)
-            answer = GatedResult(full or result, plan, shadow, resolved.found.gate)
+            answer = replace(answer, result=full or result, shadow=shadow)
             try:
                 return replace(answer, gate=self._client.report_reuse(report))
             except KVStoreError as error:
                 return replace(answer, failure=f"{type(error).__name__}: {error}")
+
+    def _decided(self, plan: BlendPlan, source: StoreSource, resolved: Resolved) -> Decision | None:
+        """Return what to do with *plan*; None: as it says.
+
+        What is to be compared is blended, and so is the first prompt after a full prefill was
+        measured: before, nothing is known to compare with, and the prompt is computed.
+        """
+        if resolved.found.is_shadow or plan.count("miss") == len(plan.tokens):
+            return None
+        if not self._controller.knows_full:
+            return Decision("full", 1.0, 0.0, 0.0)
+        if not self._controller.knows_blend:
+            return None
+        return self._controller.decide(plan, source.token_bytes, can_skip_rows=source.can_skip_rows)
+
+    def _tried(self, plan: BlendPlan, source: StoreSource, resolved: Resolved) -> BlendResult:
+        """Carry *plan* out, and learn from it."""
+        # What is answered from a full prefill is to be compared, whatever it takes.
+        within_s = self._patience.within_s(len(plan.tokens), source.loaded_bytes)
+        patience_s = math.inf if resolved.found.is_shadow else within_s
+        result = self._blender.blend(plan, source, patience_s=patience_s)
+        if result.report.failure.startswith(_LATE):
+            self._patience.note_late(source.loaded_bytes, within_s)
+            self._controller.observe_late(source.loaded_bytes, within_s)
+            resolved.abandon()
+        elif result.is_blended:
+            self._patience.note_load(source.loaded_bytes, result.report.load_s)
+            self._controller.observe_blend(plan, result, source.loaded_bytes)
+        elif plan.count("miss") == len(plan.tokens):
+            self._note_full(len(plan.tokens), result)
+        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,22 @@ class StoreSource:
         )  # fmt: skip
 
     @property
+    def token_bytes(self) -> float:
+        """What a token of the plan's segments takes in the store, all layers; 0 without one."""
+        chunks = [chunk for run in self._runs for chunk in run.chunks]
+        tokens = sum(chunk.asked.tokens for chunk in chunks)
+        return sum(chunk.best.size_bytes for chunk in chunks) / tokens if tokens else 0.0
+
+    @property
+    def can_skip_rows(self) -> bool:
+        """Whether rows that ``narrow`` names are left out: of raw frames, and if none is compared.
+
+        Frames of a codec are smaller than their KV, and come whole.
+        """
+        raw = 2 * len(self._layer_ids) * self._heads * self._head_dim * self._dtype.itemsize
+        return not self._resolved.found.is_shadow and self.token_bytes >= raw
+
+    @property
     def left_out(self) -> frozenset[int]:
         """Positions that were not asked for: what ``stored`` has there is nothing."""
         return self._left_out

@@ -200,6 +200,18 @@ def test_a_controller_that_sees_storage_slow_down_stops_blending() -> None:
     assert controller.decide(plan(), TOKEN_BYTES).action == "full"
 
 
+def test_loads_that_were_given_up_say_that_the_link_is_no_faster() -> None:
+    link = LinkMeter(1e9)
+    controller = Controller(LAYERS, SPEED, link)
+    assert not controller.knows_full
+    assert not controller.knows_blend
+    controller.observe_late(1000, 0.5)
+    assert link.estimate().p20_bytes_per_s == 2000
+    controller.observe_full(100, 1.0)
+    assert controller.knows_full
+    assert not controller.knows_blend
+
+
 @pytest.mark.parametrize("terms", [(0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1.0, -1.0)])
 def test_storage_is_checked_at_birth(terms: tuple[float, float, float]) -> None:
     with pytest.raises(InvalidRequestError, match="storage"):

@@ -12,11 +12,15 @@ from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.controller import Action, Controller, Decision
+from kvstore.client.blend.cost import Speed
 from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.source import MemorySource
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
@@ -281,3 +285,92 @@ def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
     after = gated.run(prompt, ranges)
     assert after.shadow is None
     assert not after.result.is_blended
+
+
+class Deciding(Controller):
+    """Knows what it is said to know, and decides as it is told to."""
+
+    knows_full = True
+    knows_blend = True
+
+    def __init__(self, action: Action) -> None:
+        super().__init__(LAYERS, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(1e9))
+        self.action: Action = action
+
+    def decide(
+        self, plan: BlendPlan, token_bytes: float, *, can_skip_rows: bool = False
+    ) -> Decision:
+        assert token_bytes > 2 * LAYERS * 2 * 16 * 4  # heads, head_dim, bytes, and a frame's own
+        assert can_skip_rows, "frames are raw"
+        return Decision(self.action, 0.5, 1.0, 2.0)
+
+
+@pytest.fixture
+def unwatched(
+    client: Client, blender: Blender, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Client, list[int], list[SegmentRange]]:
+    """A client whose gate is open and whose requests are not compared, and a prompt."""
+    _store(client, blender, 10, FIRST, SECOND)
+    _open_gate(client)
+    resolve = client.resolve
+    monkeypatch.setattr(
+        client, "resolve", lambda *given: _without_shadow(resolve(*given)), raising=True
+    )
+    monkeypatch.setattr("kvstore.client.blend.patience.FIRST_S", 60.0)
+    return client, *_prompt(20, SECOND, FIRST)
+
+
+def test_a_prompt_that_is_not_worth_blending_is_computed_and_nothing_loaded(
+    unwatched: tuple[Client, list[int], list[SegmentRange]], blender: Blender, server: LocalServer
+) -> None:
+    client, prompt, ranges = unwatched
+    before = server.counter("get_bytes")
+    done = GatedBlender(client, blender, controller=Deciding("full")).run(prompt, ranges)
+    assert done.decision is not None
+    assert done.decision.action == "full"
+    assert server.counter("get_bytes") == before
+    assert server.usage().leases == 0
+    assert torch.equal(done.result.logits, blender.prefill(prompt).logits[-SUFFIX:])
+
+
+def test_a_prompt_that_is_worth_it_is_blended_at_the_ratio_that_was_decided(
+    unwatched: tuple[Client, list[int], list[SegmentRange]], blender: Blender
+) -> None:
+    client, prompt, ranges = unwatched
+    done = GatedBlender(client, blender, controller=Deciding("blend")).run(prompt, ranges)
+    assert done.failure == done.result.report.failure == ""
+    assert done.result.is_blended
+    assert done.plan is not None
+    assert done.plan.ratio == 0.5
+    assert done.result.report.selected.numel() == 44  # of 88
+
+
+def test_nothing_is_decided_by_speeds_that_nobody_measured(
+    unwatched: tuple[Client, list[int], list[SegmentRange]],
+    blender: Blender,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full prefill is measured first, then a blend; both are then weighed."""
+    client, prompt, ranges = unwatched
+    controller = Deciding("full")
+    gated = GatedBlender(client, blender, controller=controller)
+    monkeypatch.setattr(Deciding, "knows_full", False)
+    first = gated.run(prompt, ranges)
+    assert first.decision is not None
+    assert first.decision.action == "full"
+    assert not first.result.is_blended
+    monkeypatch.setattr(Deciding, "knows_full", True)
+    monkeypatch.setattr(Deciding, "knows_blend", False)
+    assert gated.run(prompt, ranges).decision is None
+    monkeypatch.setattr(Deciding, "knows_blend", True)
+    assert gated.run(prompt, ranges).decision is not None
+
+
+def test_what_is_to_be_compared_is_blended_whatever_it_costs(
+    client: Client, blender: Blender
+) -> None:
+    _store(client, blender, 10, FIRST, SECOND)
+    gated = GatedBlender(client, blender, TRIAL, controller=Deciding("full"))
+    done = gated.run(*_prompt(20, SECOND, FIRST))
+    assert done.decision is None
+    assert done.shadow is not None
