@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,6 +21,7 @@ from kvstore.proto.errors import (
     DeadlineError,
     PermissionDeniedError,
     QuotaExceededError,
+    TierUnavailableError,
     UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
@@ -160,10 +162,11 @@ def test_a_peer_may_read_what_it_names_and_do_nothing_else(
         (bulk.Put(99, terms.session_id, 1000, 0), None),
     ):
         link._send(word, payload)
-        answer, reason = link._receive(time.monotonic() + SILENCE_S)
+        until = time.monotonic() + SILENCE_S
+        answer, size_bytes = link._receive(until)
         assert isinstance(answer, bulk.Failed)
-        assert reason is not None
-        assert isinstance(bulk.unpack_failure(reason.tobytes()), PermissionDeniedError)
+        reason = link._words(size_bytes, until)
+        assert isinstance(bulk.unpack_failure(reason), PermissionDeniedError)
     assert server.settled().leases == 0
 
 
@@ -180,13 +183,19 @@ def test_who_is_no_peer_may_not_ask_as_one(
             find(link, [ChunkKey(bytes(32))])
 
 
+@pytest.mark.parametrize("is_there", [True, False])
 def test_a_peer_that_is_gone_costs_the_time_given_and_no_more(
-    terms: PeerTerms, context: zmq.Context[zmq.Socket[bytes]]
+    terms: PeerTerms, context: zmq.Context[zmq.Socket[bytes]], *, is_there: bool
 ) -> None:
-    gone = replace(terms, address="tcp://127.0.0.1:9")
-    with closing(PeerLink(gone, context, time.monotonic)) as link:
-        deadline = time.monotonic() + 0.1
-        link.begin_find([ChunkKey(bytes(32))], deadline)
-        with pytest.raises(DeadlineError):
-            link.end_find([ChunkKey(bytes(32))], deadline)
-        assert not link.is_open
+    with closing(socket.socket()) as silent:
+        silent.bind(("127.0.0.1", 0))
+        if is_there:  # who connects is never answered; else it is refused
+            silent.listen()
+        gone = replace(terms, address=f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        with closing(PeerLink(gone, context, time.monotonic)) as link:
+            deadline = time.monotonic() + 0.1
+            error = DeadlineError if is_there else TierUnavailableError
+            link.begin_find([ChunkKey(bytes(32))], deadline)
+            with pytest.raises(error):
+                link.end_find([ChunkKey(bytes(32))], deadline)
+            assert not link.is_open

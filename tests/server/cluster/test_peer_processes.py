@@ -64,6 +64,7 @@ def test_a_peer_that_is_stopped_or_killed_is_a_miss_in_time_and_a_hit_when_it_is
 
         lost = store(other, 5, CHUNKS)
         assert reader.lookup(lost).ready == CHUNKS
+        other.close()  # gRPC would have the next client wait for this one's turn to try again
         second.kill()
         assert reader.get(lost) == []
         assert eventually(lambda: reader.lookup(lost).ready == 0)
