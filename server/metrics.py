@@ -62,6 +62,7 @@ COUNTERS: Mapping[str, str] = {
     "event_batches": "batches of events that were published",
     "event_restarts": "times that a reader of events fell behind what is kept, and began anew",
     "event_invalid_requests": "requests for missed events that were none",
+    "event_cut_replays": "answers with missed events that were given up, as nobody read them",
     "stalled_calls": "calls ended as their messages did not come",
     "expired_leases": "leases released because their time was up",
     "expired_sessions": "sessions closed because they fell silent",

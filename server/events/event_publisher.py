@@ -3,6 +3,10 @@
 As vLLM's ZmqEventPublisher does, so that its readers read ours: batches are numbered from 0, a
 reader asks for those from a number on with 8 bytes, big-endian, and the number -1 ends the answer.
 Who asks for what is not kept any more is told to forget all, then what is here, then what is kept.
+
+An answer goes no faster than it is read: nothing of it is lost in between. Who stops reading loses
+its place after a while, and is told so by the number -2 instead of -1: it asks again for what
+follows the last that it got.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from kvstore.server.events.event_calls import POLL_S, EventDesk
 from kvstore.server.events.event_sockets import EventSockets
@@ -22,7 +27,12 @@ KEPT_BATCH_BYTES = 64 << 20
 """Of batches that can be asked for again; the oldest go first."""
 MAX_REPLAYS = 8
 """Answered side by side; who asks beyond that is not answered, and asks again."""
+REPLAY_PATIENCE_S = 10.0
+"""Without a batch taken, until an answer is given up."""
+MAX_CUTS = 64
+"""Answers given up whose readers are still to be told; of more the oldest are not."""
 END = (-1).to_bytes(8, "big", signed=True)
+CUT = (-2).to_bytes(8, "big", signed=True)
 _NUMBER_BYTES = 8
 _JOIN_WITHIN_S = 2.0
 
@@ -30,10 +40,20 @@ Message = tuple[bytes, bytes, bytes]
 """Topic, number, batch."""
 
 
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """An answer under way to ``who``, with ``frames`` to be sent next, which waits since then."""
+
+    who: list[bytes]
+    answer: Iterator[Message]
+    waiting_since: float
+    frames: Message | None = None
+
+
 class EventPublisher:
     """Publishes all events of *desk*'s log until ``close``; *boot_id* is in the topic.
 
-    One thread owns the sockets. *wall_clock* returns seconds since 1970.
+    One thread owns the sockets. *wall_clock* returns seconds since 1970, *clock* monotonic ones.
     """
 
     def __init__(
@@ -43,6 +63,7 @@ class EventPublisher:
         boot_id: int,
         counters: Counters,
         wall_clock: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
         self._sockets = sockets
         self._desk = desk
@@ -50,11 +71,13 @@ class EventPublisher:
         self.topic = b"kvstore@%016x" % boot_id
         self._counters = counters
         self._wall_clock = wall_clock
+        self._clock = clock
         self._kept: deque[Message] = deque()
         self._kept_bytes = 0
         self._number = 0
         """Of the next batch."""
-        self._replays: deque[tuple[list[bytes], Iterator[Message]]] = deque()
+        self._replays: deque[_Replay] = deque()
+        self._cuts: deque[list[bytes]] = deque(maxlen=MAX_CUTS)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
@@ -121,7 +144,7 @@ class EventPublisher:
             self._counters.add("event_invalid_requests")
         elif len(self._replays) < MAX_REPLAYS:
             answer = self._answer(int.from_bytes(frames[2], "big"))
-            self._replays.append((frames[:2], answer))
+            self._replays.append(_Replay(frames[:2], answer, self._clock()))
         return True
 
     def _answer(self, start: int) -> Iterator[Message]:
@@ -154,17 +177,47 @@ class EventPublisher:
                 return
 
     def _replay(self) -> bool:
-        """Send the next message of one answer; False when none is under way."""
-        if not self._replays or self._sockets.replay is None:
+        """Send the next message of each answer; False when none of them could go on."""
+        did = False
+        for _ in range(len(self._replays)):
+            replay = self._replays.popleft()
+            if replay.frames is None:
+                replay.frames = next(replay.answer, _LAST)
+            is_sent = self._send(replay.who, replay.frames)
+            if is_sent:
+                did = True
+                if replay.frames is not _LAST:
+                    replay.frames, replay.waiting_since = None, self._clock()
+                    self._replays.append(replay)
+            elif is_sent is None:
+                continue  # it is gone
+            elif self._clock() - replay.waiting_since < REPLAY_PATIENCE_S:
+                self._replays.append(replay)
+            else:
+                self._counters.add("event_cut_replays")
+                self._cuts.append(replay.who)
+        for _ in range(len(self._cuts)):
+            who = self._cuts.popleft()
+            if self._send(who, _CUT_SHORT) is False:
+                self._cuts.append(who)
+        return did
+
+    def _send(self, who: list[bytes], message: Message) -> bool | None:
+        """Send *message* to a reader; False when it has too many to read, None when it is gone."""
+        import zmq
+
+        assert self._sockets.replay is not None
+        try:
+            self._sockets.replay.send_multipart((*who, *message), zmq.NOBLOCK, copy=False)
+        except zmq.Again:
             return False
-        who, answer = self._replays.popleft()
-        message = next(answer, None)
-        if message is None:
-            self._sockets.replay.send_multipart((*who, b"", END, b""))
-        else:
-            self._sockets.replay.send_multipart((*who, *message), copy=False)
-            self._replays.append((who, answer))
+        except zmq.ZMQError:
+            return None
         return True
+
+
+_LAST: Message = (b"", END, b"")
+_CUT_SHORT: Message = (b"", CUT, b"")
 
 
 def _words(page: Page) -> list[Word]:

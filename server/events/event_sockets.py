@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SEND_QUEUE_BATCHES = 10_000
 """Waiting for one reader. Past it, it misses some, and sees that by their numbers."""
+REPLAY_QUEUE_BATCHES = 64
+"""Waiting for one reader that asked for what it missed. Past it, its answer waits."""
 MAX_REQUEST_BYTES = 1024
 """Of what a reader sends: a subscription, a number, and 400 to prove who it is."""
 _HANDSHAKE_MS = 5000
@@ -89,6 +91,9 @@ class EventSockets:
             _check_private(Path(endpoint.removeprefix("ipc:")).parent, name)
         socket = self._socket(kind)
         socket.sndhwm = SEND_QUEUE_BATCHES
+        if kind == zmq.ROUTER:
+            socket.sndhwm = REPLAY_QUEUE_BATCHES
+            socket.router_mandatory = True  # a full queue is said, not emptied onto the floor
         socket.rcvhwm = 64
         socket.maxmsgsize = MAX_REQUEST_BYTES
         socket.handshake_ivl = _HANDSHAKE_MS

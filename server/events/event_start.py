@@ -63,7 +63,9 @@ class NodeEvents:
         keys = None if readers is None else load_keys(config.zmq_keys)
         sockets = EventSockets(config.events, config.events_replay, keys, readers)
         self.addresses = sockets.addresses
-        self.publisher = EventPublisher(sockets, desk, boot_id, manager.counters, time.time)
+        self.publisher = EventPublisher(
+            sockets, desk, boot_id, manager.counters, time.time, time.monotonic
+        )
         public_key = keys.public.decode() if keys else ""
         logger.info("events are published", addresses=self.addresses, public_key=public_key)
 

@@ -32,7 +32,7 @@ ELSEWHERE = {
     "put_states_left_out", "over_budget_copies", "shed_calls", "expired_calls", "revoked_sessions",
     "stalled_calls",
     "scrubbed_chunks", "scrubbed_bytes", "scrub_passes",
-    "event_batches", "event_restarts", "event_invalid_requests",
+    "event_batches", "event_restarts", "event_invalid_requests", "event_cut_replays",
     "peer_finds", "peer_found_chunks", "peer_read_chunks", "peer_read_bytes", "peer_failures",
     "peer_passed_chunks",
     "peer_refusals", "peer_lost_sessions", "peer_invalid_answers", "peer_corrupt_chunks",

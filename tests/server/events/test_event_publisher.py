@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey, Fidelity
 from kvstore.server.config import load_config
 from kvstore.server.events import event_publisher as module
+from kvstore.server.events.event_publisher import EventPublisher
 from kvstore.server.events.event_ring import Event
 from kvstore.server.events.event_sockets import EventSockets, parse_readers
 from kvstore.server.events.event_words import (
@@ -33,6 +35,8 @@ from kvstore.server.events.event_words import (
     encode,
     words_of,
 )
+from kvstore.server.events.events import PAGE_EVENTS, Page
+from kvstore.server.metrics import Counters
 from kvstore.server.node import tenant_salts
 
 OPTIONS = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS)
@@ -112,6 +116,7 @@ class Subscriber:
     def __init__(self, context: Sockets, server: LocalServer, **curve: bytes) -> None:
         publish, replay = server.node.events.addresses
         self.heard: dict[int, list[Any]] = {}
+        self._came: set[int] = set()
         self.topics: set[bytes] = set()
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
         self.sub, self.replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
@@ -143,8 +148,10 @@ class Subscriber:
         topic, at, batch = self.sub.recv_multipart()
         self.topics.add(topic)
         number = int.from_bytes(at, "big")
-        assert number not in self.heard
-        self.heard[number] = self._decoder.decode(batch).events
+        assert number not in self._came
+        self._came.add(number)
+        words = self._decoder.decode(batch).events
+        assert self.heard.setdefault(number, words) == words  # it may have been asked for already
         return True
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -272,6 +279,84 @@ def test_requests_that_are_none_are_counted(
     subscriber.replay.send_multipart(frames)
     assert subscriber.missed(0)
     assert server.counter("event_invalid_requests") == 1
+
+
+# --- readers that are slow
+
+PAGES = 150
+
+
+class ManyPages:
+    """Stands in for the desk: there is more to tell than any queue on the way holds."""
+
+    def __init__(self) -> None:
+        self._pages = iter(Page([stored(1)] * PAGE_EVENTS, 0) for _ in range(PAGES))
+
+    def reader(self) -> ManyPages:
+        return self
+
+    def poll(self) -> Page | None:
+        return next(self._pages, None)
+
+
+@contextmanager
+def publisher_of_many(folder: Path) -> Iterator[tuple[EventPublisher, Counters]]:
+    folder.mkdir(mode=0o700)
+    counters = Counters()
+    sockets = EventSockets("off", f"ipc:{folder / 'r'}", None, None)
+    desk: Any = ManyPages()
+    with closing(EventPublisher(sockets, desk, 1, counters, lambda: 0.0, time.monotonic)) as one:
+        assert eventually(lambda: counters["event_batches"] == PAGES)
+        yield one, counters
+
+
+def asking(context: Sockets, folder: Path, number: int) -> Any:
+    """Return a socket whose queue holds one batch, and that has asked for all from *number* on."""
+    reader = context.socket(zmq.DEALER)
+    reader.rcvhwm = 1
+    reader.connect(f"ipc://{folder / 'r'}")
+    reader.send_multipart((b"", number.to_bytes(8, "big")))
+    return reader
+
+
+def answer_of(reader: Any) -> tuple[list[int], bytes]:
+    """Return the numbers of an answer's batches, and how it ends."""
+    numbers = []
+    while reader.poll(DEADLINE_MS):
+        _, _, at, _ = reader.recv_multipart()
+        if at in (module.END, module.CUT):
+            return numbers, at
+        numbers.append(int.from_bytes(at, "big"))
+    raise AssertionError(f"no end behind {numbers[-1:]}")
+
+
+def test_an_answer_waits_for_who_reads_it_slowly_and_holds_up_nobody(
+    context: Sockets, tmp_path: Path
+) -> None:
+    with publisher_of_many(tmp_path / "p"):
+        slow = asking(context, tmp_path / "p", 0)
+        assert slow.poll(DEADLINE_MS)  # its answer has begun, and reads nothing of it
+        every = (list(range(PAGES)), module.END)
+        assert answer_of(asking(context, tmp_path / "p", 0)) == every
+        assert answer_of(slow) == every
+
+
+def test_who_stops_reading_is_told_that_its_answer_was_cut_short(
+    context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 0.0)
+    with publisher_of_many(tmp_path / "p") as (_, counters):
+        slow = asking(context, tmp_path / "p", 0)
+        gone = asking(context, tmp_path / "p", 0)
+        assert eventually(lambda: counters["event_cut_replays"] == 2)
+        gone.close(0)
+        numbers, end = answer_of(slow)
+        assert end == module.CUT
+        assert numbers == list(range(len(numbers)))
+        assert 0 < len(numbers) < PAGES
+        monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 60.0)
+        slow.send_multipart((b"", len(numbers).to_bytes(8, "big")))
+        assert answer_of(slow) == (list(range(len(numbers), PAGES)), module.END)
 
 
 # --- who may connect
