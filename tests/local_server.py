@@ -23,7 +23,7 @@ from kvstore.tiers.base import TierStats
 DEADLINE_MS = 20_000
 """Of calls that are expected to succeed: the machine may be busy."""
 
-_SETTLE_S = 20.0
+_SETTLE_S = 60.0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -55,7 +55,8 @@ class LocalServer:
         sizes = ("--cpu", "16MiB", "--disk", f"32MiB:{folder / 'disk'}")
         places = ("--listen", "127.0.0.1:0", "--socket", str(folder / "s.sock"))
         self.config = load_config([*sizes, *places, "--log-level", "error", *flags])
-        self.node = Node(self.config)
+        self._ahead_s = 0.0
+        self.node = Node(self.config, lambda: time.monotonic() + self._ahead_s)
         self.node.start()
         self._connected: list[Client | Connection] = []
         self._stopped = False
@@ -82,6 +83,13 @@ class LocalServer:
         connection = Connection(self.address, retry_after_ms=1)
         self._connected.append(connection)
         return connection
+
+    def skip(self, seconds: float) -> None:
+        """Put the server's clock ahead: what nobody did anything for meanwhile is over.
+
+        So a test of what ends with time needs no time so short that a busy machine misses it.
+        """
+        self._ahead_s += seconds
 
     def usage(self) -> Usage:
         """Return what the server holds now."""

@@ -144,14 +144,6 @@ def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
     server = make_server(*ZMQ)
     client = server.connect(options=ClientOptions("zmq", 16, deadline_ms=300, retry_after_ms=1))
     keys = store(server.connect("grpc"), 1, 2)
-    assert_reads(client, keys)
-    plane = server.node.bulk
-    assert plane is not None
-    monkeypatch.setattr(plane, "_pump", lambda: False)
-    monkeypatch.setattr(plane, "_finish", lambda *_: None)
-    with pytest.raises(DeadlineError):
-        client.get(keys)
-    monkeypatch.undo()
 
     def is_found() -> bool:
         with suppress(DeadlineError, TierUnavailableError):
@@ -159,6 +151,15 @@ def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
         return False
 
     assert eventually(is_found)
+    plane = server.node.bulk
+    assert plane is not None
+    monkeypatch.setattr(plane, "_pump", lambda: False)
+    monkeypatch.setattr(plane, "_finish", lambda *_: None)
+    with pytest.raises(DeadlineError):
+        client.get(keys)
+    monkeypatch.undo()
+    assert eventually(is_found)
+    assert_reads(server.connect("zmq"), keys)
     assert server.settled().leases == 0
 
 

@@ -204,12 +204,13 @@ def test_attached_peer_s_end_closes_its_session(
 def test_attached_session_does_not_expire_and_a_silent_one_does(
     make_server: ServerMaker, no_leaks: None
 ) -> None:
-    server = make_server("--session-ttl-ms", "100")
+    server = make_server()
     connection = server.dial()
     silent, attached = open_session(connection), open_session(connection)
     peer = Peer(str(server.config.socket_path_for(server.node.port)))
     with staging() as descriptor:
         assert peer.attach(attached.attach_token, descriptor) is Reply.ok
+    server.skip(server.config.session_ttl_ms / 1000 + 1)
     assert eventually(lambda: server.counter("expired_sessions") == 1)
     ids = set(server.node.sessions._sessions)
     assert silent.session_id not in ids

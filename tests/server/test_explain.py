@@ -26,10 +26,12 @@ from simulation.clock import FakeClock
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
+    DeadlineError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
     PermissionDeniedError,
+    TierUnavailableError,
 )
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, DType, Fidelity, Namespace, PutOutcome
@@ -141,17 +143,22 @@ def test_a_ghost_whose_outcome_was_forgotten_is_still_known_to_be_evicted(
 
 def test_a_refused_chunk_says_why(make_server: ServerMaker) -> None:
     server = make_server("--tiers", "cpu", "--cpu", "16MiB")
-    client = server.connect("auto", MEDIUM, ClientOptions("auto", 64, deadline_ms=300))
+    holder = server.connect("auto", MEDIUM, ClientOptions("auto", 64, DEADLINE_MS))
+    options = ClientOptions("auto", 64, deadline_ms=300, retry_after_ms=1)
+    client = server.connect("auto", MEDIUM, options)
     leases, refused = [], []
-    for seed in range(2, 30):
-        keys = keys_of(client, seed, 8)
-        puts = client.put(chunks_of(client, keys))
+    for seed in range(2, 60):
+        keys = keys_of(holder, seed, 8)
+        try:
+            puts = client.put(chunks_of(holder, keys))
+        except (DeadlineError, TierUnavailableError):  # the machine is busy
+            continue
         refused = [
             key for key, put in zip(keys, puts, strict=True) if put.outcome is PutOutcome.refused
         ]
         if refused:
             break
-        leases.append(client.lease(keys))
+        leases.append(holder.lease(keys))
     (one,) = explained(server, refused[-1:]).chunks
     assert one.state == "refused"
     assert "cpu" in one.reason

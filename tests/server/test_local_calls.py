@@ -209,10 +209,11 @@ def test_join_with_a_wrong_token_is_denied(host: Peer, terms: Terms) -> None:
 def test_join_before_attach_is_refused_and_does_not_keep_the_session_alive(
     make_server: ServerMaker,
 ) -> None:
-    server = make_server("--session-ttl-ms", "100")
+    server = make_server()
     terms = open_session(server.dial())
     with Peer(terms.socket_path) as peer:
         assert peer.join(terms.attach_token) is Reply.invalid
+        server.skip(server.config.session_ttl_ms / 1000 + 1)
         assert eventually(lambda: server.counter("expired_sessions") == 1)
         assert peer.join(terms.attach_token) is Reply.denied
 
