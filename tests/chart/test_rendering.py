@@ -127,6 +127,7 @@ def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
         (("--set", "tiers.disk.kind=claim"), "tiers.disk.kind"),
         (("--set", "mode=statefulset,hostSocket.enabled=true"), "hostSocket.enabled"),
         (("--set", "tls.certManager.enabled=true"), "issuerRef.name"),
+        (("--set", "tls.crl.existingSecret.name=a"), "tls.clientCA"),
         (("--set", "resources.headroom=128MiB"), "resources.headroom"),
         (("--set", "config.node_id=one"), "config.node_id"),
         (("--set", "config.advertise=kv"), "config.advertise"),
@@ -217,6 +218,17 @@ def test_pods_before_a_redis_are_in_its_directory_each_by_its_own_name(helm4: He
         assert [one["name"] for one in container(rendered)["env"]] == ["KVSTORE_REDIS_URL"]
         assert not settings(rendered).get("directory")
     assert "directory" not in settings(helm4.render(*PLAIN))
+
+
+def test_a_revocation_list_comes_from_a_secret_of_its_own(helm4: Helm) -> None:
+    rendered = helm4.of_values(CHART / "ci" / "mtls-values.yaml")
+    volumes = workload(rendered)["spec"]["template"]["spec"]["volumes"]
+    assert [one["secret"]["secretName"] for one in volumes if one["name"] == "crl"] == [
+        "taken-back"
+    ]
+    mounts = container(rendered)["volumeMounts"]
+    folder = next(one["mountPath"] for one in mounts if one["name"] == "crl")
+    assert settings(rendered)["tls_crl"] == f"{folder}/crl.pem"
 
 
 def test_redis_user_and_its_tls_files_come_from_secrets_of_their_own(helm4: Helm) -> None:

@@ -136,6 +136,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $_ := set $s "tls_cert" "/etc/kvstore/tls/tls.crt" }}
 {{- $_ := set $s "tls_key" "/etc/kvstore/tls/tls.key" }}
 {{- if $v.tls.clientCA }}{{ $_ := set $s "tls_client_ca" "/etc/kvstore/tls/ca.crt" }}{{ end }}
+{{- if $v.tls.crl.existingSecret.name }}{{ $_ := set $s "tls_crl" "/etc/kvstore/crl/crl.pem" }}{{ end }}
 {{- end }}
 {{- if $v.auth.existingSecret.name }}{{ $_ := set $s "auth_keys" "/etc/kvstore/auth/keys" }}{{ end }}
 {{- if $v.auth.jwt.existingSecret.name }}
@@ -157,6 +158,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if not (include "kvstore.hasAuth" .) }}{{ fail "auth: name auth.existingSecret or auth.jwt.existingSecret, or set tls.clientCA; insecure: true goes without" }}{{ end }}
 {{- end }}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}{{ fail "tls.certManager.issuerRef.name: name the issuer" }}{{ end }}
+{{- if and .Values.tls.crl.existingSecret.name (not .Values.tls.clientCA) }}{{ fail "tls.crl: takes back certificates of callers; set tls.clientCA, or leave it out" }}{{ end }}
 {{- if .Values.tiers.redis.enabled }}
 {{- if and (eq .Values.redis.mode "external") (not .Values.redis.existingSecret.name) }}{{ fail "redis.existingSecret.name: name the secret with the URL of Redis" }}{{ end }}
 {{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.bundled.existingSecret.name) }}{{ fail "redis.bundled.existingSecret.name: name the secret with its password" }}{{ end }}

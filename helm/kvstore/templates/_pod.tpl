@@ -191,6 +191,9 @@ spec:
         {{- if and $v.tiers.redis.enabled $v.redis.tls.existingSecret }}
         - {name: redis-tls, mountPath: /etc/kvstore/redis-tls, readOnly: true}
         {{- end }}
+        {{- if $v.tls.crl.existingSecret.name }}
+        - {name: crl, mountPath: /etc/kvstore/crl, readOnly: true}
+        {{- end }}
         {{- if $v.encryption.existingSecret.name }}
         - {name: encryption, mountPath: /etc/kvstore/encryption, readOnly: true}
         {{- end }}
@@ -252,6 +255,9 @@ spec:
       secret:
         secretName: {{ $v.redis.tls.existingSecret }}
         defaultMode: 0440
+    {{- end }}
+    {{- if $v.tls.crl.existingSecret.name }}
+    {{- include "kvstore.secretVolume" (dict "name" "crl" "secret" $v.tls.crl.existingSecret "path" "crl.pem") | nindent 4 }}
     {{- end }}
     {{- if $v.encryption.existingSecret.name }}
     {{- include "kvstore.secretVolume" (dict "name" "encryption" "secret" $v.encryption.existingSecret "path" "keys") | nindent 4 }}
