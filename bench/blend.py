@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from bench.blend_asking import asking
 from bench.blend_cases import (
     Case,
     designed_engine,
@@ -198,15 +199,25 @@ def speed(report: Report, sizes: Sizes) -> list[str]:
     stage = Stage(sizes.stage)
     stage.full_s()
     timings = []
-    for name in TIMED:
-        lessons = stage.learned(name)
-        timings += [stage.time(name, lessons, link) for link in sizes.links_mb_per_s]
+    with asking(stage) as store:
+        store.ask()
+        stage.ask = store.ask
+        for name in TIMED:
+            lessons = stage.learned(name)
+            timings += [stage.time(name, lessons, link) for link in sizes.links_mb_per_s]
     slowest = max(timings, key=lambda one: one.ratio_to_full)
     report.add(
         "slowest_vs_full_prefill",
         slowest.ratio_to_full,
-        f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s",
+        f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s, "
+        f"{_interval((slowest.ratio_to_full, *slowest.interval))}, {len(slowest.turns)} turns",
         f"the model's full prefill, {slowest.full_s * 1e3:.0f} ms",
+    )
+    asked = max(timings, key=lambda one: one.asked_s / one.full_s)
+    report.note(
+        "asking, planning, deciding",
+        f"{asked.asked_s / asked.full_s:.4f}",
+        f"of a full prefill, at worst: {asked.asked_s * 1e3:.1f} ms, in each of these times",
     )
     blended = stage.blend_to_full(AT, BEST)
     report.add(
@@ -225,7 +236,8 @@ def _line(one: Timing) -> str:
     decision = one.decision
     return (
         f"  {one.selector:16s}{one.link_mb_per_s:8g} MB/s  {decision.action:6s}"
-        f" at {decision.ratio:4.0%}  {one.ratio_to_full:6.3f} of full,"
+        f" at {decision.ratio:4.0%}  {one.ratio_to_full:6.3f} of full"
+        f" [{one.interval[0]:.3f}, {one.interval[1]:.3f}] ({len(one.turns)} turns),"
         f" expected {decision.expected_s * 1e3:6.0f} ms, measured {one.measured_s * 1e3:6.0f};"
         f" expected / measured {one.expected_to_measured:.2f}"
     )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,6 +28,10 @@ from kvstore.client.link_meter import LinkMeter
 
 LINKS_MB_PER_S = (10_000.0, 200.0, 50.0, 20.0, 5.0)
 _FAST_MB_PER_S = 1e6
+NEAR_FULL = 0.9
+NARROW = 0.01
+"""Half of an interval's width."""
+RESAMPLES = 1000
 LEARNED_FROM = (0.15, 0.4, 0.15, 0.7, 0.15)
 """Ratios of the blends that a controller sees before it decides."""
 
@@ -42,6 +47,8 @@ class StageShape:
     chunks: int = 5
     question: int = 64
     rounds: int = 7
+    most_rounds: int = 31
+    """Where the ratio to a full prefill is near 1 turns go on until its interval is narrow."""
 
     @property
     def token_bytes(self) -> int:
@@ -90,11 +97,15 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One decision carried out: its seconds, and those of the model's own full prefill."""
+    """One decision made and carried out: its seconds, and those of the model's own full prefill.
+
+    *asked_s* of them went into asking the store, making the plan and deciding.
+    """
 
     decision: Decision
     measured_s: float
     full_s: float
+    asked_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,25 @@ class Timing:
     def ratio_to_full(self) -> float:
         """Time over that of a full prefill: the median of the turns."""
         return median(turn.measured_s / turn.full_s for turn in self.turns)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of that median, 95 %: turns drawn again and again (bootstrap), paired as they were."""
+        ratios = np.array([turn.measured_s / turn.full_s for turn in self.turns])
+        picks = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+        low, high = np.quantile(np.median(ratios[picks], 1), [0.025, 0.975])
+        return float(low), float(high)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is far from a full prefill's time, or known well."""
+        low, high = self.interval
+        return self.ratio_to_full < NEAR_FULL or high - low <= 2 * NARROW
+
+    @property
+    def asked_s(self) -> float:
+        """Of asking, planning and deciding: the median."""
+        return median(turn.asked_s for turn in self.turns)
 
     @property
     def measured_s(self) -> float:
@@ -153,7 +183,10 @@ class Stage:
             max_position_embeddings=4096,
         )
         self.model: Any = LlamaForCausalLM(config)
-        self.blender = Blender(TransformersAdapter(self.model))
+        self.adapter = TransformersAdapter(self.model)
+        self.blender = Blender(self.adapter)
+        self.ask: Callable[[], None] = _nothing
+        """What is asked of the store before anything is decided."""
         rng = random.Random(0)
         sizes = [shape.prefix] + [shape.chunk] * shape.chunks
         parts = [_some(rng, size) for size in sizes]
@@ -200,26 +233,35 @@ class Stage:
         for lesson in lessons:
             controller.observe_full(len(self.tokens), lesson.full_s)
             controller.observe_blend(lesson.plan, lesson.result, 0)
-        rounds = range(self._shape.rounds)
-        turns = tuple(self._turn(controller, selector, link_mb_per_s, n % 2 == 0) for n in rounds)
-        return Timing(selector, link_mb_per_s, turns)
+        timing = Timing(selector, link_mb_per_s, ())
+        while len(timing.turns) < self._shape.rounds or not (
+            timing.is_settled or len(timing.turns) >= self._shape.most_rounds
+        ):
+            is_first = len(timing.turns) % 2 == 0
+            turn = self._turn(controller, selector, link_mb_per_s, is_first)
+            timing = replace(timing, turns=(*timing.turns, turn))
+        return timing
 
     def _turn(
         self, controller: Controller, selector: str, link_mb_per_s: float, full_first: bool
     ) -> Turn:
+        full_s = self.full_s() if full_first else 0.0
+        started = time.perf_counter()
+        self.ask()
         plan = self.plan(0.15, selector)
         decision = controller.decide(
             plan, self._shape.token_bytes, can_skip_rows=selector == "stored_priority"
         )
         chosen = decision.applied(plan)
-        full_s = self.full_s() if full_first else 0.0
+        asked_s = time.perf_counter() - started
         source = SlowSource(self.stored, chosen, link_mb_per_s * 1e6)
-        measured_s, result = self._timed(chosen, source)
+        blended_s, result = self._timed(chosen, source)
+        measured_s = asked_s + blended_s
         full_s = full_s or self.full_s()
         controller.observe_full(len(self.tokens), full_s)
         if decision.action != "full":
             controller.observe_blend(chosen, result, source.loaded_bytes)
-        return Turn(decision, measured_s, full_s)
+        return Turn(decision, measured_s, full_s, asked_s)
 
     def blend_to_full(self, ratio: float, selector: str) -> float:
         """Return the time of a blend from memory over that of a full prefill."""
@@ -249,6 +291,10 @@ class Stage:
 
 def _some(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1, 1024) for _ in range(count)]
+
+
+def _nothing() -> None:
+    """There is no store: all is at hand."""
 
 
 def _seconds(work: Callable[[], object]) -> float:

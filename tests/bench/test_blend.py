@@ -10,8 +10,9 @@ import pytest
 import torch
 from bench import blend
 from bench.blend_quality import difference, quotient
-from bench.blend_speed import SlowSource, StageShape
+from bench.blend_speed import SlowSource, StageShape, Timing, Turn
 
+from kvstore.client.blend.controller import Decision
 from kvstore.client.blend.plan import BlendPlan, Segment
 
 KEYS = [
@@ -28,7 +29,9 @@ TINY = blend.Sizes(
     questions=1,
     texts=1,
     links_mb_per_s=(1000.0,),
-    stage=StageShape(layers=2, hidden=128, prefix=16, chunk=32, chunks=2, question=8, rounds=1),
+    stage=StageShape(
+        layers=2, hidden=128, prefix=16, chunk=32, chunks=2, question=8, rounds=1, most_rounds=1
+    ),
 )
 
 
@@ -57,6 +60,21 @@ def test_a_slow_link_takes_its_time_and_leaves_out_what_is_not_needed() -> None:
     source.narrow(range(48), 0)
     source.layer(1)
     assert source.loaded_bytes == 4096 + 1024
+
+
+def test_turns_near_a_full_prefill_go_on_until_their_interval_is_narrow() -> None:
+    decision = Decision("full", 1.0, 1.0, 1.0)
+
+    def timing(*ratios: float) -> Timing:
+        return Timing("hybrid", 20.0, tuple(Turn(decision, one, 1.0, 0.0) for one in ratios))
+
+    assert timing(0.4, 0.5, 0.6).is_settled  # far from a full prefill
+    assert not timing(0.9, 1.0, 1.1).is_settled
+    narrow = timing(0.9, *(1.0 + 0.001 * at for at in range(9)), 1.2)
+    assert narrow.is_settled
+    low, high = narrow.interval
+    assert low < narrow.ratio_to_full < high
+    assert narrow.ratio_to_full == pytest.approx(1.004)
 
 
 def test_a_tiny_run_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
