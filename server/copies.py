@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.proto.hints import NO_PRIORITY
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ChunkInfo,
@@ -47,6 +48,9 @@ MAX_UNREAD = 4096
 HELD_ROWS = 256
 """Looked at under the lock at a time, for who asks for all there is."""
 _MEMORY = "cpu"
+
+GAVE_WAY_PRIORITY = NO_PRIORITY // 2
+"""Of a variant that gave way to better ones; engines' words come before it."""
 
 _UNKNOWN = Origin()
 
@@ -146,7 +150,16 @@ class Copies:
     def _name(self, info: ChunkInfo, origin: Origin) -> None:
         tokens = info.layout.tokens
         named = Named(info.key, info.parent, origin.content, tokens, origin.position)
-        self.knowledge.contents.note(named)
+        self._take_in(named)
+
+    def _take_in(self, chunk: Named) -> None:
+        """Know a chunk by its content. A variant that gives way to it goes early: before others
+        that are next to go, unless an engine ranked it.
+        """
+        key = self.knowledge.contents.note(chunk)
+        row = self._index.row(key) if key is not None else 0
+        if row and self.knowledge.hints.priority(row) == NO_PRIORITY:
+            self.knowledge.hints.rank(row, GAVE_WAY_PRIORITY)
 
     def _contradicts(self, info: ChunkInfo) -> bool:
         """Whether there are copies with another layout: all copies of a chunk are alike."""

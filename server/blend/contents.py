@@ -180,7 +180,7 @@ class Contents(Prospects):
         """A frame was read that says what its chunk is; no word of one that is gone."""
         with self._lock:
             if self._index.row(chunk.key):
-                self.knowledge.contents.note(chunk)
+                self._take_in(chunk)
 
     def next_unread(self) -> ChunkKey | None:
         """Return a chunk in memory whose frame nobody has looked at, once; None without one."""

@@ -31,9 +31,12 @@ from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
+from kvstore.proto.hints import NO_PRIORITY
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import LayerKind
+from kvstore.server.copies import GAVE_WAY_PRIORITY
 from kvstore.server.policy.blend_gate import TRIALS
+from kvstore.server.policy.content_index import MAX_VARIANTS
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -210,6 +213,19 @@ def test_evicted_chunks_are_no_variants_any_more(make_server: ServerMaker) -> No
     assert (contents > 0, left_out) == (True, 0)
 
 
+def test_a_variant_that_gave_way_goes_early(server: LocalServer) -> None:
+    """Of chunks that are next to go those of lowest priority go first (server/test_hints.py)."""
+    client = server.connect()
+    heads = [tokens(300 + number, 16) for number in range(MAX_VARIANTS + 1)]
+    keys = [keys_of(client, put_prompt(client, *prompt_of(head, DOCUMENT))[1])[0] for head in heads]
+    catalog = server.node.manager.catalog
+    with catalog._lock:
+        known = [key in catalog.knowledge.contents for key in keys]
+        ranks = [catalog.knowledge.hints.priority(catalog._index.row(key)) for key in keys]
+    assert known.count(False) == 1
+    assert ranks == [NO_PRIORITY if one else GAVE_WAY_PRIORITY for one in known]
+
+
 def test_documents_are_found_again_after_a_restart(make_server: ServerMaker) -> None:
     server = make_server()
     client = server.connect()
@@ -229,7 +245,7 @@ def test_what_another_node_put_is_found_once_it_was_read_here(
     make_server: ServerMaker, own_redis: RedisProcess, tmp_path: Path
 ) -> None:
     own_redis.start()
-    flags = ("--tiers", "cpu,redis", "--redis", own_redis.url)
+    flags = ("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-timeout-ms", "20000")
     here = make_server(*flags)
     segments = put_prompt(here.connect(), *prompt_of(HEAD, DOCUMENT))
     here.settled()  # now it is in Redis

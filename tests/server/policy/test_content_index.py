@@ -126,6 +126,17 @@ def test_the_variant_that_depends_least_on_its_context_always_stays() -> None:
     assert len(keys_of(index, 1)) == MAX_VARIANTS
 
 
+def test_of_variants_used_alike_the_one_goes_of_which_most_has_to_be_recomputed() -> None:
+    """Cache-Craft's score decides, not age: uses times the share that is kept, 1 - CFO."""
+    numbers = range(1, MAX_VARIANTS + 1)
+    index = filled(*(chunk(n, behind=100 + n, position=n) for n in numbers))
+    for number in numbers:
+        mass = 9.0 if number == 4 else 0.1 * number
+        index.report(chunk(number).key, Measured(UNMEASURED, (Context(content(7), 16, mass),), 4.0))
+    gone = index.note(chunk(9, behind=0, position=0))  # began its prompt: it depends on nothing
+    assert gone == chunk(4).key
+
+
 def test_one_that_began_a_prompt_is_such_a_variant() -> None:
     index = filled(chunk(1, behind=0, position=0))
     for number in range(10, 40):
