@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -34,6 +35,9 @@ PEERS_SHARE = 0.25
 """Of a lookup's time, that peers have to answer."""
 MOST_WAITING = 0.1
 """How full the lane of questions to peers may be for a lookup to add one."""
+
+LEARNT_AT_ONCE = 1024
+"""Chunks of a shared tier's list, as the start goes through it."""
 
 PROBE_CHUNKS = 16
 """Asked for first; when a shared tier has them it is asked for the rest."""
@@ -250,16 +254,11 @@ class Finder:
             return True
 
         shelf.guarded(work, "find")
-        news = False
         strays = self._catalog.strays(shelf.name)
-        for info in found:
-            if info is None or info.key in strays:
-                continue
-            # Known by now or not, the caller asked because it did not know it.
-            news = True
-            if shelf.name not in self._catalog.holders(info.key):
-                self._learn(shelf, info)
-        return news
+        infos = [info for info in found if info is not None and info.key not in strays]
+        if infos:
+            self._learn(shelf, infos)
+        return bool(infos)  # known by now or not, the caller asked because it did not know them
 
     def forget_hearsay(self, *, everything: bool = False) -> None:
         """Drop from the index what was heard of peers and is not to be counted on any more."""
@@ -282,19 +281,23 @@ class Finder:
 
     def _learn_all(self, shelf: Shelf) -> bool:
         def work() -> bool:
-            for info in shelf.tier.scan():
-                self._learn(shelf, info)
+            known = iter(shelf.tier.scan())
+            while some := list(islice(known, LEARNT_AT_ONCE)):
+                self._learn(shelf, some)
             return True
 
         return shelf.guarded(work)
 
-    def _learn(self, shelf: Shelf, info: ChunkInfo) -> None:
+    def _learn(self, shelf: Shelf, infos: Sequence[ChunkInfo]) -> None:
+        """Index what others have on *shelf*; of what contradicts what is here, the better."""
+        if shelf is not self._peers:
+            infos = infos[: max(0, MAX_SHARED_CHUNKS - self._catalog.count_on(shelf.name))]
+        others = self._catalog.note_found(shelf.name, infos)
         if shelf is self._peers:  # on whose word nothing of ours is changed
-            copies = self._catalog.copies(info.key)
-            if all(copy.layout == info.layout for copy in copies.values()):
-                self._catalog.note_sealed(shelf.name, info)
             return
-        if self._catalog.is_outgrown(info.key, info.layout) and not self._transfers.replace(info):
-            return
-        if self._catalog.count_on(shelf.name) < MAX_SHARED_CHUNKS:
+        for info in others:
+            if self._catalog.is_outgrown(info.key, info.layout) and not self._transfers.replace(
+                info
+            ):
+                continue
             self._catalog.note_sealed(shelf.name, info)

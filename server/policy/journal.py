@@ -157,5 +157,7 @@ def _continues(last: Stored, event: _Event) -> bool:
         return False
     if last.facts is None or event.facts is None:
         return last.facts is event.facts
-    same = replace(event.facts, tokens_full=True, flops=0.0)
-    return last.facts.tokens_full and same == replace(last.facts, flops=0.0)
+    said, before = event.facts, last.facts
+    return before.tokens_full and (said.group, said.reuse, said.prompt_chunks) == (
+        before.group, before.reuse, before.prompt_chunks,
+    )  # fmt: skip
