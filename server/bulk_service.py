@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
@@ -20,6 +21,9 @@ from kvstore.server.manager import TierManager
 from kvstore.server.put_stream import PutStream
 from kvstore.server.ranged import RangedRead, Span
 from kvstore.server.sessions import Session, SessionTable
+
+if TYPE_CHECKING:
+    from kvstore.server.tracing import Tracing
 
 
 class BulkService:
@@ -36,6 +40,7 @@ class BulkService:
         self.desk = PeerDesk(manager.transfers, desk_limits or DeskLimits())
         self._sessions = sessions
         self._checks = checks
+        self.tracing: Tracing | None = None
 
     def count(self, name: str) -> None:
         """Count one of *name*."""
@@ -74,6 +79,13 @@ class BulkService:
         if work.word.flags & bulk.PEER:
             self.desk.get(work, digests)
             return
+        with self._traced("Get"):
+            self._get(session, work, digests)
+
+    def _traced(self, method: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.tracing is None else self.tracing.call(method, "zmq")
+
+    def _get(self, session: Session, work: GetWork, digests: bytes) -> None:
         ranges: list[bulk.Range] = []
         if work.word.flags & bulk.RANGES:
             digests, ranges = bulk.unpack_ranges(digests)
@@ -139,7 +151,8 @@ class BulkService:
 
         Raises as ``PutStream`` does; frames before a bad one stay stored.
         """
-        with PutStream(self._manager, self._sessions, self._checks) as stream:
+        stream = PutStream(self._manager, self._sessions, self._checks)
+        with self._traced("Put"), stream:
             durable = bool(work.word.flags & bulk.DURABLE)
             stream.open(durable=durable, deadline_ms=work.word.deadline_ms)
             for part, data in work.parts():

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import closing
 from types import GeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.proto import shm
 from kvstore.proto.calls import METHODS, Packet, pack_answer, pack_failure, unpack_call
 from kvstore.proto.errors import KVStoreError, UnauthenticatedError
+from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.interceptors import told
 from kvstore.server.service import KVStoreService
 from kvstore.server.sessions import Session
 from kvstore.server.trust.doorkeeper import Doorkeeper
+
+if TYPE_CHECKING:
+    from kvstore.server.tracing import Tracing
 
 _NO_CONTEXT: Any = None
 """The service's methods take gRPC's context and do not look at it."""
@@ -35,6 +39,7 @@ class LocalCalls:
         self._service = service
         self._doorkeeper = doorkeeper
         self._after_lookup = after_lookup
+        self.tracing: Tracing | None = None
 
     def answer(
         self, session: Session, head: shm.Request, body: bytes
@@ -62,13 +67,13 @@ class LocalCalls:
         if request.session_id != session.session_id:  # type: ignore[attr-defined]
             raise UnauthenticatedError("session_id: call on the connection of your session")
         if self._doorkeeper is None:
-            yield from self._answered(method, request)
+            yield from self._traced(method, request)
             return
         outcome = "cancelled"
         started = self._doorkeeper.clock()
         try:
             self._doorkeeper.admit_on(session, method)
-            yield from self._answered(method, request)
+            yield from self._traced(method, request)
             outcome = "OK"
         except KVStoreError as error:
             outcome = type(error).__name__
@@ -76,6 +81,14 @@ class LocalCalls:
         finally:
             self._doorkeeper.times.note(method, self._doorkeeper.clock() - started)
             self._doorkeeper.note(session.owner, method, outcome, session, request, lambda: "unix")
+
+    def _traced(self, method: str, request: Any) -> Generator[Packet, None, None]:
+        if self.tracing is None:
+            yield from self._answered(method, request)
+            return
+        chunks = len(getattr(request, "digests", b"")) // DIGEST_BYTES
+        with self.tracing.call(method, "unix", chunks):
+            yield from self._answered(method, request)
 
     def _answered(self, method: str, request: Any) -> Generator[Packet, None, None]:
         reply = getattr(self._service, method)(request, _NO_CONTEXT)

@@ -129,7 +129,9 @@ class Node:
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
             learn = self.manager.catalog.spare_next
-            self.data_plane.answer_calls(LocalCalls(service, self.trust.doorkeeper, learn).answer)
+            calls = LocalCalls(service, self.trust.doorkeeper, learn)
+            calls.tracing = self._tracing
+            self.data_plane.answer_calls(calls.answer)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         self.health_port = self._open_health()
@@ -146,6 +148,7 @@ class Node:
 
     def _open_tracing(self) -> RequestScope:
         tracing = open_tracing(self._config.tracing_endpoint, self._config.tracing_share)
+        self._tracing = tracing
         if tracing is not None:
             self._closers.append(tracing.close)
             for shelf in self.manager.transfers.shelves.values():
@@ -205,6 +208,7 @@ class Node:
 
         keys = None if is_private(config.zmq) else load_keys(config.zmq_keys)
         service = BulkService(self.manager, self.sessions, checks, desk_limits(config))
+        service.tracing = self._tracing
         limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers)
         plane = ZmqPlane(
             config.zmq, keys, self.sessions, service, limits, self.trust.doorkeeper.admit_on
@@ -235,7 +239,7 @@ class Node:
         subject = Subject(
             self.manager, self.sessions, self.counters, kvstore.__version__, self._clock
         )
-        port = HttpPort(self._config, subject, self.trust.authenticator)
+        port = HttpPort(self._config, subject, self.trust)
         self._closers.append(port.close)
         return port
 

@@ -15,7 +15,7 @@ import grpc
 import structlog
 from typing_extensions import override
 
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.proto.wire import ERROR_NAME
 from kvstore.server.request_ids import RequestId
@@ -97,6 +97,25 @@ class Tracing:
             names = [value for name, value in trailers if name == ERROR_NAME]
             span.set_attribute("kvstore.error", names[0] if names else code.name)
             span.set_status(self._api.StatusCode.ERROR)
+
+    @contextmanager
+    def call(self, method: str, way: str, chunks: int = 0) -> Iterator[None]:
+        """A call of *method* that came over *way*, which carries no trace: the span is a first."""
+        with self._tracer.start_as_current_span(
+            f"{way}/{method}",
+            kind=self._api.SpanKind.SERVER,
+            attributes={"rpc.system": "kvstore", "rpc.service": way, "rpc.method": method},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            if chunks:
+                span.set_attribute("kvstore.chunks", chunks)
+            try:
+                yield
+            except KVStoreError as error:
+                span.set_attribute("kvstore.error", type(error).__name__)
+                span.set_status(self._api.StatusCode.ERROR)
+                raise
 
     # --- tiers
 

@@ -113,10 +113,10 @@ class PeerLink:
         whole = bulk.Range(0, offset, offset + len(out))
         deadline_ms = min(max(1, int(1000 * most_s)), MAX_GET_MS)
         flags = bulk.PEER | bulk.RANGES
-        word = bulk.Get(self._requests, self.terms.session_id, 0, pieces.open(), deadline_ms, flags)
+        ask = bulk.Get(self._requests, self.terms.session_id, 0, pieces.open(), deadline_ms, flags)
         arrived = 0
         try:
-            self._send(word, bulk.pack_ranges(pack_wanted([info.key]), [whole]))
+            self._send(ask, bulk.pack_ranges(pack_wanted([info.key]), [whole]))
             while not pieces.is_over:
                 word, size_bytes = self._receive(self._patience(silence_s, until))
                 if size_bytes is None or not isinstance(word, bulk.Part):

@@ -95,7 +95,7 @@ class ZmtpWire:
         if len(out) > self._payload_bytes:
             raise InvalidRequestError("payload", self._payload_bytes, f"{len(out)} are asked for")
         self._payload_bytes -= len(out)
-        room = memoryview(out)
+        room = out.data
         ready = min(self._stop - self._start, len(room))
         room[:ready] = self._view[self._start : self._start + ready]
         self._start += ready

@@ -176,11 +176,6 @@ def asks_who_calls(settings: Mapping[str, Any]) -> bool:
     return any(settings.get(name) for name in ("auth_keys", "jwt_key", "tls_client_ca"))
 
 
-def asks_for_tokens(settings: Mapping[str, Any]) -> bool:
-    """Whether *settings* name a way to tell who brings a token."""
-    return any(settings.get(name) for name in ("auth_keys", "jwt_key"))
-
-
 def check_endpoint(value: str, name: str, others: Mapping[str, Any]) -> str:
     """Return an address that may be listened on, *others* being the settings. Raises ValueError."""
     if value == "off" and name != "listen":
@@ -189,11 +184,11 @@ def check_endpoint(value: str, name: str, others: Mapping[str, Any]) -> str:
     if others.get("insecure") or is_loopback(host):
         return value
     if name != "listen":
-        is_guarded = name == "http" and others.get("http_tls") and asks_for_tokens(others)
+        is_guarded = name == "http" and others.get("http_tls") and asks_who_calls(others)
         if not others.get("open_pages") and not is_guarded:
             raise ValueError(
                 "other hosts could read it in plain text; use 127.0.0.1, or add --open-pages"
-                + (", or --http-tls with --auth-keys or --jwt-key" if name == "http" else "")
+                + (", or --http-tls with a way to tell who calls" if name == "http" else "")
             )
     elif not others.get("tls_cert") or not asks_who_calls(others):
         raise ValueError(

@@ -14,15 +14,20 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvstore.proto.errors import KVStoreError, PermissionDeniedError, UnauthenticatedError
+from kvstore.server.trust.authenticator import CERTIFICATE as X509
 from kvstore.server.trust.authenticator import SCHEME, Authenticator
 from kvstore.server.trust.principal import Principal
 from kvstore.server.units import is_loopback
 from kvstore.server.web.dashboard import Dashboard
 from kvstore.server.web.dashboard_page import MEDIA, PAGE_TITLE, page, sections_as_json
+from kvstore.server.web.http_server import CERTIFICATE
 from kvstore.server.web.metrics_text import CONTENT_TYPE, MetricsText
 
 MAX_READERS = 16
 """Pages that are kept up to date at once; a further one is answered 503 and stays as it was."""
+
+OnRefused = Callable[[Principal | None, str, str], None]
+"""Told of each refusal of who brought a proof: who it was, the error, and from where."""
 
 _WHERE = "kvstore: /metrics. The dashboard is for this machine, or goes over TLS: see --http-tls\n"
 _REALM = {"WWW-Authenticate": f'Basic realm="{PAGE_TITLE}", charset="UTF-8"'}
@@ -60,11 +65,13 @@ class Pages:
         dashboard: Dashboard,
         authenticator: Authenticator,
         exposure: Exposure,
+        on_refused: OnRefused = lambda who, outcome, peer: None,
     ) -> None:
         self._metrics = metrics
         self._dashboard = dashboard
         self._authenticator = authenticator
         self._exposure = exposure
+        self._on_refused = on_refused
         self._readers = 0
         self.app = Starlette(
             routes=[
@@ -89,7 +96,7 @@ class Pages:
                 return PlainTextResponse(_WHERE, 403)
             if is_page or (self._exposure.asks_for_metrics and not is_local):
                 try:
-                    self._check(request)
+                    self._check(request, self._on_refused)
                 except PermissionDeniedError as error:
                     return PlainTextResponse(f"{error}\n", 403, _HEADERS)
                 except UnauthenticatedError as error:
@@ -98,14 +105,21 @@ class Pages:
 
         return guarded
 
-    def _check(self, request: Request) -> Principal:
-        """Return who asks, an admin. Raises UnauthenticatedError, PermissionDeniedError."""
+    def _check(self, request: Request, on_refused: OnRefused) -> None:
+        """See that an admin asks. Raises UnauthenticatedError, PermissionDeniedError."""
         given = request.headers.get("authorization", "")
-        proof = [("authorization", _bearer(given))] if given else []
-        principal = self._authenticator.principal_of(proof, {})
-        if not principal.is_admin():
-            raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
-        return principal
+        pem: bytes = request.scope.get("state", {}).get(CERTIFICATE, b"")
+        principal: Principal | None = None
+        try:
+            proof = [("authorization", _bearer(given))] if given else []
+            principal = self._authenticator.principal_of(proof, {X509: [pem]} if pem else {})
+            if not principal.is_admin():
+                raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
+        except KVStoreError as error:
+            if given or pem:  # else a browser asks what it should bring
+                host, port = request.client or ("", 0)
+                on_refused(principal, type(error).__name__, f"http:{host}:{port}")
+            raise
 
     # --- pages
 
@@ -139,7 +153,7 @@ class Pages:
             while not await request.is_disconnected():
                 number, sections = await self._dashboard.after(number)
                 try:
-                    self._check(request)
+                    self._check(request, lambda *_: None)
                 except KVStoreError:
                     return
                 yield f"data: {sections_as_json(sections)}\n\n"

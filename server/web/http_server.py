@@ -5,11 +5,15 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+from asyncio import BaseTransport
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import structlog
 import uvicorn
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.trust.certificates import checked_pair
@@ -26,19 +30,43 @@ STUCK_MS = 20_000
 logger = structlog.get_logger(__name__)
 
 
+CERTIFICATE = "certificate"
+"""In the state of a request: the caller's certificate in PEM, verified; empty without one."""
+
+
+class TlsFiles(NamedTuple):
+    """A certificate, its key, and who signs callers' certificates, which nobody has to show."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+class _Protocol(H11Protocol):
+    """Tells the application the certificate of who calls."""
+
+    @override
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type] # the same, by another name
+        link = transport.get_extra_info("ssl_object")
+        der = link.getpeercert(binary_form=True) if link is not None else None
+        pem = ssl.DER_cert_to_PEM_cert(der).encode() if der else b""
+        self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE: pem}
+
+
 class HttpServer:
     """Serves *app*, an ASGI application, on an address of its own from birth to ``close``.
 
-    *tls*: the files of a certificate and its key, which are read again when they are replaced.
+    The files of *tls* are read again when they are replaced.
     Raises InvalidRequestError for an address that cannot be had, or files that cannot be used.
     """
 
     def __init__(
-        self, address: tuple[str, int], app: Callable[..., object], tls: tuple[Path, Path] | None
+        self, address: tuple[str, int], app: Callable[..., object], tls: TlsFiles | None
     ) -> None:
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=_Protocol,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -55,9 +83,11 @@ class HttpServer:
         self._files: WatchedFile[tuple[bytes, ...]] | None = None
         self._tls = tls
         if tls is not None:
-            self._files = WatchedFile(tls, checked_pair)
+            self._files = WatchedFile(tuple(filter(None, tls)), checked_pair)
             config.ssl = self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self._context.load_cert_chain(*tls)
+            if tls.client_ca is not None:
+                self._context.verify_mode = ssl.CERT_OPTIONAL
+            self._load(tls)
         self._server = uvicorn.Server(config)
         self._socket = _listen(address)
         self.port: int = self._socket.getsockname()[1]
@@ -72,9 +102,14 @@ class HttpServer:
         if self._tls is None or self._files is None or not self._files.refresh():
             return
         try:
-            self._context.load_cert_chain(*self._tls)
+            self._load(self._tls)
         except (ssl.SSLError, OSError) as error:  # replaced once more, meanwhile
             logger.error("kept the certificate that was there before", reason=str(error))
+
+    def _load(self, tls: TlsFiles) -> None:
+        self._context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca is not None:
+            self._context.load_verify_locations(tls.client_ca)
 
     def is_alive(self) -> bool:
         """Whether it serves."""

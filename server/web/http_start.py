@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 from kvstore.server.config import ServerConfig
 from kvstore.server.gauges import gauges
-from kvstore.server.trust.trust_config import asks_for_tokens
 
 if TYPE_CHECKING:
-    from kvstore.server.trust.authenticator import Authenticator
+    from kvstore.server.trust.principal import Principal
+    from kvstore.server.trust.trust import Trust
     from kvstore.server.web.dashboard_view import Subject
     from kvstore.server.web.http_pages import Exposure
     from kvstore.server.web.http_server import HttpServer
+
+
+METHOD = "Dashboard"
+"""What a page that was refused is called in the audit log."""
 
 
 class HttpPort:
@@ -23,14 +27,12 @@ class HttpPort:
     Raises InvalidRequestError for an address that cannot be had.
     """
 
-    def __init__(
-        self, config: ServerConfig, subject: Subject, authenticator: Authenticator
-    ) -> None:
+    def __init__(self, config: ServerConfig, subject: Subject, trust: Trust) -> None:
         from kvstore.server.web.dashboard import Dashboard
         from kvstore.server.web.dashboard_page import sections_of
         from kvstore.server.web.dashboard_view import Viewer
         from kvstore.server.web.http_pages import Pages
-        from kvstore.server.web.http_server import HttpServer
+        from kvstore.server.web.http_server import HttpServer, TlsFiles
         from kvstore.server.web.metrics_text import MetricsText
 
         assert config.http_address is not None
@@ -39,10 +41,14 @@ class HttpPort:
         metrics = MetricsText(subject.counters, lambda: gauges(manager, len(sessions)), tiers)
         self._viewer = viewer = Viewer(subject)
         dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)
-        pages = Pages(metrics, dashboard, authenticator, exposure_of(config))
+
+        def on_refused(who: Principal | None, outcome: str, peer: str) -> None:
+            trust.doorkeeper.note(who, METHOD, outcome, peer=lambda: peer)
+
+        pages = Pages(metrics, dashboard, trust.authenticator, exposure_of(config), on_refused)
         tls = None
         if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
-            tls = (config.tls_cert, config.tls_key)
+            tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._server: HttpServer = HttpServer(config.http_address, pages.app, tls)
         self.port = self._server.port
         self.close: Callable[[], None] = self._server.close
@@ -57,7 +63,7 @@ def exposure_of(config: ServerConfig) -> Exposure:
     """Return what of the port is for other hosts."""
     from kvstore.server.web.http_pages import Exposure
 
-    is_guarded = config.http_tls and asks_for_tokens(config.__dict__)
+    is_guarded = config.http_tls and config.asks_who_calls
     return Exposure(
         shows_dashboard=config.insecure or is_guarded,
         asks_for_metrics=not (config.open_pages or config.insecure),

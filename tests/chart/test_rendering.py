@@ -128,6 +128,7 @@ def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
         (("--set", "mode=statefulset,hostSocket.enabled=true"), "hostSocket.enabled"),
         (("--set", "tls.certManager.enabled=true"), "issuerRef.name"),
         (("--set", "tls.crl.existingSecret.name=a"), "tls.clientCA"),
+        (("--set", "tls.existingSecret=,insecure=true,metrics.tls=true"), "metrics.tls"),
         (("--set", "resources.headroom=128MiB"), "resources.headroom"),
         (("--set", "config.node_id=one"), "config.node_id"),
         (("--set", "config.advertise=kv"), "config.advertise"),
@@ -304,7 +305,14 @@ def test_monitoring_comes_where_its_kinds_are(helm4: Helm) -> None:
         if monitor["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
     ]
     (one,) = services  # not two, or everything would be counted twice
-    assert monitor["endpoints"][0]["port"] in {port["name"] for port in one["spec"]["ports"]}
+    (endpoint,) = monitor["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in one["spec"]["ports"]}
+    assert settings(helm4.of_values(values))["http_tls"] is True
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"] == {
+        "serverName": "kv.kv.svc",
+        "ca": {"secret": {"name": "kvstore-tls", "key": "ca.crt"}},
+    }
 
 
 def test_a_network_policy_lets_in_who_has_the_label(helm4: Helm) -> None:

@@ -119,6 +119,32 @@ def test_a_call_has_a_span_and_what_it_reads_from_tiers_has_spans_in_it(
     assert [dict(span.attributes or {}) for span in reads] == [said] * 2
 
 
+def test_calls_over_the_unix_socket_and_zmq_have_spans_of_their_own(
+    traces: Traces, make_server: ServerMaker
+) -> None:
+    """Neither carries a trace, so each is a first; what it asks of tiers is in it."""
+    server = make_server("--cpu", "4MiB", "--cpu-slab-bytes", "4MiB", "--zmq", "127.0.0.1:0")
+    far = server.connect("zmq")
+    keys = store(far, 1, 2)
+    put = traces.one("zmq/Put")
+    assert parent(put) is None
+    server.settled()
+    assert {parent(span) for span in traces.named("disk write")} == {ids(put)}
+    near = server.connect("shm")
+    assert near.lookup(keys).ready == 2
+    looked_up = traces.one("unix/Lookup")
+    assert parent(looked_up) is None
+    assert dict(looked_up.attributes or {}) == {
+        "rpc.system": "kvstore",
+        "rpc.service": "unix",
+        "rpc.method": "Lookup",
+        "kvstore.chunks": 2,
+    }
+    traces.forget()
+    assert_reads(far, keys)
+    assert traces.one("zmq/Get").status.is_ok
+
+
 def test_the_callers_trace_goes_on_in_the_server(
     traces: Traces, server: LocalServer, provider: TracerProvider
 ) -> None:

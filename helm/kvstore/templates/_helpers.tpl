@@ -136,6 +136,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $_ := set $s "tls_cert" "/etc/kvstore/tls/tls.crt" }}
 {{- $_ := set $s "tls_key" "/etc/kvstore/tls/tls.key" }}
 {{- if $v.tls.clientCA }}{{ $_ := set $s "tls_client_ca" "/etc/kvstore/tls/ca.crt" }}{{ end }}
+{{- if $v.metrics.tls }}{{ $_ := set $s "http_tls" true }}{{ end }}
 {{- if $v.tls.crl.existingSecret.name }}{{ $_ := set $s "tls_crl" "/etc/kvstore/crl/crl.pem" }}{{ end }}
 {{- end }}
 {{- if $v.auth.existingSecret.name }}{{ $_ := set $s "auth_keys" "/etc/kvstore/auth/keys" }}{{ end }}
@@ -157,6 +158,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if not (include "kvstore.hasTLS" .) }}{{ fail "tls: name tls.existingSecret or enable tls.certManager; insecure: true goes without" }}{{ end }}
 {{- if not (include "kvstore.hasAuth" .) }}{{ fail "auth: name auth.existingSecret or auth.jwt.existingSecret, or set tls.clientCA; insecure: true goes without" }}{{ end }}
 {{- end }}
+{{- if and .Values.metrics.tls (not (include "kvstore.hasTLS" .)) }}{{ fail "metrics.tls: needs a certificate; name tls.existingSecret or enable tls.certManager" }}{{ end }}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}{{ fail "tls.certManager.issuerRef.name: name the issuer" }}{{ end }}
 {{- if and .Values.tls.crl.existingSecret.name (not .Values.tls.clientCA) }}{{ fail "tls.crl: takes back certificates of callers; set tls.clientCA, or leave it out" }}{{ end }}
 {{- if .Values.tiers.redis.enabled }}

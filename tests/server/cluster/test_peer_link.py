@@ -140,6 +140,50 @@ def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     assert eventually(lambda: _answers(link, keys))
 
 
+def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_are_not(
+    make_server: ServerMaker,
+    context: zmq.Context[zmq.Socket[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One get may have 16 MiB under way, and is counted with as many."""
+    server = make_server(
+        *("--zmq", "127.0.0.1:0", "--cpu", "64MiB", "--peer-requests", "8"),
+        *("--peer-bytes", "16MiB"),
+    )
+    options = ClientOptions("zmq", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("zmq", MEDIUM, options), 1, 1)
+    terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+    plane = server.node.bulk
+    assert plane is not None
+    with (
+        closing(PeerLink(terms, context, time.monotonic)) as link,
+        closing(PeerLink(terms, context, time.monotonic)) as more,
+    ):
+        (info,) = find(link, keys)
+        assert info is not None
+        out = np.zeros(info.size_bytes, np.uint8)
+        with monkeypatch.context() as patch:
+            patch.setattr(plane, "_pump", lambda: False)  # what was asked for stays under way
+            with closing(link.read(info, out, 0, 0.2)) as steps, pytest.raises(DeadlineError):
+                list(steps)
+            with (
+                closing(more.read(info, out, 0, SILENCE_S)) as steps,
+                pytest.raises(QuotaExceededError, match="peer_bytes=16777216"),
+            ):
+                list(steps)
+            assert find(more, keys) == [info]
+        assert server.counter("peer_refused_requests") == 1
+        assert eventually(lambda: _reads(more, info)), "who went away is not counted for ever"
+    assert server.settled().held == 0
+
+
+def _reads(link: PeerLink, info: ChunkInfo) -> bool:
+    try:
+        return len(read(link, info)) == info.size_bytes
+    except QuotaExceededError:
+        return False
+
+
 def _answers(link: PeerLink, keys: list[ChunkKey]) -> bool:
     try:
         return find(link, keys) != [None]

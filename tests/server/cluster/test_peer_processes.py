@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from local_server import DEADLINE_MS, eventually
@@ -12,6 +13,7 @@ from prompts import MEDIUM, assert_reads, keys_of, store
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
+from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkKey
 
 ProcessMaker = Callable[..., ServerProcess]
@@ -70,6 +72,13 @@ def test_a_peer_that_is_stopped_or_killed_is_a_miss_in_time_and_a_hit_when_it_is
         assert eventually(lambda: reader.lookup(lost).ready == 0)
         second.start()
         with client_of(second) as again:
+
+            def is_reached() -> bool:
+                with suppress(TierUnavailableError):  # gRPC waits after what it was refused
+                    return bool(again.namespace)
+                return False
+
+            assert eventually(is_reached)
             keys = store(again, 6, CHUNKS)
             assert eventually(partial(is_found, reader, keys))
             assert_reads(reader, keys)

@@ -321,7 +321,7 @@ def asking(context: Sockets, folder: Path, number: int) -> Any:
 
 def answer_of(reader: Any) -> tuple[list[int], bytes]:
     """Return the numbers of an answer's batches, and how it ends."""
-    numbers = []
+    numbers: list[int] = []
     while reader.poll(DEADLINE_MS):
         _, _, at, _ = reader.recv_multipart()
         if at in (module.END, module.CUT):

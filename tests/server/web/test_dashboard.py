@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import ServerMaker
+from credentials import Authority
 from local_server import LocalServer, eventually
 from prompts import store
 from starlette.applications import Starlette
@@ -32,7 +33,7 @@ from kvstore.server.web.dashboard_page import MAX_PAGE_BYTES, MEDIA, sections_of
 from kvstore.server.web.dashboard_view import Subject, Viewer
 from kvstore.server.web.http_pages import MAX_READERS, Exposure, Pages
 from kvstore.server.web.http_server import MAX_CONNECTIONS, HttpServer
-from kvstore.server.web.http_start import exposure_of
+from kvstore.server.web.http_start import METHOD, exposure_of
 from kvstore.server.web.markup import Html, bar, table, tag, text
 from kvstore.server.web.metrics_text import MetricsText
 
@@ -323,6 +324,42 @@ def test_over_tls_all_of_it_goes_to_admins_and_a_certificate_may_be_replaced(
     assert eventually(lambda: get("/", basic(guarded.admin)) == 200)
     with pytest.raises((OSError, http.client.HTTPException)):
         ask(guarded.server, "/metrics")  # in plain text
+
+
+def test_a_certificate_opens_the_page_and_refusals_are_written_down(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    """Of browsers the first question brings nothing: that is no refusal."""
+    ca, log = Authority(tmp_path, "callers"), tmp_path / "audit"
+    guarded = world(
+        *("--http", "0.0.0.0:0", "--http-tls", "--tls-client-ca", str(ca.path)),
+        *("--audit-log", str(log)),
+    )
+    port = guarded.server.node.http_port
+
+    def get(headers: Mapping[str, str], cert: Path | None = None, key: Path | None = None) -> int:
+        context = ssl.create_default_context(cafile=str(guarded.ca.path))
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+        connection = http.client.HTTPSConnection("localhost", port, timeout=WAIT_S, context=context)
+        try:
+            connection.request("GET", "/", headers=dict(headers))
+            return connection.getresponse().status
+        except (ssl.SSLError, http.client.HTTPException, OSError):
+            return 0
+        finally:
+            connection.close()
+
+    assert get({}, *ca.issue("boss", tenant="ops", roles=("admin",))) == 200
+    assert get({}, *ca.issue("engine", tenant="acme")) == 403
+    assert get({}, *Authority(tmp_path, "others").issue("boss2", tenant="x", roles=("admin",))) == 0
+    assert get({}) == 401
+    assert get(basic("kvs_000000000000_wrong")) == 401
+    assert get(basic(guarded.admin)) == 200
+    guarded.close()
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    refused = [(row.get("who", ""), row["outcome"]) for row in rows if row["rpc"] == METHOD]
+    assert refused == [("cert:engine", "PermissionDeniedError"), ("", "UnauthenticatedError")]
 
 
 Answer = tuple[int, str]
