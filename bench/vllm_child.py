@@ -141,6 +141,7 @@ def main() -> None:
         "lose": lose,
         "stop_before_load": stop_before_load,
         "counts": counts,
+        "make_room": lambda llm: llm.collective_rpc("make_room"),
         "reset": lambda llm, **how: llm.reset_prefix_cache(**how),
     }
     print(json.dumps("ready"), file=answers, flush=True)

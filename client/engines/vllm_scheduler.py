@@ -39,7 +39,7 @@ from kvstore.proto.types import ChainDigest, ChunkKey
 IDLE_WAIT_S = 0.001
 """What an idle step waits for the answer to a lookup."""
 
-TOGETHER_S = 0.002
+TOGETHER_S = 0.01
 """What a step of an engine that computes nothing waits for answers before it begins: requests that
 came together and are computed in two steps cost those that are done first a whole step more."""
 
@@ -220,7 +220,7 @@ class VllmScheduler:
         if self._computing or self._patience_s <= 0.0 or self._desk.is_down:
             return
         began = self._clock()
-        self._desk.wait(self._patience_s, ticket)
+        self._desk.wait(min(self._patience_s, ticket.asked_s + self._late_s - began), ticket)
         self._patience_s -= self._clock() - began if ticket.ready is not None else self._patience_s
 
     def _miss(self, reason: str) -> None:

@@ -1,7 +1,4 @@
-"""Engines of one tensor-parallel worker and of two share what either of them stored.
-
-Pipelines are not here: vLLM's CPU build does not run them, with a store or without.
-"""
+"""Engines of one worker, of two tensor-parallel ones and of two stages share what each stored."""
 
 from __future__ import annotations
 
@@ -17,6 +14,12 @@ from real_vllm.prompts import EngineMaker, assert_same, prompt
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
+STAGES = {
+    "pipeline_parallel_size": 2, "distributed_executor_backend": "mp",
+    "worker_extension_cls": "bench.vllm_stages.Stage",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def two(make_engine: EngineMaker) -> Iterator[EngineProcess]:
     """An engine of two workers, each with half of the model's heads."""
@@ -30,6 +33,24 @@ def test_what_ranks_stored_is_loaded_by_any_number_of_ranks(
     two: EngineProcess, engine: EngineProcess, is_one_first: bool
 ) -> None:
     share(*((engine, two) if is_one_first else (two, engine)), prompt(200 + is_one_first, 300))
+
+
+@pytest.fixture(scope="module")
+def stages(make_engine: EngineMaker) -> Iterator[EngineProcess]:
+    """An engine of two workers, each with half of the model's layers."""
+    engine = make_engine({}, **STAGES)
+    assert engine.ask("make_room") == [True, True]
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("is_one_first", [False, True], ids=["stages_then_one", "one_then_stages"])
+def test_what_stages_stored_is_loaded_by_one_worker_and_the_other_way_round(
+    stages: EngineProcess, engine: EngineProcess, is_one_first: bool
+) -> None:
+    share(
+        *((engine, stages) if is_one_first else (stages, engine)), prompt(220 + is_one_first, 300)
+    )
 
 
 @pytest.fixture(scope="module")
