@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from itertools import repeat
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.server.policy.flop_density import FlopDensity
@@ -16,17 +19,7 @@ _ONE = 1 << 16
 """Priorities are whole numbers of 65536ths, so that sums are in any order the same."""
 
 _MOST_USES = 0xFFFF
-
-
-class _Keys:
-    """What the heap orders by: the priority of a row, then when it was used."""
-
-    def __init__(self, priorities: array[int], used: array[int]) -> None:
-        self._priorities = priorities
-        self._used = used
-
-    def __getitem__(self, row: int) -> int:
-        return self._priorities[row] << 64 | self._used[row]
+_TICK_BITS = 48
 
 
 class GdsfEviction(HeapedEviction):
@@ -43,51 +36,70 @@ class GdsfEviction(HeapedEviction):
     the one used longest ago goes. And the policy is not told why a chunk goes, so the clock
     moves to the least priority there is when one does: a deletion cannot push it ahead.
 
-    Every event costs O(log n) of the leaves. 39 bytes a row.
+    Every event costs O(log n) of the leaves. 27 bytes a row, and 40 more of one that was here.
     """
 
+    ranks_by_history: ClassVar[bool] = False
+
     def __init__(self, history: History, *, weighs_flops: bool = True) -> None:
-        self._priorities = array("Q", [0])
-        self._used = array("Q", [0])
-        super().__init__(_Keys(self._priorities, self._used))
-        self._density_of = FlopDensity(history).of if weighs_flops else _alike
+        self._keys: list[int] = [0]
+        """The priority of each row, then when it was used, in one number: what orders the heap."""
+        super().__init__(self._keys)
+        self._densities_of = FlopDensity(history) if weighs_flops else None
         self._uses = array("H", [0])
         self._densities = array("f", [0.0])
         self._clock = 0
 
+    @property
+    @override
+    def ranks_by_flops(self) -> bool:
+        return self._densities_of is not None
+
     @override
     def _extend(self, count: int) -> None:
-        for column in (self._priorities, self._used, self._uses, self._densities):
+        self._keys.extend(repeat(0, count))
+        for column in (self._uses, self._densities):
             column.frombytes(bytes(count * column.itemsize))
         super()._extend(count)
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        self._tick += 1
-        self._used[row] = self._tick
-        self._uses[row] = 1
-        self._densities[row] = self._density_of(row, size_bytes)
-        self._priorities[row] = self._clock + int(self._densities[row] * _ONE)
+        self._came_chain(np.array([row], np.intp), size_bytes, now_s)
+
+    @override
+    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        known = self._densities_of
+        found = known.of_all(rows, size_bytes) if known else np.ones(len(rows))
+        # As the column keeps them, so that a use later gains by the same.
+        densities = found.astype(np.float32)
+        np.frombuffer(self._densities, np.float32)[rows] = densities
+        np.frombuffer(self._uses, np.uint16)[rows] = 1
+        self._set_keys(rows, densities)
 
     @override
     def _rank(self, rows: Rows) -> None:
         uses = np.frombuffer(self._uses, np.uint16)
-        uses[rows] = np.minimum(uses[rows], _MOST_USES - 1) + 1
-        gain = uses[rows] * np.frombuffer(self._densities, np.float32)[rows].astype(np.float64)
-        priorities = np.frombuffer(self._priorities, np.uint64)
-        priorities[rows] = self._clock + (gain * _ONE).astype(np.uint64)
-        used = np.frombuffer(self._used, np.uint64)
-        used[rows] = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        self._tick += len(rows)
+        found = np.minimum(uses[rows], _MOST_USES - 1) + 1
+        uses[rows] = found
+        self._set_keys(
+            rows, found * np.frombuffer(self._densities, np.float32)[rows].astype(np.float64)
+        )
+
+    def _set_keys(self, rows: Rows, gains: NDArray[np.floating[Any]]) -> None:
+        """Let the priorities of *rows* be the clock and what each gained; used one by one."""
+        keys, clock, tick = self._keys, self._clock, self._tick
+        gained = (gains * np.float64(_ONE)).astype(np.int64).tolist()
+        for row, gain in zip(rows.tolist(), gained, strict=True):
+            tick += 1
+            keys[row] = (clock + gain) << _TICK_BITS | tick
+        self._tick = tick
 
     @override
     def _gone(self, row: int) -> None:
-        least = self._priorities[row]
+        least = self._keys[row] >> _TICK_BITS
+        self._keys[row] = 0  # the number is given back
+        if least <= self._clock:
+            return
         if len(self._leaves):
-            least = min(least, self._priorities[self._leaves.first()])
+            least = min(least, self._keys[self._leaves.first()] >> _TICK_BITS)
         self._clock = max(self._clock, least)
-
-
-def _alike(row: int, size_bytes: int) -> float:
-    """Return the density of every chunk when FLOPs do not count."""
-    return 1.0

@@ -234,14 +234,16 @@ class LeafFirstEviction(EvictionPolicy):
         orphaned: dict[int, int] = {}
         parents, children, here = self._parents, self._children, self._here
         leaf = next(leaves, NO_ROW)
+        leaf_rank = rank(leaf)
         row = NO_ROW
         while row or leaf or bared:
             if row:
                 pass  # the parent of the last, which goes next
-            elif bared and (not leaf or bared[0][0] < rank(leaf)):
+            elif bared and (not leaf or bared[0][0] < leaf_rank):
                 row = heapq.heappop(bared)[1]
             else:
                 row, leaf = leaf, next(leaves, NO_ROW)
+                leaf_rank = rank(leaf)
             if keep(row):
                 row = NO_ROW
                 continue
@@ -249,10 +251,10 @@ class LeafFirstEviction(EvictionPolicy):
             parent, row = parents[row], NO_ROW
             if not parent or not here[parent]:
                 continue
-            left = (orphaned.pop(parent, 0) or children[parent]) - 1
+            left = ((orphaned.pop(parent, 0) if orphaned else 0) or children[parent]) - 1
             if left:
                 orphaned[parent] = left
-            elif not bared and (not leaf or rank(parent) < rank(leaf)):
+            elif not bared and (not leaf or rank(parent) < leaf_rank):
                 row = parent
             else:
                 heapq.heappush(bared, (rank(parent), parent))

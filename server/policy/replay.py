@@ -91,6 +91,7 @@ class BlockReplay:
             self._note_seen(new_rows, parent, facts, now_s, is_new=is_new)
             rows = np.concatenate((rows, new_rows)) if known else new_rows
         if flops is not None and self._policy.ranks_by_flops:
+            self._history.reach(len(self._ids))
             np.frombuffer(self._history.flops)[rows] = flops
         hit = self._store(rows, names, block_bytes, now_s)
         self.hit_blocks += hit
@@ -159,7 +160,7 @@ class BlockReplay:
     def _store(self, rows: Rows, names: list[int], block_bytes: int, now_s: float) -> int:
         """Touch and insert the blocks of a prompt; return how many of the first were here."""
         policy, sizes = self._policy, self._sizes
-        held = [sizes[row] for row in names]
+        held = list(map(sizes.__getitem__, names))
         hit = held.index(0) if 0 in held else len(held)
         has_gaps = any(held[hit:])
         policy.touch(rows[np.array(held) > 0] if has_gaps else rows[:hit], now_s)
@@ -207,7 +208,7 @@ class BlockReplay:
             more = list(islice(candidates, least))
             if not more:
                 break
-            freed_bytes += sum([sizes[row] for row in more])
+            freed_bytes += sum(map(sizes.__getitem__, more))
             victims += more
         for row in victims:
             sizes[row] = 0
