@@ -121,10 +121,10 @@ fuzz: $(STAMP) ## every parser under atheris for SECONDS each; says so where it 
 	PYTHONPATH=src:tests $(BIN)/python tests/fuzz/long.py $(SECONDS) $(ARGS)
 
 soak-long: $(STAMP) redis ## what takes an hour: a million hostile frames, 10^9 exact values, 50 kills, 10^6 steps
-	$(BIN)/pytest tests/simulation/test_network.py --sim-steps 1000000
-	$(BIN)/pytest tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
-	$(BIN)/pytest tests/codecs/test_exact_values.py --exact-values 1000000000
-	$(BIN)/pytest tests/e2e/test_kill9.py --kill-loops 50
+	$(BIN)/pytest -o timeout=7200 tests/simulation/test_network.py --sim-steps 1000000
+	$(BIN)/pytest -o timeout=7200 tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
+	$(BIN)/pytest -o timeout=7200 tests/codecs/test_exact_values.py --exact-values 1000000000
+	$(BIN)/pytest -o timeout=7200 tests/e2e/test_kill9.py --kill-loops 50
 
 bench: $(STAMP) redis ## measure this machine's data paths, alone and beside peers, and print the tables
 	$(BIN)/python -m bench.local

@@ -116,6 +116,16 @@ class ServerProcess:
         self._process = None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
+        """Send a signal to the process; one that is stopped has stopped when this returns."""
         assert self._process is not None
         self._process.send_signal(number)
+        deadline = time.monotonic() + _STOP_S
+        while number is signal.SIGSTOP and not _is_stopped(self.pid):
+            assert time.monotonic() < deadline, "some of its threads still run"
+            time.sleep(0.001)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether no thread of a process runs any more (proc(5): state T)."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)

@@ -108,7 +108,7 @@ def test_two_servers_share_an_encrypted_redis(tmp_path: Path, make_server: Serve
         keys_path = key_file(tmp_path / "keys")
         flags = (
             *("--encryption-keys", str(keys_path), "--tiers", "cpu,redis"),
-            *("--redis", process.url, "--socket", "off"),
+            *("--redis", process.url, "--redis-timeout-ms", "20000", "--socket", "off"),
         )
         writer = client_of(make_server(*flags), "grpc")
         keys = keys_of(writer, 1, 4)

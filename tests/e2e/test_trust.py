@@ -185,7 +185,7 @@ def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> 
         _, chunks = chunks_for(small, 100 + seed, 2)
         assert {put.outcome for put in small.put(chunks)} == {PutOutcome.stored}
     (seen,) = world.call(key, "Quota", pb.QuotaRequest()).tenants
-    used = {tier.tier: tier.used_chunks for tier in seen.tiers}
+    used: dict[str, int] = {tier.tier: tier.used_chunks for tier in seen.tiers}
     assert (seen.tenant, seen.chunks) == ("small", 3)
     assert 1 <= used["cpu"] <= 3
     change = pb.SetQuotaRequest(tenant="small", chunks=50, requests_per_s=9)
@@ -196,7 +196,7 @@ def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> 
     (changed,) = world.call(world.admin, "SetQuota", change).tenants
     assert (changed.chunks, changed.requests_per_s, changed.leases) == (50, 9, 0)
     world.call(world.admin, "SetQuota", pb.SetQuotaRequest(tenant="small", requests_per_s=0))
-    used: dict[str, int] = {}
+    used.clear()
 
     def has_room() -> bool:
         for seed in range(4):

@@ -139,7 +139,9 @@ def test_no_edit_of_a_value_in_redis_is_ever_wrong_bytes(
     make_server: ServerMaker, own_redis: RedisProcess, amount: Callable[[int, int], int]
 ) -> None:
     own_redis.start()
-    server = make_server("--tiers", "cpu,redis", "--redis", own_redis.url)
+    server = make_server(
+        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-timeout-ms", "20000")
+    )
     client = server.connect("grpc")
     draw = random.Random(4)
     done = read = 0

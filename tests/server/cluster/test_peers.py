@@ -210,7 +210,10 @@ def test_nodes_that_share_a_redis_find_each_other_by_its_directory(
     make_server: ServerMaker, own_redis: RedisProcess
 ) -> None:
     own_redis.start()
-    flags = ("--redis", own_redis.url, "--directory", "--peers", "directory")
+    flags = (
+        *("--redis", own_redis.url, "--redis-timeout-ms", "20000"),
+        *("--directory", "--peers", "directory"),
+    )
     first, second = node(make_server, *flags), node(make_server, *flags)
     writer, reader = client_of(first), client_of(second)
     keys = store(writer, 1, CHUNKS)
