@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.client.slabs import SlabMap, Slabs
 from kvstore.client.view import ChunkView, RawGeometry, view_at
@@ -53,7 +52,8 @@ class LeasedViews:
         if found is None:
             return self._look_closer(index)
         slab, start, generation = found
-        slab.confirm(start, generation)
+        if slab.words[start // _WORD_BYTES - 1] != generation:
+            slab.confirm(start, generation)  # which says it
         return ChunkView(self._keys[index], slab, start, generation, self._whole)
 
     def _look_closer(self, index: int) -> ChunkView | None:
@@ -77,24 +77,24 @@ class LeasedViews:
             with suppress(KVStoreError):
                 slab = self._slabs.slab(number)
                 here = np.flatnonzero(is_usual & (rows["number"] == number))
-                starts, indices = rows["offset"][here], here.tolist()
+                indices, starts = here.tolist(), rows["offset"][here].tolist()
                 keys = b"".join([self._keys[index] for index in indices])
                 if not _hold(slab, starts, self._whole.frame_bytes, keys):
                     continue
                 generations = rows["generation"][here].tolist()
-                for at, start, word in zip(indices, starts.tolist(), generations, strict=True):
+                for at, start, word in zip(indices, starts, generations, strict=True):
                     found[at] = (slab, start, word)
         return found
 
 
-def _hold(slab: SlabMap, starts: NDArray[np.uint64], size_bytes: int, keys: bytes) -> bool:
+def _hold(slab: SlabMap, starts: Sequence[int], size_bytes: int, keys: bytes) -> bool:
     """Whether a frame of so many bytes may begin at each of *starts*, and all have their *keys*."""
+    last = len(slab.words) * _WORD_BYTES - size_bytes
+    if min(starts) < _WORD_BYTES or max(starts) > last:
+        return False
+    at = np.array(starts, np.intp)
+    if int(np.bitwise_or.reduce(at)) % _WORD_BYTES:
+        return False
     words = np.frombuffer(slab.words, np.uint64)
-    last = len(words) * _WORD_BYTES - size_bytes
-    if last < _WORD_BYTES or starts.min() < _WORD_BYTES or starts.max() > last:
-        return False
-    if (starts % _WORD_BYTES).any():
-        return False
-    first = starts.astype(np.intp) // _WORD_BYTES
-    found: bytes = words[first[:, None] + _KEY_WORDS].tobytes()
+    found: bytes = words[(at >> 3)[:, None] + _KEY_WORDS].tobytes()
     return found == keys

@@ -221,7 +221,7 @@ class ShmTransport(Transport):
 
     @override
     def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
-        return LeasedViews(self.slabs, self._whole, rows, keys)
+        return LeasedViews(self.slabs, self._whole, rows, keys).__call__  # bound once
 
     def _release(self, lease_id: int, deadline_ms: int) -> None:
         request = pb.ReleaseRequest(session_id=self.session.terms.session_id, lease_ids=[lease_id])
