@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,8 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from bench.bulk import zmq_against_tcp
+from bench.footprint import bench_import, bench_metadata
+from bench.limits import in_steps, looked_at, parts_of, ring_put, steps_of, summed_get, summed_read
 from bench.redis_gets import redis_gets
-from bench.report import Report, best_s, in_turns, paired
+from bench.report import Report, best_s, in_turns
 from bench.workload import (
     MIB,
     MODEL,
@@ -41,7 +41,6 @@ from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import (
     ChunkKey,
     KVLayout,
@@ -58,6 +57,8 @@ FLOOD_CHUNKS = 30
 BURST_CHUNKS = 2000
 LOOKUP_TOKENS = 128 * 1024
 LEASE_CHUNKS = 128
+LEASE_PACKETS_BYTES = (LEASE_CHUNKS * 16 + 64, LEASE_CHUNKS * (32 + 5) + 96)
+"""A lease's question and answer: a digest for each chunk; a place, a tier and a time for each."""
 
 
 def bench_transport(address: str, report: Report) -> None:
@@ -72,24 +73,41 @@ def bench_transport(address: str, report: Report) -> None:
         def put() -> None:
             assert all(put.outcome is PutOutcome.stored for put in client.put(chunks))
 
-        put_s = copy_s = float("inf")
-        for _ in range(REPEATS):
-            put_s = min(put_s, best_s(put, 1))
-            copy_s = min(copy_s, best_s(lambda: copy_all(chunks, out), 1))
-            client.delete(keys)
+        put_s = copy_s = bare_s = float("inf")
+        with ring_put(parts_of(chunks)) as bare_put:
+            for _ in range(REPEATS):
+                put_s = min(put_s, best_s(put, 1))
+                copy_s = min(copy_s, best_s(lambda: copy_all(chunks, out), 1))
+                bare_s = min(bare_s, best_s(bare_put, 1))
+                client.delete(keys)
+        copied = f"memcpy {size / copy_s / 1e9:.2f} GB/s"
         report.add(
             "shm_put_vs_memcpy", copy_s / put_s, f"put {size / put_s / 1e9:.2f} GB/s",
-            f"memcpy {size / copy_s / 1e9:.2f} GB/s, bar 0.6",
+            f"{copied}, bar 0.6",
+        )  # fmt: skip
+        report.add(
+            "shm_put_limit_vs_memcpy", copy_s / bare_s,
+            f"two processes, a ring {size / bare_s / 1e9:.2f} GB/s", copied,
         )  # fmt: skip
         put()
 
         def get() -> None:
             assert len(client.get(keys, out)) == len(keys)
 
-        get_s, copy_s = paired(get, lambda: copy_all(chunks, out), REPEATS)
+        get_s = copy_s = bare_s = float("inf")
+        with summed_get(steps_of(out)) as bare_get:
+            for _ in range(REPEATS):
+                bare_s = min(bare_s, best_s(bare_get, 1))
+                copy_s = min(copy_s, best_s(lambda: copy_all(chunks, out), 1))
+                get_s = min(get_s, best_s(get, 1))
+        copied = f"memcpy {size / copy_s / 1e9:.2f} GB/s"
         report.add(
             "shm_get_vs_memcpy", copy_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
-            f"memcpy {size / copy_s / 1e9:.2f} GB/s, bar 0.95",
+            f"{copied}, bar 0.95",
+        )  # fmt: skip
+        report.add(
+            "shm_get_limit_vs_memcpy", copy_s / bare_s,
+            f"two threads, copied and summed {size / bare_s / 1e9:.2f} GB/s", copied,
         )  # fmt: skip
         check(chunks, out)
     with Client(address, MODEL, ClientOptions(transport="grpc", deadline_ms=20_000)) as client:
@@ -163,16 +181,21 @@ def bench_disk(folder: Path, report: Report) -> None:
         descriptor = os.open(disk / "extents" / "0000.kv", os.O_RDONLY)
         try:
             assert os.preadv(descriptor, [out.data], 0) == size
+            read = partial(best_s, lambda: os.preadv(descriptor, [out.data], 0), 1)
             ratio, get_s, read_s = in_turns(
-                lambda: bench_tier(client, "disk", chunks, keys, 1),
-                partial(best_s, lambda: os.preadv(descriptor, [out.data], 0), 1),
-                REPEATS,
+                lambda: bench_tier(client, "disk", chunks, keys, 1), read, REPEATS
             )
+            with summed_read(descriptor, in_steps(out)) as bare:
+                limit, bare_s, _ = in_turns(partial(best_s, bare, 1), read, REPEATS)
         finally:
             os.close(descriptor)
     report.add(
         "disk_get_vs_pread", ratio, f"get {size / get_s / 1e9:.2f} GB/s",
         f"preadv {size / read_s / 1e9:.2f} GB/s, bar 0.9",
+    )  # fmt: skip
+    report.add(
+        "disk_get_limit_vs_pread", limit,
+        f"two threads, read and summed {size / bare_s / 1e9:.2f} GB/s", "as above",
     )  # fmt: skip
 
 
@@ -263,35 +286,26 @@ def bench_lease(address: str, report: Report) -> None:
     with connect(address, SMALL) as client:
         keys, chunks = make_chunks(client, LEASE_CHUNKS, 6)
         client.put(chunks)
-        times_s = []
-        for _ in range(5 * REPEATS):
-            started_s = time.perf_counter()
-            with client.lease(keys) as lease:
-                views = [lease.view(index) for index in range(len(keys))]
-                first = [view.layer(0)[0, 0, 0, 0] for view in views if view is not None]
-                times_s.append(time.perf_counter() - started_s)
-            assert len(first) == len(keys)
+        times_s, bare_s = [], []
+        with looked_at(LEASE_CHUNKS, *LEASE_PACKETS_BYTES) as look:
+            for _ in range(5 * REPEATS):
+                bare_s.append(best_s(look, 1))
+                started_s = time.perf_counter()
+                with client.lease(keys) as lease:
+                    views = [lease.view(index) for index in range(len(keys))]
+                    first = [view.layer(0)[0, 0, 0, 0] for view in views if view is not None]
+                    times_s.append(time.perf_counter() - started_s)
+                assert len(first) == len(keys)
         client.delete(keys)
     report.add(
-        "lease_128_us", float(np.median(times_s)) * 1e6, "median, first element of each",
+        "lease_128_us", float(np.median(times_s)) * 1e6,
+        f"median, first element of each; best {1e6 * min(times_s):.0f}",
         f"bar {300 + 3 * LEASE_CHUNKS} us",
     )  # fmt: skip
-
-
-def bench_import(report: Report) -> None:
-    """A server's import: seconds and resident megabytes, in a process of its own."""
-    code = (
-        "import time; t = time.perf_counter(); import kvstore.server.main; "
-        "import kvstore.tiers.disk, kvstore.tiers.redis; s = time.perf_counter() - t; "
-        "import psutil; print(s, psutil.Process().memory_info().rss)"
-    )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        for _ in range(3)
-    ]
-    pairs = [tuple(map(float, run.stdout.split())) for run in runs]
-    report.add("import_s", min(pair[0] for pair in pairs), "server and all tiers", "bar 1 s")
-    report.add("import_mb", max(pair[1] for pair in pairs) / MIB, "resident", "bar 150 MB")
+    report.add(
+        "lease_128_limit_us", float(np.median(bare_s)) * 1e6,
+        f"a bare exchange and look; best {1e6 * min(bare_s):.0f}", "as above",
+    )  # fmt: skip
 
 
 def bench_burst(folder: Path, report: Report) -> None:
@@ -322,46 +336,6 @@ def bench_burst(folder: Path, report: Report) -> None:
             )
             lost += len(group) - right
     report.add("burst_lost", lost, f"of {BURST_CHUNKS} x 1 MiB, {refused} refused", "bar 0")
-
-
-def bench_metadata(folder: Path, report: Report) -> None:
-    """Traced bytes of everything kept per chunk that lies in CPU memory and on disk."""
-    import tracemalloc
-
-    from kvstore.proto.frame import raw_frame_bytes
-    from kvstore.proto.types import ChainDigest, ChunkInfo
-    from kvstore.server.catalog import Catalog
-    from kvstore.server.leases import LeaseTable
-    from kvstore.server.policy.lru import LruEviction
-    from kvstore.tiers.cpu import CpuTier
-    from kvstore.tiers.disk import DiskTier
-
-    count = 20_000
-    layout = KVLayout.of(TINY, 16)
-    size = raw_frame_bytes(layout)
-    tiers = [
-        CpuTier(count * (size + 4096), 64 * MIB),
-        DiskTier(folder / "meta", count * (size + 8192)),
-    ]
-    leases = LeaseTable(1, lambda: 1)
-    catalog = Catalog({t.name: LruEviction() for t in tiers}, leases, 1, time.monotonic)
-    digests = chain_digests(list(range(256 * count)))
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    parent = ChainDigest(bytes(16))
-    for digest in digests:
-        info = ChunkInfo(ChunkKey(bytes(16) + digest), parent, layout, 0, size)
-        for tier in tiers:
-            tier.seal(tier.reserve(info))
-            catalog.note_sealed(tier.name, info)
-        parent = digest
-    for tier in tiers:
-        tier.flush()
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    for tier in tiers:
-        tier.close()
-    report.add("metadata_bytes_per_chunk", (after - before) / count, "CPU + disk copy", "reported")
 
 
 SHARED = {"transport": bench_transport, "lookup": bench_lookup, "lease": bench_lease}

@@ -5,6 +5,7 @@ Run as a program it is the client that writes while another reads.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.limits import bare_read
 from bench.peer_run import Side
 from bench.report import best_s
 from bench.workload import SMALL, check, chunk_bytes, make_chunks, serving
@@ -86,7 +88,7 @@ class TierSide:
     def __init__(self, tier: Tier, frames: Sequence[tuple[ChunkInfo, Bytes]], threads: int) -> None:
         self._tier = tier
         self._frames = frames
-        self._out = [np.zeros_like(frame) for _, frame in frames]
+        self.out = [np.zeros_like(frame) for _, frame in frames]
         self._pool = ThreadPoolExecutor(threads)
 
     def store_s(self) -> float:
@@ -104,9 +106,9 @@ class TierSide:
 
     def load_s(self) -> float:
         """Seconds of loading and verifying all frames."""
-        for out in self._out:
+        for out in self.out:
             out[:] = 0
-        jobs = list(zip(self._frames, self._out, strict=True))
+        jobs = list(zip(self._frames, self.out, strict=True))
         seconds = best_s(lambda: list(self._pool.map(self._load, jobs)), 1)
         for (_, frame), out in jobs:
             assert np.array_equal(frame, out), "wrong bytes"
@@ -127,6 +129,20 @@ class TierSide:
         """Stop the threads and close the tier."""
         self._pool.shutdown()
         self._tier.close()
+
+
+def bare_loads_s(folder: Path, outs: Sequence[Bytes], threads: int, rounds: int) -> list[float]:
+    """Seconds of reading as many bytes as *outs* have out of a disk tier's extents, unverified."""
+    extent = sorted((folder / "extents").iterdir())[0]
+    descriptor = os.open(extent, os.O_RDONLY)
+    try:
+        # What is read is not looked at: frames that lie in further extents are like these.
+        room = [out for out in outs if out.nbytes][: os.fstat(descriptor).st_size // len(outs[0])]
+        with bare_read(descriptor, room, threads) as read:
+            scale = len(outs) / len(room)
+            return [scale * best_s(read, 1) for _ in range(rounds)]
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import redis
 
+from bench.bulk import raw_stream
 from bench.peer_infinistore import VERSION as INFINISTORE
 from bench.peer_infinistore import InfiniStore
 from bench.peer_lmcache import Adapter, LMCache
@@ -23,6 +24,7 @@ from bench.peer_mooncake import VERSION as MOONCAKE
 from bench.peer_mooncake import Mooncake
 from bench.peer_ours import (
     TierSide,
+    bare_loads_s,
     disk_loads_s,
     make_frames,
     request_side,
@@ -47,10 +49,13 @@ OBJECT_BYTES = 2 * MIB
 REQUESTS = 8
 DISK_THREADS = 4
 """As many as fs_native has."""
+PARTS = ("disk", "redis", "shm", "mooncake", "infinistore", "readable", "burst")
 DISK_KEYS = ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native")
+DISK_LIMIT_KEYS = ("disk_load_limit_vs_lmcache_fs_native",)
 REDIS_KEYS = ("redis_load_vs_lmcache_resp", "redis_store_vs_lmcache_resp")
 SHM_KEYS = ("retrieve_vs_lmcache_shm", "store_vs_lmcache_shm")
 MOONCAKE_KEYS = ("retrieve_vs_mooncake_tcp", "store_vs_mooncake_tcp")
+MOONCAKE_LIMIT_KEYS = ("retrieve_limit_vs_mooncake_tcp",)
 INFINISTORE_KEYS = ("retrieve_vs_infinistore_tcp", "store_vs_infinistore_tcp")
 
 
@@ -58,18 +63,21 @@ def compare_disk(run: Run, peer: LMCache) -> None:
     """64 objects of 2 MiB through our disk tier, and through LMCache's adapter of files."""
     ours = Side("disk tier in process, verified")
     theirs = Side("fs_native in process")
+    bare = Side("preadv with as many threads, nothing verified")
     with run.scratch("disk") as folder:
         tier = DiskTier(folder / "disk", OBJECTS * (OBJECT_BYTES + MIB))
         side = TierSide(tier, make_frames(OBJECTS, 1), DISK_THREADS)
         try:
             for _ in range(ROUNDS):
                 side.run(ours, ROUNDS)
+                bare.load_s += bare_loads_s(folder / "disk", side.out, DISK_THREADS, ROUNDS)
                 with run.scratch("lmcache") as base:
                     adapter = {"type": "fs_native", "base_path": str(base)}
                     theirs.extend(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
         finally:
             side.close()
     run.add_speeds(DISK_KEYS, OBJECTS * OBJECT_BYTES, ours, theirs)
+    run.add_speeds(DISK_LIMIT_KEYS, OBJECTS * OBJECT_BYTES, bare, theirs)
     with run.scratch("disk") as folder:
         load_s = median(disk_loads_s(folder, OBJECTS, ROUNDS))
     run.report.note(
@@ -136,17 +144,21 @@ def compare_mooncake(run: Run, peer: Mooncake) -> None:
     """Objects of 16 MiB, one at a time, over TCP on the loopback device."""
     ours = Side("put and get through zmq, verified")
     theirs = Side(f"{MOONCAKE}, put_from and get_into, TCP")
+    bare = Side("a bare stream, sendall and recv_into, TCP")
     with (
         run.scratch("tcp") as folder,
         request_side(folder, "zmq", 16, 1) as side,
+        raw_stream(side.size_bytes) as receive,
         peer.client(side.size_bytes) as client,
     ):
         for _ in range(4 * ROUNDS):
             side.run(ours, 1)
+            bare.load_s.append(best_s(receive, 1))
             times = client.ask("round")
             theirs.take(times["store_s"], times["load_s"])
         size_bytes = side.size_bytes
     run.add_speeds(MOONCAKE_KEYS, size_bytes, ours, theirs)
+    run.add_speeds(MOONCAKE_LIMIT_KEYS, size_bytes, bare, theirs)
 
 
 def compare_infinistore(run: Run, peer: InfiniStore) -> None:
@@ -194,18 +206,29 @@ def compare(
         run.attempt(keys, partial(work, run, peer))
 
 
-def measure(run: Run, venvs: Path) -> None:
-    """Install the peers, then measure beside each."""
-    lmcache = _install(LMCache.install, venvs, run.folder)
-    mooncake = _install(Mooncake.install, venvs, run.folder)
-    infinistore = _install(InfiniStore.install, venvs, run.folder)
-    compare(run, DISK_KEYS, compare_disk, lmcache)
-    compare(run, REDIS_KEYS, compare_redis, lmcache)
-    compare(run, SHM_KEYS, compare_shm, lmcache)
-    compare(run, MOONCAKE_KEYS, compare_mooncake, mooncake)
-    compare(run, INFINISTORE_KEYS, compare_infinistore, infinistore)
-    measure_readable(run, _say(lmcache_readable, run, lmcache))
-    measure_burst(run, _say(lmcache_burst, run, lmcache))
+def measure(run: Run, venvs: Path, only: Sequence[str]) -> None:
+    """Install the peers of the parts *only*, then measure beside each."""
+    if set(only) - {"mooncake", "infinistore"}:
+        _beside_lmcache(run, _install(LMCache.install, venvs, run.folder), only)
+    if "mooncake" in only:
+        mooncake = _install(Mooncake.install, venvs, run.folder)
+        compare(run, MOONCAKE_KEYS + MOONCAKE_LIMIT_KEYS, compare_mooncake, mooncake)
+    if "infinistore" in only:
+        infinistore = _install(InfiniStore.install, venvs, run.folder)
+        compare(run, INFINISTORE_KEYS, compare_infinistore, infinistore)
+
+
+def _beside_lmcache(run: Run, lmcache: LMCache | str, only: Sequence[str]) -> None:
+    if "disk" in only:
+        compare(run, DISK_KEYS + DISK_LIMIT_KEYS, compare_disk, lmcache)
+    if "redis" in only:
+        compare(run, REDIS_KEYS, compare_redis, lmcache)
+    if "shm" in only:
+        compare(run, SHM_KEYS, compare_shm, lmcache)
+    if "readable" in only:
+        measure_readable(run, _say(lmcache_readable, run, lmcache))
+    if "burst" in only:
+        measure_burst(run, _say(lmcache_burst, run, lmcache))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -214,12 +237,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",
                         help="where the peers are installed; default build/peers")  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART",
+                        help=f"some of {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios as an SVG")
     flags = parser.parse_args(argv)
     keep_freed_memory()  # as the server, whose tiers run in this process here
     report = Report("peers")
     with tempfile.TemporaryDirectory() as name:
-        measure(Run(Path(name), report), flags.venvs.absolute())
+        measure(Run(Path(name), report), flags.venvs.absolute(), flags.only)
     if flags.plot is not None:
         bars = [(key, report.values[key], bar) for key, bar in BARS.items() if key in report.values]
         bar_chart(flags.plot, "kvstore against its peers: ours / theirs", bars)

@@ -290,7 +290,8 @@ def test_every_setting_among_the_limits_has_its_default() -> None:
 
 
 def test_the_page_of_benchmarks_has_the_keys_that_are_printed() -> None:
-    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", text("bench/local.py"))
+    sources = text("bench/local.py") + text("bench/footprint.py")
+    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", sources)
     assert sorted(in_backticks(row[0])[0] for row in rows("docs/benchmarks.md", "## Keys")) == (
         sorted(printed)
     )

@@ -12,7 +12,8 @@ import psutil
 import pytest
 from bench import peers
 from bench.peer_infinistore import InfiniStore, parse_speeds
-from bench.peer_lmcache import parse_l2, parse_server
+from bench.peer_lmcache import LMCache, parse_l2, parse_server
+from bench.peer_mooncake import Mooncake
 from bench.peer_ours import TierSide, make_frames
 from bench.peer_process import (
     PINS,
@@ -35,9 +36,11 @@ from kvstore.tiers.cpu import CpuTier
 ROOT = Path(__file__).resolve().parents[2]
 ALL_KEYS = (
     *peers.DISK_KEYS,
+    *peers.DISK_LIMIT_KEYS,
     *peers.REDIS_KEYS,
     *peers.SHM_KEYS,
     *peers.MOONCAKE_KEYS,
+    *peers.MOONCAKE_LIMIT_KEYS,
     *peers.INFINISTORE_KEYS,
     "redis_load_vs_plain_redis",
     "readable_under_writes",
@@ -64,6 +67,29 @@ SERVER_REPORT = """
   [seq 4/warm] RETRIEVE: retrieved (512 tokens, 13.1 ms, 1 workers)
   [seq 4] CHECKSUM MATCH OK
 """
+
+
+def test_a_run_of_some_parts_installs_only_the_peers_of_these(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed: list[str] = []
+
+    def install(name: str) -> staticmethod[[Path, Path], object]:
+        def refuse(venvs: Path, folder: Path) -> object:
+            installed.append(name)
+            raise PeerSkippedError(f"no {name} here")
+
+        return staticmethod(refuse)
+
+    for name, peer in (("LMCache", LMCache), ("Mooncake", Mooncake)):
+        monkeypatch.setattr(peer, "install", install(name))
+    run = Run(tmp_path, Report("peers"))
+    peers.measure(run, tmp_path, ["disk"])
+    assert installed == ["LMCache"]
+    assert set(run.report.skipped) == {*peers.DISK_KEYS, *peers.DISK_LIMIT_KEYS}
+    peers.measure(run, tmp_path, ["mooncake"])
+    assert installed == ["LMCache", "Mooncake"]
+    assert set(run.report.skipped) >= {*peers.MOONCAKE_KEYS, *peers.MOONCAKE_LIMIT_KEYS}
 
 
 # --- what is read of their reports
