@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from bench.cluster_costs import LOOKUP_CHUNKS, Costs, measure
+from bench.cluster_failures import setbacks
 from bench.cluster_limits import (
     BLOCK_BYTES,
     NODE_BLOCKS,
@@ -25,7 +26,7 @@ from bench.cluster_limits import (
     demand,
     full_at,
 )
-from bench.cluster_nodes import ROUTINGS, Cluster, ClusterTerms
+from bench.cluster_nodes import AFFINITY, ROUTINGS, Cluster, ClusterTerms
 from bench.cluster_prompts import load, prompts
 from bench.report import Report
 from kvstore.cli.plot import line_chart
@@ -33,6 +34,8 @@ from kvstore.cli.plot import line_chart
 CONVERSATION = "mooncake_conversation_trace"
 DOCUMENTS = "dev_ragshared_qps2_n900"
 NODES = (1, 3, 10, 30, 100, 300, 1000)
+FAILING = (10, 100)
+"""Of NODES, those that lose some of them, or a Redis master."""
 KEPT = (1, 10, 100, 1000)
 """Of NODES, those whose figures are among the values."""
 
@@ -43,15 +46,34 @@ MEMORY_SHARE = 0.08
 
 def simulate(chains: Sequence[Sequence[int]], footprint: int, nodes: int, routing: str) -> Measured:
     """Return what *nodes* count in the second half of *chains*."""
-    blocks = max(1, round(MEMORY_SHARE * footprint / nodes))
-    terms = ClusterTerms(nodes, blocks, REDIS_SHARE * blocks * nodes, routing)
-    cluster = Cluster(terms)
+    cluster = Cluster(terms_of(footprint, nodes, routing))
     for chain in chains[: len(chains) // 2]:
         cluster.request(chain)
     before = cluster.counts.copy()
     for chain in chains[len(chains) // 2 :]:
         cluster.request(chain)
     return Measured(nodes, cluster.counts.since(before), cluster.imbalance(), cluster.copies())
+
+
+def terms_of(footprint: int, nodes: int, routing: str) -> ClusterTerms:
+    """Return a cluster of *nodes* that together hold MEMORY_SHARE of *footprint* blocks."""
+    blocks = max(1, round(MEMORY_SHARE * footprint / nodes))
+    return ClusterTerms(nodes, blocks, REDIS_SHARE * blocks * nodes, routing)
+
+
+def add_failures(report: Report) -> None:
+    """What is found less of while nodes, or a Redis master, are gone."""
+    chains = list(prompts(load(CONVERSATION), COPIES[CONVERSATION]))
+    footprint = len({block for chain in chains for block in chain})
+    for nodes in FAILING:
+        for failure, found in setbacks(chains, terms_of(footprint, nodes, AFFINITY)).items():
+            usual = f"of blocks; {found.steady[0]:.1%} without the failure"
+            report.add(f"affinity_{nodes}_{failure}_lost", found.lost, f"first minute, {usual}")
+            report.add(
+                f"affinity_{nodes}_{failure}_minutes",
+                found.minutes,
+                "until one found as much, to a point",
+            )
 
 
 def simulate_all(trace: str, sizes: Iterable[int]) -> dict[tuple[str, int], Measured]:
@@ -170,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             measured.copies[0],
             f"of a block; at most {measured.copies[1]}",
         )
+    add_failures(report)
     if flags.plot is not None:
         title = "Blocks found in memory, percent, as one memory is divided among nodes"
         line_chart(flags.plot, title, ("nodes", "percent of the blocks asked for"), series)

@@ -96,6 +96,12 @@ class LruBlocks:
     def __len__(self) -> int:
         return len(self._used)
 
+    def clear(self) -> list[int]:
+        """Have nothing here; return what was."""
+        gone = list(self._used)
+        self._used.clear()
+        return gone
+
     def prefix(self, chain: Chain) -> int:
         """Return how many of the first blocks of *chain* are here."""
         used = self._used
@@ -136,6 +142,23 @@ class Cluster:
         self._recent = [0.0] * terms.nodes
         """The latest prompts of each node, as a router counts them: halved now and then."""
         self._routings = 0
+        self._down: set[int] = set()
+        self.lost_master: tuple[int, int] | None = None
+        """The number of a Redis master that does not answer, of so many."""
+
+    # --- failures
+
+    def fail_node(self, node: int) -> None:
+        """*node* is gone, and what it had in memory; nobody routes to it until ``recover``."""
+        if len(self._down) + 1 >= self.terms.nodes:
+            raise InvalidRequestError("node", node, "one has to stay")
+        self._down.add(node)
+        self._note(node, (), self._nodes[node].clear())
+
+    def recover(self) -> None:
+        """All that failed is back: nodes with empty memory, a master with what it had."""
+        self._down.clear()
+        self.lost_master = None
 
     def request(self, chain: Chain) -> None:
         """Route one prompt, find its blocks, compute and keep the others."""
@@ -145,7 +168,7 @@ class Cluster:
         local = memory.prefix(chain)
         peer = self._peer_blocks(chain, local)
         have = local + peer
-        stored = self._redis.prefix(chain[have:]) if self.terms.redis_blocks else 0
+        stored = self._stored_blocks(chain[have:]) if self.terms.redis_blocks else 0
         counts.prompts += 1
         counts.blocks += len(chain)
         counts.local += local
@@ -157,8 +180,17 @@ class Cluster:
             counts.asked_keys += len(chain) - local
         self._note(node, *memory.use(chain))
         if self.terms.redis_blocks:
-            came, _ = self._redis.use(chain)
+            came, _ = self._redis.use([block for block in chain if self._is_reached(block)])
             counts.redis_written += len(came)
+
+    def _is_reached(self, block: int) -> bool:
+        """Whether the master answers that has *block*; a chain's blocks are on all of them."""
+        lost = self.lost_master
+        return lost is None or block * 0x9E3779B1 % 0x100000000 * lost[1] >> 32 != lost[0]
+
+    def _stored_blocks(self, chain: Chain) -> int:
+        known = self._redis.prefix(chain)
+        return next((at for at in range(known) if not self._is_reached(chain[at])), known)
 
     def _peer_blocks(self, chain: Chain, local: int) -> int:
         """Return how many blocks after the local ones a peer has.
@@ -187,7 +219,10 @@ class Cluster:
     def _route(self, chain: Chain) -> int:
         self._routings += 1
         if self.terms.routing == ROUND_ROBIN:
-            return self._routings % self.terms.nodes
+            node = self._routings % self.terms.nodes
+            while node in self._down:
+                node = (node + 1) % self.terms.nodes
+            return node
         node = self._longest_match(chain)
         self._recent[node] += 1.0
         if self._routings % (RECENT * self.terms.nodes) == 0:
@@ -206,7 +241,9 @@ class Cluster:
             if recent[best] < most:
                 return best
         idle = [self._random.randrange(self.terms.nodes) for _ in range(TRIED)]
-        return min(idle, key=lambda one: (recent[one], one))
+        while not (up := [one for one in idle if one not in self._down]):
+            idle = [self._random.randrange(self.terms.nodes) for _ in range(TRIED)]
+        return min(up, key=lambda one: (recent[one], one))
 
     # --- what is there
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from bench.cluster_costs import Costs
+from bench.cluster_failures import FAILURES, Setback, setbacks
 from bench.cluster_limits import BLOCK_BYTES, RATE, Measured, demand, full_at
 from bench.cluster_nodes import (
     AFFINITY,
@@ -146,10 +147,53 @@ def test_a_part_is_full_where_its_share_is_one(
     assert full_at(points) == pytest.approx(nodes)
 
 
+def test_a_node_that_failed_is_asked_nothing_and_comes_back_empty() -> None:
+    cluster = run(ClusterTerms(4, 150, 600))
+    before, entries, had = cluster.routed[0], cluster.entries(), len(cluster._nodes[0])
+    cluster.fail_node(0)
+    assert had > 0
+    assert cluster.entries() == entries - had == sum(map(len, cluster._holders.values()))
+    for chain in conversations(300, seed=6):
+        cluster.request(chain)
+    assert cluster.routed[0] == before
+    cluster.recover()
+    for chain in conversations(300, seed=7):
+        cluster.request(chain)
+    assert cluster.routed[0] > before
+    assert cluster.entries() == sum(map(len, cluster._holders.values()))
+
+
+def test_of_a_chain_in_redis_all_behind_a_lost_master_s_first_block_is_lost() -> None:
+    chain, cluster = list(range(30)), Cluster(ClusterTerms(2, 40, 600))
+    cluster.request(chain)
+    cluster.fail_node(cluster.routed.index(1))
+    cluster.lost_master = (0, 3)
+    reached = [cluster._is_reached(block) for block in chain]
+    assert 5 < reached.count(False) < 15
+    cluster.request(chain)
+    assert cluster.counts.redis == reached.index(False) < 10
+    cluster.recover()
+    with pytest.raises(InvalidRequestError):
+        Cluster(ClusterTerms(1, 1)).fail_node(0)
+
+
+def test_what_a_failure_costs_is_against_a_cluster_without_it() -> None:
+    found = setbacks(list(conversations(3000)), ClusterTerms(4, 150, 600))
+    assert set(found) == set(FAILURES)
+    for setback in found.values():
+        assert len(setback.steady) == len(setback.failed) == 6
+        assert setback.lost > 0
+        assert setback.minutes < 6
+    same = Setback((0.5, 0.4, 0.3), (0.2, 0.4, 0.295))
+    assert same.lost == pytest.approx(0.3)
+    assert same.minutes == 1
+
+
 def test_the_page_names_every_key_that_is_printed() -> None:
     code = (ROOT / "bench" / "cluster.py").read_text()
     keys = re.findall(r'\.add\(\s*f?"([^"]+)"', code)
-    printed = {key.replace("{routing}", "ROUTING").replace("{nodes}", "NODES") for key in keys}
+    names = ("routing", "nodes", "failure")
+    printed = {re.sub(f"{{({'|'.join(names)})}}", lambda m: m[1].upper(), key) for key in keys}
     _, _, section = (ROOT / "docs" / "scaling.md").read_text().partition("\n## Keys\n")
     rows = re.findall(r"^\| (`[^|]*) \|", section, re.M)
     assert {name for row in rows for name in re.findall(r"`([^`]+)`", row)} == printed

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     DeadlineError,
+    InvalidRequestError,
     PermissionDeniedError,
     QuotaExceededError,
     TierUnavailableError,
@@ -91,6 +93,26 @@ def test_what_is_in_memory_is_found_and_read_whole_and_in_parts(
         assert bytes(part) == bytes(frame[70_000:71_000])
     assert server.settled().held == 0
     assert server.counter("peer_served_chunks") == 3
+
+
+def test_between_hosts_the_same_goes_encrypted_through_libzmq(
+    make_server: ServerMaker, context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    keys = ("--zmq-keys", str(tmp_path / "keys"))
+    server = make_server("--zmq", "0.0.0.0:0", "--insecure", *keys, "--cpu", "64MiB")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    stored = store(server.connect("grpc", MEDIUM, options), 1, 2)
+    terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+    assert terms.public_key
+    with closing(PeerLink(terms, context, time.monotonic)) as link:
+        for info in find(link, stored):
+            assert info is not None
+            assert check_frame(read(link, info), info.key).info() == info
+        assert link.is_open
+    plain = replace(terms, public_key=b"")
+    refused = (InvalidRequestError, TierUnavailableError)
+    with closing(PeerLink(plain, context, time.monotonic)) as link, pytest.raises(refused):
+        find(link, stored)
 
 
 def test_what_is_not_in_memory_is_nothing(client: Client, link: PeerLink) -> None:
