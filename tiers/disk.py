@@ -232,10 +232,11 @@ class DiskTier(Tier):
             if found is None:
                 return
             check_range(found.size_bytes, 0, len(out))
-            for start in range(0, len(out), STEP_BYTES):
-                step = out[start : start + STEP_BYTES]
-                self._extents.read(found.extent, found.offset + start, [step])
-                yield start + len(step)
+            for start in range(0, max(1, len(out) - STEP_BYTES // 2), STEP_BYTES):
+                # A short rest comes with the last step: one more read costs more than it is worth.
+                stop = start + STEP_BYTES if start + 3 * STEP_BYTES // 2 < len(out) else len(out)
+                self._extents.read(found.extent, found.offset + start, [out[start:stop]])
+                yield stop
 
     @contextmanager
     def _reading(self, key: ChunkKey) -> Iterator[Located | None]:
