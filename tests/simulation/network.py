@@ -134,10 +134,10 @@ class NetworkSchedule:
 
     # --- messages
 
-    def open(self, client: Client) -> None:
+    def open(self, client: Client, arrives: float = 0.9) -> None:
         request = pb.OpenSessionRequest(representation=representation_to_message(REPRESENTATION))
         reply = self.service.OpenSession(request, _NO_CONTEXT)
-        if self.draw.random() < 0.9:  # else the answer is lost
+        if self.draw.random() < arrives:  # else the answer is lost
             client.session_id = reply.session_id
             client.space = Namespace(reply.key_namespace)
             client.leases = []
@@ -312,8 +312,7 @@ class NetworkSchedule:
         assert world.catalog.pending_count() == len(world.manager.puts) == 0
         assert world.cpu.stats().reservations == 0
         client = Client()
-        while not client.session_id:
-            self.open(client)
+        self.open(client, arrives=1.0)
         for number in range(KEYS):
             self._key(client, number)
         key = self._key(client, 0)
