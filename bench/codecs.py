@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "data" / "tinylm"
 LOSSLESS_PEERS = ("zipnn", "blosc2")
 LOSSLESS_CODEC = "zplane"
+LOSSLESS_KEY = "lossless_ratio"
 SEED = 1
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class Run:
     venvs: Path
     report: Report
     sizes: Sizes
+    speeds_only: bool = False
 
 
 def open_or_reason(stack: ExitStack, side: AbstractContextManager[T]) -> T | str:
@@ -86,9 +88,13 @@ def measure(run: Run) -> tuple[dict[str, Rates], dict[str, Measured]]:
             for name in LOSSLESS_PEERS
         }
         synthetic, chunks = _synthetic(run.sizes.synthetic)
-        curves = {"trained model": _rates_of_model(run, lmcache)}
-        curves["synthetic"] = _rates_of_synthetic(run, synthetic, chunks, lmcache)
-        _report_lossless(run.report, curves)
+        curves: dict[str, Rates] = {}
+        if run.speeds_only:
+            run.report.skip([*BARS, LOSSLESS_KEY], "--speeds: no quality")
+        else:
+            curves["trained model"] = _rates_of_model(run, lmcache)
+            curves["synthetic"] = _rates_of_synthetic(run, synthetic, chunks, lmcache)
+            _report_lossless(run.report, curves)
         speeds = measure_speeds(
             run.report, SpeedBench(chunks, run.folder, lmcache, coders, run.sizes.rounds)
         )
@@ -139,10 +145,10 @@ def _report_lossless(report: Report, curves: Mapping[str, Rates]) -> None:
         if point.codec == LOSSLESS_CODEC
     }
     if not ratios:
-        report.skip(["lossless_ratio"], f"{LOSSLESS_CODEC}: not built")
+        report.skip([LOSSLESS_KEY], f"{LOSSLESS_CODEC}: not built")
         return
     words = ", ".join(f"{ratio:.3f} {name}" for name, ratio in ratios.items())
-    report.add("lossless_ratio", min(ratios.values()), words, "bf16, bar 1.45")
+    report.add(LOSSLESS_KEY, min(ratios.values()), words, "bf16, bar 1.45")
 
 
 def _report_links(report: Report, speeds: Mapping[str, Measured]) -> None:
@@ -185,10 +191,13 @@ def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
                         help="where the opponents are installed; default build/peers")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the curves as SVG files")
     parser.add_argument("--curves", type=Path, metavar="FILE", help="write every point as JSON")
+    parser.add_argument("--speeds", action="store_true", help="measure speeds alone, no quality")
     flags = parser.parse_args(argv)
+    if flags.speeds and (flags.plot or flags.curves):
+        parser.error("--speeds: quality is not measured; leave --plot and --curves out")
     report = Report("codecs")
     with tempfile.TemporaryDirectory() as name:
-        run = Run(Path(name), flags.venvs.absolute(), report, sizes or Sizes())
+        run = Run(Path(name), flags.venvs.absolute(), report, sizes or Sizes(), flags.speeds)
         curves, speeds = measure(run)
     if flags.plot is not None:
         draw(flags.plot, curves, speeds)

@@ -72,6 +72,7 @@ OTHER_FLAGS = {
     "--capacity": "kvstore simulate",
     "--chunk-bytes": "kvstore trace replay",
     "--curves": "bench.codecs",
+    "--speeds": "bench.codecs",
     "--every": "kvstore top",
     "--from": "kvstore simulate",
     "--json": "kvstore status, kvstore demo and the benchmarks",

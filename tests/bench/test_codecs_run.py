@@ -12,9 +12,13 @@ from xml.etree import ElementTree
 import pytest
 from bench import codecs
 from bench.codecs_curve import Quality
+from bench.codecs_kv import Extent
 from bench.codecs_model import Lengths, PrefixModel, held_out
 from bench.codecs_rates import BARS
+from bench.codecs_speeds import Measured
+from bench.opponents import Speed
 from bench.opponents_layouts import kivi
+from bench.report import Report
 
 KEYS = {
     *BARS,
@@ -112,10 +116,24 @@ def test_the_flags_are_those_it_says(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         codecs.main(["--help"])
     text = capsys.readouterr().out
-    for flag in ("--json", "--venvs", "--plot", "--curves"):
+    for flag in ("--json", "--venvs", "--plot", "--curves", "--speeds"):
         assert flag in text
-    with pytest.raises(SystemExit):
-        codecs.main(["--jsn"])
+    for wrong in (["--jsn"], ["--speeds", "--plot", "docs"]):
+        with pytest.raises(SystemExit):
+            codecs.main(wrong)
+
+
+def test_speeds_alone_leave_out_every_key_of_quality(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs, "open_or_reason", lambda *_: "not asked for")
+    copied = Measured("memcpy", 1, Speed(1.0, 1.0, 1))
+    monkeypatch.setattr(codecs, "measure_speeds", lambda *_: {"memcpy": copied})
+    report = Report("codecs")
+    sizes = codecs.Sizes(synthetic=Extent(layers=1, tokens=64, kv_heads=2, head_dim=64))
+    curves, speeds = codecs.measure(codecs.Run(tmp_path, tmp_path, report, sizes, True))
+    assert (curves, speeds) == ({}, {"memcpy": copied})
+    assert set(report.skipped) == {*BARS, "lossless_ratio"}
 
 
 def test_every_key_stands_in_the_documentation() -> None:
