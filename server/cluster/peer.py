@@ -135,13 +135,6 @@ class Peer:
             if not is_kept:
                 link.close()
 
-    def tend(self) -> None:
-        """Keep the connections that nobody uses from ending. Never waits."""
-        with self._lock:
-            for link in self._idle:
-                link.tend()
-            self._idle = [link for link in self._idle if link.is_open]
-
     def answered(self, *, is_read: bool = False) -> None:
         """It did as it was asked."""
         self.heard_at = self._clock()

@@ -6,10 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvstore.proto import bulk
-from kvstore.proto.buffers import BLOCK_BYTES, Bytes
+from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.bulk_reading import BulkPieces
 from kvstore.proto.errors import (
     DeadlineError,
@@ -19,8 +17,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.peer_words import pack_wanted, unpack_found
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.cluster.peer_wire import Wire, ZmqWire
-from kvstore.server.cluster.zmtp_wire import ZmtpWire
 
 if TYPE_CHECKING:
     import zmq
@@ -48,7 +44,7 @@ class PeerTerms:
 
 
 class PeerLink:
-    """One connection, a DEALER's to the peer, for one request at a time. Not thread-safe.
+    """One DEALER socket for one request at a time. Not thread-safe.
 
     Connects at the first request. One that raises anything but what the peer said of the request
     leaves the link closed: what is still on its way is for nobody. Every ``deadline`` is a point
@@ -61,8 +57,9 @@ class PeerLink:
         self.terms = terms
         self._context = context
         self._clock = clock
-        self._wire: Wire | None = None
+        self._link: zmq.Socket[bytes] | None = None
         self._is_attached = False
+        self._timeout_ms = -1
         self._requests = 0
         self._is_asking = False
 
@@ -82,17 +79,16 @@ class PeerLink:
         for what is no answer to that.
         """
         try:
-            word, size_bytes = self._receive(deadline)
+            word, payload = self._receive(deadline)
             if word.request != self._requests:
                 raise InvalidFrameError("request", word.request, f"{self._requests} was asked")
-            is_answer = isinstance(word, bulk.Done) and size_bytes is not None
-            if not is_answer and not isinstance(word, bulk.Failed):
-                raise InvalidFrameError("kind", type(word).__name__, "not an answer to a find")
-            payload = self._words(size_bytes, deadline)
             self._is_asking = False
             if isinstance(word, bulk.Failed):
-                raise bulk.unpack_failure(payload)
-            return unpack_found(keys, payload)
+                raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
+            if not isinstance(word, bulk.Done) or payload is None:
+                self._is_asking = True
+                raise InvalidFrameError("kind", type(word).__name__, "not an answer to a find")
+            return unpack_found(keys, payload.tobytes())
         finally:
             self._settle()
 
@@ -118,46 +114,37 @@ class PeerLink:
         try:
             self._send(ask, bulk.pack_ranges(pack_wanted([info.key]), [whole]))
             while not pieces.is_over:
-                word, size_bytes = self._receive(self._patience(silence_s, until))
-                if size_bytes is None or not isinstance(word, bulk.Part):
-                    pieces.take(word, self._payload(size_bytes, until))
+                now = self._clock()
+                if now >= until:
+                    raise DeadlineError(f"{self.terms.address} takes too long")
+                part, data = self._next_part(pieces, min(now + silence_s, until))
+                if part is None or data is None:
                     continue
-                room = self._room(word, size_bytes, info, out, arrived, offset)
-                pieces.take(word, room)
-                for start in range(0, size_bytes, BLOCK_BYTES):
-                    block = room[start : start + BLOCK_BYTES]
-                    self._fill(block, self._patience(silence_s, until))
-                    arrived += len(block)
-                    yield arrived
-                credit_bytes = pieces.credit(size_bytes)
+                if part.frame_bytes != info.size_bytes:
+                    raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{info.size_bytes}")
+                self._take(part, data, out, offset + arrived, offset)
+                arrived += len(data)
+                credit_bytes = pieces.credit(len(data))
                 if credit_bytes:
                     self._send(bulk.Credit(self._requests, credit_bytes))
+                yield arrived
             if arrived not in (0, len(out)):
                 raise InvalidFrameError("frame_bytes", arrived, f"{len(out)} were asked for")
         finally:
             self._is_asking = not pieces.is_over
             self._settle()
 
-    def _patience(self, silence_s: float, until: float) -> float:
-        """Return until when the next bytes are waited for. Raises DeadlineError past *until*."""
-        now = self._clock()
-        if now >= until:
-            raise DeadlineError(f"{self.terms.address} takes too long")
-        return min(now + silence_s, until)
+    def _next_part(
+        self, pieces: BulkPieces, deadline: float
+    ) -> tuple[bulk.Part | None, Bytes | None]:
+        word, payload = self._receive(deadline)
+        return pieces.take(word, payload), payload
 
-    def _room(
-        self, part: bulk.Part, size_bytes: int, info: ChunkInfo, out: Bytes, at: int, offset: int
-    ) -> Bytes:
-        """Return where in *out* a part's bytes belong, which must be the next. Raises
-        InvalidFrameError.
-        """
-        if part.request != self._requests:
-            raise InvalidFrameError("request", part.request, f"{self._requests} was asked")
-        if part.frame_bytes != info.size_bytes:
-            raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{info.size_bytes}")
-        if part.chunk or part.offset != offset + at or not 0 < size_bytes <= len(out) - at:
-            raise InvalidFrameError("offset", (part.chunk, part.offset), f"{offset + at} follows")
-        return out[at : at + size_bytes]
+    def _take(self, part: bulk.Part, data: Bytes, out: Bytes, at: int, offset: int) -> None:
+        stop = at - offset + len(data)
+        if part.chunk or part.offset != at or not len(data) or stop > len(out):
+            raise InvalidFrameError("offset", (part.chunk, part.offset), f"{at} was to follow")
+        copy_bytes(out[at - offset : stop], data)
 
     def _begin(self) -> None:
         if self._is_asking:
@@ -174,70 +161,78 @@ class PeerLink:
     @property
     def is_open(self) -> bool:
         """Whether it may be used again as it is: connected, and nothing is being answered."""
-        return self._wire is not None and not self._is_asking
-
-    def tend(self) -> None:
-        """Keep an idle connection alive, or hang up if the peer did. Never waits."""
-        if self._wire is not None and self._is_attached and not self._wire.tend():
-            self.close()
+        return self._link is not None and not self._is_asking
 
     def close(self) -> None:
         """Hang up. Idempotent; a later request connects again."""
         self._is_asking = False
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        if self._link is not None:
+            self._link.close(0)
+            self._link = None
 
-    # --- the connection
+    # --- the socket
 
     def _connect(self) -> None:
         """Connect, and say whose connection it is; the answer comes before that to a request."""
-        self.tend()
-        if self._wire is not None:
+        if self._link is not None:
             return
+        import zmq
+
         terms = self.terms
-        self._is_attached = False
+        link = self._link = self._context.socket(zmq.DEALER)
+        self._is_attached, self._timeout_ms = False, -1
+        link.linger = 0
+        link.sndhwm = link.rcvhwm = bulk.QUEUE_MESSAGES
+        link.maxmsgsize = bulk.MAX_WIRE_BYTES
+        link.heartbeat_ivl, link.heartbeat_timeout = bulk.HEARTBEAT_MS, bulk.SILENCE_MS
+        link.reconnect_ivl = -1
+        link.ipv6 = True
         if terms.public_key:
-            self._wire = ZmqWire(terms.address, terms.public_key, self._context, self._clock)
-        else:
-            self._wire = ZmtpWire(terms.address, self._clock)
+            link.curve_serverkey = terms.public_key
+            link.curve_publickey, link.curve_secretkey = zmq.curve_keypair()
+        try:
+            link.connect(terms.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TierUnavailableError("peer", f"{terms.address}: {error.strerror}") from None
         self._send(bulk.Attach(0, terms.session_id, terms.token))
 
     def _send(self, word: bulk.Word, payload: bytes | None = None) -> None:
-        frames = [bulk.pack(word)] if payload is None else [bulk.pack(word), payload]
-        assert self._wire is not None
-        try:
-            self._wire.send(frames)
-        except TierUnavailableError:
-            self.close()
-            raise
+        import zmq
 
-    def _receive(self, deadline: float) -> tuple[bulk.Word, int | None]:
-        """Return the next word that answers a request, and its payload's size."""
+        frames = [bulk.pack(word)] if payload is None else [bulk.pack(word), payload]
+        assert self._link is not None
+        try:
+            self._link.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TierUnavailableError("peer", f"{self.terms.address}: {error}") from None
+
+    def _receive(self, deadline: float) -> tuple[bulk.Word, Bytes | None]:
         while True:
-            assert self._wire is not None
-            header, size_bytes = self._wire.receive(deadline)
-            word = bulk.unpack(header, size_bytes)
-            if isinstance(word, bulk.Failed) and not word.request:  # of the session
-                raise bulk.unpack_failure(self._words(size_bytes, deadline))
+            word, payload = self._receive_any(deadline)
             if self._is_attached:
-                return word, size_bytes
+                return word, payload
             if not isinstance(word, bulk.Attached):
                 raise InvalidRequestError("kind", type(word).__name__, "not an answer to attach")
             self._is_attached = True
 
-    def _payload(self, size_bytes: int | None, deadline: float) -> Bytes | None:
-        """Return the payload of the message that was received, which is of so many bytes."""
-        if size_bytes is None:
-            return None
-        payload = np.empty(size_bytes, np.uint8)
-        self._fill(payload, deadline)
-        return payload
+    def _receive_any(self, deadline: float) -> tuple[bulk.Word, Bytes | None]:
+        # What has come is taken even when the time is up: others may have been waited for before.
+        import zmq
 
-    def _words(self, size_bytes: int | None, deadline: float) -> bytes:
-        payload = self._payload(size_bytes, deadline)
-        return b"" if payload is None else payload.tobytes()
-
-    def _fill(self, out: Bytes, deadline: float) -> None:
-        assert self._wire is not None
-        self._wire.fill(out, deadline)
+        assert self._link is not None
+        left_ms = max(0, int(1000 * (deadline - self._clock())))
+        if left_ms != self._timeout_ms:
+            self._link.rcvtimeo = self._timeout_ms = left_ms
+        try:
+            frames = self._link.recv_multipart(copy=False)
+        except zmq.Again:
+            raise DeadlineError(f"{self.terms.address} did not answer in time") from None
+        if len(frames) > 2:
+            raise InvalidRequestError("frames", len(frames), "a message has two at most")
+        payload = as_bytes(frames[1].buffer) if len(frames) == 2 else None
+        word = bulk.unpack(frames[0].bytes, None if payload is None else len(payload))
+        if isinstance(word, bulk.Failed) and not word.request:  # of the session, not of a request
+            raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
+        return word, payload

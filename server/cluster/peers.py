@@ -129,7 +129,6 @@ class Peers:
         for peer in self.known():
             if self._stopping.is_set() or peer.is_self or peer.is_barred:
                 continue
-            peer.tend()
             is_due = self._clock() - peer.heard_at > peer.heartbeat_s / 4
             if (peer.breaker.reason or is_due) and peer.breaker.allows():
                 self._keep(peer)
