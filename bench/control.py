@@ -28,8 +28,8 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.server.breaker import Breaker
-from kvstore.server.catalog import Catalog
-from kvstore.server.finder import Finder
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.finder import Finder
 from kvstore.server.leases import LeaseTable
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover

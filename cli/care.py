@@ -26,7 +26,7 @@ def scrub(
 ) -> None:
     """Have a server verify what its tiers hold, once; exits with 1 when it found damage."""
     from kvstore.cli.scrub import run_scrub, scrub_as_json, scrub_line
-    from kvstore.server.units import parse_size
+    from kvstore.server.settings.units import parse_size
 
     try:
         bytes_per_s = parse_size(rate)

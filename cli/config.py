@@ -22,7 +22,7 @@ config_app = typer.Typer(
 def show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
     from kvstore.server.config import load_with_origins
-    from kvstore.server.settings_file import show
+    from kvstore.server.settings.settings_file import show
 
     try:
         config, origins = load_with_origins(context.args)
@@ -49,6 +49,6 @@ def schema() -> None:
     import json
 
     from kvstore.server.config import ServerConfig
-    from kvstore.server.settings_schema import settings_schema
+    from kvstore.server.settings.settings_schema import settings_schema
 
     print(json.dumps(settings_schema(ServerConfig), indent=2))

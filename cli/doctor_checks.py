@@ -16,8 +16,8 @@ from kvstore.cli.doctor_redis import check_redis
 from kvstore.cli.finding import Check, Finding, State
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig
+from kvstore.server.settings.units import GIB, MIB, format_size
 from kvstore.server.trust.revocations import parse_revocations
-from kvstore.server.units import GIB, MIB, format_size
 
 MIN_FILES = 4096
 PROBE_BYTES = 32 * MIB

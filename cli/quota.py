@@ -12,7 +12,7 @@ from kvstore.cli.access import dial
 from kvstore.cli.status import DEADLINE_MS, readable_size
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.units import parse_size
+from kvstore.server.settings.units import parse_size
 
 
 @dataclass(frozen=True, slots=True)

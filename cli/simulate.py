@@ -20,7 +20,7 @@ from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
 from kvstore.server.policy.registry import POLICIES, make_policy
 from kvstore.server.policy.replay import BlockReplay
-from kvstore.server.units import parse_size
+from kvstore.server.settings.units import parse_size
 
 if TYPE_CHECKING:  # its file imports this one
     from kvstore.cli.simulate_states import StateSimulator

@@ -16,8 +16,8 @@ from kvstore.proto.codec_speed import CodecSpeed
 from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.codec_config import auto_fidelity, is_auto
 from kvstore.server.policy.codec_choice import choose_codec
+from kvstore.server.settings.codec_config import auto_fidelity, is_auto
 from kvstore.server.shelf import Shelf
 from kvstore.server.tier_codec import NamedCodec, TierCodec
 from kvstore.server.transfer import Transfers

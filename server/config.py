@@ -25,24 +25,23 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
-from kvstore.server import placement_config as placement
-from kvstore.server.admission_config import AdmissionSettings
 from kvstore.server.blend.blend_config import BlendSettings
 from kvstore.server.cluster.directory_config import DirectorySettings, check_advertised
 from kvstore.server.cluster.peer_config import PeerSettings
-from kvstore.server.codec_config import CodecName, TenantCodecs
-from kvstore.server.disk_config import DiskFolders, absolute
 from kvstore.server.events.event_config import EventSettings
-from kvstore.server.flags import flag_of, parse_flags
-from kvstore.server.gpu_config import GpuConfig
-from kvstore.server.policy_config import CategoryTerms, TenantQuotas, TierPolicies
-from kvstore.server.redis_config import RedisSettings, check_access
-from kvstore.server.refusal import refusal
-from kvstore.server.scrub_config import ScrubSettings
-from kvstore.server.settings_file import read_settings
-from kvstore.server.tracing_config import TracingSettings
-from kvstore.server.trust.trust_config import TrustSettings, check_endpoint
-from kvstore.server.units import (
+from kvstore.server.settings import placement_config as placement
+from kvstore.server.settings.admission_config import AdmissionSettings
+from kvstore.server.settings.codec_config import CodecName, TenantCodecs
+from kvstore.server.settings.disk_config import DiskFolders, absolute
+from kvstore.server.settings.flags import flag_of, parse_flags
+from kvstore.server.settings.gpu_config import GpuConfig
+from kvstore.server.settings.policy_config import CategoryTerms, TenantQuotas, TierPolicies
+from kvstore.server.settings.redis_config import RedisSettings, check_access
+from kvstore.server.settings.refusal import refusal
+from kvstore.server.settings.scrub_config import ScrubSettings
+from kvstore.server.settings.settings_file import read_settings
+from kvstore.server.settings.tracing_config import TracingSettings
+from kvstore.server.settings.units import (
     GIB,
     KIB,
     MIB,
@@ -61,6 +60,7 @@ from kvstore.server.units import (
     parse_endpoint,
     slab_bytes,
 )
+from kvstore.server.trust.trust_config import TrustSettings, check_endpoint
 
 TIER_NAMES = ("gpu", "cpu", "disk", "redis")
 """From the fastest to the farthest."""

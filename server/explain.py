@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
-from kvstore.server.catalog import Catalog
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.known_spaces import Differing, KnownSpaces, Space
 from kvstore.server.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.policy.state_admission import StateAdmission

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import MAX_HANDOVER_MS
 from kvstore.proto.types import ChunkKey
-from kvstore.server.catalog import Catalog
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.metrics import Counters
 from kvstore.server.sessions import Session
 

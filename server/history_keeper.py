@@ -9,8 +9,8 @@ from pathlib import Path
 import structlog
 
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.catalog import Catalog
 from kvstore.server.history_file import FILE_NAME, SavedHistory, read_history, write_history
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.known_spaces import KnownSpaces
 from kvstore.server.metrics import Counters
 

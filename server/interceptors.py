@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.wire import ERROR_NAME
-from kvstore.server.request_ids import RequestId
+from kvstore.server.rpc.request_ids import RequestId
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]

@@ -9,7 +9,7 @@ from kvstore.proto.errors import KVStoreError, TierFullError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
-from kvstore.server.knowledge import Origin
+from kvstore.server.index.knowledge import Origin
 from kvstore.server.outcomes import Fate
 from kvstore.server.policy.admission import Moment
 from kvstore.server.policy.state_admission import StateAdmission

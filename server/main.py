@@ -15,7 +15,7 @@ import structlog
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig, load_config
 from kvstore.server.node import Node
-from kvstore.server.request_ids import add_request_id
+from kvstore.server.rpc.request_ids import add_request_id
 
 GRACE_S = 20.0
 KEPT_BYTES = 64 << 20

@@ -17,13 +17,13 @@ from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
 from kvstore.server.assembly import UNFINISHED_S, Assembly, AssemblyLimits
 from kvstore.server.blend.blending import Blending
 from kvstore.server.blend.gates import Gates
-from kvstore.server.catalog import Holding, LeaseTerms
 from kvstore.server.delivery import Delivery
-from kvstore.server.finder import Finder
-from kvstore.server.found import Leasing
 from kvstore.server.hand_over import HandOver
+from kvstore.server.index.catalog import Holding, LeaseTerms
+from kvstore.server.index.finder import Finder
+from kvstore.server.index.found import Leasing
+from kvstore.server.index.knowledge import Origin
 from kvstore.server.intake import Intake, PutResult
-from kvstore.server.knowledge import Origin
 from kvstore.server.known_spaces import KnownSpaces
 from kvstore.server.landing import Landing
 from kvstore.server.mover import Ticket

@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 from kvstore.server.auto_codec import LANE
 from kvstore.server.breaker import Breaker
-from kvstore.server.catalog import Catalog
 from kvstore.server.cluster.peer_start import with_peers
-from kvstore.server.codec_config import is_auto
 from kvstore.server.config import ServerConfig
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.known_models import KnownModels
 from kvstore.server.leases import LeaseTable
 from kvstore.server.manager import ManagerLimits, TierManager
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover
-from kvstore.server.placement_config import write_rules
 from kvstore.server.policies import Policies
 from kvstore.server.policy.admission import make_admission
+from kvstore.server.settings.codec_config import is_auto
+from kvstore.server.settings.placement_config import write_rules
 from kvstore.server.shelf import Shelf
 from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
 from kvstore.server.tier_start import open_tiers

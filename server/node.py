@@ -20,21 +20,21 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, host_id
 from kvstore.server.auto_codec import begin_choices
 from kvstore.server.blend.blend_keeper import BlendKeeper
-from kvstore.server.checks import Checks, ServiceLimits
 from kvstore.server.cluster.directory_start import open_directory
 from kvstore.server.cluster.peer_start import Me, desk_limits, ready_peers
 from kvstore.server.config import ServerConfig
 from kvstore.server.dataplane import DataPlane, PlaneLimits
 from kvstore.server.events.event_start import NodeEvents
-from kvstore.server.grpc_start import REQUESTS_PER_WORKER, bind, bind_health
-from kvstore.server.health import Health
 from kvstore.server.history_keeper import HistoryKeeper
 from kvstore.server.known_models import KnownModels
 from kvstore.server.local_calls import LocalCalls
 from kvstore.server.manager_start import build_manager
 from kvstore.server.metrics import Counters
-from kvstore.server.overload import Overload
-from kvstore.server.request_scope import RequestScope
+from kvstore.server.rpc.checks import Checks, ServiceLimits
+from kvstore.server.rpc.grpc_start import REQUESTS_PER_WORKER, bind, bind_health
+from kvstore.server.rpc.health import Health
+from kvstore.server.rpc.overload import Overload
+from kvstore.server.rpc.request_scope import RequestScope
 from kvstore.server.scrub import Scrub
 from kvstore.server.service import Identity, KVStoreService
 from kvstore.server.sessions import SessionTable
@@ -43,8 +43,8 @@ from kvstore.server.trust.trust import Trust
 from kvstore.server.web.dashboard_view import Subject
 
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
+    from kvstore.server.bulk.zmq_plane import ZmqPlane
     from kvstore.server.web.http_start import HttpPort
-    from kvstore.server.zmq_plane import ZmqPlane
 
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
 TICK_S = 0.25
@@ -201,10 +201,10 @@ class Node:
         config = self._config
         if config.zmq == "off":
             return None
-        from kvstore.server.bulk_service import BulkService
-        from kvstore.server.zmq_keys import load_keys
-        from kvstore.server.zmq_plane import BulkLimits, ZmqPlane
-        from kvstore.server.zmq_socket import is_private
+        from kvstore.server.bulk.bulk_service import BulkService
+        from kvstore.server.bulk.zmq_keys import load_keys
+        from kvstore.server.bulk.zmq_plane import BulkLimits, ZmqPlane
+        from kvstore.server.bulk.zmq_socket import is_private
 
         keys = None if is_private(config.zmq) else load_keys(config.zmq_keys)
         service = BulkService(self.manager, self.sessions, checks, desk_limits(config))

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
-from kvstore.server.catalog import Catalog
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.prospects import Prospect
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover
 from kvstore.server.policy.admission import (
@@ -24,7 +25,6 @@ from kvstore.server.policy.admission import (
 )
 from kvstore.server.policy.promotion_value import TierPrice, value_per_byte
 from kvstore.server.policy.write_budget import WriteBudget
-from kvstore.server.prospects import Prospect
 from kvstore.server.shelf import Shelf
 
 MAX_ENGINES = 1024

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.config import ServerConfig
-from kvstore.server.knowledge import Knowledge
-from kvstore.server.limits_config import TenantLimitRules
-from kvstore.server.placement_config import write_rules
+from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.policy.admission import make_admission
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.content_index import ContentIndex
@@ -17,8 +15,10 @@ from kvstore.server.policy.partitions import NO_QUOTA, PartitionedEviction, Part
 from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.reuse import ReuseForecast
 from kvstore.server.policy.what_if import WhatIf
-from kvstore.server.policy_config import CategoryTerms, TenantQuotas
-from kvstore.server.units import format_size
+from kvstore.server.settings.limits_config import TenantLimitRules
+from kvstore.server.settings.placement_config import write_rules
+from kvstore.server.settings.policy_config import CategoryTerms, TenantQuotas
+from kvstore.server.settings.units import format_size
 
 
 class Policies:

@@ -20,8 +20,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.server.catalog import Catalog, Wanted
 from kvstore.server.importance import ImportanceTable
+from kvstore.server.index.catalog import Catalog, Wanted
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
 from kvstore.server.outcomes import Fate, Outcomes

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.units import is_loopback
+from kvstore.server.settings.units import is_loopback
 
 LOG_CHUNKS = 1 << 20
 """Names of chunks that are kept, 8 bytes each; the oldest lookups go first."""

@@ -15,25 +15,25 @@ from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.blend.blend_calls import BlendCalls
-from kvstore.server.checks import Checks, fidelity, outcomes
 from kvstore.server.cluster.peer_calls import PeerCalls
-from kvstore.server.codec_calls import CodecCalls
 from kvstore.server.dataplane import DataPlane
 from kvstore.server.events.event_calls import EventCalls
-from kvstore.server.explain_wire import ExplainDesk
-from kvstore.server.found import Leasing
-from kvstore.server.get_stream import REACH, GetStream
-from kvstore.server.hand_over_calls import HandOverCalls
+from kvstore.server.index.found import Leasing
 from kvstore.server.intake import PutResult
-from kvstore.server.keep_calls import KeepCalls
-from kvstore.server.layered_put import LayeredPutStream
-from kvstore.server.look_calls import LookCalls
 from kvstore.server.manager import TierManager
-from kvstore.server.put_stream import PutStream
 from kvstore.server.request_log import RequestLog, check_local
-from kvstore.server.scrub_calls import ScrubCalls
+from kvstore.server.rpc.checks import Checks, fidelity, outcomes
+from kvstore.server.rpc.codec_calls import CodecCalls
+from kvstore.server.rpc.explain_wire import ExplainDesk
+from kvstore.server.rpc.get_stream import REACH, GetStream
+from kvstore.server.rpc.hand_over_calls import HandOverCalls
+from kvstore.server.rpc.keep_calls import KeepCalls
+from kvstore.server.rpc.layered_put import LayeredPutStream
+from kvstore.server.rpc.look_calls import LookCalls
+from kvstore.server.rpc.put_stream import PutStream
+from kvstore.server.rpc.scrub_calls import ScrubCalls
+from kvstore.server.rpc.status_calls import StatusCalls
 from kvstore.server.sessions import SessionTable
-from kvstore.server.status_calls import StatusCalls
 from kvstore.server.trust.gatekeeper import principal_of
 from kvstore.server.trust.pools import Standings
 from kvstore.server.trust.quota_calls import QuotaCalls

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.server.config import ServerConfig
-from kvstore.server.gpu_config import GpuConfig
 from kvstore.server.hiding import hiding
+from kvstore.server.settings.gpu_config import GpuConfig
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 

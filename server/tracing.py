@@ -18,7 +18,7 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.proto.wire import ERROR_NAME
-from kvstore.server.request_ids import RequestId
+from kvstore.server.rpc.request_ids import RequestId
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

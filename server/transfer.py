@@ -28,7 +28,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import raw_frame_bytes, with_size
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.catalog import Catalog
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
 from kvstore.server.outcomes import Fate

@@ -20,9 +20,9 @@ from pydantic.fields import FieldInfo
 
 from kvstore.proto.wire import unpack_info
 from kvstore.server.config import ServerConfig, load_config
-from kvstore.server.flags import flag_of
 from kvstore.server.metrics import COUNTERS
-from kvstore.server.units import format_size, parse_size
+from kvstore.server.settings.flags import flag_of
+from kvstore.server.settings.units import format_size, parse_size
 from kvstore.tiers.disk_folder import ExtentFolder
 from kvstore.tiers.disk_index import IndexRow, pack_owner, pack_row
 from kvstore.tiers.disk_set import Identity

@@ -12,8 +12,8 @@ from kvstore.server.blend.blend_checks import BlendChecks
 if TYPE_CHECKING:
     import grpc
 
-    from kvstore.server.checks import Checks
     from kvstore.server.manager import TierManager
+    from kvstore.server.rpc.checks import Checks
     from kvstore.server.sessions import SessionTable
 
 

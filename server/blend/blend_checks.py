@@ -20,10 +20,10 @@ from kvstore.proto.types import (
 from kvstore.server.blend.blending import Question, Report
 from kvstore.server.blend.contents import AskedChunk
 from kvstore.server.blend.variant_choice import AskedSegment
-from kvstore.server.checks import Checks, fidelity
 from kvstore.server.policy.content_index import MAX_CONTEXT, MAX_VARIANTS, Measured
 from kvstore.server.policy.context_impact import Context
 from kvstore.server.policy.token_priority import Scores
+from kvstore.server.rpc.checks import Checks, fidelity
 from kvstore.server.sessions import Session
 
 MAX_CHUNKS = 1024

@@ -20,8 +20,8 @@ from kvstore.proto.types import ChunkKey, Fidelity, LayerKind
 from kvstore.server.blend.contents import Likenesses
 from kvstore.server.blend.gates import Gates
 from kvstore.server.blend.variant_choice import AskedSegment, ChoiceTerms, VariantChoice
-from kvstore.server.finder import Finder
-from kvstore.server.found import LeaseTerms
+from kvstore.server.index.finder import Finder
+from kvstore.server.index.found import LeaseTerms
 from kvstore.server.policy.blend_gate import Shadow
 from kvstore.server.policy.content_index import Measured
 from kvstore.server.policy.token_priority import Scores

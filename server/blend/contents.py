@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Namespace
-from kvstore.server.found import LeaseTerms
+from kvstore.server.index.found import LeaseTerms
+from kvstore.server.index.prospects import Prospects
 from kvstore.server.leases import Lease
 from kvstore.server.policy.content_index import Facts, Learned, Measured, Named
 from kvstore.server.policy.journal import Asked
 from kvstore.server.policy.token_priority import Scores
-from kvstore.server.prospects import Prospects
 
 
 class AskedChunk(NamedTuple):

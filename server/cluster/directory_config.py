@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from kvstore.server.units import Count, Millis, parse_endpoint
+from kvstore.server.settings.units import Count, Millis, parse_endpoint
 
 _ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared with
 

@@ -11,7 +11,7 @@ from kvstore.server.trust.gatekeeper import principal_of
 if TYPE_CHECKING:
     import grpc
 
-    from kvstore.server.checks import Checks
+    from kvstore.server.rpc.checks import Checks
     from kvstore.server.service import Identity
     from kvstore.server.sessions import SessionTable
 

@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from kvstore.proto.bulk import MAX_CREDIT_BYTES
+from kvstore.server.settings.units import Count, Millis, Size, parse_endpoint
 from kvstore.server.trust.trust_config import OwnFile
-from kvstore.server.units import Count, Millis, Size, parse_endpoint
 
 DIRECTORY = "directory"
 MAX_ASKED_PEERS = 16

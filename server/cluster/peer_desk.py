@@ -13,7 +13,7 @@ from kvstore.proto import bulk
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.peer_words import pack_found, unpack_wanted
 from kvstore.proto.types import ChunkKey
-from kvstore.server.bulk_work import GetWork, Piece
+from kvstore.server.bulk.bulk_work import GetWork, Piece
 from kvstore.server.cluster.peer_config import GET_BYTES
 from kvstore.server.transfer import Transfers
 

@@ -13,7 +13,7 @@ from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.server.cluster.peer_link import PeerTerms
-from kvstore.server.units import is_loopback, parse_endpoint
+from kvstore.server.settings.units import is_loopback, parse_endpoint
 
 _OPTIONS = [("grpc.enable_http_proxy", 0)]
 

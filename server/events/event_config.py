@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
+from kvstore.server.settings.units import BulkEndpoint, is_loopback, parse_endpoint
 from kvstore.server.trust.trust_config import OwnFile, asks_who_calls
-from kvstore.server.units import BulkEndpoint, is_loopback, parse_endpoint
 
 
 class EventSettings(BaseModel):

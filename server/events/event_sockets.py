@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.zmq_keys import CurveKeys
-from kvstore.server.zmq_socket import bind_to
+from kvstore.server.bulk.zmq_keys import CurveKeys
+from kvstore.server.bulk.zmq_socket import bind_to
 
 if TYPE_CHECKING:
     import zmq

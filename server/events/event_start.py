@@ -54,9 +54,9 @@ class NodeEvents:
     def _publish(
         self, config: ServerConfig, manager: TierManager, boot_id: int, desk: EventDesk
     ) -> None:
+        from kvstore.server.bulk.zmq_keys import load_keys
         from kvstore.server.events.event_publisher import EventPublisher
         from kvstore.server.events.event_sockets import EventSockets, parse_readers
-        from kvstore.server.zmq_keys import load_keys
 
         path = config.events_readers
         readers = None if path is None else WatchedFile((path,), parse_readers)

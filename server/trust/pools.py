@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from typing_extensions import override
 
 from kvstore.proto.errors import PermissionDeniedError
-from kvstore.server.rule_list import RuleList
+from kvstore.server.settings.rule_list import RuleList
 from kvstore.server.trust.principal import Principal, check_tenant
 
 PREFIX = "pool:"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.arrivals import Arrivals
+from kvstore.server.index.arrivals import Arrivals
 from kvstore.server.leases import TenantOf
 from kvstore.server.policy.partitions import PartitionedEviction, Quota
 

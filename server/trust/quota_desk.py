@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.catalog import Catalog
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.policy.partitions import Quota
 from kvstore.server.trust.principal import check_tenant
 from kvstore.server.trust.tenant_limits import TenantLimits

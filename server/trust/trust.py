@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from kvstore.server.config import ServerConfig
-from kvstore.server.limits_config import TenantLimitRules
 from kvstore.server.sessions import SessionTable
+from kvstore.server.settings.limits_config import TenantLimitRules
 from kvstore.server.trust.api_keys import parse_keys
 from kvstore.server.trust.audit_log import AuditLog
 from kvstore.server.trust.authenticator import Authenticator

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_validator
 
-from kvstore.server.disk_config import absolute
-from kvstore.server.limits_config import TenantLimitRules
+from kvstore.server.settings.disk_config import absolute
+from kvstore.server.settings.limits_config import TenantLimitRules
+from kvstore.server.settings.units import KIB, MIB, Endpoint, Size, is_loopback, parse_endpoint
 from kvstore.server.trust.pools import SharedPools
-from kvstore.server.units import KIB, MIB, Endpoint, Size, is_loopback, parse_endpoint
 
 MIN_SECRET_BYTES = 16
 

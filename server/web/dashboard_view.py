@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.server.found import UsedPrefix
+from kvstore.server.index.found import UsedPrefix
 from kvstore.server.known_spaces import Space
 from kvstore.server.manager import ShelfStatus, TierManager
 from kvstore.server.metrics import Counters

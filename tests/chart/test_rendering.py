@@ -24,7 +24,7 @@ from chart.rendered import (
     workload,
 )
 
-from kvstore.server.units import parse_size
+from kvstore.server.settings.units import parse_size
 
 CERTIFICATES = "cert-manager.io/v1"
 PLAIN = ("--set", "insecure=true")

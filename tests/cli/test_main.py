@@ -18,7 +18,7 @@ from server_process import ServerProcess
 from kvstore import __version__
 from kvstore.cli.main import main
 from kvstore.server.config import load_config
-from kvstore.server.settings_file import show
+from kvstore.server.settings.settings_file import show
 
 
 class Run:

@@ -28,7 +28,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.types import ChunkKey, DType, Representation
 from kvstore.server import config as config_module
 from kvstore.server import tier_start
-from kvstore.server.gpu_config import GpuConfig
+from kvstore.server.settings.gpu_config import GpuConfig
 from kvstore.tiers.device import HostDevice
 from kvstore.tiers.gpu import GpuTier
 

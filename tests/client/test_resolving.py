@@ -34,7 +34,7 @@ from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.hints import NO_PRIORITY
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import LayerKind
-from kvstore.server.copies import GAVE_WAY_PRIORITY
+from kvstore.server.index.copies import GAVE_WAY_PRIORITY
 from kvstore.server.policy.blend_gate import TRIALS
 from kvstore.server.policy.content_index import MAX_VARIANTS
 

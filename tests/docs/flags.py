@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from kvstore.cli.main import app
 from kvstore.server.config import ServerConfig
-from kvstore.server.flags import flag_of
+from kvstore.server.settings.flags import flag_of
 
 Words = Sequence[str]
 

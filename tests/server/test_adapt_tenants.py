@@ -16,7 +16,7 @@ from kvstore.server.policies import Policies
 from kvstore.server.policy.adaptive import AdaptiveEviction
 from kvstore.server.policy.lru import LruEviction
 from kvstore.server.policy.partitions import PartitionedEviction
-from kvstore.server.units import GIB, MIB
+from kvstore.server.settings.units import GIB, MIB
 
 CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
 

@@ -15,7 +15,7 @@ from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.clearing import BATCH_CHUNKS, Cleared, clear, keys_of_tenant
-from kvstore.server.look_calls import MAX_RANKED
+from kvstore.server.rpc.look_calls import MAX_RANKED
 
 
 def test_what_there_is_no_time_for_is_left_and_counted(server: LocalServer) -> None:

@@ -15,7 +15,6 @@ from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Fidelity
 from kvstore.server import config as config_module
-from kvstore.server.codec_config import auto_fidelity, is_auto
 from kvstore.server.config import (
     DiskConfig,
     ServerConfig,
@@ -23,8 +22,9 @@ from kvstore.server.config import (
     load_with_origins,
 )
 from kvstore.server.policy.partitions import Quota
-from kvstore.server.settings_file import show
-from kvstore.server.units import GIB, KIB, MIB
+from kvstore.server.settings.codec_config import auto_fidelity, is_auto
+from kvstore.server.settings.settings_file import show
+from kvstore.server.settings.units import GIB, KIB, MIB
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
 

@@ -36,9 +36,9 @@ from kvstore.proto.errors import (
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, DType, Fidelity, Namespace, PutOutcome
 from kvstore.proto.wire import fidelity_number
-from kvstore.server.checks import Checks, ServiceLimits
-from kvstore.server.explain_wire import ExplainDesk
 from kvstore.server.miss_log import MAX_COUNTS, MAX_MISSES, MAX_REPORTS, MissLog
+from kvstore.server.rpc.checks import Checks, ServiceLimits
+from kvstore.server.rpc.explain_wire import ExplainDesk
 from kvstore.server.sessions import Session
 
 BIG = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)

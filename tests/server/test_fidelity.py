@@ -20,7 +20,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_header
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 from kvstore.server.intake import PutResult, PutTicket
-from kvstore.server.layered import LayeredGet
+from kvstore.server.rpc.layered import LayeredGet
 from kvstore.server.sessions import Session
 from kvstore.server.tier_codec import NamedCodec, TierCodec
 

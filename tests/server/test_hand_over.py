@@ -13,9 +13,9 @@ from simulation.core import Core, prompt
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import ChunkKey, Match
+from kvstore.server.index.promises import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
 from kvstore.server.intake import PutTicket
 from kvstore.server.manager import ManagerLimits
-from kvstore.server.promises import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
 from kvstore.server.sessions import Session
 
 LONG_S = 30.0

@@ -13,8 +13,8 @@ from simulation.universe import Version
 
 from kvstore.proto.hints import Hints, Reuse
 from kvstore.proto.types import PutOutcome
+from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.intake import PutResult
-from kvstore.server.knowledge import Knowledge
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.partitions import PartitionedEviction, PartitionTable, Quota
 from kvstore.server.policy.registry import make_policy

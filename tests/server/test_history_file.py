@@ -26,7 +26,6 @@ from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import Fidelity
-from kvstore.server.catalog import Catalog
 from kvstore.server.history_file import (
     FILE_NAME,
     MAX_CHUNKS,
@@ -35,7 +34,8 @@ from kvstore.server.history_file import (
     write_history,
 )
 from kvstore.server.history_keeper import SAVE_EVERY_S, HistoryKeeper
-from kvstore.server.knowledge import Knowledge, Origin
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.knowledge import Knowledge, Origin
 from kvstore.server.leases import LeaseTable
 from kvstore.server.metrics import Counters
 from kvstore.server.policy.history_state import CHUNK, HistoryState

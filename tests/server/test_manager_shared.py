@@ -12,7 +12,7 @@ from simulation.tiers import SimRedis, no_faults
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.catalog import LeaseTerms
+from kvstore.server.index.catalog import LeaseTerms
 from kvstore.server.manager import ManagerLimits
 
 TIER_BYTES = 2 << 20

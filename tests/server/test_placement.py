@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import EngineTerms, PrefillModel
-from kvstore.server.knowledge import Knowledge
+from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.placement import MAX_ENGINES
 from kvstore.server.policy.history import History
 from kvstore.server.policy.reuse import ReuseForecast

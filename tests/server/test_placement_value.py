@@ -9,7 +9,7 @@ from simulation.clock import FakeClock
 from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, SimRedis, no_faults
 
-from kvstore.server.knowledge import Knowledge
+from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.policy.history import History
 from kvstore.server.policy.reuse import ReuseForecast
 

@@ -12,14 +12,14 @@ from simulation.tiers import SimDisk, no_faults
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import PutOutcome
 from kvstore.server.config import load_config
-from kvstore.server.knowledge import Knowledge
+from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.policies import Policies
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.gdsf import GdsfEviction
 from kvstore.server.policy.lru import LruEviction
 from kvstore.server.policy.partitions import PartitionedEviction
 from kvstore.server.policy.registry import POLICIES, make_policy
-from kvstore.server.units import GIB, MIB
+from kvstore.server.settings.units import GIB, MIB
 from kvstore.tiers.base import Tier
 
 CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.config import load_config
-from kvstore.server.settings_file import show
+from kvstore.server.settings.settings_file import show
 from kvstore.tiers.redis_url import RedisUrl, parse_redis_url
 
 PASSWORD = "p@ss/w:rd?&#%"

@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
     ShuttingDownError,
     TierUnavailableError,
 )
-from kvstore.server.checks import MAX_DEADLINE_MS
+from kvstore.server.rpc.checks import MAX_DEADLINE_MS
 
 ServerMaker = Callable[..., LocalServer]
 

@@ -29,10 +29,11 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.server import node, request_scope
+from kvstore.server import node
 from kvstore.server import tracing as module
 from kvstore.server.config import load_config
-from kvstore.server.request_ids import HEADER
+from kvstore.server.rpc import request_scope
+from kvstore.server.rpc.request_ids import HEADER
 from kvstore.server.shelf import Shelf
 from kvstore.server.tracing import Tracing, open_tracing
 

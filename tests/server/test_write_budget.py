@@ -15,7 +15,7 @@ from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import PutOutcome
 from kvstore.server.config import load_config
-from kvstore.server.knowledge import Knowledge
+from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.manager import ManagerLimits
 from kvstore.server.policy.history import History
 from kvstore.server.policy.reuse import ReuseForecast

@@ -14,9 +14,9 @@ from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, PutOutcome
 from kvstore.server.breaker import Breaker
-from kvstore.server.catalog import Catalog
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.intake import PutResult
-from kvstore.server.knowledge import Knowledge
 from kvstore.server.leases import LeaseTable
 from kvstore.server.manager import ManagerLimits, TierManager
 from kvstore.server.metrics import Counters

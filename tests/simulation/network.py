@@ -30,7 +30,7 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.proto.wire import representation_to_message
-from kvstore.server.checks import Checks, ServiceLimits
+from kvstore.server.rpc.checks import Checks, ServiceLimits
 from kvstore.server.scrub import Scrub
 from kvstore.server.service import Identity, KVStoreService
 

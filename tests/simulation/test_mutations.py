@@ -14,8 +14,8 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server import intake
-from kvstore.server.catalog import Catalog
 from kvstore.server.delivery import Delivery
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.intake import Intake
 from kvstore.server.landing import Landing
 from kvstore.server.leases import LeaseTable

@@ -16,8 +16,8 @@ from kvstore.codecs.base import codec_by_name
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import NO_HINTS, Hints, Reuse
 from kvstore.server.breaker import Breaker
-from kvstore.server.catalog import Catalog
-from kvstore.server.knowledge import Knowledge
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.leases import LeaseTable
 from kvstore.server.manager import ManagerLimits, TierManager
 from kvstore.server.metrics import Counters

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from simulation.clock import FakeClock
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
-from kvstore.server.catalog import Catalog
-from kvstore.server.copies import HELD_ROWS
 from kvstore.server.events import events as module
 from kvstore.server.events.events import EventLog, EventReader, Page
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.copies import HELD_ROWS
 from kvstore.server.leases import LeaseTable
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.lru import LruEviction

@@ -1,0 +1,1 @@
+"""Bytes over zmq: the ROUTER socket and what it asks of the manager."""

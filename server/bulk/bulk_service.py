@@ -1,0 +1,173 @@
+"""What the bulk channel asks of the manager: the same as the gRPC service's Get and Put."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from kvstore.proto import bulk
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.server.bulk.bulk_work import GetWork, Piece, PutWork
+from kvstore.server.cluster.peer_desk import DeskLimits, PeerDesk
+from kvstore.server.intake import PutResult
+from kvstore.server.manager import TierManager
+from kvstore.server.rpc.checks import Checks, fidelity
+from kvstore.server.rpc.layered import LayeredGet
+from kvstore.server.rpc.put_stream import PutStream
+from kvstore.server.rpc.ranged import RangedRead, Span
+from kvstore.server.sessions import Session, SessionTable
+
+if TYPE_CHECKING:
+    from kvstore.server.tracing import Tracing
+
+
+class BulkService:
+    """Gets and puts for whoever moves their bytes. Thread-safe."""
+
+    def __init__(
+        self,
+        manager: TierManager,
+        sessions: SessionTable,
+        checks: Checks,
+        desk_limits: DeskLimits | None = None,
+    ) -> None:
+        self._manager = manager
+        self.desk = PeerDesk(manager.transfers, desk_limits or DeskLimits())
+        self._sessions = sessions
+        self._checks = checks
+        self.tracing: Tracing | None = None
+
+    def count(self, name: str) -> None:
+        """Count one of *name*."""
+        self._manager.counters.add(name)
+
+    def new_get(self, session: Session, word: bulk.Get, wake: Callable[[], None]) -> GetWork:
+        """Return a get about to run. Raises InvalidRequestError."""
+        known = bulk.LAYER_MAJOR | bulk.RANGES | 3 << bulk.FIDELITY_SHIFT
+        if word.flags & bulk.LAYER_MAJOR and not word.flags & bulk.RANGES:
+            known |= bulk.SKIP_ROWS
+        if word.flags & bulk.PEER:
+            known = bulk.PEER | bulk.RANGES
+        _check_flags(word.flags, known)
+        deadline = self._checks.deadline(word.deadline_ms)
+        return GetWork(session, word, deadline, self._checks.clock, wake)
+
+    def new_put(self, session: Session, word: bulk.Put) -> PutWork:
+        """Return a put about to run. Raises InvalidRequestError."""
+        _check_flags(word.flags, bulk.DURABLE)
+        deadline = self._checks.deadline(word.deadline_ms)
+        return PutWork(session, word, deadline, self._checks.clock)
+
+    def find(self, word: bulk.Find, wanted: bytes) -> bytes:
+        """Return the answer to a peer's find. Raises InvalidRequestError."""
+        self._sessions.get(word.session_id)  # which is heard of
+        return self.desk.find(wanted)
+
+    def get(self, work: GetWork, digests: bytes) -> None:
+        """Offer the frames of *digests*, in order, up to the first missing or late one, or layers.
+
+        With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
+        ``unpack_skipped`` parse. Return once their memory is in use no more, or the deadline is
+        over.
+        """
+        session = self._sessions.get(work.word.session_id)
+        if work.word.flags & bulk.PEER:
+            self.desk.get(work, digests)
+            return
+        with self._traced("Get"):
+            self._get(session, work, digests)
+
+    def _traced(self, method: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.tracing is None else self.tracing.call(method, "zmq")
+
+    def _get(self, session: Session, work: GetWork, digests: bytes) -> None:
+        ranges: list[bulk.Range] = []
+        if work.word.flags & bulk.RANGES:
+            digests, ranges = bulk.unpack_ranges(digests)
+        skip_rows = b""
+        if work.word.flags & bulk.SKIP_ROWS:
+            digests, skip_rows = bulk.unpack_skipped(digests)
+        keys = self._checks.keys(session, digests)
+        self._checks.ranges(ranges, len(keys))
+        skipped = SkippedRows.unpack(skip_rows, len(keys))
+        lease_id, known = self._manager.open_get(session, keys, work.word.lease_id)
+        try:
+            least = fidelity(work.word.flags >> bulk.FIDELITY_SHIFT & 3)
+            if work.word.flags & bulk.RANGES:
+                found = self._ranges(keys[:known], ranges, work.deadline, least)
+            elif work.word.flags & bulk.LAYER_MAJOR:
+                transfers = self._manager.transfers
+                layered = LayeredGet(transfers, session, keys[:known], work.deadline, least)
+                layered.skipped = skipped
+                found = self._layers(layered)
+            else:
+                found = self._frames(session, keys[:known], work.deadline, least)
+            with closing(found):
+                for piece in found:
+                    if not work.offer(piece):
+                        break
+            work.settle()
+        finally:
+            if not work.word.lease_id:
+                self._manager.release(session, lease_id)
+
+    def _frames(
+        self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
+    ) -> Generator[Piece, None, None]:
+        for one in self._manager.gets.get(session, keys, deadline, least=least):
+            yield Piece(one.index, one.tier, len(one.frame), 0, one.frame, one.place is None)
+
+    def _layers(self, layered: LayeredGet) -> Generator[Piece, None, None]:
+        for part in layered.parts():
+            yield Piece(*part)
+
+    def _ranges(
+        self,
+        keys: Sequence[ChunkKey],
+        ranges: Sequence[bulk.Range],
+        deadline: float,
+        least: Fidelity,
+    ) -> Generator[Piece, None, None]:
+        reading = RangedRead(self._manager.transfers, self._manager.gets, least, deadline)
+        for index, group in groupby(ranges, key=attrgetter("index")):
+            if index >= len(keys):
+                continue
+            spans = [Span(one.start, one.stop) for one in group]
+            with reading.read(keys[index], spans) as stored:
+                if stored is None:
+                    continue
+                for span, data in zip(spans, stored.data, strict=True):
+                    if len(data):
+                        size = stored.frame_bytes
+                        yield Piece(index, stored.tier, size, span.start, data, stored.is_loose)
+
+    def put(self, work: PutWork, grant: Callable[[int], None]) -> list[PutResult]:
+        """Store the frames of *work* and return what became of each; *grant* sends credit.
+
+        Raises as ``PutStream`` does; frames before a bad one stay stored.
+        """
+        stream = PutStream(self._manager, self._sessions, self._checks)
+        with self._traced("Put"), stream:
+            durable = bool(work.word.flags & bulk.DURABLE)
+            stream.open(durable=durable, deadline_ms=work.word.deadline_ms)
+            for part, data in work.parts():
+                if (part.chunk, part.offset) != (stream.frames, stream.received_bytes):
+                    raise InvalidFrameError(
+                        "offset", (part.chunk, part.offset), "parts must follow each other"
+                    )
+                session = self._sessions.get(work.word.session_id)
+                stream.take(session, 0 if part.offset else part.frame_bytes, data)
+                credit_bytes = work.consume(len(data))
+                if credit_bytes:
+                    grant(credit_bytes)
+            return stream.finish()
+
+
+def _check_flags(flags: int, known: int) -> None:
+    if flags & ~known:
+        raise InvalidRequestError("flags", flags, f"this server knows {known}")

@@ -1,0 +1,1 @@
+"""Calls as they come in over gRPC: checked, scheduled, answered."""

@@ -1,0 +1,141 @@
+"""Explain on the wire: who may ask what, and the messages of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import wire
+from kvstore.proto.blend_wire import gate_to_message
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match, Namespace
+from kvstore.server.explain import Explainer, Near, Others, Reason
+from kvstore.server.known_spaces import Space
+from kvstore.server.manager import TierManager
+from kvstore.server.miss_log import MissLog, Report
+from kvstore.server.request_log import check_local
+from kvstore.server.rpc.checks import Checks, codec_name, fidelity
+from kvstore.server.sessions import Session, SessionTable
+
+
+class ExplainDesk:
+    """Answers Explain, and is told of what it will have to explain. Thread-safe."""
+
+    def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
+        transfers = manager.transfers
+        self._catalog = manager.catalog
+        self._gates = manager.blends.gates
+        self._sessions = sessions
+        self._checks = checks
+        self._clock: Callable[[], float] = checks.clock
+        self._explainer = Explainer(
+            manager.catalog, transfers.sources, transfers.outcomes, transfers.clock,
+            manager.states, manager.spaces,
+        )  # fmt: skip
+        self._log = MissLog(checks.clock)
+        sessions.on_open.append(self._explainer.spaces.note)
+
+    def looked_up(self, session: Session, keys: Sequence[ChunkKey], match: Match) -> None:
+        """Take note of a lookup and what it found."""
+        self._log.note(session, keys, match.ready, match.pending)
+
+    def heard(self, request: pb.HeartbeatRequest, session: Session) -> None:
+        """Take note of what an engine counted."""
+        self._log.report(session, request.counts)
+
+    def answer(self, request: pb.ExplainRequest, peer: str, stamp: pb.Server) -> pb.ExplainResponse:
+        """Answer *peer*. Raises PermissionDeniedError without a session from another host."""
+        space = self._space(request, peer)
+        reply = pb.ExplainResponse(server=stamp)
+        if request.digests:
+            limit = self._checks.limits.max_batch_chunks
+            keys = wire.keys_of_digests(request.digests, space, limit)
+            found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
+            reply.hit_chunks = found.hit_chunks
+            reply.chunks.extend(map(_reason, found.reasons))
+            reply.near.extend(map(_near, found.near))
+        if request.recent:
+            reply.recent.extend(self._misses(request.recent))
+            reply.engines.extend(map(self._report, self._log.reports()))
+            reply.gates.extend(map(gate_to_message, self._gates.views()))
+        if request.spaces:
+            reply.spaces.extend(map(self._known, self._explainer.spaces.all()))
+        return reply
+
+    def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
+        if request.session_id:
+            if request.recent or request.spaces:
+                fix = "ask for recent misses and spaces without a session, on the server's host"
+                raise InvalidRequestError("session_id", request.session_id, fix)
+            return self._sessions.get(request.session_id).namespace
+        check_local(peer, "Explain without a session")
+        if request.digests and len(request.key_namespace) != DIGEST_BYTES:
+            raise InvalidRequestError(
+                "key_namespace", request.key_namespace.hex(), f"give {DIGEST_BYTES} bytes"
+            )
+        return Namespace(request.key_namespace)
+
+    def _known(self, space: Space) -> pb.KnownSpace:
+        return _space_message(space, self._catalog.count_in(space.namespace))
+
+    def _misses(self, count: int) -> Iterator[pb.Miss]:
+        others: dict[Namespace, Others] = {}
+        for miss in self._log.misses(count):
+            space = miss.session.namespace
+            if space not in others:
+                others[space] = self._explainer.others(space)
+            reason = self._explainer.reason(miss.key, others[space])
+            is_ready = reason.state == "ready"
+            yield pb.Miss(
+                ago_s=self._clock() - miss.at_s,
+                client=miss.session.client,
+                model_id=miss.session.representation.model_id,
+                chunks=miss.asked,
+                ready=miss.ready,
+                pending=miss.pending,
+                state="stored_since" if is_ready else reason.state,
+                reason=f"{reason.text}, by now" if is_ready else reason.text,
+            )
+
+    def _report(self, report: Report) -> pb.EngineReport:
+        return pb.EngineReport(
+            ago_s=self._clock() - report.at_s,
+            client=report.session.client,
+            model_id=report.session.representation.model_id,
+            counts=dict(report.counts),
+        )
+
+
+def _reason(reason: Reason) -> pb.ChunkReason:
+    return pb.ChunkReason(
+        digest=reason.key[DIGEST_BYTES:],
+        state=reason.state,
+        reason=reason.text,
+        copies=[
+            pb.Copy(
+                tier=tier,
+                codec=codec_name(info.codec_id),
+                size_bytes=info.size_bytes,
+                fidelity=info.fidelity,
+            )
+            for tier, info in reason.copies
+        ],
+    )
+
+
+def _near(near: Near) -> pb.KnownSpace:
+    message = _space_message(near.space, near.chunks)
+    message.same_tokens = near.has_tokens
+    message.differences.extend(
+        pb.Difference(field=one.field, stored=one.stored, asked=one.asked) for one in near.differing
+    )
+    return message
+
+
+def _space_message(space: Space, chunks: int) -> pb.KnownSpace:
+    return pb.KnownSpace(
+        key_namespace=space.namespace,
+        representation=wire.representation_to_message(space.representation),
+        client=space.client,
+        chunks=chunks,
+    )

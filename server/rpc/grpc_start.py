@@ -1,0 +1,87 @@
+"""The gRPC server, bound to its address."""
+
+from __future__ import annotations
+
+from concurrent import futures
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.server.config import ServerConfig
+from kvstore.server.interceptors import ErrorInterceptor
+from kvstore.server.rpc.overload import Overload
+from kvstore.server.rpc.request_scope import RequestScope
+from kvstore.server.trust.certificates import ServerTls
+from kvstore.server.trust.gatekeeper import Gatekeeper
+
+MESSAGE_SLACK_BYTES = 1 << 20
+REQUESTS_PER_WORKER = 8
+
+
+HEALTH_WORKERS = 2
+"""Threads of the health service that has a port of its own."""
+
+
+def bind(
+    config: ServerConfig, overload: Overload, gatekeeper: Gatekeeper, scope: RequestScope
+) -> tuple[grpc.Server, int]:
+    """Return a server, not started, and the port it got.
+
+    Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
+    """
+    largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
+    server = grpc.server(
+        overload.reads,
+        interceptors=[overload, scope, ErrorInterceptor(), gatekeeper],
+        maximum_concurrent_rpcs=overload.most_calls,
+        options=[
+            ("grpc.max_receive_message_length", largest),
+            ("grpc.max_send_message_length", largest),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+    )
+    return server, _open(server, config.listen_address, "listen", _tls(config))
+
+
+def _tls(config: ServerConfig) -> ServerTls | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+
+
+def _open(
+    server: grpc.Server, address: tuple[str, int], name: str, tls: ServerTls | None = None
+) -> int:
+    host, port = address
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if tls is None:
+            return server.add_insecure_port(where)
+        return server.add_secure_port(where, tls.credentials())
+    except RuntimeError:
+        raise TierUnavailableError(
+            "grpc", f"cannot listen on {where}; is it taken? choose another --{name}"
+        ) from None
+
+
+def bind_health(
+    address: tuple[str, int], servicer: health.HealthServicer
+) -> tuple[grpc.Server, int]:
+    """Return a started server of *servicer* alone, in plain text, and its port.
+
+    Raises TierUnavailableError.
+    """
+    workers = futures.ThreadPoolExecutor(HEALTH_WORKERS, thread_name_prefix="health")
+    server = grpc.server(
+        workers,
+        maximum_concurrent_rpcs=REQUESTS_PER_WORKER * HEALTH_WORKERS,
+        options=[("grpc.so_reuseport", 0)],
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = _open(server, address, "health")
+    server.start()
+    return server, port

@@ -1,0 +1,82 @@
+"""The command line of ``kvstore-server``: one flag for each setting."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, get_args
+
+from pydantic.fields import FieldInfo
+
+from kvstore import __version__
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.settings.units import format_size
+
+_SHORT = {"cpu_size": "--cpu", "redis_url": "--redis", "socket_path": "--socket"}
+_GROUPS = {
+    "tls_cert": "trust",
+    "tiers": "tiers",
+    "listen": "addresses",
+    "max_frame_bytes": "limits",
+    "log_format": "logs",
+}
+"""First setting of each group, in the order of the settings."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidRequestError("flags", message, f"see {self.prog} --help")
+
+
+def parse_flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, str | bool]:
+    """Return the settings named in *argv* as they were written, and ``config`` for the file.
+
+    Raises InvalidRequestError on a flag that does not exist. ``--help`` and ``--version``
+    print and raise SystemExit.
+    """
+    return vars(_parser(fields).parse_args(list(argv)))
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of the setting *name*."""
+    return _SHORT.get(name, "--" + name.replace("_", "-"))
+
+
+def _parser(fields: Mapping[str, FieldInfo]) -> _Parser:
+    parser = _Parser(
+        "kvstore-server",
+        description="Keep the KV cache of the engines on this node.",
+        epilog="Each setting can also come from the environment (KVSTORE_CPU_SIZE=8GiB) or the"
+        " YAML file (cpu_size: 8GiB). Flags win over the environment, which wins over the file.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
+    parser.add_argument(
+        "--config", metavar="PATH", help="YAML file of settings (or KVSTORE_CONFIG)"
+    )
+    group = parser.add_argument_group()
+    for name, field in fields.items():
+        if name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[name])
+        names = dict.fromkeys((flag_of(name), "--" + name.replace("_", "-")))
+        help_text = (field.description or "") + _default(field)
+        if field.annotation is bool:
+            group.add_argument(*names, dest=name, action="store_true", help=help_text)
+        else:
+            group.add_argument(*names, dest=name, metavar=_value_name(field), help=help_text)
+    return parser
+
+
+def _value_name(field: FieldInfo) -> str:
+    named = [item for item in field.metadata if isinstance(item, str)]
+    return named[0] if named else "|".join(map(str, get_args(field.annotation)))
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if field.default_factory is not None or value is None or isinstance(value, bool):
+        return ""
+    if "SIZE" in field.metadata:
+        value = format_size(value)
+    return f" (default {','.join(value) if isinstance(value, tuple) else value})"
