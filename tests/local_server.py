@@ -103,7 +103,7 @@ class LocalServer:
         return connection
 
     def skip(self, seconds: float) -> None:
-        """Put the server's clock ahead: what nobody did anything for meanwhile is over.
+        """Put the server's clock ahead, or back: what nobody did anything for meanwhile is over.
 
         So a test of what ends with time needs no time so short that a busy machine misses it.
         """
