@@ -223,7 +223,7 @@ def test_a_damaged_chunk_is_computed_again_and_stored_again(
     one = prompt(110, 300)
     same(one)
     engine.fresh()
-    store.kill()
+    assert store.terminate() == 0  # it copies to its disk first what it has in memory only
     damage(store.socket_path.parent / "disk")
     store.start()
     before = engine.ask("counts").get("worker_lost_chunks", 0)
