@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
 if TYPE_CHECKING:
     import zmq
 
-_SLICE_MS = 10
+_SLICE_MS = 2
 """How soon a wait notices that its client was closed, or hung up."""
 
 
