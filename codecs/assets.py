@@ -47,6 +47,7 @@ class AssetKind(IntEnum):
 
     cachegen = 1
     kvt = 2
+    kvqs = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -120,12 +120,16 @@ class Codec(ABC):
             if isinstance(part, BlockPart):
                 part.scatter(array)
 
+    def reads(self, revision: int) -> bool:
+        """Whether it decodes segments of *revision*: its own, and all before."""
+        return 1 <= revision <= self.revision
+
     def check_header(self, header: FrameHeader) -> None:
         """Raise UnknownCodecError unless *header* names this codec, revision and tables.
 
         InvalidFrameError for levels that it does not have.
         """
-        if (header.codec_id, header.codec_revision) != (self.codec_id, self.revision):
+        if header.codec_id != self.codec_id or not self.reads(header.codec_revision):
             raise UnknownCodecError(
                 f"{header.codec_id} revision {header.codec_revision}",
                 f"{self.name} is {self.codec_id} revision {self.revision}",
@@ -269,6 +273,7 @@ _NAMES_BY_ID = {
     10: "cachegen",
     11: "mixed",
     12: "kvt",
+    13: "kvqs",
 }
 
 CODECS.register("raw", "kvstore.codecs.raw:RawCodec")
@@ -282,6 +287,7 @@ CODECS.register("gq4", "kvstore.codecs.grouped:Gq4Codec")
 CODECS.register("gq2", "kvstore.codecs.grouped:Gq2Codec")
 CODECS.register("cachegen", "kvstore.codecs.cachegen:CachegenCodec")
 CODECS.register("kvt", "kvstore.codecs.kvt:KvtCodec")
+CODECS.register("kvqs", "kvstore.codecs.kvqs:KvqsCodec")
 CODECS.register("xans", "kvstore.codecs.xans:XansCodec")
 CODECS.register("xpack", "kvstore.codecs.xpack:XpackCodec")
 

@@ -111,7 +111,7 @@ def parse_body(data: Bytes, tiles: int, head_dim: int) -> Body:
         raise InvalidFrameError("head", (zero, rest, error_bound), "zeros, and a finite bound")
     if 2 * pairs > min(head_dim, 2 * MAX_PAIRS):
         raise InvalidFrameError("pairs", pairs, f"at most half of {head_dim} channels")
-    cut = _Cutter(data, HEAD.size)
+    cut = ByteCutter(data, HEAD.size)
     size = 4 * pairs + tiles * (12 + 4 * LANES + 3 * TILE_CHANNELS) + 2 * words + 2 * values
     if len(data) != HEAD.size + size:
         raise InvalidFrameError("stored_bytes", len(data), f"its counts make {HEAD.size + size}")
@@ -125,11 +125,12 @@ def parse_body(data: Bytes, tiles: int, head_dim: int) -> Body:
         position, error_bound, frequencies, steps, escapes, means, models, stream,
         cut.take("<i2", values),
     )  # fmt: skip
-    _check(body)
+    check_body(body)
     return body
 
 
-def _check(body: Body) -> None:
+def check_body(body: Body) -> None:
+    """Raise InvalidFrameError unless its numbers are such as a writer has."""
     sums = [int(a.sum(dtype=np.uint64)) for a in (body.stream.counts, body.escapes)]
     if sums != [len(body.stream.words), len(body.values)]:
         raise InvalidFrameError("counts", sums, "must sum up to the words and escapes")
@@ -146,7 +147,7 @@ def take_stream(data: Bytes, at: int, tiles: int, words: int) -> Stream:
     size = tiles * 4 * (1 + LANES) + 2 * words
     if len(data) != at + size:
         raise InvalidFrameError("stored_bytes", len(data), f"its counts make {at + size}")
-    cut = _Cutter(data, at)
+    cut = ByteCutter(data, at)
     counts, states = cut.take("<u4", tiles), cut.take("<u4", tiles * LANES)
     stream = Stream(states.reshape(tiles, LANES), counts, cut.take("<u2", words))
     if int(counts.sum(dtype=np.uint64)) != words:
@@ -154,7 +155,7 @@ def take_stream(data: Bytes, at: int, tiles: int, words: int) -> Stream:
     return stream
 
 
-class _Cutter:
+class ByteCutter:
     """Takes typed views from bytes whose length was checked."""
 
     def __init__(self, data: Bytes, at: int) -> None:

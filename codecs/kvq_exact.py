@@ -42,6 +42,6 @@ def decode_exact(data: Bytes, component: Component, out: Sequence[Part]) -> None
     if method != AS_IT_IS or zero or rest:
         raise InvalidFrameError("method", method, "this reader knows 0 and 1, then zeros")
     codec = codec_by_id(codec_id)
-    if codec.fidelity is not Fidelity.exact or codec.revision != revision:
+    if codec.fidelity is not Fidelity.exact or not codec.reads(revision):
         raise InvalidFrameError("codec", (codec_id, revision), "name a lossless one")
     codec.decode_segment(data[EXACT_HEAD.size :], component, out)

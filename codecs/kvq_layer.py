@@ -96,14 +96,23 @@ class Decoding:
     """
 
     def __init__(self, data: Sequence[Bytes], component: Component, entropy: Backend) -> None:
-        self._cut = Cut.of(component)
-        self._count = component.parts * self._cut.columns
-        tiles = len(self._cut.blocks) * self._count
+        tiles = tile_count(component)
         self.body = parse_body(data[0], tiles, component.head_dim)
         self._refinements = [
             parse_refinement(each, level, tiles)[0] for level, each in enumerate(data[1:], 1)
         ]
+        self._cut = Cut.of(component)
+        self._count = component.parts * self._cut.columns
         self._entropy = entropy
+
+    @classmethod
+    def of_body(cls, body: Body, component: Component, entropy: Backend) -> Decoding:
+        """Return the decoding of a *body* that was parsed and checked already."""
+        found = cls.__new__(cls)
+        found.body, found._refinements, found._entropy = body, [], entropy
+        found._cut = Cut.of(component)
+        found._count = component.parts * found._cut.columns
+        return found
 
     def blocks(self) -> Iterator[tuple[slice, list[Tiles], list[list[Stream]]]]:
         """Yield the tokens of each block, its parts' tiles and their streams of each level."""
@@ -161,6 +170,12 @@ def refined(
         )
         fine.add(quotients, symbols.reshape(quotients.shape))
     return quotients
+
+
+def tile_count(component: Component) -> int:
+    """Return how many tiles a layer of *component* has."""
+    cut = Cut.of(component)
+    return len(cut.blocks) * component.parts * cut.columns
 
 
 def is_quantised(component: Component) -> bool:

@@ -151,7 +151,7 @@ class Centred:
         squares = np.zeros_like(sums)
         for token in range(tokens):
             squares += difference[:, token].astype(np.float64) ** 2
-        steps = _steps(squares, is_real, tokens, ratio)
+        steps = steps_of(squares, is_real, tokens, ratio)
         return cls(x, difference, halves, squares, steps, is_real)
 
     @property
@@ -195,7 +195,7 @@ def quantise_tiles(x: Floats, channels: int, ratio: float, magnitudes: Floats) -
     return Tiles(tiles.steps, tiles.means, models, symbols, escapes, values, errors, magnitudes)
 
 
-def _steps(
+def steps_of(
     squares: NDArray[np.float64], is_real: NDArray[np.bool_], tokens: int, ratio: float
 ) -> Floats:
     """Return each tile's step: *ratio* standard deviations of its numbers about their means."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class KvtProfile:
             if c.kv_heads * c.head_dim > MAX_CHANNELS:
                 raise InvalidRequestError("channels", c.kv_heads * c.head_dim, "too many for kvt")
         self._components = tuple(components)
-        self._frequencies = [_frequencies(c, rope) for c in components]
+        self._frequencies = [calibrated_frequencies(c, rope) for c in components]
         shapes = [(c.layers, c.parts, c.kv_heads * c.head_dim) for c in components]
         self._tokens = [0] * len(components)
         self._sums = [np.zeros(shape) for shape in shapes]
@@ -46,17 +46,11 @@ class KvtProfile:
 
         Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
         """
-        layout = layout_like(self._components, tensors)
-        check_tensors(layout, tensors)
-        skipped = SINK_TOKENS if position == 0 else 0
-        for number, (component, layers) in enumerate(zip(layout.components, tensors, strict=True)):
-            for layer, parts in enumerate(layers):
-                for index, part in enumerate(parts):
-                    turned = self._frequencies[number] if index == 0 else None
-                    rows = _rows(part, component, turned, position)[skipped:].astype(np.float64)
-                    self._sums[number][layer, index] += rows.sum(0)
-                    self._products[number][layer, index] += rows.T @ rows
-            self._tokens[number] += component.tokens - skipped
+        for one in turned_samples(self._components, self._frequencies, tensors, position):
+            rows = one.rows.astype(np.float64)
+            self._sums[one.component][one.layer, one.part] += rows.sum(0)
+            self._products[one.component][one.layer, one.part] += rows.T @ rows
+            self._tokens[one.component] += len(rows) if one.is_first else 0
 
     def tables(self) -> dict[str, NDArray[Any]]:
         """Return the tables of an asset."""
@@ -96,16 +90,54 @@ class KvtProfile:
         return tables
 
 
-def _frequencies(component: Component, rope: RopeParameters | None) -> Floats | None:
+def calibrated_frequencies(component: Component, rope: RopeParameters | None) -> Floats | None:
+    """Return what a component's keys are turned back by; None where they are not. Raises."""
     if rope is None or rope.scaling == "none" or component.parts != 2:
         return None
     found = inverse_frequencies(rope, component.head_dim)
     if found is None:
-        raise InvalidRequestError("rope", rope.scaling, "kvt cannot turn such keys back")
+        raise InvalidRequestError("rope", rope.scaling, "such keys cannot be turned back")
     return found
 
 
-def _rows(part: NDArray[Any], component: Component, turned: Floats | None, position: int) -> Floats:
+class TurnedSample(NamedTuple):
+    """One part of one layer of a component: *rows* (tokens, channels), as floats turned back."""
+
+    component: int
+    layer: int
+    part: int
+    rows: NDArray[Any]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the component's first: its tokens are counted once."""
+        return not self.layer and not self.part
+
+
+def turned_samples(
+    components: Sequence[Component],
+    frequencies: Sequence[NDArray[np.float32] | None],
+    tensors: ChunkTensors,
+    position: int,
+) -> Iterator[TurnedSample]:
+    """Yield the parts of a chunk whose first token stands at *position*, without a prompt's sinks.
+
+    Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
+    """
+    layout = layout_like(components, tensors)
+    check_tensors(layout, tensors)
+    skipped = SINK_TOKENS if position == 0 else 0
+    for number, (component, layers) in enumerate(zip(layout.components, tensors, strict=True)):
+        for layer, parts in enumerate(layers):
+            for index, part in enumerate(parts):
+                turned = frequencies[number] if index == 0 else None
+                rows = turned_rows(part, component, turned, position)[skipped:]
+                yield TurnedSample(number, layer, index, rows)
+
+
+def turned_rows(
+    part: NDArray[Any], component: Component, turned: Floats | None, position: int
+) -> Floats:
     """Return the part as (tokens, channels of all heads), turned back."""
     bits = part.view(f"<u{part.dtype.itemsize}")
     if not is_finite(bits, component.dtype):

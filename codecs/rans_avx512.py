@@ -9,7 +9,7 @@ are those of AVX512F and AVX512BW, so Intel's and AMD's processors run the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -113,17 +113,24 @@ class _Code:
         product = self.b.mul(self.b.zext(left, wide), self.b.zext(right, wide))
         return self.b.trunc(self.b.lshr(product, _all(32, _I64)), _vector(_I32))
 
-    @contextmanager
-    def loop_while(self, condition: Callable[[], Any]) -> Iterator[None]:
+    def loop_while(self, condition: Callable[[], Any]) -> AbstractContextManager[None]:
         """Repeat the body for as long as *condition* emits a true value."""
-        head, body, done = (self.b.append_basic_block(name) for name in ("head", "body", "done"))
-        self.b.branch(head)
-        self.b.position_at_end(head)
-        self.b.cbranch(condition(), body, done)
-        self.b.position_at_end(body)
-        yield
-        self.b.branch(head)
-        self.b.position_at_end(done)
+        return loop_while(self.b, condition)
+
+
+@contextmanager
+def loop_while(builder: Any, condition: Callable[[], Any]) -> Iterator[None]:
+    """Emit with *builder* a loop: the body is repeated for as long as *condition* emits a true
+    value.
+    """
+    head, body, done = (builder.append_basic_block(name) for name in ("head", "body", "done"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    builder.cbranch(condition(), body, done)
+    builder.position_at_end(body)
+    yield
+    builder.branch(head)
+    builder.position_at_end(done)
 
 
 class _Tile:

@@ -35,7 +35,7 @@ _OUTLIERS = 4
 _KEEP = 0.5
 _ROPE = RopeParameters(500_000.0, HEAD_DIM)
 _NAMED = bytes(16)
-_BY_ENTROPY = ("kvq", "xans", "cachegen", "mixed", "kvt")
+_BY_ENTROPY = ("kvq", "kvqs", "xans", "cachegen", "mixed", "kvt")
 _BY_PLANES = ("zplane",)
 _BY_GROUPS = ("gq8", "gq4", "gq2")
 
@@ -92,9 +92,9 @@ def backend_of(codec: Codec) -> str:
 
         return best_backend().name
     if codec.name in _BY_PLANES:
-        from kvstore.codecs.planes import best_splitter
+        from kvstore.codecs.sieve import best_sieve
 
-        return best_splitter(DType.bfloat16.name).name
+        return best_sieve().name
     if codec.name in _BY_GROUPS:
         from kvstore.codecs.grouped_loops import best_loops
 

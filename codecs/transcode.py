@@ -52,7 +52,7 @@ def transcode(
         writer = FrameWriter(template, out, header.levels)
         _copy(header, frame, codec, writer)
         return writer.finish(
-            codec.codec_id, codec.revision, header.fidelity, header.error_bound, header.asset
+            codec.codec_id, header.codec_revision, header.fidelity, header.error_bound, header.asset
         )
     if header.fidelity is not Fidelity.exact:
         template = replace(template, flags=template.flags | FLAG_RESTORED)

@@ -20,6 +20,8 @@ from kvstore.codecs.base import Part
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.cachegen_profile import CachegenProfile
 from kvstore.codecs.floats import FLOAT_TYPES
+from kvstore.codecs.kvqs import KvqsCodec
+from kvstore.codecs.kvqs_profile import KvqsProfile
 from kvstore.codecs.kvt import KvtCodec
 from kvstore.codecs.kvt_profile import KvtProfile
 from kvstore.codecs.terms import EncodeTerms
@@ -41,8 +43,9 @@ def asset_for(kind: AssetKind, layout: KVLayout) -> Asset:
     codable = [c for c in layout.components if c.kind is not LayerKind.state]
     layout = KVLayout(tuple(codable)) if codable else SMALL
     samples = [numbers(layout, seed=seed) for seed in range(3)]
-    if kind is AssetKind.kvt:
-        profile = KvtProfile(layout.components, None)
+    if kind is not AssetKind.cachegen:
+        maker = KvtProfile if kind is AssetKind.kvt else KvqsProfile
+        profile = maker(layout.components, None)
         for sample in samples:
             profile.add(sample, POSITION)
         tables = profile.tables()
@@ -83,6 +86,10 @@ class CalibratingCachegen(Calibrating, CachegenCodec):
 
 
 class CalibratingKvt(Calibrating, KvtCodec):
+    pass
+
+
+class CalibratingKvqs(Calibrating, KvqsCodec):
     pass
 
 
@@ -128,3 +135,7 @@ class TestCachegenCodec(AssetCodecContract):
 
 class TestKvtCodec(AssetCodecContract):
     codec = CalibratingKvt(3)
+
+
+class TestKvqsCodec(AssetCodecContract):
+    codec = CalibratingKvqs(3)

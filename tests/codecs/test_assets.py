@@ -108,7 +108,7 @@ def test_a_change_under_a_right_checksum_is_refused_or_stays_inside(data: st.Dat
     [
         (0, b"KVFR", "starts with"),
         (4, b"\2\0", "version=2: this reader knows 1"),
-        (6, b"\3\0", "made by a newer version"),
+        (6, b"\xff\0", "made by a newer version"),
         (8, b"\0\0\0\0", "asset tables=0"),
         (8, struct.pack("<I", MAX_TABLES + 1), "asset tables=65"),
         (8, b"\5\0\0\0", "asset table"),

@@ -22,12 +22,14 @@ DECODED = {
     "gq2-r1.frame": "6f00c101325ecc4b",
     "cachegen-r1.frame": "5120ce3436d3a07a",
     "kvt-r1.frame": "1967a18876863d51",
+    "kvqs-r1.frame": "12fdba19fc38435c",
 }
 """xxh3_64 of K and V as each frame decodes."""
 
 DIGESTS = {
     "cachegen-v1.kvasset": "9f0f78e42993e5a0e43d5c8fb2fa8be9",
     "kvt-v1.kvasset": "dd39e5788305327701a459a6ef3b52d4",
+    "kvqs-v1.kvasset": "ce0a22e5cc31b9f954c1bcf45d6ef385",
 }
 
 _every_frame = pytest.mark.parametrize(("name", "codec"), list(codecs()), ids=lambda v: str(v)[:8])
@@ -50,7 +52,9 @@ def test_golden_frames_decode_to_the_same_bits_as_ever(name: str, codec: LossyCo
         for a, b in zip(out[0][0], tensors()[0][0], strict=True)
     )
     if header.fidelity is Fidelity.bounded:
-        assert error <= header.error_bound <= error * (1 + 2**-20)
+        # kvqs adds what rounding the largest number to its type could have made.
+        slack = 2 if name.startswith("kvqs") else 1 + 2**-20
+        assert error <= header.error_bound <= error * slack
     assert 0 < error < 50
 
 

@@ -1,4 +1,4 @@
-"""Segments of cachegen and kvt, read by the prose of the format page."""
+"""Segments of cachegen, kvt and kvqs, read by the prose of the format page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import struct
 from typing import Any
 
 import cachegen_samples
+import kvqs_samples
 import kvt_samples
 import numpy as np
 import pytest
@@ -171,3 +172,56 @@ def test_a_segment_of_kvt_is_what_the_format_page_says(component: Component, pos
         assert kvt_samples.noise_of([one], [other], component.dtype)[0] < 1e-5
         sinks = 4 if position == 0 else 0
         assert np.array_equal(one[:, :sinks], part[:, :sinks])
+
+
+def read_kvqs(data: Bytes, component: Component, asset: Asset) -> list[Part]:
+    heads, tokens, dim = component.shape
+    columns, reader, tables = -(-heads * dim // 128), Reader(data), asset.tables
+    method, _, layer, position = struct.unpack("<BBHI", reader.take("u1", 8).tobytes())
+    assert (method, reader.take("u1", 16).tobytes()) == (1, asset.digest)
+    words, escapes, _, zero = struct.unpack("<IIfI", reader.take("u1", 16).tobytes())
+    assert zero == 0
+    tiles = component.parts * columns  # one block: chunks here are short
+    steps, states = reader.take("<f4", tiles), reader.take("<u4", tiles, 32)
+    counts, escaped = reader.take("<u2", tiles), reader.take("<u2", tiles)
+    streams = np.split(reader.take("<u2", words), np.cumsum(counts)[:-1])
+    steps_of_escapes = iter(reader.take("<i2", escapes).tolist())
+    shifts = reader.take("<i1", tiles)
+    assert reader.is_at_end
+    out = []
+    for part in range(component.parts):
+        values = np.zeros((tokens, columns * 128), np.float32)
+        for column in range(columns):
+            tile, models = part * columns + column, np.full(128, PADDING_MODEL, np.uint8)
+            symbols, found = np.empty((tokens, 128), np.uint8), 0
+            for channel in range(min(128, heads * dim - 128 * column)):
+                scale = int(tables["0.scales"][layer, part, 128 * column + channel])
+                shifted = min(max(scale // 2 - 64 + int(shifts[tile]), 0), 31)
+                models[channel] = 2 * shifted + scale % 2
+            decode_tile(states[tile], streams[tile], models, kvq_models().table, symbols)
+            for token, channel in np.ndindex(tokens, 128):
+                quotient = int(symbols[token, channel]) - 64
+                if quotient == -64:
+                    quotient, found = next(steps_of_escapes), found + 1
+                if 128 * column + channel < heads * dim:
+                    mean = np.float32(tables["0.means"][layer, part, 128 * column + channel])
+                    value = np.float32(quotient) * steps[tile] + mean
+                    values[token, 128 * column + channel] = value
+            assert found == escaped[tile]
+        rows = values[:, : heads * dim].reshape(tokens, heads, dim).transpose(1, 0, 2)
+        rows = np.ascontiguousarray(rows)
+        if part == 0 and "0.rope" in tables:
+            rotate(rows, *rotation(tables["0.rope"], position, tokens))
+        out.append(bits_of(rows, component.dtype))
+    return out
+
+
+@pytest.mark.parametrize("component", [kvqs_samples.KV, kvqs_samples.LATENT], ids=["kv", "latent"])
+def test_a_segment_of_kvqs_is_what_the_format_page_says(component: Component) -> None:
+    codec, asset = kvqs_samples.bound(2, component), kvqs_samples.calibrated(component)
+    parts = kvt_samples.chunk(component)[0][0]
+    parts[-1][0, 9, 3] = bits_of(np.array([1000.0]), component.dtype)[0]
+    data, _ = kvt_samples.encode(codec, parts, component)
+    assert struct.unpack("<I", data[28:32].tobytes())[0] > 0  # escapes are in it
+    found = read_kvqs(data, component, asset)
+    assert all(map(np.array_equal, found, kvt_samples.decode(codec, data, component)))

@@ -166,8 +166,8 @@ def test_room_too_small_is_refused(source: str, target: str) -> None:
 @pytest.mark.parametrize("target", LOSSLESS)
 @pytest.mark.parametrize("source", LOSSLESS)
 def test_a_frame_of_a_revision_from_the_future_is_refused(source: str, target: str) -> None:
-    frame = resigned(encoded(codec_by_name(source), filled(SMALL), SMALL), revision=2)
-    with pytest.raises(UnknownCodecError, match="revision 2"):
+    frame = resigned(encoded(codec_by_name(source), filled(SMALL), SMALL), revision=3)
+    with pytest.raises(UnknownCodecError, match="revision 3"):
         moved(frame, codec_by_name(target))
 
 

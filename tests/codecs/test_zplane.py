@@ -20,11 +20,13 @@ from contracts.codec import (
     strided,
 )
 from golden.samples import vectors
+from golden.sieved import unsieved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.planes import numpy_splitter
+from kvstore.codecs.sieve import NUMPY
 from kvstore.codecs.zplane import BLOCK_BYTES, ZplaneCodec
 from kvstore.proto.buffers import as_bytes
 from kvstore.proto.errors import InvalidFrameError
@@ -34,6 +36,7 @@ from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 COMPONENT = Component(LayerKind.mla, DType.bfloat16, 1, 1, 64, 2048)
 PLANE_BYTES = COMPONENT.layer_bytes // 2
 ONE_LAYER = KVLayout((COMPONENT,))
+SIEVED = 1 << 31
 
 
 class TestZplaneCodec(CodecContract):
@@ -41,7 +44,7 @@ class TestZplaneCodec(CodecContract):
 
 
 class TestZplaneCodecOfNumpyAlone(CodecContract):
-    codec = ZplaneCodec(numpy_splitter)
+    codec = ZplaneCodec(numpy_splitter, lambda: NUMPY)
 
 
 def body(*planes: bytes) -> bytes:
@@ -58,6 +61,40 @@ def decode(segment: bytes) -> list[Part]:
     out = [np.empty(COMPONENT.shape, np.uint16)]
     ZplaneCodec().decode_segment(as_bytes(segment), COMPONENT, out)
     return out
+
+
+def with_sieved(*rows: int, planes: bytes) -> bytes:
+    return struct.pack(f"<{len(rows)}I", *rows) + planes
+
+
+def test_exponents_are_sieved_and_other_planes_never() -> None:
+    part = filled(ONE_LAYER, normal_values)[0][0]
+    out = np.zeros(ZplaneCodec().max_segment_bytes(COMPONENT), np.uint8)
+    segment = out[: ZplaneCodec().encode_segment(part, COMPONENT, out)].tobytes()
+    rest, exponents = struct.unpack_from("<II", segment)
+    assert rest == PLANE_BYTES
+    assert exponents & SIEVED
+    size = exponents & ~SIEVED
+    assert np.array_equal(decode(segment)[0], part[0])
+    sieved = segment[8 + PLANE_BYTES :]
+    swapped = with_sieved(exponents, PLANE_BYTES, planes=sieved + bytes(PLANE_BYTES))
+    with pytest.raises(InvalidFrameError, match="only exponents"):
+        decode(swapped)
+    for wrong in (sieved[:-1], sieved + b"\0", b"", bytes(size)):
+        row = len(wrong) | SIEVED
+        with pytest.raises(InvalidFrameError, match="sieved plane"):
+            decode(with_sieved(PLANE_BYTES, row, planes=bytes(PLANE_BYTES) + wrong))
+
+
+@pytest.mark.parametrize("dtype", [DType.float16, DType.int8], ids=lambda dtype: dtype.name)
+def test_sieved_planes_of_other_types_are_refused(dtype: DType) -> None:
+    component = Component(LayerKind.mla, dtype, 1, 1, 64, 64)
+    rows = [4096] * (dtype.item_bytes - 1) + [4096 | SIEVED]
+    out = [np.empty(component.shape, f"u{dtype.item_bytes}")]
+    with pytest.raises(InvalidFrameError, match="only exponents"):
+        ZplaneCodec().decode_segment(
+            as_bytes(with_sieved(*rows, planes=bytes(component.layer_bytes))), component, out
+        )
 
 
 REST = bytes(PLANE_BYTES)
@@ -86,9 +123,12 @@ def test_segments_decode_by_the_prose_of_the_format_page(dtype: DType) -> None:
     words: list[int] = []
     for index, items in enumerate(blocks):
         planes: list[Any] = []
-        for size in sizes[width * index : width * (index + 1)]:
+        for row in sizes[width * index : width * (index + 1)]:
+            size = row & ~SIEVED
             data = segment[at : at + size]
-            if size < items:
+            if row & SIEVED:
+                data = unsieved(data, items)
+            elif size < items:
                 data = zstandard.ZstdDecompressor().decompress(data)
             planes.insert(0, np.frombuffer(data, np.uint8).astype(np.uint64))
             at += size
@@ -156,7 +196,9 @@ def test_parts_of_several_blocks_and_rows_wider_than_one_survive(dtype: DType) -
     frame = encoded(ZplaneCodec(), tensors, layout)
     assert same(decoded(frame), tensors)
     assert np.array_equal(encoded(ZplaneCodec(), strided(tensors), layout), frame)
-    assert np.array_equal(encoded(ZplaneCodec(numpy_splitter), tensors, layout), frame)
+    assert np.array_equal(
+        encoded(ZplaneCodec(numpy_splitter, lambda: NUMPY), tensors, layout), frame
+    )
 
 
 def test_planes_of_other_writers_are_read() -> None:

@@ -16,6 +16,8 @@ from kvstore.codecs.base import Part
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.fp8 import Fp8Codec
 from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec
+from kvstore.codecs.kvqs import KvqsCodec
+from kvstore.codecs.kvqs_tables import MIDDLE
 from kvstore.codecs.kvt import KvtCodec
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.frame import FrameTemplate
@@ -91,7 +93,22 @@ def kvt_asset() -> bytes:
     return pack_asset(AssetKind.kvt, MODEL, 1, tables)
 
 
-ASSET_FILES = {"cachegen-v1.kvasset": cachegen_asset, "kvt-v1.kvasset": kvt_asset}
+def kvqs_asset() -> bytes:
+    """Return an asset of kvqs for this chunk."""
+    scales = np.arange(80, dtype=np.uint8).reshape(1, 2, 40) % 24 + 2 * MIDDLE - 12
+    tables = {
+        "0.means": np.linspace(-1, 1, 80).astype("<f2").reshape(1, 2, 40),
+        "0.scales": scales,
+        "0.deviations": np.full((1, 2), 4, "<f4"),
+    }
+    return pack_asset(AssetKind.kvqs, MODEL, 1, tables)
+
+
+ASSET_FILES = {
+    "cachegen-v1.kvasset": cachegen_asset,
+    "kvt-v1.kvasset": kvt_asset,
+    "kvqs-v1.kvasset": kvqs_asset,
+}
 
 
 def codecs() -> Iterator[tuple[str, LossyCodec]]:
@@ -100,5 +117,5 @@ def codecs() -> Iterator[tuple[str, LossyCodec]]:
     for make in ASSET_FILES.values():
         shelf.add(parse_asset(make()))
     own = (Fp8Codec(), Gq8Codec(), Gq4Codec(), Gq2Codec())
-    for codec in (*own, CachegenCodec(1, shelf), KvtCodec(1, shelf)):
+    for codec in (*own, CachegenCodec(1, shelf), KvtCodec(1, shelf), KvqsCodec(1, shelf)):
         yield f"{codec.name}-r{codec.revision}.frame", codec
