@@ -21,7 +21,7 @@ GRACE_S = 0.005
 """Once more, as it may have begun to run when it was looked at."""
 
 PULSE_S = 0.010
-"""What a server that may be elsewhere takes at most, or _PACES times what its heartbeats do."""
+"""What a server that may be elsewhere takes at most, or _PACES times what it took lately."""
 _PACES = 3
 _ONCE_MORE = 2 / 3
 """Of that, when it is asked again: the first answer may have come while nobody here ran."""
@@ -90,8 +90,8 @@ def hangs(terms: SessionTerms, pid: int) -> bool:
 def is_silent(session: Session) -> bool:
     """Whether the server of *session*, which may be anywhere, does not answer, asked twice.
 
-    Takes 20 ms at most where heartbeats take 3 ms or less: one far away, or that is slow to
-    answer all the time, is given time accordingly.
+    Takes 20 ms at most where answers take 3 ms or less: one far away, or that is slow to answer
+    all the time, is given time accordingly.
     """
     patience_s = max(PULSE_S, _PACES * session.pace_s)
     return not any(map(session.connection.answers, (patience_s, _ONCE_MORE * patience_s)))

@@ -16,9 +16,10 @@ from kvstore.proto.wire import representation_to_message
 
 _BEATS_PER_LIFETIME = 3
 _FIRST_PACE_S = 0.05
-"""What a heartbeat is thought to take until there was one."""
+"""How soon the server is thought to answer until it was asked."""
+_FIRST_ANSWERS = 3
 _FADES = 0.5
-"""What is left of the slowest one, a beat later."""
+"""What is left of the slowest answer, a beat later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +91,20 @@ class Session:
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")
         self.pace_s = _FIRST_PACE_S
-        """What the slowest of the last heartbeats took, fading."""
+        """What the slowest of the last answers took, fading."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
         period_s = self.terms.heartbeat_ms / 1000 / _BEATS_PER_LIFETIME
+        for number in range(_FIRST_ANSWERS):
+            if not self._closed.is_set():
+                self.measure_pace(kept=1.0 if number else 0.0)
         while not self._closed.wait(period_s):
+            self.measure_pace()
+            if self._closed.is_set():
+                return
             try:
                 self.heartbeat()
             except KVStoreError:
@@ -110,12 +117,21 @@ class Session:
         """
         counts = {name: count for name, count in dict(self._counts()).items() if count > 0}
         request = pb.HeartbeatRequest(session_id=self.terms.session_id, counts=counts)
-        began = self.connection.clock()
         reply = self.connection.call(
             "Heartbeat", request, self.options.deadline_ms, pb.HeartbeatResponse
         )
-        self.pace_s = max(self.connection.clock() - began, _FADES * self.pace_s)
         return reply.draining
+
+    def measure_pace(self, kept: float = _FADES) -> None:
+        """Note how soon the server answers what is asked of one that may hang.
+
+        *kept* is what is left of the pace it had. A heartbeat would say less: it waits for a
+        thread, this does not. What was asked of a server that did hang meanwhile says nothing.
+        """
+        connection = self.connection
+        began = connection.clock()
+        if connection.answers(self.options.deadline_ms / 1000) and not connection.gate.is_shut:
+            self.pace_s = max(connection.clock() - began, kept * self.pace_s)
 
     def close(self, *, tell_server: bool = True) -> None:
         """Stop beating and end the session. Idempotent; a server that is gone is no error."""

@@ -56,7 +56,8 @@ class Hints:
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 <= value <= limit:
                 raise InvalidRequestError(f"hints.{name}", value, f"use 0 to {limit}")
-        if len(self.category) > MAX_CATEGORY_CHARS or not self.category.isprintable():
+        is_text = isinstance(self.category, str) and self.category.isprintable()
+        if not is_text or len(self.category) > MAX_CATEGORY_CHARS:
             raise InvalidRequestError(
                 "hints.category",
                 self.category,

@@ -6,8 +6,9 @@ import struct
 from collections.abc import Iterable, Sequence
 
 from kvstore.proto.bulk import MAX_PAYLOAD_BYTES
+from kvstore.proto.component_table import pack_components
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, KVLayout, Namespace
 from kvstore.proto.wire import keys_of_digests, pack_info, unpack_info
 
 _LENGTH = struct.Struct("<H")
@@ -32,8 +33,12 @@ def pack_found(infos: Iterable[ChunkInfo | None]) -> bytes:
     """
     rows: list[bytes] = []
     size = 0
+    layout: KVLayout | None = None
+    components = b""
     for info in infos:
-        row = b"" if info is None else pack_info(info)
+        if info is not None and info.layout is not layout:
+            layout, components = info.layout, pack_components(info.layout)
+        row = b"" if info is None else pack_info(info, components)
         size += _LENGTH.size + len(row)
         if size > MAX_PAYLOAD_BYTES:
             break

@@ -50,6 +50,7 @@ ERROR_NAME = "kvstore-error"
 
 _INFO = struct.Struct("<BBHQd32s16s")
 _INFO_VERSION = 1
+_FIDELITY_OF = {fidelity.value: fidelity for fidelity in Fidelity}
 _FIDELITIES = (Fidelity.exact, Fidelity.bounded, Fidelity.exact, Fidelity.none)
 _DIGEST = struct.Struct(f"{DIGEST_BYTES}s")
 _DIGESTS = struct.Struct(f"{DIGEST_BYTES}s" * 64)
@@ -58,13 +59,16 @@ _HALF_KEY = f"V{DIGEST_BYTES}"
 """Namespace or digest, as numpy moves them: a prompt has hundreds of keys."""
 
 
-def pack_info(info: ChunkInfo) -> bytes:
-    """Return *info* as an index row: what tiers keep beside a frame (docs/format.md)."""
+def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
+    """Return *info* as an index row: what tiers keep beside a frame (docs/format.md).
+
+    *components* is the table of its layout, for who has it: many rows have one layout.
+    """
     fixed = _INFO.pack(
         _INFO_VERSION, info.fidelity, info.codec_id, info.size_bytes, info.prefill_flops,
         info.key, info.parent,
     )  # fmt: skip
-    return fixed + pack_components(info.layout)
+    return fixed + (pack_components(info.layout) if components is None else components)
 
 
 def unpack_info(row: bytes) -> ChunkInfo:
@@ -72,14 +76,13 @@ def unpack_info(row: bytes) -> ChunkInfo:
     if len(row) < _INFO.size:
         raise InvalidFrameError("row", len(row), f"an index row has at least {_INFO.size} bytes")
     version, fidelity, codec_id, size_bytes, flops, key, parent = _INFO.unpack_from(row)
-    if version != _INFO_VERSION or fidelity not in Fidelity.__members__.values():
+    known = _FIDELITY_OF.get(fidelity)
+    if version != _INFO_VERSION or known is None:
         raise InvalidFrameError("row", (version, fidelity), f"this reader knows {_INFO_VERSION}")
     if not 0 <= flops < math.inf:
         raise InvalidFrameError("prefill_flops", flops, "must be finite, not negative")
     layout = unpack_components(row[_INFO.size :])
-    return ChunkInfo(
-        ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, Fidelity(fidelity), flops
-    )
+    return ChunkInfo(ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, known, flops)
 
 
 def fidelity_number(least: Fidelity) -> int:

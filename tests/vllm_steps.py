@@ -27,10 +27,11 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_layout import PACKINGS, Packing
 from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
+from kvstore.client.engines.vllm_refused import RefusedWorker
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
 from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
+from kvstore.client.engines.vllm_worker import VllmWorker
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.types import LayerKind, Representation
 

@@ -194,7 +194,7 @@ class Connector:
         shared = every[match.shared - 1][1] if match.shared else 0
         if not match.ready:
             return Prefix(shared_tokens=shared), reason
-        count = self._worth_loading(match, len(tokens))
+        count = self.worth_loading(match, len(tokens))
         if whole and count < match.ready:
             count = 0
         with self._lock:
@@ -210,7 +210,8 @@ class Connector:
                 self._counts["lost_chunks"] += count - found
         return Prefix.of(every[:found], match.tiers[:found], len(tokens), shared), reason
 
-    def _worth_loading(self, match: Match, token_count: int) -> int:
+    def worth_loading(self, match: Match, token_count: int) -> int:
+        """Return how many chunks of *match* to load for a prompt of so many tokens."""
         if self._prefill is None:
             return match.ready
         spans = self._spans(token_count)[: match.ready]

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,21 @@ from typing_extensions import override
 from kvstore.client.engines.base import ConnectorStats
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_pools import SecondStore, ends
+from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, terms_of
 from kvstore.proto.errors import RepresentationError
+
+TERMS_IN = ("sglang.srt.runtime_context", "get_server_args")
+"""Where an engine of 0.5.23 keeps what it was started with."""
+
+
+def engine_terms() -> EngineTerms:
+    """Return what this process's engine was started with; UNSTATED where there is none."""
+    module, name = TERMS_IN
+    try:
+        arguments = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, ValueError):
+        return UNSTATED
+    return terms_of(arguments, is_hip=torch.version.hip is not None)
 
 
 class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
@@ -42,7 +57,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         self._settings = PageSettings.parse(config.extra_config or {}, name)
         self._rank = RankTerms(
             name, config.is_mla_model, config.tp_rank, config.tp_size, config.pp_rank,
-            config.pp_size, config.attn_cp_rank, config.attn_cp_size,
+            config.pp_size, config.attn_cp_rank, config.attn_cp_size, engine_terms(),
         )  # fmt: skip
         self._is_writer = bool(config.is_storage_writer)
         self._store: PageStore | None = None

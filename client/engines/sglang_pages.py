@@ -15,6 +15,7 @@ from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of
@@ -55,10 +56,16 @@ class HostPool(Protocol):
     layer_num: int
     kv_buffer: torch.Tensor
 
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """Return room for all there is of a page."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankTerms:
-    """Whose pages these are. A tensor-parallel rank has some of the heads of a model's pages."""
+    """Whose pages these are. A tensor-parallel rank has some of the heads of a model's pages.
+
+    ``engine``: what the engine was started with, as far as its KV depends on it.
+    """
 
     model_name: str
     is_mla: bool
@@ -68,6 +75,7 @@ class RankTerms:
     pp_size: int = 1
     cp_rank: int = 0
     cp_size: int = 1
+    engine: EngineTerms = UNSTATED
 
     @property
     def extent(self) -> str:
@@ -158,7 +166,10 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
     if pool.page_size < MIN_CHUNK_TOKENS:
         fix = f"start SGLang with --page-size {MIN_CHUNK_TOKENS} or more"
         raise RepresentationError("page_size", pool.page_size, fix)
+    _check_whole(pool, rank.is_mla)
     buffer = pool.kv_buffer
+    engine = rank.engine
+    quantization = engine.quantization_of(dtype_of(buffer))
     group = LayerGroup(
         LayerKind.mla if rank.is_mla else LayerKind.attention,
         dtype_of(buffer),
@@ -169,14 +180,30 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
     extent = f"#{rank.extent}" if rank.extent else ""
     return Representation(
         model_id=f"{rank.model_name.rstrip('/').rsplit('/', 1)[-1]}{extent}",
-        model_revision=settings.model_revision,
-        adapter_digest=settings.adapter_digest,
-        quantization="none",
+        model_revision=engine.revision(settings.model_revision),
+        adapter_digest=engine.adapters(settings.adapter_digest),
+        quantization=quantization,
         layer_groups=(group,),
         # Keys are kept as the engine rotated them; its revision says how.
         rope=RopeParameters(0.0, 0, "none"),
         tokenizer_digest=f"of {settings.model_revision}",
     )
+
+
+def _check_whole(pool: HostPool, is_mla: bool) -> None:
+    """Raise RepresentationError where a page is more than its place in the buffer: some pools
+    keep the scales of their elements beside it.
+    """
+    try:
+        page_bytes = pool.get_dummy_flat_data_page().nbytes
+    except (NotImplementedError, AttributeError) as error:
+        fix = f"only pools whose pages can be had as flat tensors: {error}"
+        raise RepresentationError("host pool", type(pool).__name__, fix) from None
+    views = page_views(pool, pool.kv_buffer, 0, is_mla)
+    taken = sum(part.nbytes for layers in views for parts in layers for part in parts)
+    if taken != page_bytes:
+        fix = f"a page is {page_bytes} bytes, and {taken} lie in its buffer"
+        raise RepresentationError("host pool", type(pool).__name__, fix)
 
 
 def _heads(pool: HostPool) -> int:

@@ -81,8 +81,8 @@ def second_representation(
     extent = f":{rank.extent}" if rank.extent else ""
     return Representation(
         model_id=f"{rank.model_name.rstrip('/').rsplit('/', 1)[-1]}#{form}{whose}{extent}",
-        model_revision=settings.model_revision,
-        adapter_digest=settings.adapter_digest,
+        model_revision=rank.engine.revision(settings.model_revision),
+        adapter_digest=rank.engine.adapters(settings.adapter_digest),
         quantization="none",
         layer_groups=(LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, page.nbytes // ROWS),),
         rope=RopeParameters(0.0, 0, "none"),

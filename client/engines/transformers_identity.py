@@ -24,6 +24,9 @@ from kvstore.proto.types import Representation
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
 
+SAMPLED = 64
+"""Elements of each tensor that stand for it where a commit names the rest."""
+
 _VOLATILE_SETTINGS = (
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
@@ -37,9 +40,10 @@ def representation_of(
 ) -> Representation:
     """Return what makes KV of *model* interchangeable with other KV.
 
-    Without *model_revision* it is the commit the model was downloaded at, or else a digest of
-    its weights and settings, which reads all of them once. A model that carries an adapter
-    needs *adapter_digest*, a digest of the active adapter's weights.
+    Without *model_revision* it is the commit the model was downloaded at and a sample of its
+    weights as they are now, which tells a merged adapter or another quantisation, or else a digest
+    of all weights, which reads them once. The settings that it runs with are always part of it.
+    A model that carries an adapter needs *adapter_digest*, a digest of the active one's weights.
     Raises RepresentationError for models whose KV cannot be stored.
     """
     has_adapter = carries_adapter(model)
@@ -49,14 +53,9 @@ def representation_of(
         )
     config = model.config
     shape, rope = cache_shape(model), rope_parameters(config)
-    quantized = getattr(config, "quantization_config", None)
-    revision = model_revision or getattr(config, "_commit_hash", None) or weights_digest(model)
-    if quantized is not None and not model_revision:
-        # The same commit computes other KV once its weights are quantised at load time.
-        revision += f"+weights={_settings_digest(config)}"
     return Representation(
         model_id=_model_id(config),
-        model_revision=revision,
+        model_revision=_revision(model, model_revision),
         adapter_digest=adapter_digest,
         quantization="none",
         layer_groups=shape.groups,
@@ -116,6 +115,25 @@ def full_layers(cache: Cache) -> list[DynamicLayer]:
             )
         layers.append(layer)
     return layers
+
+
+def _revision(model: PreTrainedModel, stated: str | None) -> str:
+    commit = getattr(model.config, "_commit_hash", None)
+    if not stated and not commit:
+        return weights_digest(model)
+    weights = stated or f"{commit}+sample={weights_sample(model)}"
+    return f"{weights}+settings={_settings_digest(model.config)}"
+
+
+def weights_sample(model: PreTrainedModel) -> str:
+    """Return a digest of some elements of each of the model's weights, as they are now."""
+    digest = blake3()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu().contiguous()
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(some.view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def weights_digest(model: PreTrainedModel) -> str:

@@ -48,12 +48,13 @@ from kvstore.client.engines.vllm_cost import PrefillCost
 from kvstore.client.engines.vllm_events import EventMaker, KVEvents
 from kvstore.client.engines.vllm_identity import representation_of
 from kvstore.client.engines.vllm_layout import BlockWriter
-from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
+from kvstore.client.engines.vllm_orders import MISFITS, StepOrders, WorkerNews
+from kvstore.client.engines.vllm_refused import RefusedScheduler, RefusedWorker
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
 from kvstore.client.engines.vllm_settings import Role, VllmSettings
 from kvstore.client.engines.vllm_shape import EngineShape, shape_of
 from kvstore.client.engines.vllm_stats import StoreMetrics, StoreStats
-from kvstore.client.engines.vllm_worker import RefusedWorker, VllmWorker
+from kvstore.client.engines.vllm_worker import VllmWorker
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, RepresentationError
 from kvstore.proto.types import END_KINDS
@@ -93,31 +94,24 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = VllmSettings.of(transfer.kv_connector_extra_config)
-        self._scheduler: VllmScheduler | None = None
+        self._scheduler: VllmScheduler | RefusedScheduler | None = None
         self._worker: VllmWorker | RefusedWorker | None = None
         self._layers = vllm_config.compilation_config.static_forward_context
         if not vllm.__version__.startswith(TESTED_VERSION):
             logger.warning("kvstore is tested with vLLM %s, not %s", TESTED_VERSION,
                            vllm.__version__)  # fmt: skip
+        is_scheduler = role == KVConnectorRole.SCHEDULER
         try:
             shape = shape_of(vllm_config, kv_cache_config)
-            chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
-            if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = _scheduler(vllm_config, settings, shape, chunk_tokens)
-                if tells_events(vllm_config):
-                    maker = event_maker(vllm_config, kv_cache_config, shape)
-                    self._scheduler.events = KVEvents(
-                        maker, chunk_tokens, shape.ranks * shape.stages
-                    )
+            if is_scheduler:
+                self._scheduler = _scheduler(vllm_config, settings, shape, kv_cache_config)
             else:
-                rank = get_tensor_model_parallel_rank()
-                connector = _connector(vllm_config, settings, shape, chunk_tokens, rank)
-                self._worker = VllmWorker(connector, shape, settings.queue_bytes)
-                self._worker.cost = PrefillCost.of(vllm_config.model_config.hf_text_config)
-                self._worker.tells_stores = tells_events(vllm_config)
-        except KVStoreError as error:
-            logger.error("running without the store: %s", error)
-            if role == KVConnectorRole.WORKER:
+                self._worker = _worker(vllm_config, settings, shape)
+        except (*MISFITS, KVStoreError, OSError) as error:
+            logger.error("running without the store: %s: %s", type(error).__name__, str(error))
+            if is_scheduler:
+                self._scheduler = RefusedScheduler(reason_of(error))
+            else:
                 self._worker = RefusedWorker(str(error))
 
     @property
@@ -333,8 +327,13 @@ def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: EngineShape) ->
     return EventMaker(BlockStored, BlockRemoved, hashes, extra_keys, block_tokens, tuple(groups))
 
 
+def reason_of(error: Exception) -> str:
+    """Return what *error* is called where misses are counted: the field, if it names one."""
+    return str(getattr(error, "field", type(error).__name__))
+
+
 def _scheduler(
-    config: VllmConfig, settings: VllmSettings, shape: EngineShape, chunk_tokens: int
+    config: VllmConfig, settings: VllmSettings, shape: EngineShape, cache: KVCacheConfig
 ) -> VllmScheduler:
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
@@ -342,8 +341,13 @@ def _scheduler(
             "kv_load_failure_policy", transfer.kv_load_failure_policy,
             'set it to "recompute": else vLLM ends a request whose load failed',
         )  # fmt: skip
-    return VllmScheduler(
-        _connector(config, settings, shape, chunk_tokens, None),
+    chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
+    events = None
+    if tells_events(config):
+        maker = event_maker(config, cache, shape)
+        events = KVEvents(maker, chunk_tokens, shape.ranks * shape.stages)
+    scheduler = VllmScheduler(
+        _connector(config, settings, shape, None),
         shape,
         role=Role(
             transfer.is_kv_consumer,
@@ -352,16 +356,23 @@ def _scheduler(
             settings.wait_ms,
         ),
     )
+    scheduler.events = events
+    return scheduler
+
+
+def _worker(config: VllmConfig, settings: VllmSettings, shape: EngineShape) -> VllmWorker:
+    connector = _connector(config, settings, shape, get_tensor_model_parallel_rank())
+    worker = VllmWorker(connector, shape, settings.queue_bytes)
+    worker.cost = PrefillCost.of(config.model_config.hf_text_config)
+    worker.tells_stores = tells_events(config)
+    return worker
 
 
 def _connector(
-    config: VllmConfig,
-    settings: VllmSettings,
-    shape: EngineShape,
-    chunk_tokens: int,
-    rank: int | None,
+    config: VllmConfig, settings: VllmSettings, shape: EngineShape, rank: int | None
 ) -> Connector:
     """Return the connector of a worker, or without a *rank* that of the scheduler's lookups."""
+    chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
     identity = representation_of(config, shape, settings.model_revision)
     name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
     options = settings.options(chunk_tokens, name, is_lookup=rank is None)
@@ -369,4 +380,5 @@ def _connector(
     if rank is not None and shape.ranks * shape.stages > 1:
         rectangle = Rectangle.of_rank(identity, rank, shape.ranks, shape.own_layers)
     client = Client(settings.address, identity, options)
-    return Connector(client, durable=settings.durable, rectangle=rectangle)
+    prefill = settings.prefill if rank is None else None
+    return Connector(client, durable=settings.durable, prefill=prefill, rectangle=rectangle)

@@ -66,7 +66,8 @@ def hints_of(request: Any) -> Hints:
     ``kv_transfer_params``. Raises InvalidRequestError for what is no hint.
     """
     length: dict[str, Any] = {"prompt_tokens": getattr(request, "num_prompt_tokens", 0)}
-    stated = (getattr(request, "kv_transfer_params", None) or {}).get(HINTS_NAME)
+    params = getattr(request, "kv_transfer_params", None)
+    stated = params.get(HINTS_NAME) if isinstance(params, Mapping) else None
     if stated is None:
         return Hints(**length) if any(length.values()) else NO_HINTS
     for name in map(str, stated) if isinstance(stated, Mapping) else ():

@@ -20,7 +20,20 @@ from kvstore.proto.types import Representation
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
-_VOLATILE_SETTINGS = ("_name_or_path", "architectures", "transformers_version", "use_cache")
+_VOLATILE_SETTINGS = ("_name_or_path", "transformers_version", "use_cache")
+_TERMS = {
+    "model_config": (
+        *("dtype", "quantization", "quantization_config", "code_revision", "model_impl"),
+        *("model_class_overrides", "disable_sliding_window"),
+    ),
+    "lora_config": ("lora_dtype", "enable_tower_connector_lora"),
+    "multimodal_config": (
+        *("language_model_only", "mm_processor_kwargs", "mm_device_do_normalize"),
+        *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+        *("video_pruning_rate", "video_pruning_method"),
+    ),
+}
+"""Settings of VllmConfig that KV depends on; a hash of an image does not say how it is prepared."""
 
 
 def representation_of(config: Any, shape: EngineShape, model_revision: str = "") -> Representation:
@@ -76,12 +89,25 @@ def _settings_digest(config: Any) -> str:
     """Return a digest of the settings that KV depends on, beside weights and shapes."""
     model = config.model_config
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in _VOLATILE_SETTINGS}
-    stated = {
-        "config": settings,
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization or "none"),
+    parts = {
+        "model_config": model,
+        "lora_config": getattr(config, "lora_config", None),
+        "multimodal_config": getattr(model, "multimodal_config", None),
     }
-    return blake3(json.dumps(stated, sort_keys=True, default=str).encode()).hexdigest()
+    stated = {
+        f"{part}.{name}": _stated(getattr(parts[part], name, None))
+        for part, names in _TERMS.items()
+        for name in names
+    }
+    words = json.dumps([settings, stated], sort_keys=True, default=str)
+    return blake3(words.encode()).hexdigest()
+
+
+def _stated(value: Any) -> str:
+    """Return *value* in words; of a file, which may change under its path, what it holds."""
+    if isinstance(value, str) and value and Path(value).is_file():
+        return f"file:{files_digest([Path(value)]).hex()}"
+    return str(value)
 
 
 def _tokenizer_digest(model: Any) -> str:

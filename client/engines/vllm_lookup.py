@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 from kvstore.client.engines.vllm_names import ChunkChain, Identity
-from kvstore.proto.errors import RepresentationError
+from kvstore.client.engines.vllm_orders import MISFITS, LoadOrder
+from kvstore.proto.errors import KVStoreError, RepresentationError
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
 
 MAX_WAITING_LOOKUPS = 1024
@@ -43,12 +47,53 @@ class Ticket:
         self.ready: int | None = None
         self.is_over = False
 
+    @property
+    def found(self) -> int:
+        """How many of its first chunks are stored, as far as is known."""
+        return found_of(self.ready)
+
     @classmethod
     def spent(cls) -> Ticket:
         """Return one of a prompt that has no names, and so is neither loaded nor stored."""
         ticket = cls((), Identity, 0.0)
         ticket.ready = 0
         return ticket
+
+
+class Fewer(int):
+    """How many chunks are worth loading, where ``found`` are there and computing is sooner."""
+
+    found: int
+
+    def __new__(cls, worth: int, found: int) -> Fewer:
+        """Return *worth*, of *found*."""
+        fewer = super().__new__(cls, worth)
+        fewer.found = found
+        return fewer
+
+
+def found_of(ready: int | None) -> int:
+    """Return how many chunks are there, where so many are *ready* to be loaded."""
+    return ready.found if isinstance(ready, Fewer) else ready or 0
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request: its lookup, and how far it is stored. ``stored`` is in chunks."""
+
+    request: Any
+    ticket: Ticket
+    preemptions: int
+    computed_tokens: int = 0
+    """What the engine had of it in its own cache when it last asked."""
+    is_counted: bool = False
+    is_loaded: bool = False
+    stored: int | None = None
+    loaded_from: int = 0
+    """The first chunk of its last load."""
+    hints: Hints = NO_HINTS
+    load: LoadOrder | None = None
+    """Goes with the next orders."""
 
 
 class LookupDesk:
@@ -153,7 +198,7 @@ class LookupDesk:
                 return
         ready = self._look(digests)
         if ticket.ready is None:
-            ticket.ready = ready or 0
+            ticket.ready = 0 if ready is None else ready
         if ticket.is_over:
             self._withdraw_all(digests)
 
@@ -165,13 +210,16 @@ class LookupDesk:
     def _name(self, ticket: Ticket) -> list[ChainDigest]:
         try:
             chain = ChunkChain(ticket.identify(), self._chunk_tokens)
+            chain.extend(ticket.tokens, len(ticket.tokens) // self._chunk_tokens)
         except RepresentationError as error:
             ticket.refusal = error.field
             return []
         except OSError:  # the files of an adapter
             ticket.refusal = "lora_path"
             return []
-        chain.extend(ticket.tokens, len(ticket.tokens) // self._chunk_tokens)
+        except (*MISFITS, KVStoreError):  # what a user sent may not end the thread: all wait for it
+            ticket.refusal = "error"
+            return []
         ticket.chain, ticket.tokens = chain, ()
         return chain.digests
 

@@ -78,7 +78,7 @@ class RequestNames:
         """Return the digest of an adapter, which the engine may have loaded long ago."""
         if lora.load_inplace:
             raise RepresentationError("load_inplace", True, "use another lora_int_id")
-        files = _adapter_files(lora.lora_path)
+        files = adapter_files(lora.lora_path)
         marks = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
         named = (lora.lora_int_id, lora.lora_path)
         if named not in self._adapters:
@@ -99,7 +99,8 @@ def _feature(feature: Any) -> Feature:
     return Feature(feature.identifier.encode(), place.offset, place.offset + place.length)
 
 
-def _adapter_files(folder: str) -> list[Path]:
+def adapter_files(folder: str) -> list[Path]:
+    """Return the files of a LoRA adapter. Raises RepresentationError if there are none."""
     path = Path(folder)
     files = sorted({file for pattern in _ADAPTER_FILES for file in path.glob(pattern)})
     if not files:

@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
 
+MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What objects of another release, or of a user, raise that are not what they are taken for."""
+
 BlockTables: TypeAlias = Sequence[Sequence[int]]
 """The blocks of a request in each of vLLM's KV cache groups, from its first token on."""
 

@@ -12,16 +12,24 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_cost import hints_of
 from kvstore.client.engines.vllm_events import KVEvents
-from kvstore.client.engines.vllm_lookup import WAITERS, LookupDesk, Ticket
+from kvstore.client.engines.vllm_lookup import (
+    WAITERS,
+    Fewer,
+    LookupDesk,
+    Ticket,
+    Tracked,
+    found_of,
+)
 from kvstore.client.engines.vllm_names import RequestNames
 from kvstore.client.engines.vllm_orders import (
+    MISFITS,
     BlockTables,
     LoadOrder,
     StepOrders,
@@ -31,8 +39,8 @@ from kvstore.client.engines.vllm_orders import (
 )
 from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChainDigest, ChunkKey
 
@@ -56,25 +64,6 @@ RECENT_S = 10.0
 
 MAX_RECENT_CHUNKS = 16384
 """Chunks of which that is remembered."""
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A request: its lookup, and how far it is stored. ``stored`` is in chunks."""
-
-    request: Any
-    ticket: Ticket
-    preemptions: int
-    computed_tokens: int = 0
-    """What the engine had of it in its own cache when it last asked."""
-    is_counted: bool = False
-    is_loaded: bool = False
-    stored: int | None = None
-    loaded_from: int = 0
-    """The first chunk of its last load."""
-    hints: Hints = NO_HINTS
-    load: LoadOrder | None = None
-    """Goes with the next orders."""
 
 
 class VllmScheduler:
@@ -103,7 +92,7 @@ class VllmScheduler:
         self._late_s = (options.deadline_ms + role.wait_ms) / 1000 + LATE_S
         self._names = RequestNames()
         self._epoch = b""
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._computing: set[str] = set()
         """Requests of the last step that are not finished."""
         self._patience_s = TOGETHER_S
@@ -128,13 +117,21 @@ class VllmScheduler:
         """Return how many chunks are there, and promise the others. In a thread of the desk."""
         digests = digests[:MAX_LOOKUP_CHUNKS]
         ready = self._lookups.ask(partial(self._look, digests), None)
-        if ready is not None and self._role.handover_ms and ready < len(digests):
-            self._lookups.ask(partial(self._promise, digests[ready:]), None)
+        found = found_of(ready)
+        if ready is not None and self._role.handover_ms and found < len(digests):
+            self._lookups.ask(partial(self._promise, digests[found:]), None)
         return ready
 
     def _look(self, digests: Sequence[ChainDigest]) -> int | None:
         keys = self._keys(digests)
-        return self._lookups.client.lookup(keys, wait_ms=self._role.wait_ms).ready if keys else 0
+        if not keys:
+            return 0
+        match = self._lookups.client.lookup(keys, wait_ms=self._role.wait_ms)
+        worth = self._lookups.worth_loading(match, len(keys) * self._chunk_tokens)
+        if worth == match.ready:
+            return worth
+        # A prefix of windows can be gone on from at its end only.
+        return Fewer(0 if self._has_ends else worth, match.ready)
 
     def _promise(self, digests: Sequence[ChainDigest]) -> int | None:
         return self._lookups.client.promise(self._keys(digests), self._role.handover_ms)
@@ -156,10 +153,10 @@ class VllmScheduler:
         else:
             self._track(request)
 
-    def _track(self, request: Any) -> _Tracked:
+    def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = _Tracked(request, self._ask(request), request.num_preemptions)
+            tracked = Tracked(request, self._ask(request), request.num_preemptions)
             tracked.hints = self._hints(request)
             self._tracked[request.request_id] = tracked
         elif tracked.preemptions != request.num_preemptions:
@@ -173,7 +170,7 @@ class VllmScheduler:
         try:
             hints = hints_of(request)
             return hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
-        except (InvalidRequestError, TypeError):
+        except (*MISFITS, KVStoreError):  # what a user stated may not end the engine
             self.counted["bad_hints"] += 1
             return Hints(handover_ms=handover_ms)
 
@@ -210,7 +207,8 @@ class VllmScheduler:
             # vLLM computes the last token again, but by then gave up what only its window sees.
             stop = request.num_tokens - 1
         hit_tokens = max(0, stop - computed_tokens)
-        reason = ticket.refusal or ("down" if self._desk.is_down else "absent")
+        absent = "slow" if isinstance(ticket.ready, Fewer) else "absent"
+        reason = ticket.refusal or ("down" if self._desk.is_down else absent)
         if hit_tokens and not self._continues and request.num_tokens - stop > 1:
             hit_tokens, reason = 0, "prefill"
         return self._counted(tracked, hit_tokens, reason)
@@ -226,7 +224,7 @@ class VllmScheduler:
     def _miss(self, reason: str) -> None:
         self.counted[f"miss_{reason}"] += 1
 
-    def _counted(self, tracked: _Tracked, hit_tokens: int, reason: str) -> int:
+    def _counted(self, tracked: Tracked, hit_tokens: int, reason: str) -> int:
         """Count the answer to a request once: it may be asked again when there is no room."""
         if not tracked.is_counted:
             tracked.is_counted = True
@@ -243,7 +241,7 @@ class VllmScheduler:
         if self.events is None or ticket.refusal or self._desk.is_down:
             return
         if ticket.ready is not None and ticket.chain is not None:
-            self.events.lost(ticket.chain.digests[ticket.ready : MAX_LOOKUP_CHUNKS])
+            self.events.lost(ticket.chain.digests[ticket.found : MAX_LOOKUP_CHUNKS])
 
     def allocated(self, request: Any, loaded_tokens: int, tables: BlockTables) -> None:
         """Have the next *loaded_tokens* of *request* loaded into the blocks in its *tables*."""
@@ -273,7 +271,7 @@ class VllmScheduler:
         if tracked is not None:
             self._give_up(tracked)
 
-    def _give_up(self, tracked: _Tracked) -> None:
+    def _give_up(self, tracked: Tracked) -> None:
         """Take back what is promised of a request, but for what others have promised, too."""
         chain = tracked.ticket.chain
         left = [] if chain is None else chain.digests[tracked.stored or 0 : MAX_LOOKUP_CHUNKS]
@@ -331,7 +329,7 @@ class VllmScheduler:
         whole = min(request.num_computed_tokens + tokens, request.num_tokens) // size
         if tracked.stored is None:
             # What the lookup did not find is stored, even if this engine had it cached.
-            tracked.stored = tracked.ticket.ready or 0
+            tracked.stored = tracked.ticket.found
         first, tracked.stored = tracked.stored, max(tracked.stored, whole)
         chain.extend(request.all_token_ids, whole)
         while first < whole and self._is_recent(chain.chunks[first].digest):
@@ -356,7 +354,7 @@ class VllmScheduler:
         while len(self._recent) > MAX_RECENT_CHUNKS:
             self._recent.popitem(last=False)
 
-    def _may_store(self, tracked: _Tracked) -> bool:
+    def _may_store(self, tracked: Tracked) -> bool:
         is_possible = self._role.stores and not self._refusal and not self._desk.is_down
         return is_possible and tracked.ticket.chain is not None
 
@@ -374,7 +372,9 @@ class VllmScheduler:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 # What could not be read is computed now, and stored in its place.
-                tracked.stored = tracked.loaded_from + chunks
+                read = tracked.loaded_from + chunks
+                # One rank may say so a step after another that read less.
+                tracked.stored = read if tracked.stored is None else min(tracked.stored, read)
                 chain = tracked.ticket.chain
                 lost = chain.digests[tracked.stored :] if chain is not None else []
                 for digest in lost:

@@ -9,9 +9,13 @@ from typing import Any
 from kvstore.client.access import access_from
 from kvstore.client.engines.vllm_blending import refuse_blending
 from kvstore.client.options import ClientOptions, TransportName
+from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import MAX_HANDOVER_MS
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
+
+MAX_TOKEN_US = 10_000_000
+"""Ten seconds a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,9 @@ class VllmSettings:
     to be stored; what comes beyond it is not stored. ``durable``: stores are on disk when they
     are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored is promised when
     its prompt arrives, and kept until another engine read it, for so long at most. ``wait_ms``:
-    what a request waits for what another engine has promised. ``token_file`` has an API key or a
+    what a request waits for what another engine has promised. ``prefill_token_us``: about what
+    the engine takes to compute a token; what the store loads later than that is computed; 0: all
+    that is found is loaded. ``token_file`` has an API key or a
     JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files, as in Access; ``tenant``: as in
     ClientOptions. A token is no setting: engines print those.
     """
@@ -56,6 +62,7 @@ class VllmSettings:
     transport: TransportName = "auto"
     handover_ms: int = 0
     wait_ms: int = 0
+    prefill_token_us: int = 0
     token_file: str = ""
     tls_ca: str = ""
     tls_cert: str = ""
@@ -72,7 +79,11 @@ class VllmSettings:
         for name in ("deadline_ms", "lookup_deadline_ms", "retry_after_ms", "queue_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(name, getattr(self, name), "give a positive number")
-        for name, most in (("handover_ms", MAX_HANDOVER_MS), ("wait_ms", MAX_HANDOVER_MS // 2)):
+        bounds = {
+            "handover_ms": MAX_HANDOVER_MS, "wait_ms": MAX_HANDOVER_MS // 2,
+            "prefill_token_us": MAX_TOKEN_US,
+        }  # fmt: skip
+        for name, most in bounds.items():
             if not 0 <= getattr(self, name) <= most:
                 raise InvalidRequestError(name, getattr(self, name), f"give 0 to {most}")
 
@@ -98,6 +109,11 @@ class VllmSettings:
                 "chunk_tokens", chosen, f"give a multiple of the block size, {block_tokens}"
             )
         return chosen
+
+    @property
+    def prefill(self) -> PrefillModel | None:
+        """What the engine takes to compute, if that is stated."""
+        return PrefillModel(0.0, self.prefill_token_us / 1e6) if self.prefill_token_us else None
 
     def options(self, chunk_tokens: int, name: str, *, is_lookup: bool = False) -> ClientOptions:
         """Return the options of a client that looks up, or of one that loads and stores."""

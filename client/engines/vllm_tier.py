@@ -54,12 +54,19 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> Iterable[bool]:
-        ready = self._connector.ask(partial(self._ready, keys), 0)
-        return [place < ready for place in range(len(keys))]
+        nothing: set[bytes] = set()
+        found = self._connector.ask(partial(self._found, keys), nothing)
+        return [bytes(_digest(key)) in found for key in keys]
 
-    def _ready(self, keys: Sequence[bytes]) -> int:
-        space = self._connector.client.namespace
-        return self._connector.client.lookup([chunk_key(space, _digest(key)) for key in keys]).ready
+    def _found(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return the digests of those that are stored. Keys are no prefix: of several kinds of
+        layers vLLM asks in turn, and of sliding windows from the end.
+        """
+        client, digests = self._connector.client, [_digest(key) for key in keys]
+        named = [chunk_key(client.namespace, digest) for digest in digests]
+        ready = client.lookup(named).ready
+        behind = client.stat(named[ready + 1 :]) if ready + 1 < len(named) else ()
+        return {*map(bytes, digests[:ready]), *(one.digest for one in behind if one.copies)}
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]

@@ -22,6 +22,7 @@ from kvstore.client.engines.vllm_copies import MOST_COPIES, Batch, ChunkCopy, Co
 from kvstore.client.engines.vllm_cost import PrefillCost
 from kvstore.client.engines.vllm_layout import BlockWriter, EnginePages
 from kvstore.client.engines.vllm_orders import (
+    MISFITS,
     BlockTables,
     LoadOrder,
     NamedChunk,
@@ -90,8 +91,17 @@ class VllmWorker:
     failed at once and nothing is stored.
     """
 
-    def __init__(self, connector: Connector, shape: EngineShape, queue_bytes: int) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        shape: EngineShape,
+        queue_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._connector = connector
+        self._clock = clock
+        self._was_short = False
+        """Whether the last load came short. For the thread that loads."""
         self._shape = shape
         self._chunk_blocks = connector.client.options.chunk_tokens // shape.block_tokens
         self._queue_bytes = queue_bytes
@@ -126,8 +136,8 @@ class VllmWorker:
         try:
             self._pages = EnginePages.of(self._shape, registered, writer)
             self._pool = CopyPool(self._pages, self._chunk_blocks)
-        except KVStoreError as error:
-            self.refuse(str(error))
+        except (*MISFITS, KVStoreError) as error:
+            self.refuse(f"{type(error).__name__}: {error}")
         return self._refusal
 
     def refuse(self, reason: str) -> None:
@@ -143,12 +153,17 @@ class VllmWorker:
         for order in orders.loads:
             with self._news:
                 self._loading += 1
-            self._loader.do(partial(self._load, order))
+            self._loader.do(partial(self._load, order, self._clock()))
 
-    def _load(self, order: LoadOrder) -> None:
-        began = time.perf_counter()
-        pages = self._pages
-        read = self._connector.ask(lambda: self._read(pages, order), 0) if pages else 0
+    def _load(self, order: LoadOrder, ordered_s: float) -> None:
+        began, pages = self._clock(), self._pages
+        # Loads that fail one after another would have those behind them wait for each.
+        waited_ms = 1000 * (began - ordered_s)
+        is_late = self._was_short and waited_ms > self._connector.client.options.deadline_ms
+        read = 0
+        if pages and not is_late:
+            read = self._connector.ask(lambda: self._read(pages, order), 0)
+            self._was_short = read < len(order.digests)
         with self._news:
             self._loading -= 1
             self._done.add(order.request_id)
@@ -161,7 +176,8 @@ class VllmWorker:
                 self._failed_loads.add(order.request_id)
             self.counted["loaded_chunks"] += read
             self.counted["lost_chunks"] += len(order.digests) - read
-            self.counted["load_us"] += round(1e6 * (time.perf_counter() - began))
+            self.counted["late_loads"] += is_late
+            self.counted["load_us"] += round(1e6 * (self._clock() - began))
             self._news.notify_all()
 
     def _read(self, pages: EnginePages, order: LoadOrder) -> int:
@@ -330,63 +346,3 @@ class VllmWorker:
         if self._storer.stop(SHUTDOWN_S) and self._pool is not None:
             self._pool.close()
         self._connector.client.close()
-
-
-class RefusedWorker:
-    """What stands in for a rank whose KV has no name: it fails every load and stores nothing.
-
-    The scheduler, which may be on another host, learns of it with the first step.
-    """
-
-    def __init__(self, reason: str) -> None:
-        self._refusal = reason
-        self._loads: list[LoadOrder] = []
-        self._failed_blocks: set[int] = set()
-        self._failed_loads: set[str] = set()
-
-    def register(
-        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
-    ) -> str:
-        """Return why there is no use for pages."""
-        return self._refusal
-
-    def load(self, orders: StepOrders) -> None:
-        """Fail the loads of a step."""
-        self._loads += orders.loads
-        for order in orders.loads:
-            if order.all_or_nothing:
-                self._failed_loads.add(order.request_id)
-            else:
-                self._failed_blocks.update(order.blocks_from(0))
-
-    def begin(self, orders: StepOrders) -> None:
-        """Do nothing: nothing waits to be copied."""
-
-    def store(self, orders: StepOrders) -> None:
-        """Store nothing."""
-
-    def finished_loads(self, *, is_idle: bool) -> set[str]:
-        """Return the requests whose loads failed since the last call."""
-        loads, self._loads = self._loads, []
-        return {order.request_id for order in loads}
-
-    def failed_blocks(self) -> set[int]:
-        """Return the blocks that they left without KV."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
-    def failed_loads(self) -> set[str]:
-        """Return the requests of which vLLM has to compute all."""
-        failed, self._failed_loads = self._failed_loads, set()
-        return failed
-
-    def news(self) -> WorkerNews:
-        """Return the reason."""
-        return WorkerNews(refusal=self._refusal)
-
-    def counts(self) -> dict[str, int]:
-        """Return no counts."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -16,6 +16,7 @@ from kvstore.client.engines.sglang_pages import (
     RankTerms,
     representation_of,
 )
+from kvstore.client.engines.sglang_terms import EngineTerms
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import LayerKind
 
@@ -47,6 +48,12 @@ class Pool:
     page_size: int = SIZE
     start_layer: int = 0
     layer_num: int = LAYERS
+    beside_bytes: int = 0
+    """What a page has that is not in the buffer."""
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        page_bytes = self.kv_buffer.nbytes // PAGES + self.beside_bytes
+        return torch.zeros(page_bytes, dtype=torch.uint8)
 
     @classmethod
     def make(cls, layout: str, is_mla: bool, dtype: torch.dtype = torch.bfloat16) -> Pool:
@@ -245,6 +252,26 @@ def test_pools_that_are_not_understood_are_refused_by_name(
     with pytest.raises(RepresentationError) as caught:
         representation_of(pool, rank, PageSettings("127.0.0.1:1", "c" * 40))
     assert words in str(caught.value)
+
+
+def test_pools_that_keep_scales_beside_their_pages_are_refused() -> None:
+    """As those of MXFP8: pages would come back with whatever scales lie there by then."""
+    pool = replace(Pool.make("page_first", False), beside_bytes=64)
+    with pytest.raises(RepresentationError, match="lie in its buffer"):
+        representation_of(pool, RANK, PageSettings("127.0.0.1:1", "c" * 40))
+
+
+def test_bytes_are_named_by_the_type_that_the_engine_was_started_with() -> None:
+    """SGLang keeps both kinds of fp8 as bytes: an engine of one would read the other's."""
+    settings = PageSettings("127.0.0.1:1", "c" * 40)
+    pool = Pool.make("page_first", False, torch.uint8)
+    with pytest.raises(RepresentationError, match="dtype='uint8': nobody says"):
+        representation_of(pool, RANK, settings)
+    one, other = (
+        representation_of(pool, replace(RANK, engine=EngineTerms(kv_cache_dtype=name)), settings)
+        for name in ("fp8_e4m3", "fp8_e5m2")
+    )
+    assert (one.quantization, other.quantization) == ("bytes-of:fp8_e4m3", "bytes-of:fp8_e5m2")
 
 
 def test_settings_are_read_and_refused_by_name() -> None:

@@ -61,8 +61,37 @@ def test_a_copy_in_another_folder_has_the_same_identity(
 def test_a_commit_is_the_revision_where_there_is_one(tokenizer: Any) -> None:
     model = llama()
     model.config._commit_hash = "c0ffee"
-    assert representation_of(model, tokenizer).model_revision == "c0ffee"
-    assert representation_of(model, tokenizer, "given").model_revision == "given"
+    again = llama()
+    again.config._commit_hash = "c0ffee"
+    revision = representation_of(model, tokenizer).model_revision
+    assert revision.startswith("c0ffee+")
+    assert representation_of(again, tokenizer).model_revision == revision
+    given = representation_of(model, tokenizer, "given").model_revision
+    assert given.startswith("given+")
+    assert "c0ffee" not in given
+
+
+@pytest.mark.parametrize("given", [None, "given"])
+def test_a_commit_with_another_setting_is_another_revision(
+    tokenizer: Any, given: str | None
+) -> None:
+    """As ``from_pretrained(name, rms_norm_eps=...)`` loads it."""
+    models = llama(), llama(rms_norm_eps=1e-3)
+    for model in models:
+        model.config._commit_hash = "c0ffee"
+    one, other = (representation_of(model, tokenizer, given) for model in models)
+    assert one.model_revision != other.model_revision
+
+
+def test_a_commit_whose_weights_were_changed_since_is_another_revision(tokenizer: Any) -> None:
+    """As a merged adapter leaves them, which the model does not show otherwise."""
+    model = llama()
+    model.config._commit_hash = "c0ffee"
+    before = representation_of(model, tokenizer)
+    with torch.no_grad():
+        weight = model.model.layers[1].self_attn.k_proj.weight
+        weight += 1e-3 * torch.outer(torch.ones(weight.shape[0]), torch.ones(weight.shape[1]))
+    assert representation_of(model, tokenizer) != before
 
 
 def test_weights_that_are_quantised_at_load_time_are_not_the_commits(tokenizer: Any) -> None:

@@ -49,7 +49,9 @@ def test_hints_are_what_the_user_states_and_how_long_the_prompt_is() -> None:
     assert hints_of(with_hints(stated)) == Hints(Reuse.keep, 70, 0, 0, "chat", 20)
 
 
-@pytest.mark.parametrize("stated", [{"reuze": 1}, {"priority": 500}, "keep", {"prompt_tokens": 3}])
+@pytest.mark.parametrize(
+    "stated", [{"reuze": 1}, {"priority": 500}, "keep", {"prompt_tokens": 3}, {"category": []}]
+)
 def test_what_is_no_hint_is_refused(stated: object) -> None:
     with pytest.raises(InvalidRequestError):
         hints_of(with_hints(stated))

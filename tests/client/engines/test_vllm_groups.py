@@ -16,8 +16,8 @@ from vllm_steps import Engine
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.vllm_cost import PrefillCost
+from kvstore.client.engines.vllm_refused import RefusedWorker
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.vllm_worker import RefusedWorker
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import KVLayout
 

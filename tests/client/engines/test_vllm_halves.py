@@ -25,8 +25,9 @@ from vllm_steps import Engine, options
 
 from kvstore.client.engines import vllm_scheduler
 from kvstore.client.engines.vllm_layout import PACKINGS
+from kvstore.client.engines.vllm_orders import StepOrders
+from kvstore.client.engines.vllm_refused import RefusedScheduler, RefusedWorker
 from kvstore.client.engines.vllm_settings import Role
-from kvstore.client.engines.vllm_worker import RefusedWorker
 
 Start = Callable[..., Engine]
 
@@ -305,6 +306,37 @@ def test_of_requests_that_share_a_prefix_and_come_together_one_stores_it(start: 
         orders = engine.scheduler.orders(step(**{name: 200}), {name: [blocks]}.__getitem__)
         stored += [chunk.position for order in orders.stores for chunk in order.chunks]
     assert stored == [0, 64, 128]
+
+
+@pytest.mark.parametrize(
+    "params", [{"kvstore": {"category": []}}, {"kvstore": {"priority": "high"}}, {"kvstore": 5}]
+)
+def test_what_a_user_states_wrongly_ends_no_engine(start: Start, params: object) -> None:
+    """What comes with a request is taken in by the engine's own thread."""
+    engine, request = start(), FakeRequest("a", PROMPT)
+    request.kv_transfer_params = params  # type: ignore[attr-defined]
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+    assert engine.scheduler.counted["bad_hints"] == 1
+
+
+def test_parameters_that_are_none_of_ours_are_left_alone(start: Start) -> None:
+    engine, request = start(), FakeRequest("a", PROMPT)
+    request.kv_transfer_params = ["of", "others"]  # type: ignore[attr-defined]
+    engine.scheduler.arrived(request)
+    assert engine.scheduler.counted["bad_hints"] == 0
+
+
+def test_an_engine_that_is_refused_counts_each_request_as_a_miss_for_its_reason() -> None:
+    refused = RefusedScheduler("kv_cache_dtype")
+    for name in "ab":
+        request = FakeRequest(name, PROMPT)
+        refused.arrived(request)
+        assert [refused.matched_tokens(request, 0) for _ in range(2)] == [0, 0]
+        refused.finished(request)
+    assert refused.orders(step(a=200), lambda _: [[1]]) == StepOrders()
+    assert refused.counts() == {"lookups": 2, "miss_kv_cache_dtype": 2, "prompt_tokens": 400}
+    assert refused.counts() == {}
 
 
 def test_a_rank_without_a_name_fails_loads_at_once_and_says_so(start: Start) -> None:

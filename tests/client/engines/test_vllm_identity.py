@@ -66,12 +66,26 @@ def test_two_engines_over_the_same_model_share(model: Path) -> None:
         {"hf_sliding_window": 64},
         {"rope": {"rope_theta": 20000.0}},
         {"rope": {"rope_type": "linear", "factor": 2.0}},
+        {"hf_architectures": ["AnotherForCausalLM"]},
+        {"quantization_config": {"linear": "int8"}},
+        {"lora_config": SimpleNamespace(lora_dtype="float16")},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_rescale": False})},
     ],
 )
 def test_settings_that_change_the_kv_change_the_identity(
     model: Path, changes: dict[str, Any]
 ) -> None:
     assert identity(engine_config(model)) != identity(engine_config(model, **changes))
+
+
+def test_a_file_of_scales_is_what_it_holds(model: Path, tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    found = []
+    for text in ("1.0", "2.0"):
+        scales.write_text(text)
+        images = SimpleNamespace(mm_encoder_fp8_scale_path=str(scales))
+        found.append(identity(engine_config(model, multimodal_config=images)))
+    assert found[0] != found[1]
 
 
 def test_other_weights_are_another_model(model: Path) -> None:

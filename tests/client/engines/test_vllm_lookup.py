@@ -80,6 +80,24 @@ def test_what_has_no_name_is_a_miss_with_a_reason(desk: LookupDesk, store: Store
     assert answered(desk.ask(TOKENS, Identity)) == 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "identify"),
+    [
+        (TOKENS, lambda: Identity((b"salt:" + "\ud800".encode(),))),
+        ([-1] * 64, Identity),
+        ([2**32] * 64, Identity),
+    ],
+    ids=["salt that is no text", "negative token", "token of 33 bits"],
+)
+def test_a_prompt_that_cannot_be_named_is_a_miss_and_the_next_is_answered(
+    desk: LookupDesk, tokens: list[int], identify: Callable[[], Identity]
+) -> None:
+    """One user's request would else end the thread that all others wait for."""
+    ticket = desk.ask(tokens, identify)
+    assert (answered(ticket), ticket.refusal, ticket.chain) == (0, "error", None)
+    assert answered(desk.ask(TOKENS, Identity)) == 2
+
+
 def test_a_store_that_failed_is_asked_again_after_a_while_by_nobodys_wait(
     desk: LookupDesk, store: Store
 ) -> None:

@@ -8,9 +8,10 @@ import pytest
 from local_server import LocalServer
 from prompts import tokens as prompt_tokens
 from vllm_pages import SHAPE, representation
-from vllm_stand_ins import FakeRequest
+from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
+from kvstore.client.engines.vllm_orders import WorkerNews
 from kvstore.client.rectangle import Rectangle
 
 Start = Callable[[str], Engine]
@@ -71,3 +72,18 @@ def test_a_rank_that_could_not_read_a_chunk_fails_its_blocks_for_all(start: Star
     client = engine.workers[1]._connector.client
     client.delete(client.keys(PROMPT)[2:])
     assert engine.load(request, blocks, 192) == set(blocks[4:6])
+
+
+def test_what_the_slowest_rank_did_not_read_is_stored_again_whoever_says_so_last(
+    start: Start,
+) -> None:
+    start("one").run("a", PROMPT)
+    engine = start("tp2")
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    engine.scheduler.allocated(request, 192, [blocks])
+    for chunks in (1, 2):  # of three; the second rank says so a step later
+        engine.scheduler.learn(WorkerNews({"b": chunks}))
+    request.num_computed_tokens = 64
+    orders = engine.scheduler.orders(step(b=136), lambda _: [blocks])
+    assert [chunk.position for one in orders.stores for chunk in one.chunks] == [64, 128]

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from local_server import LocalServer, eventually
+from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import tokens as prompt_tokens
 from server_process import ServerProcess
 from slow_link import SlowLink
-from vllm_stand_ins import FakeRequest
+from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine, options
 
 from kvstore.client import liveness
@@ -30,7 +30,7 @@ from kvstore.client.engines.vllm_watch import LoadWatch
 from kvstore.client.liveness import hangs, is_runnable, is_silent, peer_pid
 from kvstore.client.options import ClientOptions
 
-PROMPT = prompt_tokens(1, 200)
+PROMPT, OTHER, THIRD = (prompt_tokens(number, 200) for number in (1, 2, 3))
 
 HANGS_S = 10.0
 """Half of the deadline of these engines; a hang costs some hundredths of a second."""
@@ -281,3 +281,37 @@ def test_what_brings_something_all_the_time_is_not_asked_about() -> None:
         assert eventually(lambda: looks >= 20)
     assert asked.count == 0
     watch.close()
+
+
+def test_loads_behind_one_that_came_short_wait_no_deadline_more(server: LocalServer) -> None:
+    """One thread loads: were each tried, the last of many would wait for the deadlines of all."""
+    one, engine = Engine(server.address), Engine(server.address)
+    worker, client = engine.workers[0], engine.workers[0]._connector.client
+    waited_s = [0.0]
+    worker._clock = lambda: time.perf_counter() + waited_s[0]
+    for name, prompt in (("a", PROMPT), ("b", OTHER), ("c", THIRD)):
+        one.run(name, prompt)
+
+    def load(name: str, prompt: list[int], late_s: float) -> tuple[int, int]:
+        """Return how many of a load's chunks were lost, and how many loads were late so far."""
+        request, let_go = FakeRequest(name, list(prompt)), threading.Event()
+        assert engine.matched(request) == 192
+        if name == "lost":
+            client.delete(client.keys(prompt)[1:3])
+        before = worker.counted["lost_chunks"]
+        engine.scheduler.allocated(request, 192, [engine.blocks(200)])
+        worker._loader.do(let_go.wait)
+        worker.load(engine.scheduler.orders(step(), lambda _: []))
+        waited_s[0] += late_s
+        let_go.set()
+        assert worker.settled(20.0)
+        return worker.counted["lost_chunks"] - before, worker.counted["late_loads"]
+
+    late_s = DEADLINE_MS / 1000 + 1
+    assert load("slow", THIRD, late_s) == (0, 0), "a long queue alone gives nothing up"
+    assert load("lost", PROMPT, 0.0) == (2, 0)
+    assert load("behind", OTHER, late_s) == (3, 1)
+    assert load("next", OTHER, 0.0) == (0, 1), "who has not waited is loaded"
+    assert load("after", THIRD, late_s) == (0, 1)
+    one.close()
+    engine.close()

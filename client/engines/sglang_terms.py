@@ -1,0 +1,121 @@
+"""What an SGLang engine was started with, as far as its KV depends on it.
+
+SGLang's page hashes cover tokens, cache salts and the ids of adapters, which of those given at the
+start are made of their names and paths. Works on SGLang's ServerArgs by its fields, without
+importing SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvstore.client.engines.vllm_names import adapter_files, files_digest
+from kvstore.proto.errors import RepresentationError
+from kvstore.proto.types import DType
+
+_TERMS = (
+    *("dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "revision"),
+    *("json_model_override_args", "model_impl", "modelopt_quant", "model_loader_extra_config"),
+    *("language_model_only", "mm_process_config", "quantize_and_serve", "rl_quant_profile"),
+    *("mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding"),
+    *("qsa_indexer_dtype", "enable_deepseek_v4_fp4_indexer", "uno_lora_path"),
+    *("speculative_draft_model_path", "speculative_draft_model_revision"),
+    "speculative_draft_model_quantization",
+)
+"""Fields of ServerArgs. Draft models are among them as their layers may lie in the same pages."""
+
+NO_ADAPTER = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTerms:
+    """``digest`` of what was stated, empty where nobody says; ``kv_cache_dtype`` as it was stated,
+    ``adapters_digest`` of the files of LoRA adapters that were given at the start, if any.
+    ``nameless_adapter``: one of them whose files are not here.
+    """
+
+    digest: str = ""
+    kv_cache_dtype: str = ""
+    adapters_digest: str = NO_ADAPTER
+    nameless_adapter: str = ""
+
+    def revision(self, model_revision: str) -> str:
+        """Return a name of the weights and of the settings they run with."""
+        return f"{model_revision}+settings={self.digest}" if self.digest else model_revision
+
+    def adapters(self, stated: str) -> str:
+        """Return a name of the adapters, *stated* by the user or found.
+
+        Raises RepresentationError where files may change under a path that nobody can look at.
+        """
+        if stated != NO_ADAPTER:
+            return stated
+        if self.nameless_adapter:
+            fix = "its files are not in a folder here: give adapter_digest in the extra config"
+            raise RepresentationError("lora_paths", self.nameless_adapter, fix)
+        return self.adapters_digest
+
+    def quantization_of(self, stored: DType) -> str:
+        """Return what elements that are *stored* so are. SGLang keeps every kind of fp8 as bytes,
+        which do not tell. Raises RepresentationError where nobody says.
+        """
+        if stored is not DType.uint8:
+            return "none"
+        if not self.kv_cache_dtype:
+            fix = "nobody says of what type its bytes are: this engine's arguments are not known"
+            raise RepresentationError("dtype", stored.name, fix)
+        return f"bytes-of:{self.kv_cache_dtype}"
+
+
+UNSTATED = EngineTerms()
+"""Of pools without an engine around them."""
+
+
+def terms_of(arguments: Any, *, is_hip: bool = False) -> EngineTerms:
+    """Return the terms in *arguments*, a ServerArgs. *is_hip*: AMD's fp8 has another zero.
+
+    Raises RepresentationError for weights that have no name.
+    """
+    if getattr(arguments, "load_format", None) == "dummy":
+        raise RepresentationError("load_format", "dummy", "random weights have no name")
+    stated = {name: _stated(getattr(arguments, name, None)) for name in _TERMS}
+    digest = blake3(json.dumps([stated, is_hip], sort_keys=True).encode()).hexdigest()
+    found, nameless = _adapters(arguments)
+    return EngineTerms(digest, stated["kv_cache_dtype"], found, nameless)
+
+
+def _stated(value: Any) -> str:
+    """Return *value* in words; of a file, which may change under its path, what it holds."""
+    if isinstance(value, str) and value and "{" not in value and Path(value).is_file():
+        return f"file:{files_digest([Path(value)]).hex()}"
+    return str(value)
+
+
+def _adapters(arguments: Any) -> tuple[str, str]:
+    """Return a digest of all adapters' files, and one that has none here."""
+    digest, path = blake3(), ""
+    paths = sorted(set(_adapter_paths(getattr(arguments, "lora_paths", None))))
+    for path in paths:
+        if not Path(path).is_dir():
+            return NO_ADAPTER, path
+        digest.update(files_digest(adapter_files(path)))
+    return (digest.hexdigest() if paths else NO_ADAPTER), ""
+
+
+def _adapter_paths(stated: Any) -> Iterator[str]:
+    """Yield the paths in all the forms that ``--lora-paths`` has."""
+    if isinstance(stated, Mapping):
+        stated = list(stated.values())
+    for one in stated or ():
+        if isinstance(one, Mapping):
+            yield str(one["lora_path"])
+        elif isinstance(one, str):
+            yield one.partition("=")[2] or one
+        else:
+            yield str(one.lora_path)

@@ -1,0 +1,117 @@
+"""What stands in for the halves of the vLLM connector where an engine's KV has no name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kvstore.client.engines.vllm_layout import BlockWriter
+from kvstore.client.engines.vllm_orders import BlockTables, LoadOrder, StepOrders, WorkerNews
+
+
+class RefusedScheduler:
+    """What stands in for the scheduler's half: every request is a counted miss, for *reason*."""
+
+    events = None
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+        self.counted: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+
+    def arrived(self, request: Any) -> None:
+        """Count a miss."""
+        self.counted.update(("lookups", f"miss_{self._reason}"))
+        self.counted["prompt_tokens"] += request.num_tokens
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> int:
+        """Return that nothing can be loaded."""
+        return 0
+
+    def allocated(self, request: Any, loaded_tokens: int, tables: BlockTables) -> None:
+        """Do nothing: nothing is loaded."""
+
+    def finished(self, request: Any) -> None:
+        """Do nothing: nothing is kept of requests."""
+
+    def reset(self) -> None:
+        """Do nothing: nothing is stored."""
+
+    def orders(self, output: Any, tables_of: Callable[[str], BlockTables]) -> StepOrders:
+        """Return that there is nothing to do."""
+        return StepOrders()
+
+    def learn(self, news: WorkerNews) -> None:
+        """Do nothing: workers have nothing to say."""
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted since the last call; ``counted`` has all of it."""
+        new = self.counted - self._reported
+        self._reported = self.counted.copy()
+        return dict(new)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class RefusedWorker:
+    """What stands in for a rank whose KV has no name: it fails every load and stores nothing.
+
+    The scheduler, which may be on another host, learns of it with the first step.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._refusal = reason
+        self._loads: list[LoadOrder] = []
+        self._failed_blocks: set[int] = set()
+        self._failed_loads: set[str] = set()
+
+    def register(
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+    ) -> str:
+        """Return why there is no use for pages."""
+        return self._refusal
+
+    def load(self, orders: StepOrders) -> None:
+        """Fail the loads of a step."""
+        self._loads += orders.loads
+        for order in orders.loads:
+            if order.all_or_nothing:
+                self._failed_loads.add(order.request_id)
+            else:
+                self._failed_blocks.update(order.blocks_from(0))
+
+    def begin(self, orders: StepOrders) -> None:
+        """Do nothing: nothing waits to be copied."""
+
+    def store(self, orders: StepOrders) -> None:
+        """Store nothing."""
+
+    def finished_loads(self, *, is_idle: bool) -> set[str]:
+        """Return the requests whose loads failed since the last call."""
+        loads, self._loads = self._loads, []
+        return {order.request_id for order in loads}
+
+    def failed_blocks(self) -> set[int]:
+        """Return the blocks that they left without KV."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def failed_loads(self) -> set[str]:
+        """Return the requests of which vLLM has to compute all."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    def news(self) -> WorkerNews:
+        """Return the reason."""
+        return WorkerNews(refusal=self._refusal)
+
+    def counts(self) -> dict[str, int]:
+        """Return no counts."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""

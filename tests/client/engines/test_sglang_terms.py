@@ -1,0 +1,94 @@
+"""What an SGLang engine was started with is in the names of its pages; SGLang is not needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, terms_of
+from kvstore.proto.errors import RepresentationError
+
+
+def terms(**stated: Any) -> EngineTerms:
+    common = {"load_format": "auto", "dtype": "auto", "kv_cache_dtype": "auto"}
+    return terms_of(SimpleNamespace(**{**common, "json_model_override_args": "{}", **stated}))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"one")
+    return tmp_path / "lora"
+
+
+def test_engines_that_were_started_alike_share() -> None:
+    assert terms(port=1) == terms(port=2)
+    assert terms().revision("abc") == terms().revision("abc") != "abc"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"json_model_override_args": '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'},
+        {"quantization": "fp8"},
+        {"dtype": "half"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"revision": "other"},
+        {"model_impl": "transformers"},
+        {"mm_process_config": {"image": {"max_pixels": 4}}},
+    ],
+    ids=str,
+)
+def test_what_changes_the_kv_is_another_revision(stated: dict[str, Any]) -> None:
+    assert terms(**stated).revision("abc") != terms().revision("abc")
+
+
+def test_amds_fp8_is_another() -> None:
+    assert terms_of(SimpleNamespace(), is_hip=True) != terms_of(SimpleNamespace())
+
+
+def test_a_file_is_what_it_holds(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text("1.0")
+    before = terms(quantization_param_path=str(file))
+    file.write_text("2.0")
+    assert terms(quantization_param_path=str(file)) != before
+
+
+def forms(path: Path) -> list[Any]:
+    return [
+        [str(path)],
+        [f"name={path}"],
+        {"name": str(path)},
+        [{"lora_name": "name", "lora_path": str(path)}],
+        [SimpleNamespace(lora_path=str(path))],
+    ]
+
+
+def test_an_adapter_whose_files_changed_under_its_path_is_another(adapter: Path) -> None:
+    """SGLang's ids of adapters that are given at the start are made of names and paths alone."""
+    before = {terms(lora_paths=stated).adapters("none") for stated in forms(adapter)}
+    (adapter / "adapter_model.safetensors").write_bytes(b"two")
+    after = {terms(lora_paths=stated).adapters("none") for stated in forms(adapter)}
+    assert len(before) == len(after) == 1
+    assert len(before | after | {terms().adapters("none")}) == 3
+
+
+def test_an_adapter_that_is_not_here_has_to_be_named() -> None:
+    found = terms(lora_paths=["org/adapter"])
+    with pytest.raises(RepresentationError, match=r"lora_paths='org/adapter'.*adapter_digest"):
+        found.adapters("none")
+    assert found.adapters("sha256:5f") == "sha256:5f"
+
+
+def test_random_weights_are_refused() -> None:
+    with pytest.raises(RepresentationError, match="load_format"):
+        terms(load_format="dummy")
+
+
+def test_without_an_engine_the_users_words_stand_alone() -> None:
+    assert UNSTATED.revision("abc") == "abc"
+    assert UNSTATED.adapters("none") == "none"
