@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 
 import structlog
@@ -41,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    told = _listen_for_signals()
     node.start()
     gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more
     host, _ = config.listen_address
@@ -52,10 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"recovered_chunks={node.recovered_chunks}",
         flush=True,
     )
-    stop.wait()
+    os.read(told, 1)
     clean = node.stop(GRACE_S)
     print(f"kvstore-server stopped clean={str(clean).lower()}", flush=True)
     return 0
+
+
+def _listen_for_signals() -> int:
+    """Return a descriptor that can be read once SIGTERM or SIGINT has come.
+
+    Python's handlers run in the main thread, which waits on; a kernel may give the signal to any
+    other. What is written here wakes the main thread whoever got it.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return told
 
 
 def keep_freed_memory() -> None:

@@ -56,9 +56,12 @@ class Mover:
         self._closed = False
         self._stepped = not any(lanes.values())
         self._at_work = threading.local()
-        # Guards all fields above; held for queue operations only. Notified when a ticket is
-        # queued or done.
-        self._changed = threading.Condition()
+        # Guards all fields above; held for queue operations only.
+        self._lock = threading.Lock()
+        # Notified when a ticket is done; one of a lane when one is queued there. Apart, as to wake
+        # every worker for each ticket takes the interpreter from those who wait for an answer.
+        self._changed = threading.Condition(self._lock)
+        self._queued = {lane: threading.Condition(self._lock) for lane in lanes}
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"mover-{lane}", daemon=True)
             for lane, workers in lanes.items()
@@ -93,7 +96,7 @@ class Mover:
             ticket = Ticket(lane, name, work, claims=1 if claimed else None)
             self._open[lane, name] = ticket
             (rush if urgent else queue).append(ticket)
-            self._changed.notify_all()
+            self._queued[lane].notify()
             return ticket
 
     def let_go(self, ticket: Ticket) -> bool:
@@ -213,7 +216,7 @@ class Mover:
                 while ticket is None:
                     if self._closed:
                         return
-                    self._changed.wait()
+                    self._queued[lane].wait()
                     ticket = self._take(lane)
             self._do(ticket)
 
@@ -247,6 +250,7 @@ class Mover:
                 for ticket in queue:
                     self._open.pop((ticket.lane, ticket.name), None)
                 queue.clear()
-            self._changed.notify_all()
+            for changed in (self._changed, *self._queued.values()):
+                changed.notify_all()
         for thread in self._threads:
             thread.join()

@@ -29,6 +29,9 @@ from kvstore.tiers.base import DEFAULT_TENANT
 TOKEN_BYTES = 16
 MAX_PEER_SESSIONS = 256
 """Of other servers; a fleet's nodes have one each."""
+SPARED_SHARE = 8
+"""One of so many sessions is not for a tenant that has as many: none can take all of them, where
+callers are known."""
 
 _NO_MODEL = Representation(
     "none", "none", "none", "none",
@@ -151,6 +154,11 @@ class SessionTable:
                 raise ShuttingDownError("the server drains; no new sessions")
             if len(self._sessions) >= self._limit:
                 raise QuotaExceededError("max_sessions", self._limit, "this server")
+            spared = self._limit // SPARED_SHARE if session.owner != ANYBODY else 0
+            if spared and len(self._sessions) >= self._limit - spared:
+                tenant = session.owner.tenant
+                if sum(one.owner.tenant == tenant for one in self._sessions.values()) >= spared:
+                    raise QuotaExceededError("max_sessions", self._limit, f"tenant {tenant!r}")
             self._sessions[session.session_id] = session
 
     def get(self, session_id: int) -> Session:

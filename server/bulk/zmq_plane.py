@@ -38,6 +38,8 @@ from kvstore.server.sessions import Session, SessionTable
 PEERS_PER_SESSION = 16
 PARTS_PER_TURN = 8
 """Sent of one get before others have their turn."""
+SMALL_FIND_BYTES = 2048
+"""A question about as many bytes of keys is answered at once: two threads more cost more."""
 _MESSAGES_PER_TURN = 64
 _POLL_MS = 100
 _JOIN_WITHIN_S = 2.0
@@ -252,8 +254,11 @@ class ZmqPlane:
             peer.gets[word.request] = get
             self._workers.submit(self._work, peer, word, lambda: self._get(get, payload))
         elif isinstance(word, bulk.Find):
-            find = word
-            self._workers.submit(self._work, peer, word, lambda: self._find(find, payload))
+            find = partial(self._work, peer, word, partial(self._find, word, payload))
+            if len(payload) <= SMALL_FIND_BYTES:
+                find()
+            else:
+                self._workers.submit(find)
         else:
             put = self._service.new_put(peer.session, word)
             peer.puts[word.request] = put

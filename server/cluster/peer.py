@@ -93,6 +93,12 @@ class Peer:
         return self._terms is not None and not self.breaker.reason and not self.is_barred
 
     @property
+    def max_batch_chunks(self) -> int:
+        """How many chunks it may be asked for at once; 0 while it has not let us in."""
+        terms = self._terms
+        return terms.max_batch_chunks if terms is not None else 0
+
+    @property
     def heartbeat_s(self) -> float:
         """How long it keeps a silent session."""
         terms = self._terms

@@ -67,7 +67,7 @@ class PeerDesk:
         """
         keys = unpack_wanted(payload, self._limits.max_batch_chunks)
         self._counters.add("peer_asked_chunks", len(keys))
-        return pack_found(self._catalog.copies(key).get(self._cpu.name) for key in keys)
+        return pack_found(self._catalog.infos_on(self._cpu.name, keys))
 
     def get(self, work: GetWork, payload: bytes) -> None:
         """Offer the frames in memory that *payload* names, up to the first that is not there.

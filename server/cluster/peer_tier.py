@@ -6,6 +6,7 @@ hearsay: it ends after a while, and where it was wrong the chunk is lost, which 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peers import Offer, Peers
 from kvstore.server.metrics import Counters
@@ -27,6 +28,12 @@ from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 KNOWN_S = 10.0
 MAX_KNOWN_CHUNKS = 1 << 16
 """Offers that are remembered; the oldest go first."""
+ASKED_AGAIN_S = 1.0
+"""What is believed of a chunk is asked again so often: a peer may have evicted or deleted it."""
+ASKED_AGAIN = 64
+"""Chunks in one such question, which keeps nobody waiting for long."""
+QUESTIONS_AGAIN = 4
+"""Such questions in one turn of the upkeep; what is beyond them is believed for KNOWN_S."""
 STALE_PER_TICK = 1024
 """Of the oldest offers, looked at in one tick."""
 
@@ -47,24 +54,33 @@ class PeerTier(Tier):
         self._offers: OrderedDict[ChunkKey, tuple[Offer, float]] = OrderedDict()
         self._senders: OrderedDict[ChunkKey, Peer] = OrderedDict()
         """Who sent what was read last, in case it proves wrong."""
+        self._heard: OrderedDict[ChunkKey, float] = OrderedDict()
+        """When peers were asked last for each chunk that they offered, the longest ago first."""
         self._dropped: list[ChunkKey] = []
         self._were_up: set[Peer] = set()
-        # Guards the four above.
+        # Guards the five above.
         self._lock = threading.Lock()
+        peers.after_step = self.ask_again
 
     # --- what is known
 
     @override
-    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        """Ask peers which of *keys*, of one namespace, they have in memory. Never raises."""
-        offers = self.peers.find(keys)
+    def find(self, keys: Sequence[ChunkKey], until: float = math.inf) -> list[ChunkInfo | None]:
+        """Ask peers which of *keys*, of one namespace, they have in memory. Never raises.
+
+        Ends by *until*, a point on the clock, be they asked by then or not.
+        """
+        offers = self.peers.find(keys, until)
         now = self._clock()
         with self._lock:
             for key, offer in offers.items():
-                self._offers[key] = (offer, now)
+                self._offers[key], self._heard[key] = (offer, now), now
                 self._offers.move_to_end(key)
+                self._heard.move_to_end(key)
             while len(self._offers) > MAX_KNOWN_CHUNKS:
-                self._dropped.append(self._offers.popitem(last=False)[0])
+                key, _ = self._offers.popitem(last=False)
+                self._heard.pop(key, None)
+                self._dropped.append(key)
         return [offers[key].info if key in offers else None for key in keys]
 
     def stale(self, *, everything: bool = False) -> list[ChunkKey]:
@@ -84,7 +100,46 @@ class PeerTier(Tier):
         for key, (offer, heard_at) in known:
             if everything or now - heard_at > KNOWN_S or up.isdisjoint(offer.peers):
                 gone.append(key)
-        return gone
+        return list(dict.fromkeys(gone))
+
+    def ask_again(self) -> None:
+        """Ask peers for what they offered a while ago; what they lack by now is offered no more.
+
+        For the thread of the upkeep. What was heard by that is believed no longer than before.
+        """
+        for _ in range(QUESTIONS_AGAIN):
+            due = self._due()
+            wanted: dict[Peer, list[ChunkKey]] = {}
+            for key, offer in due:
+                for peer in offer.peers:
+                    some = wanted.setdefault(peer, [])
+                    if len(some) < peer.max_batch_chunks and peer.is_up:
+                        some.append(key)
+            wanted = {peer: keys for peer, keys in wanted.items() if keys}
+            if not wanted:
+                return
+            there = self.peers.still_there(wanted)
+            for peer, keys in there.items():
+                for key in wanted[peer]:
+                    if key not in keys:
+                        self._withdraw(key, peer)
+            if len(there) < len(wanted):  # one is silent: the upkeep has more to do than wait
+                return
+
+    def _due(self) -> list[tuple[ChunkKey, Offer]]:
+        """Return what is to be asked again, of one namespace, and count it as asked."""
+        now = self._clock()
+        due: list[tuple[ChunkKey, Offer]] = []
+        with self._lock:
+            for key, asked_at in islice(self._heard.items(), ASKED_AGAIN):
+                space = key[:DIGEST_BYTES]
+                if now - asked_at < ASKED_AGAIN_S or (due and space != due[0][0][:DIGEST_BYTES]):
+                    break
+                due.append((key, self._offers[key][0]))
+            for key, _ in due:
+                self._heard[key] = now
+                self._heard.move_to_end(key)
+        return due
 
     def load_s(self, key: ChunkKey, size_bytes: int) -> float | None:
         """Return how long the fastest peer that has *key* takes to send it; None without one."""
@@ -134,6 +189,8 @@ class PeerTier(Tier):
             if offer is not None:
                 rest = tuple(peer for peer in offer.peers if peer is not sender)
                 self._offers[key] = (Offer(offer.info, rest), heard_at)
+                if not rest:
+                    self._dropped.append(key)
 
     def _sent(self, key: ChunkKey, sender: Peer) -> None:
         self._counters.add("peer_read_chunks")
@@ -156,6 +213,7 @@ class PeerTier(Tier):
         """Forget that peers have *key*; they keep it."""
         with self._lock:
             self._senders.pop(key, None)
+            self._heard.pop(key, None)
             return self._offers.pop(key, None) is not None
 
     # --- what a tier has and this one does not

@@ -7,6 +7,7 @@ one that is not up is not asked.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,7 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    TierUnavailableError,
+)
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.breaker import Breaker
@@ -36,6 +42,8 @@ MAX_PEERS = 256
 UPKEEP_S = 0.25
 _DIAL_S = 1.0
 _JOIN_S = 3.0
+_PATIENT = 0.25
+"""Of a timeout: who waited less, for want of time of his own, holds nothing against a peer."""
 
 logger = structlog.get_logger(__name__)
 
@@ -80,6 +88,8 @@ class Peers:
         import zmq
 
         self.directory: Holders | None = None
+        self.after_step: Callable[[], object] = bool
+        """Called at the end of each turn of the upkeep, in its thread."""
         self._terms = terms
         self._dial = dial
         self._counters = counters
@@ -132,6 +142,7 @@ class Peers:
             is_due = self._clock() - peer.heard_at > peer.heartbeat_s / 4
             if (peer.breaker.reason or is_due) and peer.breaker.allows():
                 self._keep(peer)
+        self.after_step()
 
     def _keep(self, peer: Peer) -> None:
         try:
@@ -156,17 +167,18 @@ class Peers:
 
     # --- asking
 
-    def find(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Offer]:
+    def find(self, keys: Sequence[ChunkKey], until: float = math.inf) -> dict[ChunkKey, Offer]:
         """Return which of *keys*, of one namespace, are in the memory of peers that are up.
 
-        Takes two timeouts at most: the directory's and the peers'. Never raises.
+        Takes two timeouts at most, the directory's and the peers', and ends by *until*. Never
+        raises.
         """
-        wanted = self._who(keys)
+        wanted = self._who(keys, until)
         if not wanted:
             return {}
         self._counters.add("peer_finds")
         offers: dict[ChunkKey, Offer] = {}
-        for peer, infos in self._ask(wanted).items():
+        for peer, infos in self._ask(wanted, until).items():
             for info in infos:
                 known = offers.get(info.key)
                 if known is None:
@@ -176,21 +188,25 @@ class Peers:
         self._counters.add("peer_found_chunks", len(offers))
         return offers
 
-    def _who(self, keys: Sequence[ChunkKey]) -> dict[Peer, list[ChunkKey]]:
+    def _who(self, keys: Sequence[ChunkKey], until: float) -> dict[Peer, list[ChunkKey]]:
         """Return whom to ask for what: the fixed list for all, others for what they are said to
         hold.
         """
         wanted = {peer: list(keys) for peer in self._static if peer.is_up and not peer.is_self}
         if self.directory is None:
             return wanted
-        for key, nodes in self.directory.holders(keys, self._terms.timeout_ms / 1000).items():
+        within_s = min(self._terms.timeout_ms / 1000, until - self._clock())
+        asked: dict[int, list[ChunkKey] | None] = {}
+        for key, nodes in self.directory.holders(keys, within_s).items():
             for node in nodes:
-                peer = self._listed_as(node)
-                is_new = peer not in wanted
-                if not peer.is_up or (is_new and len(wanted) >= MAX_ASKED_PEERS):
-                    continue
-                if is_new or wanted[peer][-1] != key:
-                    wanted.setdefault(peer, []).append(key)
+                if node.incarnation not in asked:
+                    peer = self._listed_as(node)
+                    has_room = peer in wanted or len(wanted) < MAX_ASKED_PEERS
+                    is_asked = peer.is_up and has_room
+                    asked[node.incarnation] = wanted.setdefault(peer, []) if is_asked else None
+                of_node = asked[node.incarnation]
+                if of_node is not None and (not of_node or of_node[-1] != key):
+                    of_node.append(key)
         return wanted
 
     def _listed_as(self, node: NodeAddress) -> Peer:
@@ -213,10 +229,19 @@ class Peers:
             peer.forget()
         return peer
 
-    def _ask(self, wanted: Mapping[Peer, Sequence[ChunkKey]]) -> dict[Peer, list[ChunkInfo]]:
-        """Ask all at once, and wait for each until one timeout has passed."""
+    def still_there(self, wanted: Mapping[Peer, Sequence[ChunkKey]]) -> dict[Peer, set[ChunkKey]]:
+        """Return which of the keys of *wanted*, of one namespace, each peer has that answers."""
+        found = self._ask(wanted)
+        return {peer: {info.key for info in infos} for peer, infos in found.items()}
+
+    def _ask(
+        self, wanted: Mapping[Peer, Sequence[ChunkKey]], until: float = math.inf
+    ) -> dict[Peer, list[ChunkInfo]]:
+        """Ask all at once, and wait for each until one timeout has passed, or until *until*."""
         started = self._clock()
-        deadline = started + self._terms.timeout_ms / 1000
+        timeout_s = self._terms.timeout_ms / 1000
+        deadline = min(started + timeout_s, until)
+        fair = started + _PATIENT * timeout_s
         found: dict[Peer, list[ChunkInfo]] = {}
         with ExitStack() as stack:
             asked: list[tuple[Peer, PeerLink, Sequence[ChunkKey]]] = []
@@ -231,11 +256,13 @@ class Peers:
             for peer, link, keys in asked:
                 try:
                     answer = link.end_find(keys, deadline)
-                    found[peer] = [_checked(one, link) for one in answer if one is not None]
+                    found[peer] = _checked([one for one in answer if one is not None], link)
                     peer.speed.heard(self._clock() - started)
                     peer.answered()
                 except KVStoreError as error:
-                    self._counters.add(peer.failed(error))
+                    is_ours = isinstance(error, DeadlineError) and deadline < fair
+                    if not is_ours:
+                        self._counters.add(peer.failed(error))
         return found
 
     # --- reading
@@ -275,12 +302,15 @@ class Peers:
                 return
 
 
-def _checked(info: ChunkInfo, link: PeerLink) -> ChunkInfo:
-    """Return *info* if a frame in memory can be so. Raises InvalidRequestError."""
-    size = raw_frame_bytes(info.layout)
-    if info.codec_id or info.size_bytes != size or size > link.terms.max_frame_bytes:
-        raise InvalidRequestError("frame_bytes", info.size_bytes, f"a raw frame has {size}")
-    return info
+def _checked(infos: list[ChunkInfo], link: PeerLink) -> list[ChunkInfo]:
+    """Return *infos* if frames in memory can be so. Raises InvalidRequestError."""
+    layout, size = None, 0
+    for info in infos:
+        if info.layout is not layout:
+            layout, size = info.layout, raw_frame_bytes(info.layout)
+        if info.codec_id or info.size_bytes != size or size > link.terms.max_frame_bytes:
+            raise InvalidRequestError("frame_bytes", info.size_bytes, f"a raw frame has {size}")
+    return infos
 
 
 _NO_KEY = ChunkKey(bytes(32))

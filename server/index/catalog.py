@@ -16,7 +16,7 @@ from kvstore.server.index.found import Found as Found
 from kvstore.server.index.found import Holding as Holding
 from kvstore.server.index.found import LeaseTerms as LeaseTerms
 from kvstore.server.index.found import Turn
-from kvstore.server.index.looks import Looks
+from kvstore.server.index.hearsay import Hearsay
 from kvstore.server.leases import Lease
 from kvstore.server.policy.journal import Asked
 from kvstore.server.policy.partitions import PartitionedEviction
@@ -38,7 +38,7 @@ class Wanted:
 EVERYBODY = Wanted()
 
 
-class Catalog(Looks):
+class Catalog(Hearsay):
     """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
 
     Invariants: a policy knows exactly the rows of the copies on its tier; a key with a lease,

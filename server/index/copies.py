@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:  # its file loads redis
 QUIET_S = 0.004
 """Requests have paused when none came for so long."""
 _LOOKS_FOR_QUIET = 64
+SPARED = 4
+"""Events told behind one answer: what a lookup comes to that learned a chain, and one more."""
 
 MAX_UNREAD = 4096
 """Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
-FOUND_AT_ONCE = 32
-"""Chunks noted without letting go of the lock: what the journal takes."""
 HELD_ROWS = 256
 """Looked at under the lock at a time, for who asks for all there is."""
 _MEMORY = "cpu"
@@ -131,23 +131,6 @@ class Copies:
                 return
             self._sealed(tier, info, origin)
         self._news.set()
-
-    def note_found(self, tier: str, infos: Sequence[ChunkInfo]) -> list[ChunkInfo]:
-        """Others have copies on *tier*: note those that are not known, return those that say
-        otherwise than what is here does.
-
-        A chain at a time costs a fraction of its chunks one by one.
-        """
-        others: list[ChunkInfo] = []
-        for start in range(0, len(infos), FOUND_AT_ONCE):
-            with self._lock:
-                for info in infos[start : start + FOUND_AT_ONCE]:
-                    if self._contradicts(info):
-                        others.append(info)
-                    elif tier not in self._index.holders(self._index.row(info.key)):
-                        self._sealed(tier, info, None)
-        self._news.set()
-        return others
 
     def _sealed(self, tier: str, info: ChunkInfo, origin: Origin | None) -> None:
         self._strays[tier].discard(info.key)
@@ -246,7 +229,9 @@ class Copies:
         For who has just answered a lookup, whose asker now looks at the answer: of many lookups in
         a row, each would otherwise have to tell of an earlier one before it can be answered.
         """
-        if len(self._journal) > 1:
+        for _ in range(SPARED):
+            if len(self._journal) <= 1:
+                break
             self._step()
 
     def _step(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
@@ -33,8 +34,10 @@ MAX_SHARED_CHUNKS = 1 << 18
 
 PEERS_SHARE = 0.25
 """Of a lookup's time, that peers have to answer."""
+ASKING = 4
+"""Lookups that ask peers themselves at a time; a lane does it for others."""
 MOST_WAITING = 0.1
-"""How full the lane of questions to peers may be for a lookup to add one."""
+"""How full that lane may be for a lookup to add a question."""
 
 LEARNT_AT_ONCE = 1024
 """Chunks of a shared tier's list, as the start goes through it."""
@@ -47,7 +50,7 @@ class Finder:
     """Says what can be read and how long that takes. Thread-safe.
 
     Every ``deadline`` is a point on the clock of *transfers*. Questions to a shared tier wait in
-    its ``ask-TIER`` lane.
+    its ``ask-TIER`` lane, and those to peers when many ask at once.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Finder:
         self._names = tuple(shelf.name for shelf in transfers.sources)
         self.shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
         self._peers = transfers.peers
+        self._asking = threading.BoundedSemaphore(ASKING)
         self._absent = AbsentKeys(transfers.clock)
         self.states: StateAdmission | None = None
         """Who is told where prompts part, for models with states."""
@@ -196,12 +200,11 @@ class Finder:
                 self._counters.add("spared_questions")
                 break
             end = min(missing + count, len(keys))
-            asked = self._begin_peers(keys[found.known :]) if is_first else None
+            tickets = self._begin_shared(keys[found.known : end])
+            heard = self._ask_peers(keys[found.known :], deadline) if is_first else False
             is_first = False
-            news, all_answered = self.ask_shared(keys[found.known : end], deadline)
-            if asked is not None:
-                heard = self._end_peers(asked, deadline)
-                news, all_answered = news or bool(heard), all_answered and heard is not None
+            news, all_answered = self._end_shared(tickets, deadline)
+            news, all_answered = news or bool(heard), all_answered and heard is not None
             if news:
                 found = self._match(keys, min_fidelity, again=True)
             if found.first_missing < end:
@@ -210,47 +213,77 @@ class Finder:
                 break
         return found
 
-    def _begin_peers(self, keys: Sequence[ChunkKey]) -> Ticket | None:
-        """Have peers asked for *keys*; None without any, or when too many questions wait."""
-        shelf = self._peers
-        if shelf is None or self._mover.fullness(f"ask-{shelf.name}") > MOST_WAITING:
-            return None
-        ask = partial(self._find, shelf, keys)
-        return self._mover.submit(f"ask-{shelf.name}", b"".join(keys), ask)
+    def _ask_peers(self, keys: Sequence[ChunkKey], deadline: float) -> bool | None:
+        """Return whether peers have any; None when they did not answer in their share of time.
 
-    def _end_peers(self, asked: Ticket, deadline: float) -> bool | None:
-        """Return whether peers have any; None when they did not answer in their share of time."""
+        Who wants to know asks himself while few do: to have it done takes 0.1 ms more.
+        """
+        if self._peers is None:
+            return False
         now = self._transfers.clock()
+        until = now + PEERS_SHARE * (deadline - now)
         try:
-            return bool(self._mover.wait(asked, now + PEERS_SHARE * (deadline - now)))
+            if not self._asking.acquire(blocking=False):
+                return self._have_peers_asked(self._peers, keys, until)
+            try:
+                news = self._find(self._peers, keys, until)
+            finally:
+                self._asking.release()
         except KVStoreError:
             self._counters.add("unanswered_lookups")
             return None
+        if self._transfers.clock() >= until and not news:
+            self._counters.add("unanswered_lookups")
+            return None
+        return news
+
+    def _have_peers_asked(
+        self, shelf: Shelf, keys: Sequence[ChunkKey], until: float
+    ) -> bool | None:
+        lane = f"ask-{shelf.name}"
+        if self._mover.fullness(lane) > MOST_WAITING:
+            return False
+        asked = self._mover.submit(lane, b"".join(keys), partial(self._find, shelf, keys))
+        return False if asked is None else bool(self._mover.wait(asked, until))
 
     def ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
         """Learn from shared tiers which of *keys* others put there.
 
         Return whether there is any, and whether every tier has answered.
         """
+        return self._end_shared(self._begin_shared(keys), deadline)
+
+    def _begin_shared(self, keys: Sequence[ChunkKey]) -> list[Ticket | None]:
+        """Have all shared tiers asked; None for one that is left alone or asked too much."""
+        return [
+            None
+            if shelf.breaker.is_open
+            else self._mover.submit(
+                f"ask-{shelf.name}", b"".join(keys), partial(self._find, shelf, keys)
+            )
+            for shelf in self.shared
+        ]
+
+    def _end_shared(self, tickets: Sequence[Ticket | None], deadline: float) -> tuple[bool, bool]:
         news, all_answered = False, True
-        for shelf in self.shared:
+        for ticket in tickets:
             answer = None
-            if not shelf.breaker.is_open:
-                ask = partial(self._find, shelf, keys)
-                ticket = self._mover.submit(f"ask-{shelf.name}", b"".join(keys), ask)
-                try:
-                    answer = ticket and self._mover.wait(ticket, deadline)
-                except KVStoreError:
-                    self._counters.add("unanswered_lookups")
+            try:
+                answer = ticket and self._mover.wait(ticket, deadline)
+            except KVStoreError:
+                self._counters.add("unanswered_lookups")
             news |= bool(answer)
             all_answered &= answer is not None
         return news, all_answered
 
-    def _find(self, shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:
+    def _find(self, shelf: Shelf, keys: Sequence[ChunkKey], until: float | None = None) -> bool:
         found: list[ChunkInfo | None] = []
 
         def work() -> bool:
-            found.extend(shelf.tier.find(keys))
+            if until is None:
+                found.extend(shelf.tier.find(keys))
+            else:
+                found.extend(cast("PeerTier", shelf.tier).find(keys, until))
             return True
 
         shelf.guarded(work, "find")

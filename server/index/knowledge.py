@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
@@ -73,6 +73,18 @@ class Knowledge:
         flops = info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0
         self.hints.place(row, self.partitions.number(origin.tenant, hints.category))
         return Facts(tokens >= full, flops, group, hints.reuse, prompt_chunks)
+
+    def facts_of_chain(
+        self, rows: Sequence[int], chain: Sequence[ChunkInfo], origin: Origin
+    ) -> tuple[Facts, list[float]]:
+        """Do the same for a *chain* of one layout; return the facts of each and their FLOPs."""
+        facts = self.facts(rows[0], chain[0], origin)
+        partition = self.hints.partition(rows[0])
+        if partition:  # a new row is in partition 0
+            for row in rows:
+                self.hints.place(row, partition)
+        flops = [info.prefill_flops for info in chain]
+        return replace(facts, flops=0.0), [f if 0.0 <= f < math.inf else 0.0 for f in flops]
 
     def _full(self, info: ChunkInfo, tokens: int) -> int:
         space = info.key[:DIGEST_BYTES]

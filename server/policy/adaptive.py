@@ -30,6 +30,9 @@ CANDIDATES = ("hit_density", "lru", "s3fifo", "lfu")
 ROUND_CHUNKS = 256
 """Sampled chunks asked for between two decisions."""
 
+LESSON_CHUNKS = 64
+"""The same between two weighings of the candidates in a small cache."""
+
 _KEPT = 1 - 1 / 32
 """The weight that hits keep from round to round."""
 
@@ -82,8 +85,8 @@ class AdaptiveEviction(EvictionPolicy):
     While all chunks are in the sample, victims are such that what stays is what the shadows would
     have: a policy works badly for long on what another one left, its shadow does not. Such a
     small cache is shared out: of chunks stored together one candidate says whether they stay,
-    and each has a say in as many as its weight among them (see ``hedge``). Few hits tell little
-    of who is better, and so the loss to the best is a part of what a wrong choice would be.
+    and each has a say in as many as its weight among them (see ``hedge``), every 64 chunks anew.
+    Few hits tell little of who is better, so the loss to the best is a part of a wrong choice's.
 
     How large the cache is shows when a victim is first asked for: what is here then is what
     fits. Until then all candidates would hit the same. Thirteen bytes a row, and the candidates';
@@ -142,6 +145,7 @@ class AdaptiveEviction(EvictionPolicy):
         self._switches = 0
         self._round = [0.0] * len(candidates)
         self._round_asked = 0
+        self._lesson, self._lesson_asked = [0.0] * len(candidates), 0
         self._hits = [0.0] * len(candidates)
         self._asked = 0.0
 
@@ -240,13 +244,17 @@ class AdaptiveEviction(EvictionPolicy):
         asked = Asked(rows, sizes, now_s, above or None)
         for at, hits in enumerate(self._shadows.request(asked, capacity_bytes)):
             self._round[at] += hits
+            self._lesson[at] += hits
         self._round_asked += len(rows)
+        self._lesson_asked += len(rows)
         if self._shadows.rate == 1.0:
             self._strays.difference_update(rows)
             for at, left in enumerate(self._shadows.left):
                 self._strays.update(
                     row for row in left if self._sizes[row] and self._owner(row) == at
                 )
+        if self._lesson_asked >= LESSON_CHUNKS:
+            self._learn()
         if self._round_asked >= ROUND_CHUNKS:
             self._decide(now_s)
         if self._shadows.rate != rate:
@@ -297,11 +305,8 @@ class AdaptiveEviction(EvictionPolicy):
         """End a round: age what was counted, and follow another if it is better by enough."""
         self._hits = [old * _KEPT + new for old, new in zip(self._hits, self._round, strict=True)]
         self._asked = self._asked * _KEPT + self._round_asked
-        if self._full_bytes:  # until then all hit the same
-            self._hedge.learn(self._round)
         self._round = [0.0] * len(self._names)
         self._round_asked = 0
-        self._share_out()
         best = max(range(len(self._names)), key=lambda at: (self._hits[at], -at))
         ours = self._hits[self._chosen]
         more = self._hits[best] - ours
@@ -313,6 +318,13 @@ class AdaptiveEviction(EvictionPolicy):
         self._chosen = best
         self._since_s = now_s
         self._switches += 1
+
+    def _learn(self) -> None:
+        """Weigh the candidates by what each hit since the last time, and share out by it."""
+        if self._full_bytes:  # until then all hit the same
+            self._hedge.learn(self._lesson)
+        self._lesson, self._lesson_asked = [0.0] * len(self._names), 0
+        self._share_out()
 
     def _share_out(self) -> None:
         """Give each candidate as much of a small cache as its hits speak for it."""

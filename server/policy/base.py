@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import ClassVar
 
 from kvstore.server.policy.radix import Rows
@@ -66,6 +67,10 @@ class EvictionPolicy(ABC):
         *keep* says which chunks cannot go now (leased, pinned, on their way out). A chunk comes
         after all that continue it. Nothing may change before the iterator is dropped.
         """
+
+    def first_victims(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
+        """Return the first *count* of ``victims``, or as many as there are."""
+        return list(islice(self.victims(keep, now_s), count))
 
     @abstractmethod
     def __len__(self) -> int:

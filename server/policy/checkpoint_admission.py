@@ -39,7 +39,7 @@ def insert_speculatively(
     computes: deeper than the *reused* tokens it did not.
     """
     leaves, end = tree.extend(match, tokens)
-    parts = leaves is not end and len(leaves.children) > 1
-    computed = leaves.depth > reused and leaves is not tree.root
+    parts = leaves != end and leaves.children > 1
+    computed = leaves.depth > reused and leaves != tree.root
     branch = leaves if parts and computed and not leaves.held else None
     return Checkpoints(leaves, end, branch, end if end.depth > reused else None)

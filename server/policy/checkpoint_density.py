@@ -31,8 +31,8 @@ def state_class(node: Node) -> int:
     The end of a sequence is classed by its turn (0, 1, 2, 3 to 5, more), another position by
     whether sequences part there; each by how often it was asked for (0, 1, more).
     """
-    if node.children:
-        kind = _ONE_CHILD if len(node.children) == 1 else _BRANCH
+    if children := node.children:
+        kind = _ONE_CHILD if children == 1 else _BRANCH
     else:
         kind = _TURNS[min(node.turn, len(_TURNS) - 1)]
     return kind * _HITS + min(node.hits, _HITS - 1)

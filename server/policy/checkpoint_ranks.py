@@ -65,7 +65,7 @@ class CheckpointRank(ABC):
         scores = self.scores(slots, now_s)
         least = scores.min()
         equal = slots[scores == least]
-        node = held.node(int(equal[held.ticks[equal].argmin()]))
+        node = self.tree.state(int(equal[held.ticks[equal].argmin()]))
         self.dropped(node, float(least))
         return node
 

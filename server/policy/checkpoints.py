@@ -2,71 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.server.policy.checkpoint_columns import NO_SLOT, HeldColumns, KnownColumns
+from kvstore.server.policy.checkpoint_children import Children
+from kvstore.server.policy.checkpoint_columns import (
+    MOST_HITS,
+    MOST_TURNS,
+    NO_SLOT,
+    ROOT,
+    HeldColumns,
+    NodeColumns,
+)
 from kvstore.server.policy.hybrid_model import HybridModel
 
 Tokens = NDArray[np.int32]
 
-_NO_TOKENS: Tokens = np.zeros(0, np.int32)
-
 
 class Node:
-    """A position in some sequence: the end of an edge of tokens, with a state or without."""
+    """A position in some sequence: the end of an edge of tokens, with a state or without.
 
-    __slots__ = (
-        "below",
-        "children",
-        "depth",
-        "edge",
-        "ends",
-        "hits",
-        "number",
-        "parent",
-        "queued",
-        "slot",
-        "slot_sum",
-        "tick",
-        "turn",
-    )
+    What is known of it is in the columns of its tree; two of the same position are equal.
+    """
 
-    def __init__(self, edge: Tokens, parent: Node | None, depth: int, number: int) -> None:
-        self.edge = edge
-        self.parent = parent
-        self.children: dict[int, Node] = {}
-        """By the first token of the child's edge."""
-        self.depth = depth
+    __slots__ = ("_tree", "number")
+
+    def __init__(self, tree: CheckpointTree, number: int) -> None:
+        self._tree = tree
         self.number = number
-        self.slot = NO_SLOT
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and other.number == self.number and other._tree is self._tree
+
+    def __hash__(self) -> int:
+        return self.number
+
+    @property
+    def depth(self) -> int:
+        """Tokens from the start of the sequence."""
+        return self._tree.known.depths[self.number]
+
+    @property
+    def edge(self) -> Tokens:
+        """The tokens from the parent to here; not to be written to."""
+        return np.frombuffer(self._tree.known.edges[self.number], np.int32)
+
+    @property
+    def parent(self) -> Node | None:
+        """The position before; None for the root, and for one that was forgotten."""
+        is_forgotten = not self._tree.known.edges[self.number]
+        return None if is_forgotten else Node(self._tree, self._tree.children.parents[self.number])
+
+    @property
+    def children(self) -> int:
+        """How many edges go on from here."""
+        return self._tree.children.counts[self.number]
+
+    @property
+    def slot(self) -> int:
         """Where its state is in HeldColumns; NO_SLOT where there is none."""
-        self.below = 0
-        """Resident states here and further down: KV of the edge is kept for them."""
-        self.slot_sum = 0
-        """Sum of their slots, which names the only one where there is one."""
-        self.tick = 0
-        self.queued = False
-        """Whether the queue of ghosts has it."""
-        self.hits = 0
-        self.turn = 0
-        self.ends = False
-        """Whether a request ended here, with its last decoded token."""
+        return self._tree.known.slots[self.number]
 
     @property
     def held(self) -> bool:
         """Whether the state at this position is resident."""
-        return self.slot != NO_SLOT
+        return self._tree.known.slots[self.number] != NO_SLOT
+
+    @property
+    def below(self) -> int:
+        """Resident states here and further down."""
+        return self._tree.known.below[self.number]
+
+    @property
+    def hits(self) -> int:
+        """How often a request ran through, up to 65,535."""
+        return self._tree.known.hits[self.number]
+
+    def hit(self) -> None:
+        """Count a request that runs through."""
+        known = self._tree.known
+        known.hits[self.number] = min(known.hits[self.number] + 1, MOST_HITS)
+
+    @property
+    def turn(self) -> int:
+        """The turn of the conversation that ended here, from 0 up to 255."""
+        return self._tree.known.turns[self.number]
+
+    @property
+    def ends(self) -> bool:
+        """Whether a request ended here, with its last decoded token."""
+        return self._tree.known.ends[self.number] == 1
+
+    def end(self, turn: int) -> None:
+        """Take note that a request ended here, the *turn*-th of its conversation."""
+        known = self._tree.known
+        known.turns[self.number], known.ends[self.number] = min(turn, MOST_TURNS), 1
 
     def up(self) -> Iterator[Node]:
         """Yield the node and its ancestors, without the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
+        for number in self._tree.path_up(self.number):
+            yield Node(self._tree, number)
 
 
 @dataclass(frozen=True)
@@ -89,13 +127,15 @@ class CheckpointTree:
     *ghosts*: they say what was seen. Not thread-safe: the owner locks.
 
     ``size_bytes`` = states x state_bytes + tokens of edges with KV x kv_bytes_per_token, always.
+    Memory: some 130 bytes a node with its ghost's place, 40 more a state, and the tokens of edges.
     """
 
     def __init__(self, model: HybridModel) -> None:
         self.model = model
-        self.root = Node(_NO_TOKENS, None, 0, NO_SLOT)
-        self.known = KnownColumns()
+        self.known = NodeColumns()
         self.held = HeldColumns()
+        self.children = Children()
+        self.root = Node(self, ROOT)
         self.size_bytes = 0
         self.nodes = 0
         """Nodes without the root."""
@@ -112,18 +152,31 @@ class CheckpointTree:
     def match(self, tokens: Tokens) -> Match:
         """Return how far *tokens* [n] is known."""
         path: list[Node] = []
-        node, at, end = self.root, 0, len(tokens)
+        number, at, end = ROOT, 0, len(tokens)
+        edges, whole = self.known.edges, _bytes_of(tokens)
         while at < end:
-            child = node.children.get(int(tokens[at]))
-            if child is None:
+            child = self.children.find(number, int(tokens[at]))
+            if not child:
                 break
-            shared = _shared(child.edge, tokens[at : at + len(child.edge)])
-            if shared < len(child.edge):
-                return Match(path, child, shared)
-            path.append(child)
-            node = child
-            at += shared
+            edge = edges[child]
+            if not whole.startswith(edge, 4 * at):
+                known = np.frombuffer(edge, np.int32)
+                return Match(path, Node(self, child), _shared(known, tokens[at : at + len(known)]))
+            path.append(Node(self, child))
+            number = child
+            at += len(edge) // 4
         return Match(path, None, 0)
+
+    def path_up(self, number: int) -> Iterator[int]:
+        """Yield a position and those before it, without the root."""
+        parents = self.children.parents
+        while number:
+            yield number
+            number = parents[number]
+
+    def state(self, slot: int) -> Node:
+        """Return the position of the state in a slot."""
+        return Node(self, int(self.held.numbers[slot]))
 
     def bytes_alone(self, node: Node) -> int:
         """Return what a state would take if there were no other."""
@@ -132,25 +185,26 @@ class CheckpointTree:
     def pinned_bytes(self, also: Node) -> int:
         """Return what would be left if all went that may, and *also* had a state."""
         held = self.held
-        pinned = np.flatnonzero((held.ticks > 0) & (held.pins > 0))
-        ends = [held.node(slot) for slot in pinned.tolist()]
-        states = len(ends) + (also not in ends)
-        kept: dict[int, Node] = {}
-        for end in (*ends, also):
-            for node in end.up():
-                if node.number in kept:
+        ends = {also.number, *held.numbers[(held.ticks > 0) & (held.pins > 0)].tolist()}
+        kept: set[int] = set()
+        for end in ends:
+            for number in self.path_up(end):
+                if number in kept:
                     break
-                kept[node.number] = node
-        tokens = sum(len(node.edge) for node in kept.values())
-        return states * self.model.state_bytes + tokens * self.model.kv_bytes_per_token
+                kept.add(number)
+        tokens = sum(map(self._edge_tokens, kept))
+        return len(ends) * self.model.state_bytes + tokens * self.model.kv_bytes_per_token
+
+    def _edge_tokens(self, number: int) -> int:
+        return len(self.known.edges[number]) // 4
 
     def __iter__(self) -> Iterator[Node]:
         """Yield every node but the root; the tree may not change meanwhile."""
-        left = list(self.root.children.values())
+        left = list(self.children.of(ROOT))
         while left:
-            node = left.pop()
-            left.extend(node.children.values())
-            yield node
+            number = left.pop()
+            left.extend(self.children.of(number))
+            yield Node(self, number)
 
     # --- sequences
 
@@ -165,93 +219,102 @@ class CheckpointTree:
         Returns where they leave what was known (the end of *match*, split off where it lay
         inside an edge), and the node they end at; one node where all was known.
         """
-        leaves = match.path[-1] if match.path else self.root
+        leaves = match.path[-1].number if match.path else ROOT
         if match.into is not None:
-            leaves = self._split(match.into, match.shared)
-        if leaves.depth == len(tokens):
-            return leaves, leaves
-        return leaves, self._append(leaves, tokens[leaves.depth :])
+            leaves = self._split(match.into.number, match.shared)
+        depth = self.known.depths[leaves]
+        if depth == len(tokens):
+            return Node(self, leaves), Node(self, leaves)
+        return Node(self, leaves), Node(self, self._append(leaves, tokens[depth:]))
 
-    def _split(self, child: Node, shared: int) -> Node:
-        above = child.parent
-        assert above is not None, "the root has no edge"
-        node = Node(child.edge[:shared].copy(), above, above.depth + shared, self.known.add())
-        child.edge = child.edge[shared:].copy()  # a view would keep the whole alive
-        child.parent = node
-        node.children[int(child.edge[0])] = child
-        above.children[int(node.edge[0])] = node
-        node.below, node.slot_sum = child.below, child.slot_sum
+    def _add(self, depth: int, edge: bytes) -> int:
+        number = self.known.add(depth, edge)
+        self.children.reach(number + 1)
         self.nodes += 1
-        return node
+        return number
 
-    def _append(self, above: Node, tokens: Tokens) -> Node:
-        node = Node(tokens.copy(), above, above.depth + len(tokens), self.known.add())
-        above.children[int(tokens[0])] = node
-        self.nodes += 1
+    def _split(self, child: int, shared: int) -> int:
+        known, children = self.known, self.children
+        above, edge = children.parents[child], known.edges[child]
+        number = self._add(known.depths[above] + shared, edge[: 4 * shared])
+        known.edges[child] = edge[4 * shared :]
+        children.unlink(child)
+        children.link(number, above, _first_of(edge))
+        children.link(child, number, _first_of(known.edges[child]))
+        known.below[number] = known.below[child]
+        known.slots_below[number] = known.slots_below[child]
+        return number
+
+    def _append(self, above: int, tokens: Tokens) -> int:
+        number = self._add(self.known.depths[above] + len(tokens), _bytes_of(tokens))
+        self.children.link(number, above, int(tokens[0]))
         self.tokens += len(tokens)
-        return node
+        return number
 
     def forget(self, node: Node) -> None:
         """Take out a node without a state and with at most one child, which takes its edge."""
-        above = node.parent
-        assert above is not None, "the root stays"
+        known, children, number = self.known, self.children, node.number
+        assert number != ROOT, "the root stays"
         assert not node.held, "a resident state is not forgotten"
-        first = int(node.edge[0])
-        if node.children:
-            (child,) = node.children.values()
-            child.edge = np.concatenate([node.edge, child.edge])
-            child.parent = above
-            above.children[first] = child
+        above, edge = children.parents[number], known.edges[number]
+        child = next(children.of(number), ROOT)
+        children.unlink(number)
+        if child:
+            children.unlink(child)
+            known.edges[child] = edge + known.edges[child]
+            children.link(child, above, _first_of(edge))
         else:
-            del above.children[first]
-            self.tokens -= len(node.edge)
-        node.parent = None
-        self.known.forget(node.number)
+            self.tokens -= len(edge) // 4
+        known.forget(number)
         self.nodes -= 1
 
     # --- states
 
     def hold(self, node: Node) -> None:
         """Let the state at *node*, which has none, be resident, and KV of all its path."""
-        above = next((one for one in node.up() if one.below), None)
-        shrunk = self._only(above) if above is not None and above.below == 1 else NO_SLOT
-        held = self.held
-        slot = node.slot = held.add(node)
+        known, held, number = self.known, self.held, node.number
+        below, slots = known.below, known.slots
+        path = list(self.path_up(number))
+        above = next((one for one in path if below[one]), ROOT)
+        shrunk = known.slots_below[above] if below[above] == 1 else NO_SLOT
+        slot = slots[number] = held.add(number, known.depths[number])
         kept = 0
-        for one in node.up():
-            if not one.below:
-                kept += len(one.edge)
+        for one in path:
+            if not below[one]:
+                kept += self._edge_tokens(one)
                 self._count_branch(one, 1)
-            one.below += 1
-            one.slot_sum += slot
+            below[one] += 1
+            known.slots_below[one] ^= slot
         self._keep_tokens(kept)
         self.size_bytes += self.model.state_bytes
-        nearest = next((one.slot for one in node.up() if one is not node and one.held), NO_SLOT)
+        nearest = next((slots[one] for one in path[1:] if slots[one] != NO_SLOT), NO_SLOT)
         held.hang(np.array([slot]), nearest)
-        if node.below > 1:
-            held.hang(np.array(self._next_held(node), np.int64), slot)
-        held.branches[slot] = sum(1 for child in node.children.values() if child.below)
+        if below[number] > 1:
+            held.hang(np.array(self._next_held(number), np.int64), slot)
+        held.branches[slot] = sum(1 for child in self.children.of(number) if below[child])
         self._weigh(slot)
         if shrunk != NO_SLOT:
             self._weigh(shrunk)
 
     def drop(self, node: Node) -> None:
         """Give up the state at *node*, and KV that no other state needs. It becomes a ghost."""
-        slot = node.slot
-        node.slot = NO_SLOT
+        known, number = self.known, node.number
+        below, slot = known.below, known.slots[number]
+        known.slots[number] = NO_SLOT
         self.held.remove(slot)
+        path = list(self.path_up(number))
         kept = 0
-        for one in node.up():
-            one.below -= 1
-            one.slot_sum -= slot
-            if not one.below:
-                kept -= len(one.edge)
+        for one in path:
+            below[one] -= 1
+            known.slots_below[one] ^= slot
+            if not below[one]:
+                kept -= self._edge_tokens(one)
                 self._count_branch(one, -1)
         self._keep_tokens(kept)
         self.size_bytes -= self.model.state_bytes
-        above = next((one for one in node.up() if one.below), None)
-        if above is not None and above.below == 1:
-            self._weigh(self._only(above))
+        above = next((one for one in path if below[one]), ROOT)
+        if below[above] == 1:
+            self._weigh(known.slots_below[above])
 
     def use(self, node: Node) -> None:
         """Take note that a resident state was used just now."""
@@ -267,36 +330,41 @@ class CheckpointTree:
         self.kept_tokens += count
         self.size_bytes += count * self.model.kv_bytes_per_token
 
-    def _count_branch(self, child: Node, count: int) -> None:
-        above = child.parent
-        if above is not None and above.held:
-            self.held.branches[above.slot] += count
-
-    def _only(self, node: Node) -> int:
-        """The slot of the one state at *node* or below it."""
-        return node.slot_sum
+    def _count_branch(self, child: int, count: int) -> None:
+        slot = self.known.slots[self.children.parents[child]]
+        if slot != NO_SLOT:
+            self.held.branches[slot] += count
 
     def _weigh(self, slot: int) -> None:
-        node = self.held.node(slot)
+        known, number = self.known, int(self.held.numbers[slot])
         tokens = 0
-        for one in node.up():
-            if one.below > 1 or (one.held and one is not node):
+        for one in self.path_up(number):
+            if known.below[one] > 1 or (one != number and known.slots[one] != NO_SLOT):
                 break
-            tokens += len(one.edge)
+            tokens += self._edge_tokens(one)
         freed = self.model.state_bytes + tokens * self.model.kv_bytes_per_token
         self.held.freed[slot] = freed
 
-    def _next_held(self, node: Node) -> list[int]:
-        """The slots of the nearest states below *node*."""
+    def _next_held(self, number: int) -> Sequence[int]:
+        """The slots of the nearest states below a position."""
+        below, slots = self.known.below, self.known.slots
         found: list[int] = []
-        left = [child for child in node.children.values() if child.below]
+        left = [child for child in self.children.of(number) if below[child]]
         while left:
             one = left.pop()
-            if one.held:
-                found.append(one.slot)
+            if slots[one] != NO_SLOT:
+                found.append(slots[one])
             else:
-                left.extend(child for child in one.children.values() if child.below)
+                left.extend(child for child in self.children.of(one) if below[child])
         return found
+
+
+def _bytes_of(tokens: Tokens) -> bytes:
+    return tokens.astype(np.int32, copy=False).tobytes()
+
+
+def _first_of(edge: bytes) -> int:
+    return int(np.frombuffer(edge, np.int32, 1)[0])
 
 
 def _shared(edge: Tokens, tokens: Tokens) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 
 import numpy as np
@@ -49,7 +50,9 @@ class ChunkClasses:
         self.coarse = np.zeros(MAX_CLASSES, np.intp)
         """The number of the coarser class of each."""
         self.coarse[:coarser] = np.arange(coarser)
-        self._numbers = np.full(OWNS * _CONTEXTS, _UNKNOWN, np.uint16)
+        self._listed = array("H", [_UNKNOWN]) * (OWNS * _CONTEXTS)
+        self._numbers = np.frombuffer(self._listed, np.uint16)
+        """The same, as numpy sees it."""
         self._ends = [_SHORT_TOKENS / chunk_tokens, _LONG_TOKENS / chunk_tokens]
         self._groups: dict[int, int] = {}
 
@@ -95,10 +98,12 @@ class ChunkClasses:
 
     def of_one(self, own: int, hits: int, context: int) -> int:
         """Return the class of one chunk."""
-        code = own * _CONTEXTS + _FREQUENCY_OF.item(hits) + context
-        if self._numbers[code] == _UNKNOWN:
-            self._numbers[code] = self._new(code)
-        return self._numbers.item(code)
+        frequency = hits if hits < _FREQUENCIES else _FREQUENCIES
+        code = own * _CONTEXTS + (frequency or 1) - 1 + context
+        number = self._listed[code]
+        if number == _UNKNOWN:
+            number = self._listed[code] = self._new(code)
+        return number
 
     def codes(self) -> NDArray[np.intp]:
         """Return what each number stands for, as ``number`` takes it; -1 for coarser classes."""

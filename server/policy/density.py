@@ -30,12 +30,13 @@ _CLASSES_AT_ONCE = 128
 """Classes that one refresh works out; of more, it takes turns."""
 
 _STEP_CLASSES = 32
-"""Classes that one step of a refresh works out: about as long as a decision may take."""
+"""A refresh of so many classes takes a step, one of more as many: so that no step is long."""
 
 _NOTED = 1 << 13
 """Events that are kept until they are counted."""
 
 Classes = NDArray[np.uint16] | Sequence[int]
+"""Those of typecode ``H``, where an array has them."""
 Times = NDArray[np.float64] | Sequence[float]
 
 _Left = tuple[NDArray[np.uint16], NDArray[np.float64], float]
@@ -57,21 +58,43 @@ def gittins(hazards: NDArray[np.float64], widths_s: NDArray[np.float64]) -> NDAr
     to h, where S is the chance to be waiting still at x: the index of Gittins (1979), for an
     eviction that may take place after any bin. Shape of the result: (classes, bins).
     """
+    best = np.empty(hazards.shape)
+    for _ in gittins_in_steps(hazards, widths_s, best, 1):
+        pass
+    return best
+
+
+def gittins_in_steps(
+    hazards: NDArray[np.float64],
+    widths_s: NDArray[np.float64],
+    best: NDArray[np.float64],
+    steps: int,
+) -> Iterator[None]:
+    """Write ``gittins`` to *best*, of the shape of *hazards*, in so many ``next`` of like length.
+
+    All classes at once: numpy takes as long for one as for some thirty.
+    """
     by_age = np.ascontiguousarray(hazards.T)
-    best = np.empty_like(by_age)
+    bins = len(by_age)
     stays = 1.0 - by_age
     # Hits and seconds, of the bin itself and of the time from it to the end of each.
-    steps = np.stack((by_age, widths_s[: len(by_age), None] * (1.0 - 0.5 * by_age)), axis=1)
+    gains = np.stack((by_age, widths_s[:bins, None] * (1.0 - 0.5 * by_age)), axis=1)
     sums = np.zeros((2, *by_age.shape))
     ratios = np.empty_like(by_age)
-    for age in range(len(by_age) - 1, -1, -1):
+    found = np.empty_like(by_age)
+    # What is done for an age grows with those behind it.
+    ends = {bins - round(bins * (step / steps) ** 0.5) for step in range(1, steps)}
+    for age in range(bins - 1, -1, -1):
         # Behind *age*, what lies ahead counts for those that are still waiting then.
         ahead, ratio = sums[:, age:], ratios[age:]
         ahead *= stays[age]
-        ahead += steps[age][:, None]
+        ahead += gains[age][:, None]
         np.divide(ahead[0], ahead[1], out=ratio)
-        np.maximum.reduce(ratio, axis=0, out=best[age])
-    return best.T
+        np.maximum.reduce(ratio, axis=0, out=found[age])
+        if age in ends:
+            yield
+    best[:] = found.T
+    yield
 
 
 class _Notes:
@@ -229,10 +252,13 @@ class DensityTable:
         last = self._turn = min(first + _CLASSES_AT_ONCE, classes)
         hazards = self._hazards(now_s, classes, first, last)
         values = np.empty_like(hazards)
-        for at in range(0, len(hazards), _STEP_CLASSES):
+        steps = -(-len(hazards) // _STEP_CLASSES)
+        yield
+        working = gittins_in_steps(hazards, WIDTHS_S, values, steps)
+        for _ in range(steps - 1):
+            next(working)
             yield
-            part = slice(at, at + _STEP_CLASSES)
-            values[part] = gittins(hazards[part], WIDTHS_S)
+        next(working)
         self.values[first:last] = values
         self.hazards[first:last] = hazards
         self.version += 1

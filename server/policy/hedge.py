@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvstore.proto.errors import InvalidRequestError
 
-_KEPT = 1 - 1 / 64
+_KEPT = 1 - 1 / 256
 """The weight that gains keep from round to round: what is best may change."""
 
 _NO_GAP = 1e-9
@@ -22,7 +22,7 @@ class Hedge:
     (the mixability gap). So nothing is to be set by hand: where one is always ahead all weight is
     soon on it, and where they take turns the weights stay near each other. Ours departs in two
     ways. The first expert has as much weight to begin with as all others together; and what was
-    gained and lost counts a 64th less with every round.
+    gained and lost counts a 256th less with every round.
     """
 
     def __init__(self, experts: int) -> None:

@@ -19,6 +19,7 @@ from kvstore.server.policy.leaves import FEW, LeafFirstEviction
 from kvstore.server.policy.queue_ranks import QueueRanks, Rank
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.regret import RegretGuard
+from kvstore.server.policy.rest_of_queue import RestOfQueue
 
 CAP_S = 500e-6
 """How long one decision may take, before those after it are made as LRU makes them."""
@@ -190,6 +191,47 @@ class HitDensityEviction(LeafFirstEviction):
         """Yield whom LRU would evict, in order; else as ``victims``."""
         return self._named(_Choice(self, self._history.time_s(now_s), is_lru=True), keep)
 
+    @override
+    def first_victims(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
+        if self._clock is not None:
+            return super().first_victims(count, keep, now_s)
+        self._is_full = True
+        choice = _Choice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
+        named: list[int] = []
+        row = choice.take() if count > 0 else NO_ROW
+        while row:
+            if keep(row):
+                row = choice.take()
+                continue
+            row = self._climb(row, named, count, keep)
+            if len(named) == count:
+                break
+            row = choice.take() if keep(row) else choice.take_after(row)
+        return named
+
+    def _climb(self, row: int, named: list[int], count: int, keep: Callable[[int], bool]) -> int:
+        """Name *row* and the parents that go right after it; return the last, or who is kept."""
+        parents, children, here = self._parents, self._children, self._here
+        used, worth = self._used, self._worth
+        classes, last_s = self._history.classes, self._history.last_s
+        kind, value, since_s = classes[row], worth[row], last_s[row]
+        for _ in range(count - len(named)):
+            named.append(row)
+            parent = parents[row]
+            if not (
+                children[parent] == 1
+                and classes[parent] == kind
+                and -2 < used[parent] - used[row] < 2
+                and last_s[parent] == since_s
+                and here[parent] == 1
+                and worth[parent] == value
+            ):
+                break
+            row = parent
+            if keep(row):
+                break
+        return row
+
     def _named(self, choice: _Choice, keep: Callable[[int], bool]) -> Iterator[int]:
         clock = self._clock
         started_s = clock() if clock else 0.0
@@ -224,31 +266,6 @@ class HitDensityEviction(LeafFirstEviction):
             row = parent if is_same else choice.take_after(row)
 
 
-class _Queue:
-    """What is left of a class: its queue from both ends on, and who was bared since."""
-
-    __slots__ = ("_queues", "_walk", "bared", "first", "last")
-
-    def __init__(self, queues: ClassQueues, kind: int) -> None:
-        self._queues = queues
-        self._walk = queues.walk(kind) if queues.has_late(kind) else None
-        self.first = queues.head(kind) if self._walk is None else next(self._walk, NO_ROW)
-        self.last = queues.tail(kind)
-        self.bared: list[tuple[int, int]] = []
-        """In the order of use."""
-
-    def skip(self, taken: set[int]) -> None:
-        """Let the first be one that was not taken."""
-        while self.first in taken:
-            walk = self._walk
-            self.first = self._queues.after(self.first) if walk is None else next(walk, NO_ROW)
-
-    def skip_back(self, taken: set[int]) -> None:
-        """Let the last be one that was not taken."""
-        while self.last in taken:
-            self.last = self._queues.before(self.last)
-
-
 class _Choice:
     """Whom to evict, one after the other, as far as it is asked for. Changes nothing.
 
@@ -264,7 +281,7 @@ class _Choice:
         self._classes = policy._history.classes
         self._left: dict[int, int] = {}
         """Children not yet named, of parents that have lost some."""
-        self._opened: dict[int, _Queue] = {}
+        self._opened: dict[int, RestOfQueue] = {}
         self._taken: set[int] = set()
         """Rows of the queues that were taken."""
         self._ranks = policy._ranks
@@ -340,20 +357,20 @@ class _Choice:
         for kind in self._opened:
             self._rank(2 * kind)
 
-    def _open(self, kind: int) -> _Queue:
+    def _open(self, kind: int) -> RestOfQueue:
         queue = self._opened.get(kind)
         if queue is None:
-            queue = self._opened[kind] = _Queue(self._policy._queues, kind)
+            queue = self._opened[kind] = RestOfQueue(self._policy._queues, kind)
         return queue
 
-    def _first(self, queue: _Queue) -> int:
+    def _first(self, queue: RestOfQueue) -> int:
         queue.skip(self._taken)
         first, bared = queue.first, queue.bared
         if bared and (not first or bared[0][0] < self._used[first]):
             return bared[0][1]
         return first
 
-    def _last(self, queue: _Queue) -> int:
+    def _last(self, queue: RestOfQueue) -> int:
         queue.skip_back(self._taken)
         last, bared = queue.last, queue.bared
         if bared and (not last or bared[-1][0] > self._used[last]):

@@ -23,6 +23,10 @@ MAX_LOOKUPS = 4
 """Lookups among them, each of which may take 0.3 ms: whoever must ask a policy waits for all."""
 
 
+MAX_CHAINS = 4
+"""Chains among them, for the same reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The prompt of *keys* was looked up, of which *known* are here or remembered.
@@ -48,12 +52,27 @@ class Stored:
     now_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StoredChain:
+    """Chunks that no tier had were sealed, each of which continues the one before, the first
+    *parent*. *facts* are of each but for its *flops*.
+    """
+
+    number: int
+    rows: Sequence[int]
+    parent: int
+    size_bytes: int
+    facts: Facts
+    flops: Sequence[float]
+    now_s: float
+
+
 _TOGETHER_S = 0.1
 """Chunks of a chain that come this soon after one another count as stored together."""
 
 _LATELY = 1 / 16
 
-_Event: TypeAlias = Asked | Stored
+_Event: TypeAlias = Asked | Stored | StoredChain
 
 
 class Journal:
@@ -78,7 +97,7 @@ class Journal:
         self._chunk_bytes = [0.0] * len(policies)
         """About what a chunk takes lately, by policy."""
         self._events: deque[_Event] = deque()
-        self._lookups = 0
+        self._lookups = self._chains = 0
         self.forecast: ReuseForecast | None = None
         """Told as the history is, for those who place copies by it."""
 
@@ -90,6 +109,10 @@ class Journal:
             while self._lookups >= MAX_LOOKUPS:
                 self.step()
             self._lookups += 1
+        elif isinstance(event, StoredChain):
+            while self._chains >= MAX_CHAINS:
+                self.step()
+            self._chains += 1
         self._events.append(event)
 
     def step(self) -> bool:
@@ -100,6 +123,9 @@ class Journal:
         if isinstance(event, Asked):
             self._lookups -= 1
             self._ask(event)
+        elif isinstance(event, StoredChain):
+            self._chains -= 1
+            self._store_chain(event)
         else:
             self._store(event)
         return True
@@ -130,8 +156,7 @@ class Journal:
         run = [first]
         while self._events and _continues(run[-1], self._events[0]):
             run.append(self._events.popleft())  # type: ignore[arg-type]
-        usual = self._chunk_bytes[first.number] or float(first.size_bytes)
-        self._chunk_bytes[first.number] = usual + (first.size_bytes - usual) * _LATELY
+        self._weigh(first)
         rows = np.array([event.row for event in run], np.intp)
         last = run[-1]
         if last.facts is not None:
@@ -142,6 +167,27 @@ class Journal:
                 if self.forecast is not None:
                     self.forecast.seen(event.row, event.parent, event.facts, last.now_s)
         self._policies[first.number].insert_chain(rows, first.parent, first.size_bytes, last.now_s)
+
+    def _store_chain(self, chain: StoredChain) -> None:
+        self._weigh(chain)
+        facts, now_s = chain.facts, chain.now_s
+        parent = chain.parent
+        # Of a run, all but the last count as full.
+        for run in [chain.rows] if facts.tokens_full else [[row] for row in chain.rows]:
+            rows = np.array(run, np.intp)
+            self._history.seen_chain(rows, parent, facts, now_s)
+            self._policies[chain.number].insert_chain(rows, parent, chain.size_bytes, now_s)
+            parent = run[-1]
+        parent = chain.parent
+        for row, flops in zip(chain.rows, chain.flops, strict=True):
+            self._history.flops[row] = flops
+            if self.forecast is not None:
+                self.forecast.seen(row, parent, replace(facts, flops=flops), now_s)
+            parent = row
+
+    def _weigh(self, event: Stored | StoredChain) -> None:
+        usual = self._chunk_bytes[event.number] or float(event.size_bytes)
+        self._chunk_bytes[event.number] = usual + (event.size_bytes - usual) * _LATELY
 
     def __len__(self) -> int:
         return len(self._events)

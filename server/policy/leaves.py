@@ -184,15 +184,16 @@ class LeafFirstEviction(EvictionPolicy):
     @override
     def remove_all(self, rows: Sequence[int]) -> None:
         here, parents, children = self._here, self._parents, self._children
-        known, is_named, count = len(here), True, 0
+        known, unnamed, count = len(here), NO_ROW, 0
         tells_gone = type(self)._gone is not LeafFirstEviction._gone
         for row, after in zip_longest(rows, rows[1:], fillvalue=NO_ROW):
-            if row >= known or not here[row]:
-                continue
-            if not is_named:
-                is_named = True
-            elif not children[row]:
-                self._drop_leaf(row)
+            if row != unnamed:
+                if row >= known or not here[row]:
+                    continue
+                if not children[row]:
+                    self._drop_leaf(row)
+            else:
+                unnamed = NO_ROW
             here[row] = 0
             count += 1
             parent = parents[row]
@@ -205,7 +206,7 @@ class LeafFirstEviction(EvictionPolicy):
             if not left and here[parent]:
                 # A parent that is the next to go need not be named a leaf in between.
                 if after == parent:
-                    is_named = False
+                    unnamed = parent
                 else:
                     self._add_leaf(parent, is_new=False)
         self._count -= count

@@ -62,6 +62,8 @@ class PrefixEnds:
     def __init__(self) -> None:
         self._flags = array("B")
         self._needs: OrderedDict[bytes, EndNeeds] = OrderedDict()
+        self._latest: tuple[KVLayout | None, EndNeeds] = (None, EndNeeds())
+        """The layout that was described last, which the next most often has too."""
 
     def extend(self, count: int) -> None:
         """Make room for that many more rows."""
@@ -69,9 +71,11 @@ class PrefixEnds:
 
     def describe(self, row: int, space: Namespace, layout: KVLayout) -> None:
         """A chunk of *layout* came."""
-        needs = EndNeeds.of_layout(layout)
-        self._flags[row] = needs.flags
-        if needs.flags:
+        if layout is not self._latest[0]:
+            self._latest = (layout, EndNeeds.of_layout(layout))
+        needs = self._latest[1]
+        self._flags[row] = flags = needs.flags
+        if flags:
             self.need(space, needs)
 
     def forget(self, row: int) -> None:

@@ -71,6 +71,7 @@ class QueueRanks:
             current += [_NOBODY] * missing
         row_at, last_s = self._queues.end, self._history.last_s
         value_of = self._history.table.values.item
+        ranks, dues, edges_s, push = self._ranks, self._due, _EDGES_S, heapq.heappush
         for end in ends:
             row = row_at(end)
             if not row:
@@ -80,11 +81,12 @@ class QueueRanks:
             if current[end][1] == when:
                 continue
             since_s = last_s[row]
-            age = bisect_left(_EDGES_S, time_s - since_s)
+            age = bisect_left(edges_s, time_s - since_s)
             rank = current[end] = (value_of(end >> 1, age) * worth[row], when, end)
-            heapq.heappush(self._ranks, rank)
+            push(ranks, rank)
             if age < AGE_BINS - 1:
-                heapq.heappush(self._due, (_early(since_s + _EDGES_S[age]), rank))
+                due_s = since_s + edges_s[age]
+                push(dues, (due_s - 1e-12 * abs(due_s), rank))  # as ``_early``
 
     def _rank_all(self, time_s: float) -> None:
         history = self._history

@@ -25,6 +25,7 @@ from kvstore.proto.types import (
     KVLayout,
     Namespace,
 )
+from kvstore.server.policy.copy_columns import CopyColumns
 from kvstore.server.policy.ghosts import GhostList
 from kvstore.server.policy.prefix_ends import EndNeeds, PrefixEnds
 
@@ -42,20 +43,6 @@ MAX_DEPTH = 1 << 14
 _LAYOUTS_KEPT = 1024
 _FORGOTTEN_AT_ONCE = 16
 """Ghosts that are forgotten together: told of together, and never for a long time."""
-
-
-class _Copies:
-    """Columns of what differs between the copies of one chunk; one of these a tier."""
-
-    def __init__(self) -> None:
-        self.sizes = array("Q")
-        self.codecs = array("H")
-        self.fidelities = array("B")
-        """One more than the copy's; 0 where this tier has none."""
-
-    def extend(self, count: int) -> None:
-        for column in (self.sizes, self.codecs, self.fidelities):
-            column.frombytes(bytes(count * column.itemsize))
 
 
 class RadixIndex:
@@ -94,7 +81,7 @@ class RadixIndex:
         self._layouts: list[KVLayout | None] = []
         self._known_layouts: dict[KVLayout, KVLayout] = {}
         self._ends = PrefixEnds()
-        self._copies = [_Copies() for _ in tiers]
+        self._copies = [CopyColumns() for _ in tiers]
         self._count = 0
         self._ghosts = GhostList()
         self._ghost_limit = ghost_limit
@@ -107,14 +94,40 @@ class RadixIndex:
         """Take note of a sealed copy on *tier* and return the chunk's row."""
         row = self._row_for(info.key)
         if not self._holders[row]:
-            self._describe(row, info)
-        number = self.tiers.index(tier)
+            self._describe(row, info, self._parent_row(info), self._shared(info.layout))
+        self._hold(self.tiers.index(tier), row, info)
+        return row
+
+    def add_chain(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
+        """Do the same for *infos*, which no tier has yet, and return their rows.
+
+        Each continues the one before, and all have one layout.
+        """
+        number, layout = self.tiers.index(tier), self._shared(infos[0].layout)
+        above, rows = self._parent_row(infos[0]), []
+        for info in infos:
+            row = self._row_for(info.key)
+            self._describe(row, info, above, layout)
+            self._hold(number, row, info)
+            rows.append(row)
+            above = row
+        return rows
+
+    def _hold(self, number: int, row: int, info: ChunkInfo) -> None:
         copies = self._copies[number]
-        copies.sizes[row] = info.size_bytes
-        copies.codecs[row] = info.codec_id
+        copies.sizes[row], copies.codecs[row] = info.size_bytes, info.codec_id
         copies.fidelities[row] = info.fidelity + 1
         self._holders[row] |= 1 << number
-        return row
+
+    def _parent_row(self, info: ChunkInfo) -> int:
+        parent = info.parent_key
+        return NO_ROW if parent is None else self._row_for(parent)
+
+    def _shared(self, layout: KVLayout) -> KVLayout:
+        """Return the layout that all chunks share which have this one."""
+        if len(self._known_layouts) >= _LAYOUTS_KEPT:
+            self._known_layouts.clear()
+        return self._known_layouts.setdefault(layout, layout)
 
     def _row_for(self, key: ChunkKey) -> int:
         row = self._keys.add(key)
@@ -134,22 +147,17 @@ class RadixIndex:
         for copies in self._copies:
             copies.extend(count)
 
-    def _describe(self, row: int, info: ChunkInfo) -> None:
+    def _describe(self, row: int, info: ChunkInfo, above: int, layout: KVLayout) -> None:
         """Keep what is the same in all copies."""
         self._count += 1
         if row in self._ghosts:  # which held the row until now
             self._ghosts.remove(row)
         else:
             self._uses[row] += 1
-        parent = info.parent_key
-        if parent is not None:
-            above = self._row_for(parent)
+        if above:
             self._uses[above] += 1
             self._parents[row] = above
         self._flops[row] = info.prefill_flops
-        if len(self._known_layouts) >= _LAYOUTS_KEPT:
-            self._known_layouts.clear()
-        layout = self._known_layouts.setdefault(info.layout, info.layout)
         self._layouts[row] = layout
         self._ends.describe(row, Namespace(info.key[:DIGEST_BYTES]), layout)
 

@@ -122,15 +122,18 @@ class BlockReplay:
         rows, ids, free = self._rows, self._ids, self._free
         if len(rows) + len(blocks) > self._row_limit:
             self._forget(set(found))
-        new = list(dict.fromkeys(blocks))
-        if not rows.keys().isdisjoint(new):
-            new = [block for block in new if block not in rows]
-        reused = free[max(len(free) - len(new), 0) :]
-        del free[len(free) - len(reused) :]
-        for row, block in zip(reused, new, strict=False):
-            ids[row] = block
-        numbers = [*reused, *range(len(ids), len(ids) + len(new) - len(reused))]
-        ids.extend(new[len(reused) :])
+        new: Sequence[int] = blocks
+        if any(found[len(found) - len(blocks) :]) or len(set(blocks)) < len(blocks):
+            new = [block for block in dict.fromkeys(blocks) if block not in rows]
+        numbers: list[int] = []
+        if free:
+            numbers = free[max(len(free) - len(new), 0) :]
+            del free[len(free) - len(numbers) :]
+            for row, block in zip(numbers, new, strict=False):
+                ids[row] = block
+        fresh = new[len(numbers) :]
+        numbers += range(len(ids), len(ids) + len(fresh))
+        ids += fresh
         rows.update(zip(new, numbers, strict=True))
         if len(ids) > len(self._sizes):
             self._sizes.frombytes(bytes(8 * (len(ids) - len(self._sizes) + spare_rows(len(ids)))))
@@ -199,17 +202,17 @@ class BlockReplay:
 
     def _evict(self, need_bytes: int, kept: set[int], now_s: float) -> None:
         sizes = self._sizes
-        victims: list[int] = []
-        freed_bytes = 0
-        candidates = self._policy.victims(kept.__contains__, now_s)
-        while freed_bytes < need_bytes:
-            # No more than are needed, however large they are.
-            least = -((freed_bytes - need_bytes) // self._largest_bytes)
-            more = list(islice(candidates, least))
-            if not more:
-                break
-            freed_bytes += sum(map(sizes.__getitem__, more))
-            victims += more
+        keep = kept.__contains__
+        # No more than are needed, however large they are.
+        least = -(-need_bytes // self._largest_bytes)
+        victims = self._policy.first_victims(least, keep, now_s)
+        freed_bytes = sum(map(sizes.__getitem__, victims))
+        if freed_bytes < need_bytes and len(victims) == least:
+            for row in islice(self._policy.victims(keep, now_s), least, None):
+                victims.append(row)
+                freed_bytes += sizes[row]
+                if freed_bytes >= need_bytes:
+                    break
         for row in victims:
             sizes[row] = 0
         self._policy.remove_all(victims)

@@ -72,7 +72,7 @@ class StateCache(States):
         reused = start.depth if start is not None else 0
         if len(tokens):
             found = insert_speculatively(tree, match, tokens, reused)
-            found.last.turn, found.last.ends = turn, True
+            found.last.end(turn)
             path = self._path(match, found)
             self.ghosts.touch(path, tick)
             kept = [node for node in found.nodes if self._keep(node, now_s)]
@@ -89,14 +89,14 @@ class StateCache(States):
         if node is None:
             return 0
         self.rank.asked(node, now_s)
-        node.hits += 1
+        node.hit()
         known.last_s[node.number] = now_s
         return node.turn + 1 if node.ends else 0
 
     def _path(self, match: Match, found: Checkpoints) -> list[Node]:
         path = match.path.copy()
         for node in (found.leaves, found.last):
-            if node is not self.tree.root and node not in path[-1:]:
+            if node != self.tree.root and node not in path[-1:]:
                 path.append(node)
         return path
 

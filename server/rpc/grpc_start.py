@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from concurrent import futures
 
 import grpc
@@ -17,10 +18,18 @@ from kvstore.server.trust.gatekeeper import Gatekeeper
 
 MESSAGE_SLACK_BYTES = 1 << 20
 REQUESTS_PER_WORKER = 8
-
+PENDING_CALLS = 64
+"""Calls that gRPC keeps until Python takes them: it refuses some beyond, and all beyond twice as
+many, without the interpreter. Its own limit, 1,000, is more than Python takes within a deadline."""
+CONNECTIONS_PER_SESSION = 2
+OTHER_CONNECTIONS = 64
+"""Of commands and probes. More at once are closed as they come: to connect takes no proof."""
+HANDSHAKE_MS = 20_000
+"""A connection that has not said what it is by then is closed; gRPC would wait 120 s."""
 
 HEALTH_WORKERS = 2
 """Threads of the health service that has a port of its own."""
+HEALTH_CONNECTIONS = 64
 
 
 def bind(
@@ -31,6 +40,7 @@ def bind(
     Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
     """
     largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
+    connections = most_connections(config.max_sessions)
     server = grpc.server(
         overload.reads,
         interceptors=[overload, scope, ErrorInterceptor(), gatekeeper],
@@ -39,12 +49,23 @@ def bind(
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_send_message_length", largest),
             ("grpc.so_reuseport", 0),
+            ("grpc.server.max_pending_requests", PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ],
     )
     return server, _open(server, config.listen_address, "listen", _tls(config))
+
+
+def most_connections(max_sessions: int) -> int:
+    """Return how many connections there may be; a quarter of the descriptors is for the rest."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = CONNECTIONS_PER_SESSION * max_sessions + OTHER_CONNECTIONS
+    return most if descriptors == resource.RLIM_INFINITY else min(most, 3 * descriptors // 4)
 
 
 def _tls(config: ServerConfig) -> ServerTls | None:
@@ -79,7 +100,11 @@ def bind_health(
     server = grpc.server(
         workers,
         maximum_concurrent_rpcs=REQUESTS_PER_WORKER * HEALTH_WORKERS,
-        options=[("grpc.so_reuseport", 0)],
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", HEALTH_CONNECTIONS),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ],
     )
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = _open(server, address, "health")

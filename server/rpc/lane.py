@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -12,9 +13,12 @@ from typing_extensions import override
 
 from kvstore.server.rpc.patience import Patience
 
+LATE_S = 0.1
+"""A lane whose calls wait longer before they are begun takes no more than each thread's next."""
+
 
 class Lane(futures.ThreadPoolExecutor):
-    """Threads that answer one kind of call; ``waiting`` counts what none has begun.
+    """Threads that answer one kind of call, and the calls that wait for them.
 
     Half of them at most wait in gRPC for the one message of a call, which nobody can end; the
     calls that come then wait with ``patience``, a quarter more, which costs a tenth of a short
@@ -27,10 +31,30 @@ class Lane(futures.ThreadPoolExecutor):
         super().__init__(workers, thread_name_prefix=name)
         self.limit = limit
         self.patience = Patience(workers // 4, clock)
+        self._workers = workers
+        self._clock = clock
         self._most_unheard = workers // 2
-        self.waiting = self._unheard = 0
+        self._came: deque[float] = deque()
+        """When the calls came that none has begun, the oldest first."""
+        self._waited_s = 0.0
+        self._unheard = 0
         self._here = threading.local()
-        self._count_lock = threading.Lock()  # guards the two numbers
+        self._count_lock = threading.Lock()  # guards the three above
+
+    @property
+    def waiting(self) -> int:
+        """Calls that none has begun."""
+        return len(self._came)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether calls wait longer than they should, and each thread has more than one to come.
+
+        What counts is how long the last that was begun had waited, after K. Nichols and
+        V. Jacobson, "Controlling Queue Delay", ACM Queue 2012. Threads that all stand still begin
+        none: then it is the limit that counts.
+        """
+        return self._waited_s > LATE_S and len(self._came) > self._workers
 
     @property
     def is_full(self) -> bool:
@@ -52,11 +76,11 @@ class Lane(futures.ThreadPoolExecutor):
     @override
     def submit(self, fn: Callable[..., Any], /, *words: Any, **named: Any) -> futures.Future[Any]:
         with self._count_lock:
-            self.waiting += 1
+            self._came.append(self._clock())
 
         def begun(*words: Any, **named: Any) -> Any:
             with self._count_lock:
-                self.waiting -= 1
+                self._waited_s = self._clock() - self._came.popleft()
                 self._unheard += 1
             self._here.is_heard = False
             try:
@@ -68,5 +92,5 @@ class Lane(futures.ThreadPoolExecutor):
             return super().submit(begun, *words, **named)
         except RuntimeError:  # it is shut down
             with self._count_lock:
-                self.waiting -= 1
+                self._came.pop()
             raise

@@ -2,7 +2,8 @@
 
 A server that takes all that comes answers everything too late. Here each kind of call waits in a
 queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXHAUSTED), writes by a
-thread that does nothing else, so that reads find room. What waited past its deadline is not begun.
+thread that does nothing else, so that reads find room. No call is taken while reads wait too long,
+few or many: a limit in calls is seconds of long ones. What waited past its deadline is not begun.
 What callers say they will send is waited for with Patience.
 After M. Welsh and D. Culler, "Adaptive Overload Control for Busy Internet Servers", USITS 2003.
 """
@@ -53,6 +54,27 @@ class _Answers(NamedTuple):
     refusal: Handler
 
 
+class Room(int):
+    """How many calls there may be at once; none more while those of *reads* wait too long.
+
+    gRPC compares the calls that it has with this number before each: what it refuses itself costs
+    less than what we refuse.
+    """
+
+    _reads: Lane
+
+    def __new__(cls, calls: int, reads: Lane) -> Room:
+        """Return room for *calls*."""
+        room = super().__new__(cls, calls)
+        room._reads = reads
+        return room
+
+    @override
+    def __le__(self, calls: int) -> bool:
+        """Whether *calls* are all that may be: Python asks this for ``calls >= room``."""
+        return int(self) <= calls or self._reads.is_late
+
+
 class Overload(ServerInterceptor):
     """Says which threads answer a call, and refuses it when too many wait for them.
 
@@ -66,8 +88,8 @@ class Overload(ServerInterceptor):
         writers = max(1, workers // 2)
         readers = max(1, workers - writers)
         waiting = CALLS_PER_WORKER * workers
-        self.most_calls = waiting + EVENT_READERS
         self.reads = Lane("rpc", readers, waiting, clock)
+        self.most_calls = Room(waiting + EVENT_READERS, self.reads)
         self._writes = Lane("rpc-write", writers, WRITES_PER_WORKER * writers, clock)
         # Who reads events stays; a thread more tells the next that there is no room.
         self._events = Lane("rpc-events", EVENT_READERS + 1, EVENT_READERS, clock)

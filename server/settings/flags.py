@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import NoReturn, get_args
 
 from pydantic.fields import FieldInfo
@@ -34,7 +35,19 @@ def parse_flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[st
     Raises InvalidRequestError on a flag that does not exist. ``--help`` and ``--version``
     print and raise SystemExit.
     """
-    return vars(_parser(fields).parse_args(list(argv)))
+    parser = _parser(fields)
+    known, rest = parser.parse_known_args(list(argv))
+    if rest:
+        raise InvalidRequestError("flags", " ".join(rest), _fix(rest[0], parser))
+    return vars(known)
+
+
+def _fix(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return what to give in place of a *word* that is no flag."""
+    names = [flag.lstrip("-") for action in parser._actions for flag in action.option_strings]
+    close = get_close_matches(word.partition("=")[0].lstrip("-"), names, n=1)
+    meant = f"did you mean --{close[0]}? " if close else ""
+    return f"{meant}see {parser.prog} --help"
 
 
 def flag_of(name: str) -> str:

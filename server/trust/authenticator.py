@@ -66,7 +66,7 @@ class Authenticator:
             return self._live(self._of_token(str(values[0])))
         if pem is None or not self._takes_certificates:
             raise UnauthenticatedError("bring a token: an API key or a JWT")
-        return self._live(self._remembered(pem, lambda: principal_of_certificate(pem)))
+        return self._live(self._remembered(b"cert", pem, lambda: principal_of_certificate(pem)))
 
     def _of_token(self, value: str) -> Principal:
         if not value.startswith(SCHEME):
@@ -80,10 +80,11 @@ class Authenticator:
         if self._verifier is None:
             raise UnauthenticatedError("the token is not one that this server takes")
         verifier = self._verifier
-        return self._remembered(token.encode(), lambda: verifier.value.principal_of(token))
+        return self._remembered(b"jwt", token.encode(), lambda: verifier.value.principal_of(token))
 
-    def _remembered(self, proof: bytes, verify: Callable[[], Principal]) -> Principal:
-        digest = hashlib.sha256(proof).digest()
+    def _remembered(self, kind: bytes, proof: bytes, verify: Callable[[], Principal]) -> Principal:
+        # By kind too: a certificate is nobody's secret, and would do for a token that was verified.
+        digest = hashlib.sha256(kind + b":" + proof).digest()
         with self._lock:
             known, era = self._known.get(digest), self._era
         if known is None:

@@ -20,7 +20,9 @@ from kvstore.server.trust.certificates import checked_pair
 from kvstore.server.watched_file import WatchedFile
 
 MAX_CONNECTIONS = 64
-"""Connections at once; a further one is answered 503."""
+"""Connections at once; as many more are answered 503, and those beyond hung up on."""
+SILENT_S = 20.0
+"""A connection that has not asked for anything by then is closed."""
 KEEP_ALIVE_S = 5
 MAX_REQUEST_BYTES = 16 << 10
 """Of a request before its body; a longer one is answered 400. No request has a body."""
@@ -48,10 +50,17 @@ class _Protocol(H11Protocol):
     @override
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type] # the same, by another name
+        if len(self.connections) > 2 * MAX_CONNECTIONS:
+            self.transport.abort()
+        self.loop.call_later(SILENT_S, self._end_if_silent)
         link = transport.get_extra_info("ssl_object")
         der = link.getpeercert(binary_form=True) if link is not None else None
         pem = ssl.DER_cert_to_PEM_cert(der).encode() if der else b""
         self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE: pem}
+
+    def _end_if_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
 
 
 class HttpServer:
