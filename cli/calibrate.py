@@ -22,6 +22,7 @@ from kvstore.codecs.assets import (
     read_asset,
 )
 from kvstore.codecs.cachegen_profile import CachegenProfile
+from kvstore.codecs.kvqs_profile import KvqsProfile
 from kvstore.codecs.kvt_profile import KvtProfile
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
@@ -138,13 +139,25 @@ def _cachegen(samples: Samples) -> Tables:
 
 
 def _kvt(samples: Samples) -> Tables:
+    return _of_turned(KvtProfile, samples)
+
+
+def _kvqs(samples: Samples) -> Tables:
+    return _of_turned(KvqsProfile, samples)
+
+
+def _of_turned(kind: type[KvtProfile | KvqsProfile], samples: Samples) -> Tables:
     if samples.rope is None and samples.component.parts == 2:
-        fix = "kvt turns keys back, and dumps do not say by what: give the model and a text"
+        fix = "it turns keys back, and dumps do not say by what: give the model and a text"
         raise InvalidRequestError("sources", "dumps", fix)
-    profile = KvtProfile([samples.component], samples.rope)
+    profile = kind([samples.component], samples.rope)
     for sample in samples.chunks:
         profile.add(sample.tensors, sample.position)
     return profile.tables()
 
 
-_MAKERS: dict[str, Callable[[Samples], Tables]] = {"cachegen": _cachegen, "kvt": _kvt}
+_MAKERS: dict[str, Callable[[Samples], Tables]] = {
+    "cachegen": _cachegen,
+    "kvt": _kvt,
+    "kvqs": _kvqs,
+}

@@ -7,10 +7,11 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
+from kvstore.cli.doctor_certificates import check_certificates
 from kvstore.cli.doctor_clock import check_clock
 from kvstore.cli.doctor_redis import check_redis
 from kvstore.cli.finding import Check, Finding, State
@@ -22,7 +23,6 @@ from kvstore.server.trust.revocations import parse_revocations
 MIN_FILES = 4096
 PROBE_BYTES = 32 * MIB
 MIN_DISK_BYTES_PER_S = 100e6
-EXPIRES_SOON = timedelta(days=14)
 LIST_ENDS_SOON = timedelta(days=1)
 SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "fuse", "overlay"}
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
@@ -115,23 +115,6 @@ def disk_bytes_per_s(folder: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-def check_certificate(config: ServerConfig) -> Iterator[Finding]:
-    """How long the server's certificate is valid."""
-    if config.tls_cert is None:
-        return
-    from cryptography import x509
-
-    try:
-        certificate = x509.load_pem_x509_certificate(config.tls_cert.read_bytes())
-    except (OSError, ValueError) as error:
-        yield Finding("certificate", "fail", str(error), "give a PEM file that can be read")
-        return
-    left = certificate.not_valid_after_utc - datetime.now(UTC)
-    state: State = "fail" if left < timedelta() else "warn" if left < EXPIRES_SOON else "ok"
-    fix = "" if state == "ok" else "replace the file; the server reads it again by itself"
-    yield Finding("certificate", state, f"{left.days} days left", fix)
-
-
 def check_revocations(config: ServerConfig) -> Iterator[Finding]:
     """Whether the list of revoked certificates can be used, and for how long."""
     if config.tls_crl is None or config.tls_client_ca is None:
@@ -172,7 +155,7 @@ CHECKS: tuple[Check, ...] = (
     check_disk,
     check_redis,
     check_clock,
-    check_certificate,
+    check_certificates,
     check_revocations,
     check_gpu,
 )

@@ -215,7 +215,7 @@ def codecs(
 
 @app.command()
 def calibrate(
-    kind: Annotated[str, typer.Argument(help="What for: cachegen or kvt.")],
+    kind: Annotated[str, typer.Argument(help="What for: cachegen, kvt or kvqs.")],
     sources: Annotated[
         list[Path],
         typer.Argument(help="Folder of a transformers model, or .npy and .safetensors KV dumps."),

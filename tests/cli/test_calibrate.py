@@ -130,7 +130,7 @@ def test_a_model_is_calibrated_from_a_text(
         run = Run(capsys, kind.name, TINYLM, *options)
         assert run.status == 0, run.err
     shelf = AssetShelf()
-    assert shelf.load_folder(tmp_path) == 2
+    assert shelf.load_folder(tmp_path) == 3
     model = AutoModelForCausalLM.from_pretrained(TINYLM, dtype="auto")
     representation = representation_of(model, AutoTokenizer.from_pretrained(TINYLM))
     asset = shelf.for_model(AssetKind.cachegen, representation_digest(representation))
@@ -140,6 +140,9 @@ def test_a_model_is_calibrated_from_a_text(
     rope = inverse_frequencies(representation.rope, 32)
     assert rope is not None
     assert np.array_equal(tables["0.rope"], rope)
+    statistics = shelf.for_model(AssetKind.kvqs, asset.representation).tables
+    assert statistics["0.scales"].shape == (6, 2, 128)
+    assert np.array_equal(statistics["0.rope"], rope)
 
 
 # --- what is refused
@@ -148,7 +151,7 @@ def test_a_model_is_calibrated_from_a_text(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nonsense", "x.npy"], "use one of cachegen, kvt"),
+        (["nonsense", "x.npy"], "use one of cachegen, kvt, kvqs"),
         (["cachegen", "x.npy"], "need the model's representation digest"),
         (["cachegen", "x.npy", "--representation", "zz"], "representation='zz'"),
         (["cachegen", "x.npy", "--representation", "00" * 16], "dump='x.npy': cannot be read"),
