@@ -20,6 +20,7 @@ from kvstore.codecs.base import ChunkTensors, Codec, codec_by_name, empty_tensor
 from kvstore.codecs.cachegen_profile import CachegenProfile
 from kvstore.codecs.kvq import DEFAULT_QUALITY, KvqCodec
 from kvstore.codecs.kvq_backends import tile_backends
+from kvstore.codecs.kvqs_profile import KvqsProfile
 from kvstore.codecs.kvt_profile import KvtProfile
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.terms import EncodeTerms
@@ -163,6 +164,10 @@ def calibrated(chunks: Chunks, samples: Bits) -> None:
         for window in samples:
             look(_parts(window))
     _shelve(AssetKind.cachegen, chunks, cachegen.tables())
+    kvqs = KvqsProfile(layout.components, chunks.model.rope)
+    for window in samples:
+        kvqs.add(_parts(window), 0)
+    _shelve(AssetKind.kvqs, chunks, kvqs.tables())
     windows, _, _, tokens, kv_heads, head_dim = samples.shape
     if windows * tokens >= TOKENS_A_CHANNEL * kv_heads * head_dim:
         kvt = KvtProfile(layout.components, chunks.model.rope)

@@ -30,7 +30,7 @@ KEYS = tuple(f"hang_{transport}_ms" for transport in TRANSPORTS)
 HANGS = 9
 LOOKUP_MS = 2000
 PACE_S = 6.0
-"""A session gives a server 250 ms until its heartbeats say how soon it answers."""
+"""How soon a server answers is known anew at each heartbeat: engines that start make it slow."""
 
 
 def hang_ms(plain: Side, ours: Side, pid: int, number: int) -> float:

@@ -58,7 +58,8 @@ def ring_put(parts: Sequence[Bytes]) -> Iterator[Callable[[], None]]:
     """Yield what copies *parts* into a ring, out of which another process copies and sums them.
 
     The least that a put through shared memory can do, as the server may not believe what others
-    can still write to. The two wait for each other without messages and without sleep.
+    can still write to. The two wait for each other without messages and without sleep; between
+    rounds the other process sleeps, or it would have half of a core that is measured.
     """
     size_bytes = sum(map(len, parts))
     descriptor = os.memfd_create("ring")
@@ -66,12 +67,17 @@ def ring_put(parts: Sequence[Bytes]) -> Iterator[Callable[[], None]]:
     memory = mmap.mmap(descriptor, _WORDS_BYTES + RING_BYTES)
     words, ring = _halves(memory)
     command = [sys.executable, "-m", "bench.limits", "ring", str(descriptor), str(size_bytes)]
-    with subprocess.Popen(command, pass_fds=[descriptor], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, pass_fds=[descriptor], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         os.close(descriptor)
+        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
+        start_round = process.stdin.fileno()
 
         def put() -> None:
+            os.write(start_round, b".")
             written = words[0]
             for part in parts:
                 while written + len(part) - words[1] > RING_BYTES:
@@ -97,20 +103,22 @@ def _halves(memory: mmap.mmap) -> tuple[memoryview, Bytes]:
 
 
 def _take_from_ring(descriptor: int, size_bytes: int) -> None:
-    """Copy and sum what comes, into memory as large as a round of it, until ended."""
+    """Copy and sum a round of *size_bytes* for each byte of the input, until that ends."""
     words, ring = _halves(mmap.mmap(descriptor, _WORDS_BYTES + RING_BYTES))
     slab = _shared(size_bytes)
     print("ready", flush=True)
-    parent, taken = os.getppid(), 0
-    while os.getppid() == parent:
-        if words[0] == taken:
-            os.sched_yield()
-            continue
-        start, at = taken % RING_BYTES, taken % size_bytes
-        step = min(STEP_BYTES, words[0] - taken)
-        copy_checked(slab[at : at + step], ring[start : start + step])
-        taken += step
-        words[1] = taken
+    taken = 0
+    while os.read(sys.stdin.fileno(), 1):
+        end = taken + size_bytes
+        while taken < end:
+            start, at = taken % RING_BYTES, taken % size_bytes
+            step = min(STEP_BYTES, words[0] - taken)
+            if not step:
+                os.sched_yield()
+                continue
+            copy_checked(slab[at : at + step], ring[start : start + step])
+            taken += step
+            words[1] = taken
 
 
 def _shared(size_bytes: int) -> Bytes:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,8 +18,18 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import zmq
 
+from bench.peer_limits import KINDS, landing
 from bench.report import Report, paired, parse_flags
-from bench.workload import MODEL, TINY, check, chunk_bytes, connect, make_chunks, serving
+from bench.workload import (
+    MODEL,
+    TINY,
+    check,
+    chunk_bytes,
+    connect,
+    make_chunks,
+    redis_server,
+    serving,
+)
 from kvstore.client import Client
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.types import KVLayout
@@ -31,6 +41,8 @@ LOOKUP_CHUNKS = 32
 PART_BYTES = 1 << 20
 _FLAGS = ("--tiers", "cpu", "--cpu", "512MiB", "--peer-timeout-ms", "2000")
 _REACHED_WITHIN_S = 20.0
+_TOLD_WITHIN_S = 2.0
+"""What a node holds is in the directory by then."""
 
 _SENDER = """
 import sys
@@ -52,15 +64,17 @@ while True:
 
 @dataclass(frozen=True, slots=True)
 class PeerTimes:
-    """Best seconds of a hit and of the bare transfer; all lookups, of chunks that a peer has and
-    of ones that it lacks.
+    """Best seconds of a hit and of the bare transfer; those of the quickest bare loop that does a
+    hit's steps, over those of the bare transfer in turns with it; all lookups by kind: of chunks
+    that a peer has, and of ones that it lacks, from a fixed list of peers and by the directory in
+    a Redis.
     """
 
     size_bytes: int
     hit_s: float
     raw_s: float
-    found_s: Sequence[float]
-    missed_s: Sequence[float]
+    limit: float
+    lookups_s: Mapping[str, Sequence[float]]
 
 
 @contextmanager
@@ -94,14 +108,21 @@ def raw_zmq(size_bytes: int) -> Iterator[Callable[[], int]]:
 
 
 @contextmanager
-def two_nodes(folder: Path) -> Iterator[tuple[str, str]]:
-    """Run two servers of which the second reads the first's memory; yield their addresses."""
+def two_nodes(folder: Path, *flags: str) -> Iterator[tuple[str, str]]:
+    """Run two servers of which the second reads the first's memory; yield their addresses.
+
+    It knows the first by its address, or with *flags* by the directory.
+    """
     folders = [folder / "first", folder / "second"]
     for one in folders:
         one.mkdir(mode=0o700)
+    own = (*_FLAGS, *flags)
     with (
-        serving(*_FLAGS, "--zmq", "127.0.0.1:0", disk=folders[0] / "none") as (first, _),
-        serving(*_FLAGS, "--peers", first, disk=folders[1] / "none") as (second, _),
+        serving(*own, "--zmq", "127.0.0.1:0", disk=folders[0] / "none") as (first, _),
+        serving(*own, "--peers", "directory" if flags else first, disk=folders[1] / "none") as (
+            second,
+            _,
+        ),
     ):
         yield first, second
 
@@ -148,12 +169,25 @@ def hit_against_raw(folder: Path, chunks: int, repeats: int) -> tuple[int, float
     return size, min(times), raw_s
 
 
-def lookups(folder: Path, count: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each of *count* lookups: of chunks that a peer has, and lacks."""
+def limit_over_raw(size_bytes: int, repeats: int) -> float:
+    """Return what the quickest bare loop takes, in those of the bare transfer; best of each."""
+    with raw_zmq(size_bytes) as receive, ExitStack() as stack:
+        loops = [stack.enter_context(landing(kind, size_bytes)) for kind in KINDS]
+        return min(
+            limit_s / raw_s for limit_s, raw_s in (paired(one, receive, repeats) for one in loops)
+        )
+
+
+def lookups(folder: Path, count: int, *flags: str) -> tuple[list[float], list[float]]:
+    """Return the seconds of each of *count* lookups: of chunks that a peer has, and lacks.
+
+    *flags* as ``two_nodes`` has them.
+    """
     found: list[float] = []
     missed: list[float] = []
+    folder.mkdir()
     with (
-        two_nodes(folder) as (first, second),
+        two_nodes(folder, *flags) as (first, second),
         connect(first, TINY) as writer,
         connect(second, TINY) as reader,
     ):
@@ -161,6 +195,8 @@ def lookups(folder: Path, count: int) -> tuple[list[float], list[float]]:
         for _, chunks in prompts:
             writer.put(chunks)
         _reached(reader, prompts[0][0])
+        if flags:
+            time.sleep(_TOLD_WITHIN_S)
         rng = np.random.default_rng(1 << 40)  # not the seed of a prompt
         for keys, _ in prompts[1:]:
             absent = reader.keys(rng.integers(0, 1 << 31, 256 * LOOKUP_CHUNKS).tolist())
@@ -174,10 +210,17 @@ def lookups(folder: Path, count: int) -> tuple[list[float], list[float]]:
 def measure(chunks: int, repeats: int, count: int) -> PeerTimes:
     """Measure a hit of *chunks* chunks of 8 MiB, and *count* lookups."""
     with TemporaryDirectory() as name:
-        (Path(name) / "hit").mkdir()
-        (Path(name) / "look").mkdir()
-        hit = hit_against_raw(Path(name) / "hit", chunks, repeats)
-        return PeerTimes(*hit, *lookups(Path(name) / "look", count))
+        folder = Path(name)
+        (folder / "hit").mkdir()
+        hit = hit_against_raw(folder / "hit", chunks, repeats)
+        limit = limit_over_raw(hit[0], repeats)
+        found, missed = lookups(folder / "look", count)
+        kinds: dict[str, Sequence[float]] = {"found": found, "missed": missed}
+        with redis_server(folder) as port:
+            flags = ("--directory", "--redis", f"redis://127.0.0.1:{port}/0")
+            found, missed = lookups(folder / "directory", count, *flags)
+        kinds |= {"directory_found": found, "directory_missed": missed}
+        return PeerTimes(*hit, limit, kinds)
 
 
 def add(report: Report, times: PeerTimes) -> None:
@@ -185,7 +228,9 @@ def add(report: Report, times: PeerTimes) -> None:
     size = times.size_bytes
     speeds = [f"{size / seconds / 1e9:.2f} GB/s" for seconds in (times.hit_s, times.raw_s)]
     report.add("peer_hit_over_raw", times.hit_s / times.raw_s, speeds[0], f"raw zmq {speeds[1]}")
-    for name, seconds in (("found", times.found_s), ("missed", times.missed_s)):
+    what = "bare loops: receive, sum, copy out, sum"
+    report.add("peer_hit_limit_over_raw", times.limit, what)
+    for name, seconds in times.lookups_s.items():
         what = f"{len(seconds)} lookups of {LOOKUP_CHUNKS} chunks"
         for share in (50, 99):
             value_ms = 1e3 * float(np.percentile(seconds, share))

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.policy_costs import bare_loop_per_s, bytes_per_node, eviction_us, read_blocks
+from bench.policy_costs import (
+    bare_loop_per_s,
+    bytes_per_node,
+    eviction_us,
+    read_blocks,
+    state_bytes_per_node,
+)
 from bench.policy_grid import (
     ADAPTIVE,
     CONVERSATION,
@@ -68,6 +74,11 @@ def add_costs(report: Report, trace: str) -> None:
     report.add(
         "bytes_per_node", max(bytes_per_node(name) for name in (DEFAULT, ADAPTIVE)),
         f"of the larger of {DEFAULT} and {ADAPTIVE}, with what is remembered", "at most 200",
+    )  # fmt: skip
+    found = {held: state_bytes_per_node(DEFAULT, held) for held in (True, False)}
+    report.add(
+        "state_bytes_per_node", max(found.values()),
+        f"of a cache of states, token ids left out; evicted ones {found[False]:.0f}", "at most 200",
     )  # fmt: skip
     speeds = {name: replay(Cell(trace, COSTS_SIZE, name)).requests_per_s for name in SINGLE[:3]}
     measured = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())

@@ -17,10 +17,18 @@ from kvstore.cli.trace_files import read_trace
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
+from kvstore.server.policy.hybrid_model import HYBRID_7B
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.registry import make_policy
+from kvstore.server.policy.state_cache import StateCache
+from kvstore.server.policy.state_replay import make_states
 
 MEMORY_CHUNKS = 100_000
+STATE_PROMPTS = 5_000
+"""Each ends in a node of its own, and half of them part from the one before in another."""
+
+_TOKEN_BYTES = 4
+_STATE_PROMPT_TOKENS = 24
 _PROMPT_CHUNKS = 16
 
 
@@ -112,5 +120,31 @@ def bytes_per_node(policy: str, chunks: int | None = None) -> float:
             history.asked(rows, len(rows), start + 1.0)
             made.touch(rows, start + 1.0)
         return (tracemalloc.get_traced_memory()[0] - before) / len(made)
+    finally:
+        tracemalloc.stop()
+
+
+def state_bytes_per_node(policy: str, held: bool, prompts: int | None = None) -> float:
+    """Return Python's memory for each node of a cache of states, all with a state or almost none.
+
+    What is remembered of evicted ones is in it, and what the rank knows. Left out are the token
+    ids of edges, four bytes each: they are what a node stands for, as the key of a chunk is.
+    """
+    count = STATE_PROMPTS if prompts is None else prompts
+    model, each = HYBRID_7B, _STATE_PROMPT_TOKENS * HYBRID_7B.kv_bytes_per_token
+    states = 2 * count if held else count // 20
+    make_states(policy, model, 0)  # what is imported for it
+    rng = np.random.default_rng(1)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        cache = make_states(policy, model, states * (model.state_bytes + each))
+        assert isinstance(cache, StateCache)
+        for at in range(count):
+            tokens = rng.integers(0, 32_000, _STATE_PROMPT_TOKENS).astype(np.int32)
+            tokens[:8] = at // 2
+            cache.request(tokens, len(tokens) - 4, float(at))
+        spent = tracemalloc.get_traced_memory()[0] - before
+        return (spent - _TOKEN_BYTES * cache.tree.tokens) / cache.tree.nodes
     finally:
         tracemalloc.stop()
