@@ -9,6 +9,7 @@ import numpy as np
 from cachegen_samples import MODEL
 from contracts.codec import template
 
+from kvstore.codecs.asset_codec import AssetCodec
 from kvstore.codecs.asset_shelf import AssetShelf
 from kvstore.codecs.assets import Asset, AssetKind, pack_asset, parse_asset
 from kvstore.codecs.base import Part
@@ -80,7 +81,7 @@ def bound(quality: int = 1, *components: Component) -> KvtCodec:
     return KvtCodec(quality, shelf_of(*components), calibrated(*components))
 
 
-def framed(codec: KvtCodec, *components: Component, **fields: Any) -> tuple[FrameHeader, Bytes]:
+def framed(codec: AssetCodec, *components: Component, **fields: Any) -> tuple[FrameHeader, Bytes]:
     layout = KVLayout(components)
     out = np.empty(codec.max_frame_bytes(layout), np.uint8)
     position = fields.get("position", POSITION)
@@ -90,7 +91,7 @@ def framed(codec: KvtCodec, *components: Component, **fields: Any) -> tuple[Fram
 
 
 def encode(
-    codec: KvtCodec, parts: list[Part], component: Component, position: int = POSITION
+    codec: AssetCodec, parts: list[Part], component: Component, position: int = POSITION
 ) -> tuple[Bytes, EncodedLayer]:
     out = np.empty(codec.max_segment_bytes(component), np.uint8)
     encoded = codec.encode_layer(parts, LayerTerms(component, 0, 1, position), out)
@@ -98,7 +99,7 @@ def encode(
 
 
 def decode(
-    codec: KvtCodec, data: Bytes, component: Component, position: int | None = None
+    codec: AssetCodec, data: Bytes, component: Component, position: int | None = None
 ) -> list[Part]:
     out = [
         np.zeros(component.shape, f"<u{component.dtype.item_bytes}") for _ in range(component.parts)

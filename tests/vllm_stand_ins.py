@@ -123,7 +123,8 @@ def engine_config(model: Path | str, **changes: Any) -> Any:
     parts = {
         "model_config": SimpleNamespace(
             model=str(model), tokenizer=str(model), tokenizer_revision=None, dtype=torch.float32,
-            quantization=None, hf_config=hf, hf_text_config=hf, is_encoder_decoder=False,
+            quantization=None, quantization_config=None, multimodal_config=None,
+            hf_config=hf, hf_text_config=hf, is_encoder_decoder=False,
             get_total_num_hidden_layers=lambda: 3, get_total_num_kv_heads=lambda: 2,
         ),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
@@ -134,7 +135,8 @@ def engine_config(model: Path | str, **changes: Any) -> Any:
         "scheduler_config": SimpleNamespace(enable_chunked_prefill=True),
         "load_config": SimpleNamespace(load_format="auto"),
     }  # fmt: skip
+    lora = changes.pop("lora_config", None)
     for name, value in changes.items():
         (holder,) = [part for part in parts.values() if hasattr(part, name)]
         setattr(holder, name, value)
-    return SimpleNamespace(**parts)
+    return SimpleNamespace(**parts, lora_config=lora)

@@ -25,6 +25,8 @@ KEYS = {
     "lossless_ratio",
     "lossless_encode_vs_zipnn",
     "lossless_decode_vs_zipnn",
+    "lossless_encode_vs_aibrix",
+    "lossless_decode_vs_aibrix",
     "kvq_encode_vs_lmcache_cachegen",
     "kvq_decode_vs_lmcache_cachegen",
 }

@@ -14,6 +14,7 @@ from bench.policy_costs import (
     bytes_per_node,
     eviction_us,
     read_blocks,
+    state_bytes_per_node,
 )
 from bench.policy_grid import ADAPTIVE, SINGLE, Cell, all_cells, fill, worst_gap
 from bench.report import Report
@@ -28,6 +29,7 @@ KEYS = {
     "mooncake_conversation_25pct", "hybrid_mean_vs_bar", "hybrid_worst_vs_bar", "worst_vs_lru",
     "adaptive_vs_best", "evict_us_mean", "evict_us_p99", "bytes_per_node", "hint_90_5pct",
     "hint_50_cost", "two_tier_bytes_ratio", "two_tier_hit_diff", "blocks_per_s",
+    "state_bytes_per_node",
 }  # fmt: skip
 
 
@@ -93,6 +95,11 @@ def test_evictions_of_a_replay_are_timed_and_nodes_weighed() -> None:
     assert bare_loop_per_s(read_blocks(SMALL)) > 0
 
 
+def test_nodes_of_a_cache_of_states_are_weighed_with_states_and_without() -> None:
+    resident, evicted = (state_bytes_per_node("lru", held, 1_000) for held in (True, False))
+    assert 100 < evicted < resident < 200
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def shrink() -> None:
@@ -100,6 +107,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             monkeypatch.setattr(module, "SIZES", ("5%",))
         monkeypatch.setattr(policy_grid, "WORKERS", 1)
         monkeypatch.setattr(policy_costs, "MEMORY_CHUNKS", 2_000)
+        monkeypatch.setattr(policy_costs, "STATE_PROMPTS", 200)
 
     return shrink
 

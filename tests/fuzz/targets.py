@@ -13,18 +13,32 @@ from typing import Any
 
 import numpy as np
 from contracts.chunks import make_frame, make_info
+from golden.samples import FOLDER
 from google.protobuf.message import DecodeError
 from prompts import SMALL
 from redis.exceptions import RedisError
 from simulation.network import NetworkSchedule
 
+from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.proto import bulk, calls, shm
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import as_bytes
-from kvstore.proto.errors import KVStoreError
-from kvstore.proto.frame import check_frame, parse_header
+from kvstore.proto.buffers import as_bytes, checksum
+from kvstore.proto.component_table import COMPONENT
+from kvstore.proto.errors import ChunkCorruptError, KVStoreError
+from kvstore.proto.frame import FIXED_BYTES, check_frame, parse_header
+from kvstore.proto.peer_words import pack_found, pack_wanted, unpack_found, unpack_wanted
+from kvstore.proto.types import Namespace
 from kvstore.proto.wire import representation_to_message, unpack_info
 from kvstore.server.config import load_config
+from kvstore.server.known_spaces import Space
+from kvstore.server.space_records import pack_spaces, unpack_spaces
+from kvstore.tiers.at_rest import (
+    HEADER_BYTES,
+    TAG_BYTES,
+    AtRestKeys,
+    UnknownEpochError,
+    cells,
+)
 from kvstore.tiers.disk_index import (
     IndexRow,
     owner_key,
@@ -40,6 +54,12 @@ from kvstore.tiers.redis_reply import parse_reply
 Target = Callable[[bytes], object]
 
 _INFO, _FRAME = make_frame(1, tokens=16)
+_KEYS = AtRestKeys(lambda: {1: bytes(32)}, bytes)
+_GOLDEN = [
+    np.fromfile(FOLDER / f"{name}-r1.frame", np.uint8)
+    for name in ("raw", "zplane", "fp8", "gq8", "gq4", "gq2")
+    if (FOLDER / f"{name}-r1.frame").exists()
+]
 _MANIFEST = Manifest.of(make_info(3, 10_000), 4096, b"writer 1", 5)
 _REQUESTS = {
     name.removesuffix("Request"): kind
@@ -117,6 +137,64 @@ def lmdb_file(data: bytes) -> None:
             assert isinstance(value, bytes)
 
 
+def peer_wanted(data: bytes) -> None:
+    """The chunks that another server asks about."""
+    unpack_wanted(data, 64)
+
+
+def peer_found(data: bytes) -> None:
+    """What another server answers of them."""
+    unpack_found([_INFO.key, _INFO.key], data)
+
+
+def spaces(data: bytes) -> None:
+    """The file of namespaces that were known."""
+    unpack_spaces(data)
+
+
+def at_rest(data: bytes) -> None:
+    """What lies encrypted on a medium: the header, and a cell behind it."""
+    if len(data) <= HEADER_BYTES + TAG_BYTES:
+        raise ChunkCorruptError(_INFO.key, "there is no cell")
+    size = len(data) - HEADER_BYTES - TAG_BYTES
+    (cell,) = cells(size)
+    try:
+        envelope = _KEYS.known(data[:HEADER_BYTES], _INFO.key, size)
+    except UnknownEpochError as error:
+        raise ChunkCorruptError(_INFO.key, str(error)) from None
+    if not envelope.open(cell, as_bytes(data[HEADER_BYTES:]), np.empty(size, np.uint8)):
+        raise ChunkCorruptError(_INFO.key, "it does not open")
+
+
+def _at_rest_seed() -> bytes:
+    text = as_bytes(b"a frame")
+    envelope, (cell,) = _KEYS.new(_INFO.key, len(text), "acme"), cells(len(text))
+    room = np.empty(len(text) + TAG_BYTES, np.uint8)
+    envelope.seal(cell, text, room)
+    return envelope.header + room.tobytes()
+
+
+def codec(data: bytes) -> None:
+    """A layer of a frame of some codec: *data* over its start, and all checksums set right."""
+    if len(data) < 2:
+        raise ChunkCorruptError(_INFO.key, "there is no layer")
+    frame = _GOLDEN[data[0] % len(_GOLDEN)].copy()
+    header = parse_header(frame)
+    index = data[1] % len(header.segments)
+    layer = header.segment(frame, index)
+    start = as_bytes(data[2:])[: len(layer)]
+    layer[: len(start)] = start
+    at = FIXED_BYTES + COMPONENT.size * len(header.layout.components) + 32 * index + 24
+    frame[at : at + 8] = as_bytes(checksum(layer).to_bytes(8, "little"))
+    frame[FIXED_BYTES - 8 : FIXED_BYTES] = 0
+    found = checksum(frame[: header.header_bytes])
+    frame[FIXED_BYTES - 8 : FIXED_BYTES] = as_bytes(found.to_bytes(8, "little"))
+    check_frame(frame)
+    read_by = codec_by_id(header.codec_id)
+    read_by.check_header(header)
+    read_by.decode_into(header, frame, empty_tensors(header.layout))
+
+
 def chunk_info(data: bytes) -> None:
     """A chunk's description as rows and manifests hold it."""
     unpack_info(data)
@@ -184,6 +262,7 @@ EXPECTED = (KVStoreError, RedisError, DecodeError)
 TARGETS: dict[str, Target] = {
     "header": header,
     "frame": frame,
+    "codec": codec,
     "rpc": Rpc(),
     "zmq_word": zmq_word,
     "shm_request": shm_request,
@@ -196,13 +275,21 @@ TARGETS: dict[str, Target] = {
     "lmdb_file": lmdb_file,
     "chunk_info": chunk_info,
     "config": config,
+    "peer_wanted": peer_wanted,
+    "peer_found": peer_found,
+    "spaces": spaces,
+    "at_rest": at_rest,
 }
 
 _LOOKUP = pb.LookupRequest(digests=bytes(32), lease=True)
 SEEDS: dict[str, list[bytes]] = {
     "header": [_FRAME.tobytes()],
     "frame": [_FRAME[:600].tobytes()],
-    "rpc": [bytes([number]) + _LOOKUP.SerializeToString() for number in range(24)],
+    "codec": [
+        bytes([number, 0]) + parse_header(one).segment(one, 0)[:64].tobytes()
+        for number, one in enumerate(_GOLDEN)
+    ],
+    "rpc": [bytes([number]) + _LOOKUP.SerializeToString() for number in range(64)],
     "zmq_word": [bulk.pack(bulk.Cancel(1))],
     "shm_request": [calls.pack_call("Lookup", _LOOKUP)],
     "shm_answer": [*calls.pack_answer(pb.ReleaseResponse(released=1))],
@@ -214,6 +301,10 @@ SEEDS: dict[str, list[bytes]] = {
     "lmdb_file": [],
     "chunk_info": [],
     "config": [b"cpu_size: 8GiB\ntiers: cpu,disk\n"],
+    "peer_wanted": [pack_wanted([_INFO.key] * 3)],
+    "peer_found": [pack_found([_INFO, None])],
+    "spaces": [pack_spaces([Space(Namespace(bytes(16)), "acme", "engine", SMALL)])],
+    "at_rest": [_at_rest_seed()],
 }
 
 

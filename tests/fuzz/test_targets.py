@@ -7,7 +7,8 @@ from fuzz.targets import SEEDS, TARGETS, try_target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-EXAMPLES = {"config": 15, "lmdb_file": 40}
+EXAMPLES = {"codec": 8, "config": 15, "lmdb_file": 40}
+"""Of those that take long; `codecs/test_hostile_frames.py` changes frames of all codecs."""
 MENDED = ("lmdb_file",)
 """What is opened without its damaged rows, or begun anew."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from local_server import LocalServer
 from real_sglang.stand_ins import import_sglang
 
+from kvstore.client.engines import sglang_terms
 from kvstore.proto.errors import RepresentationError
 
 import_sglang()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of kernels that only run on GPUs
+    from sglang.srt import runtime_context
     from sglang.srt.mem_cache import device_pool_info
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorageConfig,
@@ -30,18 +33,18 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_hash_str
+    from sglang.srt.server_args import ServerArgs
 
 LAYERS, HEADS, DIM, PAGE, TOKENS = 4, 2, 64, 16, 128
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 REVISION = "c" * 40
 
 
-def make_pool(layout: str) -> Any:
+def make_pool(layout: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return SGLang's own host pool over device buffers that lie on the CPU."""
     pool_base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     k, v = (
-        tuple(torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS))
-        for _ in range(2)
+        tuple(torch.zeros(TOKENS, HEADS, DIM, dtype=dtype) for _ in range(LAYERS)) for _ in range(2)
     )
     pointers = [torch.tensor([t.data_ptr() for t in one], dtype=torch.uint64) for one in (k, v)]
     buffers = device_pool_info.KVBuffers(
@@ -50,7 +53,7 @@ def make_pool(layout: str) -> Any:
     )  # fmt: skip
     info = device_pool_info.MHABufferInfo(
         buffers=buffers, page_size=PAGE, head_num=HEADS, head_dim=DIM, v_head_dim=DIM,
-        dtype=torch.bfloat16, device=torch.device("cpu"),
+        dtype=dtype, device=torch.device("cpu"),
     )  # fmt: skip
     return MHATokenToKVPoolHost(
         info, 2.0, 0, PAGE, layout, pin_memory=False, device="cpu",
@@ -165,6 +168,34 @@ def test_faults_that_sglang_injects_are_misses(server: LocalServer, pool: Any) -
     backend = HiCacheStorageFailureInjector(make_backend(server, pool), 0.0, 1.0)
     assert backend.batch_exists(page_hashes(2)) == 0
     backend._backend.close()
+
+
+def test_what_the_engine_was_started_with_is_in_the_names_of_its_pages(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang keeps fp8 as bytes; of what kind, and how keys are rotated, its arguments say."""
+    with pytest.raises(RepresentationError, match="uint8"):
+        make_backend(server, make_pool("page_first", torch.uint8))
+    started = []
+    for changes in (
+        {},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"json_model_override_args": '{"rope_theta": 5.0}'},
+    ):
+        # Not published as an engine does, as that asks for a GPU.
+        args = SimpleNamespace(kv_cache_dtype="fp8_e5m2", load_format="auto")
+        vars(args).update(changes)
+        monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", args)
+        started.append(make_backend(server, make_pool("page_first", torch.uint8)))
+    assert started[0].batch_set_v1(page_hashes(1), indices(0)) == [True]
+    assert [one.batch_exists(page_hashes(1)) for one in started] == [1, 0, 0]
+    for one in started:
+        one.close()
+
+
+def test_sglang_has_every_argument_that_is_looked_at() -> None:
+    """One that was renamed would be left out of names in silence."""
+    assert [name for name in sglang_terms._TERMS if not hasattr(ServerArgs, name)] == []
 
 
 # --- pools beside that of KV

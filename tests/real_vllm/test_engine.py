@@ -152,6 +152,33 @@ def test_another_engine_with_other_blocks_finds_what_this_one_stored(
     other.close()
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "rotation": {"hf_overrides": {"rope_parameters": {
+        "rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0,
+    }}},
+    "element type": {"dtype": "bfloat16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_an_engine_that_computes_other_kv_of_the_same_weights_loads_none_of_ours(
+    engine: EngineProcess, same: Same, make_engine: EngineMaker, kind: str
+) -> None:
+    one = prompt(72, 300)
+    same(one)
+    engine.fresh()
+    assert same(one) == [256]
+    other = make_engine({}, **OTHERS[kind])
+    first = other.generate(one)
+    assert first[0]["cached"] == 0
+    assert first[0]["logprobs"] != engine.generate(one)[0]["logprobs"], "it is another KV"
+    other.fresh()
+    found = other.generate(one)
+    assert found[0]["cached"] == 256, "it loads its own"
+    assert found[0]["tokens"] == first[0]["tokens"]
+    other.close()
+
+
 # --- the store fails, the engine does not
 
 
@@ -221,16 +248,16 @@ def test_a_damaged_chunk_is_computed_again_and_stored_again(
     engine: EngineProcess, same: Same, store: ServerProcess
 ) -> None:
     one = prompt(110, 300)
-    same(one)
-    engine.fresh()
-    assert store.terminate() == 0  # it copies to its disk first what it has in memory only
-    damage(store.socket_path.parent / "disk")
-    store.start()
     before = engine.ask("counts").get("worker_lost_chunks", 0)
 
     def was_lost() -> bool:
-        engine.fresh()
         same(one)
+        engine.fresh()
+        assert store.terminate() == 0  # it copies to its disk first what it has in memory only
+        damage(store.socket_path.parent / "disk")
+        store.start()
+        same(one)
+        engine.fresh()
         return bool(engine.ask("counts").get("worker_lost_chunks", 0) > before)
 
     assert eventually(was_lost), engine.ask("counts")
@@ -243,7 +270,7 @@ def test_a_damaged_chunk_is_computed_again_and_stored_again(
 
 
 def damage(folder: Path) -> None:
-    """Change a byte in each half kilobyte of the frames on disk."""
+    """Put the same byte into each half kilobyte of the frames on disk."""
     extents = [
         path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1 << 22
     ]
@@ -252,7 +279,7 @@ def damage(folder: Path) -> None:
         if "mdb" in path.name:
             continue
         data = np.memmap(path, np.uint8, "r+")
-        data[4096 + 300 :: 512] ^= 0x5A
+        data[4096 + 300 :: 512] = 0x5A  # a second time changes nothing back
         data.flush()
 
 

@@ -109,6 +109,21 @@ def test_a_promotion_that_fails_in_part_says_which_keys_came_and_is_not_tried_ag
     assert other.found(1) is LookupResult.HIT
 
 
+def test_what_is_stored_is_found_whatever_else_is_asked_of_the_same_step(start: Start) -> None:
+    """Of windows vLLM asks from the end of a prompt on, where nothing may be stored."""
+    start().run([1, 3], is_promotion=False)
+    tier, found = start().tier, dict[int, LookupResult]()
+
+    def are_known() -> bool:
+        for row in (7, 3, 2, 1):
+            found[row] = tier.lookup(KEYS[row], REQUEST)
+        tier.on_schedule_end(SimpleNamespace())
+        return LookupResult.RETRY not in found.values()
+
+    assert eventually(are_known)
+    assert [row for row, one in found.items() if one is LookupResult.HIT] == [3, 1]
+
+
 def test_a_dead_server_is_misses_and_failed_jobs_and_nothing_worse(start: Start) -> None:
     tier = start(f"127.0.0.1:{free_port()}")
     assert tier.found(1) is LookupResult.MISS

@@ -17,6 +17,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.keys import namespace, representation_digest
 from kvstore.server.sessions import TOKEN_BYTES, Session, SessionTable
+from kvstore.server.trust.principal import ROLES, Principal
 
 REPRESENTATION = make_representation()
 
@@ -66,6 +67,19 @@ def test_sessions_beyond_the_limit_are_refused_until_one_closes(table: SessionTa
         table.open(REPRESENTATION, "engine")
     table.close(first.session_id)
     table.open(REPRESENTATION, "engine")
+
+
+def test_no_tenant_takes_all_sessions_where_callers_are_known(clock: FakeClock) -> None:
+    table = SessionTable(16, 2_000, lambda tenant: tenant.encode(), clock, numbers())
+    greedy, other = (Principal(f"key:{name}", name, ROLES) for name in ("acme", "zeta"))
+    for _ in range(14):
+        table.open(REPRESENTATION, "engine", "acme", greedy)
+    with pytest.raises(QuotaExceededError, match="tenant 'acme'"):
+        table.open(REPRESENTATION, "engine", "acme", greedy)
+    for _ in range(2):
+        table.open(REPRESENTATION, "engine", "zeta", other)
+    with pytest.raises(QuotaExceededError, match="this server"):
+        table.open(REPRESENTATION, "engine", "zeta", other)
 
 
 def test_a_session_closes_once_and_says_so_once(table: SessionTable) -> None:

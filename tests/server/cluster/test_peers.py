@@ -23,14 +23,16 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.frame import parse_header
 from kvstore.proto.peer_words import pack_found
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.directory_roster import NodeAddress
 from kvstore.server.cluster.peer import BARRED_S, MAX_LIES, Peer
 from kvstore.server.cluster.peer_dial import PeerAccess
-from kvstore.server.cluster.peer_tier import KNOWN_S, PeerTier
+from kvstore.server.cluster.peer_tier import ASKED_AGAIN, ASKED_AGAIN_S, KNOWN_S, PeerTier
 from kvstore.server.cluster.peers import Peers, PeersTerms
+from kvstore.server.index.finder import ASKING
 from kvstore.server.metrics import Counters
 
 ServerMaker = Callable[..., LocalServer]
@@ -495,6 +497,87 @@ def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> N
             assert {who for who, _ in peers.read(offer.info, offer.peers, out, 0)} == {other}
             assert bytes(out) == bytes(frame)
             assert counters["peer_refusals"] == 1
+
+
+def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
+    now = [100.0]
+    keys = [ChunkKey(bytes(14) + bytes([0, n]) + bytes(16)) for n in (1, 2)]  # two namespaces
+    keys += [ChunkKey(bytes(16) + n.to_bytes(16, "big")) for n in range(ASKED_AGAIN + 1)]
+    frame = frame_of(keys[0], MEDIUM, CHUNK_TOKENS)
+    infos = {key: replace(parse_header(frame).info(), key=key) for key in keys}
+    with closing(FakePeer({})) as fake:
+        fake._infos.update(infos)
+        terms = PeersTerms(("127.0.0.1:1",), timeout_ms=20_000)
+        peers = Peers(terms, fake.dial, Counters(), lambda: now[0])
+        with closing(PeerTier(peers, Counters(), lambda: now[0])) as tier:
+            peers.step()
+            for some in (keys[:1], keys[1:2], keys[2:]):
+                assert None not in tier.find(some)
+            gone = [keys[0], keys[-1]]
+            for key in gone:
+                del fake._infos[key]
+            tier.ask_again()
+            assert tier.stale() == []
+            now[0] += ASKED_AGAIN_S
+            peers.step()
+            assert tier.stale() == gone
+            for key in gone:
+                assert tier.load_s(key, 10) is None
+                tier.delete(key)
+            fake.lie = lambda message: [refusal(message[0].request)]
+            now[0] += ASKED_AGAIN_S
+            tier.ask_again()
+            assert tier.stale() == [], "who does not answer has deleted nothing"
+            now[0] += KNOWN_S
+            assert set(tier.stale()) == set(keys) - set(gone)
+
+
+def test_what_is_deleted_on_one_node_is_soon_no_hit_on_another(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server.cluster.peer_tier.KNOWN_S", 1e9)
+    first = node(make_server)
+    second = node(make_server, "--peers", first.address)
+    assert eventually(lambda: is_up(second))
+    writer, reader = client_of(first), client_of(second)
+    keys = store(writer, 1, CHUNKS)
+    assert reader.lookup(keys).ready == CHUNKS
+    assert eventually(lambda: writer.delete(keys[2:]) > 0 or not writer.stat(keys[2:]))
+    assert eventually(lambda: reader.lookup(keys).ready == 2)
+    assert_reads(reader, keys[:2])
+
+
+def test_who_has_no_time_to_wait_holds_nothing_against_a_peer() -> None:
+    key = ChunkKey(bytes(31) + b"k")
+    counters = Counters()
+    with closing(FakePeer({key: frame_of(key, MEDIUM, CHUNK_TOKENS)})) as fake:
+        terms = PeersTerms(("127.0.0.1:1",), timeout_ms=20_000, failures=1)
+        peers = Peers(terms, fake.dial, counters, time.monotonic)
+        with closing(peers):
+            peers.step()
+            fake.lie = lambda message: []
+            assert peers.find([key], time.monotonic() + 0.01) == {}
+            assert peers.find([key], time.monotonic() - 1.0) == {}
+            assert counters["peer_failures"] == 0
+            fake.lie = as_it_is
+            assert list(peers.find([key])) == [key]
+
+
+def test_lookups_beyond_those_that_ask_themselves_have_it_done(
+    make_server: ServerMaker,
+) -> None:
+    first = node(make_server)
+    second = node(make_server, "--peers", first.address)
+    assert eventually(lambda: is_up(second))
+    keys = store(client_of(first), 1, CHUNKS)
+    finder = second.node.manager._finder
+    for _ in range(ASKING):
+        finder._asking.acquire()
+    reader = client_of(second)
+    assert_hits(reader, keys)
+    for _ in range(ASKING):
+        finder._asking.release()
+    assert_hits(reader, store(client_of(first), 2, CHUNKS))
 
 
 def test_hearsay_ends_after_a_while_and_with_the_peer() -> None:

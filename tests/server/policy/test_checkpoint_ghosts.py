@@ -134,7 +134,7 @@ def test_limits_hold_whatever_comes(nodes: int) -> None:
         one.see(*rng.integers(0, 3, rng.integers(1, 9)).tolist())
         one.trim()
 
-        branches = sum(len(node.children) > 1 for node in one.tree)
+        branches = sum(node.children > 1 for node in one.tree)
         assert one.tree.nodes - branches <= nodes
         assert len(one.ghosts) <= one.tree.nodes
     assert one.forgotten

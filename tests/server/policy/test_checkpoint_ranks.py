@@ -158,19 +158,24 @@ def test_states_used_at_one_time_go_in_the_order_of_their_use() -> None:
     assert victims(cache, 50.0) == ["aa1", "bb1", "cc1"]
 
 
+def known(tree: CheckpointTree, text: str) -> Node:
+    return tree.extend(tree.match(words(text)), words(text))[1]
+
+
 def test_classes_are_turns_of_ends_and_the_children_of_others() -> None:
     tree = CheckpointTree(SMALL)
-    node = Node(words("a"), tree.root, 1, 0)
+    node = known(tree, "a")
     ends = []
-    for turn in (0, 1, 2, 3, 5, 6, 60):
-        node.turn = turn
+    for turn in (0, 1, 2, 3, 5, 6, 60, 600):
+        node.end(turn)
         ends.append(state_class(node) // 3)
-    node.children = {1: node}
+    known(tree, "ab")
     one_child = state_class(node)
-    node.children = {1: node, 2: node}
-    node.hits = 7
+    known(tree, "ac")
+    for _ in range(7):
+        node.hit()
 
-    assert ends == [0, 1, 2, 3, 3, 4, 4]
+    assert ends == [0, 1, 2, 3, 3, 4, 4, 4]
     assert one_child == 15
     assert state_class(node) == STATE_CLASSES - 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from typing_extensions import override
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.journal import MAX_EVENTS, MAX_LOOKUPS, Asked, Journal, Stored
+from kvstore.server.policy.journal import (
+    MAX_CHAINS,
+    MAX_EVENTS,
+    MAX_LOOKUPS,
+    Asked,
+    Journal,
+    Stored,
+    StoredChain,
+)
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.registry import make_policy
 from kvstore.server.policy.what_if import LEAST_SAMPLED, WhatIf
@@ -134,6 +143,36 @@ def test_few_lookups_wait_as_each_may_take_long_to_tell() -> None:
     journal.settle()
     journal.note(asked([2]))
     assert len(journal) == 1
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
+    facts = Facts(tokens_full=is_full)
+    flops = [3.0, 0.0, 5.0]
+    told = []
+    for events in (
+        [StoredChain(0, [1, 2, 3], 7, 100, facts, flops, 1.0)],
+        [
+            stored(row, parent, facts=replace(facts, flops=each))
+            for row, parent, each in zip((1, 2, 3), (7, 1, 2), flops, strict=True)
+        ],
+    ):
+        history, policy = History(), Listening()
+        journal = Journal(history, [policy])
+        for event in events:
+            journal.note(event)
+        journal.settle()
+        seen = [(history.is_partial(row), history.flops_of(row)) for row in (1, 2, 3)]
+        told.append((policy.heard, seen))
+    assert told[0] == told[1]
+
+
+def test_few_chains_wait() -> None:
+    policy = Listening()
+    journal = Journal(History(), [policy])
+    for number in range(MAX_CHAINS + 3):
+        journal.note(StoredChain(0, [10 * number + 1], NO_ROW, 100, FULL, [0.0], 1.0))
+    assert (len(journal), len(policy.heard)) == (MAX_CHAINS, 3)
 
 
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:

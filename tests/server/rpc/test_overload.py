@@ -14,7 +14,8 @@ from prompts import SMALL, frame_of, store
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
-from kvstore.server.rpc.lane import Lane
+from kvstore.server.rpc import lane as lane_module
+from kvstore.server.rpc.lane import LATE_S, Lane
 from kvstore.server.rpc.overload import CALLS_PER_WORKER, WRITES_PER_WORKER
 
 
@@ -35,6 +36,27 @@ def test_a_lane_counts_what_waits_and_not_what_runs() -> None:
     assert [other.result(10) for other in others] == [0, 0]
     assert first.result(10)
     assert not lane.is_full
+    lane.shutdown()
+
+
+def test_a_lane_is_late_when_calls_waited_too_long_and_many_are_to_come() -> None:
+    now = [0.0]
+    lane = Lane("test", 1, 100, lambda: now[0])
+    gates = [threading.Event() for _ in range(3)]
+    for gate in gates:
+        lane.submit(gate.wait)
+    last = lane.submit(int)
+    assert eventually(lambda: lane.waiting == 3)
+    now[0] += 2 * LATE_S
+    assert not lane.is_late, "a thread that stands still says nothing of those that come"
+    gates[0].set()
+    assert eventually(lambda: lane.waiting == 2)
+    assert lane.is_late
+    gates[1].set()
+    assert eventually(lambda: lane.waiting == 1)
+    assert not lane.is_late, "what is next is soon begun"
+    gates[2].set()
+    last.result(10)
     lane.shutdown()
 
 
@@ -92,6 +114,33 @@ def test_lookups_beyond_their_queue_are_refused_at_once_and_served_again_after(
         assert eventually(lambda: bool(refused))
         gate.set()
     assert len(refused) <= 4
+    assert store(busy.connect("grpc"), 1, 4)
+
+
+def test_lookups_are_refused_before_their_queue_is_full_when_they_wait_too_long(
+    busy: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = wire_to(busy)
+    gate, begun = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        gate.wait(20)
+
+    monkeypatch.setattr(busy.node.manager.hand_over, "wait", wait)
+    monkeypatch.setattr(lane_module, "LATE_S", -1.0)
+    request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
+    count = 2 * CALLS_PER_WORKER
+    with ThreadPoolExecutor(count) as threads:
+        looks = [threads.submit(wire.call, "Lookup", request)]
+        assert begun.wait(20)
+        looks += [threads.submit(wire.call, "Lookup", request) for _ in range(count - 1)]
+        assert eventually(lambda: sum(look.done() for look in looks) == count - 3)
+        refused = [look for look in looks if look.done()]
+        gate.set()
+    assert all(isinstance(look.exception(), QuotaExceededError) for look in refused)
+    assert all(look.result().ready == 0 for look in looks if look not in refused)
+    monkeypatch.undo()
     assert store(busy.connect("grpc"), 1, 4)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import hmac
 import json
 import os
 import time
@@ -156,9 +157,18 @@ def none_signed() -> str:
     return ".".join([base64.urlsafe_b64encode(p).rstrip(b"=").decode() for p in parts] + [""])
 
 
+def signed_by_hand(algorithm: str, secret: bytes) -> str:
+    """Return a token that jwt refuses to make: an HMAC under bytes that are a public key."""
+    parts = [json.dumps(one).encode() for one in ({"alg": algorithm, "typ": "JWT"}, claims())]
+    text = ".".join(base64.urlsafe_b64encode(p).rstrip(b"=").decode() for p in parts)
+    tag = hmac.digest(secret, text.encode(), "sha256")
+    return f"{text}.{base64.urlsafe_b64encode(tag).rstrip(b'=').decode()}"
+
+
 BAD_TOKENS = {
     "alg none": none_signed(),
-    "an HMAC under the public key": jwt.encode(claims(), base64.b64encode(PEM), "HS256"),
+    "an HMAC under the public key": signed_by_hand("HS256", PEM),
+    "an HMAC that says it is a signature": signed_by_hand("EdDSA", PEM),
     "another key": jwt.encode(claims(), ed25519.Ed25519PrivateKey.generate(), "EdDSA"),
     "another algorithm": jwt.encode(claims(), rsa.generate_private_key(65537, 2048), "RS256"),
     "expired": jwt.encode(claims(exp=int(time.time()) - 60), KEY, "EdDSA"),
@@ -226,6 +236,22 @@ def test_a_certificate_names_tenant_and_roles_and_admin_only_in_so_many_words(
     for cert, _ in (ca.issue("nobody"), ca.issue("odd", tenant="acme", roles=["root"])):
         with pytest.raises(UnauthenticatedError):
             principal_of_certificate(cert.read_bytes())
+
+
+def test_a_certificate_that_is_known_is_no_token(tmp_path: Path) -> None:
+    path = tmp_path / "jwt.pem"
+    path.write_bytes(PEM)
+    asked = Authenticator(
+        None,
+        WatchedFile((path,), partial(JwtVerifier, terms=TERMS)),
+        takes_certificates=True,
+        wall_clock=time.time,
+    )
+    cert, _ = Authority(tmp_path).issue("ops", tenant="acme", roles=["admin"])
+    pem = cert.read_bytes()
+    assert asked.principal_of([], {"x509_pem_cert": [pem]}).is_admin()
+    with pytest.raises(UnauthenticatedError):
+        asked.principal_of(bearer(pem.decode()), {})
 
 
 def test_a_certificate_and_another_key_are_refused_at_the_start(tmp_path: Path) -> None:

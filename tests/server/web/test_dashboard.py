@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from kvstore.server.config import load_config
 from kvstore.server.metrics import Counters
 from kvstore.server.tallies import BOUNDS_S, MAX_TENANTS, OTHERS, CallTimes, FindTally, Flows
 from kvstore.server.trust.authenticator import Authenticator
+from kvstore.server.web import http_server
 from kvstore.server.web.dashboard import EVERY_S, Dashboard
 from kvstore.server.web.dashboard_charts import trend_chart, what_if_chart
 from kvstore.server.web.dashboard_page import MAX_PAGE_BYTES, MEDIA, sections_of
@@ -211,6 +213,33 @@ def test_connections_are_bounded(served: LocalServer) -> None:
         for one in idle:
             one.close()
     assert eventually(lambda: ask(served, "/metrics")[0] == 200)
+
+
+def test_a_connection_that_asks_for_nothing_ends(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "SILENT_S", 0.2)
+    server = make_server("--http", "127.0.0.1:0", "--cpu", "16MiB")
+    assert server.node.http_port is not None
+    place = ("127.0.0.1", server.node.http_port)
+    with suppress(ConnectionError), socket.create_connection(place, WAIT_S) as silent:
+        assert silent.recv(1) == b""
+    assert ask(server, "/metrics")[0] == 200
+
+
+def test_connections_beyond_those_that_are_told_so_are_hung_up_on(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http_server, "SILENT_S", 600.0)
+    server = make_server("--http", "127.0.0.1:0", "--cpu", "16MiB")
+    assert server.node.http_port is not None
+    place = ("127.0.0.1", server.node.http_port)
+    with ExitStack() as stack:
+        links = [stack.enter_context(socket.create_connection(place, WAIT_S)) for _ in range(8)]
+        for link in links[4:]:
+            with suppress(ConnectionError):
+                assert link.recv(1) == b""
 
 
 def test_a_header_that_does_not_end_is_refused(served: LocalServer) -> None:
