@@ -31,7 +31,7 @@ from kvstore.proto.segment_table import ALIGN_BYTES as ALIGN_BYTES
 from kvstore.proto.segment_table import MAX_FRAME_BYTES as MAX_FRAME_BYTES
 from kvstore.proto.segment_table import MAX_SEGMENTS as MAX_SEGMENTS
 from kvstore.proto.segment_table import SEGMENT_DTYPE as SEGMENT_DTYPE
-from kvstore.proto.segment_table import check_segments, empty_rows
+from kvstore.proto.segment_table import Sizes, check_shape, empty_rows, shape_of
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
 
 MAGIC = b"KVFR"
@@ -265,15 +265,13 @@ def parse_header(
         raise InvalidFrameError("flags", (flags, fidelity), "set by a newer version")
     if not (0 <= fixed[18] < math.inf and 0 <= fixed[19] < math.inf):
         raise InvalidFrameError("cost or bound", fixed[18:20], "must be finite, not negative")
-    layout, portion = unpack_table(bytes(head[FIXED_BYTES:table_end]))
+    segments = np.frombuffer(bytes(head), SEGMENT_DTYPE, segment_count, table_end)
+    table = bytes(head[FIXED_BYTES:table_end])
+    layout, portion = unpack_table(table)
     if portion is not None and not takes_portions:
         raise InvalidFrameError("rectangle", portion.extents, "whole chunks are taken here")
-    segments = np.frombuffer(bytes(head), SEGMENT_DTYPE, segment_count, table_end)
-    if (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens) != (
-        segment_count, raw_bytes, tokens,
-    ):  # fmt: skip
-        raise InvalidFrameError("layout", (segment_count, raw_bytes, tokens), "contradicts itself")
-    check_segments(empty_rows(layout, levels, portion), segments, size, frame_bytes)
+    sizes = Sizes(size, frame_bytes, raw_bytes, tokens)
+    check_shape(table, shape_of(segments), levels, sizes)
     return FrameHeader(
         ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, codec_id,
         revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto.component_table import unpack_table
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.portion import Portion
 from kvstore.proto.types import KVLayout
@@ -47,22 +48,45 @@ def empty_rows(layout: KVLayout, levels: int, portion: Portion | None = None) ->
     return rows
 
 
-def check_segments(
-    names: NDArray[Any], segments: NDArray[Any], size: int, frame_bytes: int
-) -> None:
-    """Raise InvalidFrameError unless *segments* have the names of *names* and follow each other.
+class Sizes(NamedTuple):
+    """What a frame's header says of its own length, the frame's, and the chunk's."""
 
-    *size* is that of the header before them, *frame_bytes* that of the whole frame.
+    header_bytes: int
+    frame_bytes: int
+    raw_bytes: int
+    tokens: int
+
+
+def shape_of(segments: NDArray[Any]) -> bytes:
+    """Return the rows without their checksums: frames of one layout have the same, if not coded."""
+    return segments.view("<u8").reshape(-1, 4)[:, :3].tobytes()
+
+
+@lru_cache(maxsize=32)
+def check_shape(table: bytes, shape: bytes, levels: int, sizes: Sizes) -> None:
+    """Raise InvalidFrameError unless *shape*, of ``shape_of``, is one of the component *table*.
+
+    Its rows have the names of the layout's and follow each other. Frames of one shape are
+    looked at once: it takes as long as the checksum of a mebibyte.
     """
-    if frame_bytes > MAX_FRAME_BYTES:
-        raise InvalidFrameError("frame_bytes", frame_bytes, f"at most {MAX_FRAME_BYTES}")
+    layout, portion = unpack_table(table)
+    rows = np.frombuffer(shape, "<u8").reshape(-1, 3)
+    if (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens) != (
+        len(rows), sizes.raw_bytes, sizes.tokens,
+    ):  # fmt: skip
+        found = (len(rows), sizes.raw_bytes, sizes.tokens)
+        raise InvalidFrameError("layout", found, "contradicts itself")
+    if sizes.frame_bytes > MAX_FRAME_BYTES:
+        raise InvalidFrameError("frame_bytes", sizes.frame_bytes, f"at most {MAX_FRAME_BYTES}")
+    names, offset, stored = rows.T
     # The first eight bytes of a row: component, section, layer.
-    if not np.array_equal(segments.view("<u8")[::4], names.view("<u8")[::4]):
-        raise InvalidFrameError("segments", len(segments), "must be one a layer, in order")
-    offset, stored = segments["offset"], segments["stored_bytes"]
+    if not np.array_equal(names, empty_rows(layout, levels, portion).view("<u8")[::4]):
+        raise InvalidFrameError("segments", len(rows), "must be one a layer, in order")
     if (offset > MAX_FRAME_BYTES).any() or (stored > MAX_FRAME_BYTES).any():
         raise InvalidFrameError("segments", int(stored.max()), f"at most {MAX_FRAME_BYTES} bytes")
     stop = offset + stored
-    starts = np.concatenate([[size], -(-stop[:-1] // ALIGN_BYTES) * ALIGN_BYTES])
-    if not np.array_equal(offset, starts.astype("<u8")) or int(stop[-1]) != frame_bytes:
-        raise InvalidFrameError("segments", frame_bytes, "must follow each other, 64-byte aligned")
+    starts = np.concatenate([[sizes.header_bytes], -(-stop[:-1] // ALIGN_BYTES) * ALIGN_BYTES])
+    if not np.array_equal(offset, starts.astype("<u8")) or int(stop[-1]) != sizes.frame_bytes:
+        raise InvalidFrameError(
+            "segments", sizes.frame_bytes, "must follow each other, 64-byte aligned"
+        )
