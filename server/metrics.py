@@ -99,6 +99,7 @@ COUNTERS: Mapping[str, str] = {
     "read_throughs": "gets served past a full CPU tier",
     "bulk_ignored_messages": "messages over zmq from peers that named no session",
     "bulk_invalid_messages": "messages over zmq that were none of ours",
+    "zmq_refused_connections": "connections over zmq hung up on, as there were too many",
 }
 """Counter names and what they count; exported as ``kvstore_<name>_total``."""
 

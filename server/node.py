@@ -44,6 +44,7 @@ from kvstore.server.web.dashboard_view import Subject
 
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
     from kvstore.server.bulk.zmq_plane import ZmqPlane
+    from kvstore.server.cluster.peer_streams import PeerStreams
     from kvstore.server.web.http_start import HttpPort
 
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
@@ -102,9 +103,13 @@ class Node:
             config.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
         )
         checks = Checks(limits, clock)
+        self.streams: PeerStreams | None = None
+        self._streams_at = ("", b"")
         self.bulk = self._open_bulk(checks)
         bulk_terms = (self.bulk.address, self.bulk.public_key) if self.bulk else ("", b"")
-        identity = Identity(_new_id(), kvstore.__version__, host_id(), clock(), *bulk_terms)
+        identity = Identity(
+            _new_id(), kvstore.__version__, host_id(), clock(), *bulk_terms, *self._streams_at
+        )
         self.directory = open_directory(
             config, identity.boot_id, self.port, bulk_terms[0], self.counters, clock
         )
@@ -202,18 +207,28 @@ class Node:
         if config.zmq == "off":
             return None
         from kvstore.server.bulk.bulk_service import BulkService
+        from kvstore.server.bulk.zmq_connections import most_links
         from kvstore.server.bulk.zmq_keys import load_keys
         from kvstore.server.bulk.zmq_plane import BulkLimits, ZmqPlane
         from kvstore.server.bulk.zmq_socket import is_private
+        from kvstore.server.cluster.stream_start import open_streams
 
         keys = None if is_private(config.zmq) else load_keys(config.zmq_keys)
         service = BulkService(self.manager, self.sessions, checks, desk_limits(config))
         service.tracing = self._tracing
-        limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers)
+        links = most_links(config.max_sessions)
+        limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers, links)
         plane = ZmqPlane(
             config.zmq, keys, self.sessions, service, limits, self.trust.doorkeeper.admit_on
         )
         self._closers.append(plane.close)
+        admit = self.trust.doorkeeper.admit_on
+        opened = open_streams(
+            config, service, self.sessions, admit, self._clock, is_encrypted=keys is not None
+        )
+        if opened is not None:
+            self.streams, self._streams_at = opened
+            self._closers.append(self.streams.close)
         return plane
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
@@ -269,6 +284,7 @@ class Node:
         """Whether every thread the node depends on lives."""
         plane = self.data_plane
         is_bulk_alive = self.bulk is None or self.bulk.is_alive()
+        is_bulk_alive &= self.streams is None or self.streams.is_alive()
         is_publishing = is_bulk_alive and self.events.is_alive()
         return self.manager.is_alive() and is_publishing and (plane is None or plane.is_alive())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import groupby
@@ -41,6 +42,8 @@ class BulkService:
         self._sessions = sessions
         self._checks = checks
         self.tracing: Tracing | None = None
+        self._own_gets = 0
+        self._lock = threading.Lock()  # guards that
 
     def count(self, name: str) -> None:
         """Count one of *name*."""
@@ -79,8 +82,21 @@ class BulkService:
         if work.word.flags & bulk.PEER:
             self.desk.get(work, digests)
             return
-        with self._traced("Get"):
-            self._get(session, work, digests)
+        self._count_own(1)
+        try:
+            with self._traced("Get"):
+                self._get(session, work, digests)
+        finally:
+            self._count_own(-1)
+
+    def _count_own(self, more: int) -> None:
+        with self._lock:
+            self._own_gets += more
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether clients of this server's own are being sent frames."""
+        return self._own_gets > 0
 
     def _traced(self, method: str) -> AbstractContextManager[None]:
         return nullcontext() if self.tracing is None else self.tracing.call(method, "zmq")

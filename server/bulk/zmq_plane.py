@@ -51,10 +51,12 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BulkLimits:
-    """``threads`` work at once; ``max_requests`` may be at work or waiting."""
+    """``threads`` work at once; ``max_requests`` may be at work or waiting; ``max_links`` are
+    connections."""
 
     threads: int
     max_requests: int
+    max_links: int
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +104,10 @@ class ZmqPlane:
         self._peers: dict[bytes, _Peer] = {}
         self._posts: deque[Callable[[], object]] = deque()
         self._closed = False
-        self._router, self.address = bind_router(endpoint, keys)
+        refused = partial(service.count, "zmq_refused_connections")
+        self._router, self._cap, self.address = bind_router(
+            endpoint, keys, limits.max_links, refused
+        )
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Guards the descriptor against its closing.
         self._wake_lock = threading.Lock()
@@ -159,6 +164,7 @@ class ZmqPlane:
 
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
+        poller.register(self._cap.news, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
         is_busy = False
         try:
@@ -166,6 +172,7 @@ class ZmqPlane:
                 ready = dict(poller.poll(0 if is_busy else _POLL_MS))
                 if self._wakeup in ready:
                     os.eventfd_read(self._wakeup)
+                self._cap.hold()
                 while self._posts:
                     self._posts.popleft()()
                 for _ in range(_MESSAGES_PER_TURN):
@@ -176,6 +183,7 @@ class ZmqPlane:
             for peer in list(self._peers.values()):
                 self._drop(peer)
             context = self._router.context
+            self._cap.close()
             self._router.close(0)
             context.term()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.bulk.zmq_connections import ConnectionCap
 from kvstore.server.bulk.zmq_keys import CurveKeys
 from kvstore.server.settings.units import is_loopback, parse_endpoint
 
@@ -20,8 +22,11 @@ SOCKET_BUFFER_BYTES = 4 << 20
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 
 
-def bind_router(endpoint: str, keys: CurveKeys | None) -> tuple[zmq.Socket[bytes], str]:
-    """Bind *endpoint*, host:port or ipc:PATH; return the socket and the address to connect to.
+def bind_router(
+    endpoint: str, keys: CurveKeys | None, most: int, refused: Callable[[], object]
+) -> tuple[zmq.Socket[bytes], ConnectionCap, str]:
+    """Bind *endpoint*, host:port or ipc:PATH; return the socket, what holds it to *most*
+    connections (*refused* is called for each beyond) and the address to connect to.
 
     The address has ``*`` for the host when every interface is bound. The socket has a context
     of its own. Raises InvalidRequestError.
@@ -41,9 +46,11 @@ def bind_router(endpoint: str, keys: CurveKeys | None) -> tuple[zmq.Socket[bytes
     if keys is not None:
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = keys.public, keys.secret
+    cap = ConnectionCap(router, most, refused)
     try:
-        return router, bind_to(router, endpoint)
+        return router, cap, bind_to(router, endpoint)
     except zmq.ZMQError as error:
+        cap.close()
         router.close(0)
         context.term()
         fix = f"{error.strerror}; is it taken? choose another address"

@@ -97,7 +97,8 @@ class EventPublisher:
         try:
             while not self._closed:
                 # Each has its turn: a long answer keeps no event waiting.
-                steps = (self._publish, self._sockets.admit, self._receive, self._replay)
+                first = (self._sockets.hold, self._publish, self._sockets.admit)
+                steps = (*first, self._receive, self._replay)
                 did = [step() for step in steps]
                 if not any(did):
                     self._sockets.wait(int(1000 * POLL_S))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.bulk.zmq_connections import ConnectionCap
 from kvstore.server.bulk.zmq_keys import CurveKeys
 from kvstore.server.bulk.zmq_socket import bind_to
 
@@ -21,6 +23,8 @@ SEND_QUEUE_BATCHES = 10_000
 """Waiting for one reader. Past it, it misses some, and sees that by their numbers."""
 REPLAY_QUEUE_BATCHES = 64
 """Waiting for one reader that asked for what it missed. Past it, its answer waits."""
+MAX_CONNECTIONS = 64
+"""Of either socket. What connects beyond is hung up on."""
 MAX_REQUEST_BYTES = 1024
 """Of what a reader sends: a subscription, a number, and 400 to prove who it is."""
 _HANDSHAKE_MS = 5000
@@ -53,16 +57,23 @@ class EventSockets:
     """A PUB socket and a ROUTER for replays, either of which may be None, and what admits to them.
 
     With *keys* and *readers* who connects proves by CURVE to be one of them. ``addresses`` are
-    those to connect to. Raises InvalidRequestError.
+    those to connect to. *refused* is called for each connection that is one too many. Raises
+    InvalidRequestError.
     """
 
     def __init__(
-        self, publish: str, replay: str, keys: CurveKeys | None, readers: Readers | None
+        self,
+        publish: str,
+        replay: str,
+        keys: CurveKeys | None,
+        readers: Readers | None,
+        refused: Callable[[], object] = lambda: None,
     ) -> None:
         import zmq
 
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
-        self._keys, self._readers = keys, readers
+        self._keys, self._readers, self._refused = keys, readers, refused
+        self._caps: list[ConnectionCap] = []
         self.addresses: list[str] = []
         self.pub: Socket | None = None
         self.replay: Socket | None = None
@@ -104,23 +115,32 @@ class EventSockets:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
             socket.setsockopt(zmq.ZAP_DOMAIN, b"events")
+        cap = ConnectionCap(socket, MAX_CONNECTIONS, self._refused)
+        self._caps.append(cap)
         try:
             self.addresses.append(bind_to(socket, endpoint))
         except zmq.ZMQError as error:
+            cap.close()
             socket.close(0)
             fix = f"{error.strerror}; is it taken? choose another address"
             raise InvalidRequestError(name, endpoint, fix) from None
         return socket
 
     def wait(self, timeout_ms: int) -> None:
-        """Wait until a reader asks for something, or somebody wants to connect."""
+        """Wait until a reader asks for something, or somebody connects."""
         import zmq
 
         poller = zmq.Poller()
-        for socket in (self.replay, self._admission):
+        for socket in (self.replay, self._admission, *(cap.news for cap in self._caps)):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(timeout_ms)
+
+    def hold(self) -> bool:
+        """Hang up on who is too many; False: nothing that would be gone on with at once."""
+        for cap in self._caps:
+            cap.hold()
+        return False
 
     def admit(self) -> bool:
         """Answer one connection that asks to be let in; False when there is none."""
@@ -142,6 +162,8 @@ class EventSockets:
 
     def close(self) -> None:
         """Close all of it. Idempotent."""
+        for cap in self._caps:
+            cap.close()
         for socket in (self.pub, self.replay, self._admission):
             if socket is not None:
                 socket.close(0)

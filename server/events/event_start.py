@@ -61,7 +61,8 @@ class NodeEvents:
         path = config.events_readers
         readers = None if path is None else WatchedFile((path,), parse_readers)
         keys = None if readers is None else load_keys(config.zmq_keys)
-        sockets = EventSockets(config.events, config.events_replay, keys, readers)
+        refused = partial(manager.counters.add, "zmq_refused_connections")
+        sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
         self.addresses = sockets.addresses
         self.publisher = EventPublisher(
             sockets, desk, boot_id, manager.counters, time.time, time.monotonic
