@@ -179,18 +179,18 @@ class PeerLink:
         import zmq
 
         terms = self.terms
-        link = self._link = self._context.socket(zmq.DEALER)
         self._is_attached, self._timeout_ms = False, -1
-        link.linger = 0
-        link.sndhwm = link.rcvhwm = bulk.QUEUE_MESSAGES
-        link.maxmsgsize = bulk.MAX_WIRE_BYTES
-        link.heartbeat_ivl, link.heartbeat_timeout = bulk.HEARTBEAT_MS, bulk.SILENCE_MS
-        link.reconnect_ivl = -1
-        link.ipv6 = True
-        if terms.public_key:
-            link.curve_serverkey = terms.public_key
-            link.curve_publickey, link.curve_secretkey = zmq.curve_keypair()
         try:
+            link = self._link = self._context.socket(zmq.DEALER)
+            link.linger = 0
+            link.sndhwm = link.rcvhwm = bulk.QUEUE_MESSAGES
+            link.maxmsgsize = bulk.MAX_WIRE_BYTES
+            link.heartbeat_ivl, link.heartbeat_timeout = bulk.HEARTBEAT_MS, bulk.SILENCE_MS
+            link.reconnect_ivl = -1
+            link.ipv6 = True
+            if terms.public_key:
+                link.curve_serverkey = terms.public_key
+                link.curve_publickey, link.curve_secretkey = zmq.curve_keypair()
             link.connect(terms.address)
         except zmq.ZMQError as error:
             self.close()
@@ -223,12 +223,15 @@ class PeerLink:
 
         assert self._link is not None
         left_ms = max(0, int(1000 * (deadline - self._clock())))
-        if left_ms != self._timeout_ms:
-            self._link.rcvtimeo = self._timeout_ms = left_ms
         try:
+            if left_ms != self._timeout_ms:
+                self._link.rcvtimeo = self._timeout_ms = left_ms
             frames = self._link.recv_multipart(copy=False)
         except zmq.Again:
             raise DeadlineError(f"{self.terms.address} did not answer in time") from None
+        except zmq.ZMQError as error:  # all are hung up on
+            self.close()
+            raise TierUnavailableError("peer", f"{self.terms.address}: {error}") from None
         if len(frames) > 2:
             raise InvalidRequestError("frames", len(frames), "a message has two at most")
         payload = as_bytes(frames[1].buffer) if len(frames) == 2 else None

@@ -115,13 +115,19 @@ class Peers:
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on all. Idempotent."""
+        """Hang up on all. Idempotent.
+
+        A link that somebody waits on is closed by them: under them, ZeroMQ would end the process.
+        """
         self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(_JOIN_S)
         for peer in self.known():
             peer.forget()
-        self._context.destroy(0)
+        # Wakes who waits, then waits for them to be done with their links.
+        ending = threading.Thread(target=self._context.term, name="peers-end", daemon=True)
+        ending.start()
+        for thread in (ending, self._thread):
+            if thread is not None:
+                thread.join(_JOIN_S)
 
     def known(self) -> list[Peer]:
         """Return every peer that is known, up or not."""
@@ -164,6 +170,8 @@ class Peers:
             peer.is_self = True
             return
         peer.let_in(answer.terms, self._context)
+        if self._stopping.is_set():  # nobody else hangs up on it any more
+            peer.forget()
 
     # --- asking
 
