@@ -34,7 +34,7 @@ from bench.opponents import LMCacheCodecs, lmcache_codecs, lossless_coder
 from bench.peer_process import PeerSkippedError
 from bench.report import Report
 from kvstore.cli.plot import line_chart
-from kvstore.codecs.background import make_at_once
+from kvstore.proto.background import make_at_once
 from kvstore.proto.types import RopeParameters
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.background import improving
 from kvstore.codecs.base import Codec, Part
 from kvstore.codecs.planes import (
     Splitter,
@@ -28,6 +27,7 @@ from kvstore.codecs.planes import (
     scatter_rows,
 )
 from kvstore.codecs.raw import RawCodec
+from kvstore.proto.background import improving
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import Component, DType, Fidelity

@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.background import improving
 from kvstore.codecs.floats import Floats
+from kvstore.proto.background import improving
 
 GROUP = 64
 SLACK = np.float32(2.0**-21)

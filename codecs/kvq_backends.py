@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.background import improving
 from kvstore.codecs.floats import from_float32
 from kvstore.codecs.kvq_tiles import NUMPY, TileBackend, Tiles
 from kvstore.codecs.rope import rotation
+from kvstore.proto.background import improving
 from kvstore.proto.types import DType
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.codecs.background import improving
 from kvstore.codecs.floats import from_float32
 from kvstore.codecs.kvq_backends import same_tiles
 from kvstore.codecs.kvq_levels import (
@@ -25,6 +24,7 @@ from kvstore.codecs.kvq_levels import (
 from kvstore.codecs.kvq_tiles import NUMPY, Tiles, quotients_of
 from kvstore.codecs.mixed_tiles import KINDS, factors_of, moved, quantise_mixed
 from kvstore.codecs.rope import rotation
+from kvstore.proto.background import improving
 from kvstore.proto.types import DType
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.background import improving
 from kvstore.codecs.base import Part
+from kvstore.proto.background import improving
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.types import Component, DType
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.background import improving
+from kvstore.proto.background import improving
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 
 U8: TypeAlias = NDArray[np.uint8]

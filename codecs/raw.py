@@ -24,7 +24,7 @@ from kvstore.codecs.base import (
 from kvstore.codecs.block_part import BlockPart
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.terms import EncodeTerms
-from kvstore.proto.buffers import BLOCK_BYTES, Bytes, as_bytes, copy_bytes, copy_summed
+from kvstore.proto.buffers import BLOCK_BYTES, Bytes, as_bytes, copy_bytes, copy_pieces
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import (
     ALIGN_BYTES,
@@ -93,10 +93,10 @@ class RawCodec(Codec):
         end = header_bytes(layout)
         for component, layers in zip(layout.components, tensors, strict=True):
             if isinstance(layers, BlockStack) and not is_summed and _is_dense(component):
-                room = list(islice(starts, component.layers))
-                out[end : room[0]] = 0
-                end = room[-1] + component.layer_bytes
-                layers.gather(out[room[0] : end])
+                places = list(islice(starts, component.layers))
+                out[end : places[0]] = 0
+                end = places[-1] + component.layer_bytes
+                layers.gather(out[places[0] : end])
                 checksums += [0] * component.layers
                 continue
             for parts in layers:
@@ -104,16 +104,19 @@ class RawCodec(Codec):
                 if end < start:
                     out[end:start] = 0
                 end = start + component.layer_bytes
-                digest = xxh3_64() if is_summed else None
-                _encode_layer(parts, component, out[start:end], digest)
-                checksums.append(0 if digest is None else digest.intdigest())
+                room = out[start:end]
+                if is_summed:
+                    checksums.append(_encode_summed(parts, component, room))
+                else:
+                    _encode_layer(parts, component, room)
+                    checksums.append(0)
         header = raw_header(template, checksums)
         copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
         return header
 
     def encode_segment(self, parts: Sequence[AnyPart], component: Component, out: Bytes) -> int:
         """Copy one layer into *out* and return its ``layer_bytes``."""
-        _encode_layer(parts, component, out[: component.layer_bytes], None)
+        _encode_layer(parts, component, out[: component.layer_bytes])
         return component.layer_bytes
 
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[AnyPart]) -> None:
@@ -125,9 +128,8 @@ class RawCodec(Codec):
         self, parts: Sequence[AnyPart], component: Component, out: Bytes
     ) -> tuple[int, int]:
         """Copy one layer into *out*, summing what arrived while it is in cache."""
-        digest = xxh3_64()
-        _encode_layer(parts, component, out[: component.layer_bytes], digest)
-        return component.layer_bytes, digest.intdigest()
+        size = component.layer_bytes
+        return size, _encode_summed(parts, component, out[:size])
 
     def decode_checked(
         self, header: FrameHeader, index: int, data: Bytes, out: Sequence[AnyPart]
@@ -180,42 +182,57 @@ def _is_dense(component: Component) -> bool:
     return component.layer_bytes % ALIGN_BYTES == 0
 
 
-def _encode_layer(
-    parts: Sequence[AnyPart], component: Component, room: Bytes, digest: xxh3_64 | None
-) -> None:
-    """Copy one layer into *room*, and add what arrived to *digest*."""
-    start, size = 0, component.part_bytes
+def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
+    """Return the bytes of *parts*; None where one is in blocks or strided."""
+    found: list[Bytes] = []
     for part in parts:
-        ours = room[start : start + size]
-        start += size
         if not (isinstance(part, np.ndarray) and part.flags.c_contiguous):
-            _encode_part(part, component, ours, digest)
-        elif digest is None:
+            return None
+        found.append(part.reshape(-1).view(np.uint8))
+    return found
+
+
+def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) -> int:
+    """Copy one layer into *room* and return the checksum of what arrived."""
+    flat, rooms = _flat(parts), _cut(room, component)
+    if flat is not None:
+        return copy_pieces(list(zip(rooms, flat, strict=True)))
+    digest = xxh3_64()
+    for part, ours in zip(parts, rooms, strict=True):
+        view = ours.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
+        for block, theirs in _blocks(view, part):
+            _gather(theirs, block)
+            digest.update(block)  # type: ignore[arg-type]
+    return digest.intdigest()
+
+
+def _cut(data: Bytes, component: Component) -> list[Bytes]:
+    """Return the parts of one layer."""
+    size = component.part_bytes
+    return [data[at : at + size] for at in range(0, component.parts * size, size)]
+
+
+def _encode_layer(parts: Sequence[AnyPart], component: Component, room: Bytes) -> None:
+    """Copy one layer into *room*."""
+    for part, ours in zip(parts, _cut(room, component), strict=True):
+        if isinstance(part, np.ndarray) and part.flags.c_contiguous:
             np.copyto(ours, part.reshape(-1).view(np.uint8))
         else:
-            copy_summed(ours, part.reshape(-1).view(np.uint8), digest)
-
-
-def _encode_part(part: AnyPart, component: Component, room: Bytes, digest: xxh3_64 | None) -> None:
-    view = room.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
-    if digest is None:
-        _gather(part.view(view.dtype), view)
-        return
-    for ours, theirs in _blocks(view, part):
-        _gather(theirs, ours)
-        digest.update(ours)  # type: ignore[arg-type]
+            view = ours.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
+            _gather(part.view(view.dtype), view)
 
 
 def _copy_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:
     """Copy the raw layer at *start* of *frame* into *out* and return its checksum."""
+    flat = _flat(out)
+    if flat is not None:
+        starts = range(start, start + part_bytes * len(flat), part_bytes)
+        pieces = (frame[at : at + part_bytes] for at in starts)
+        return copy_pieces(list(zip(flat, pieces, strict=True)))
     digest = xxh3_64()
     for part in out:
-        stop = start + part_bytes
-        if isinstance(part, np.ndarray) and part.flags.c_contiguous:
-            copy_summed(part.reshape(-1).view(np.uint8), frame[start:stop], digest)
-        else:
-            _scatter_part(frame[start:stop], part, digest)
-        start = stop
+        _scatter_part(frame[start : start + part_bytes], part, digest)
+        start += part_bytes
     return digest.intdigest()
 
 

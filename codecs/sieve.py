@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.background import improving
+from kvstore.proto.background import improving
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 

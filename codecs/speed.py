@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.background import settle
 from kvstore.codecs.base import ChunkTensors, Codec, empty_tensors
 from kvstore.codecs.terms import EncodeTerms
+from kvstore.proto.background import settle
 from kvstore.proto.codec_speed import CodecSpeed
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.codecs.background import improving
 from kvstore.codecs.exponents import (
     U8,
     ExponentCodec,
@@ -26,6 +25,7 @@ from kvstore.codecs.exponents import (
     tile_items,
 )
 from kvstore.codecs.planes import Splitter, best_splitter
+from kvstore.proto.background import improving
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import Component

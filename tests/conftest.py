@@ -16,7 +16,7 @@ from local_server import LocalServer, eventually
 from redis_process import RedisProcess
 from server_process import ServerProcess
 
-from kvstore.codecs.background import make_at_once
+from kvstore.proto.background import make_at_once
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # a loaded machine is slow: time is no property of a test's input

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.codecs import background
-from kvstore.codecs.background import Improving, improving
+from kvstore.proto import background
+from kvstore.proto.background import Improving, improving
 
 
 @pytest.fixture(autouse=True)
