@@ -158,7 +158,7 @@ class OpenPeerRequest(_message.Message):
     def __init__(self, node_id: _Optional[str] = ...) -> None: ...
 
 class OpenPeerResponse(_message.Message):
-    __slots__ = ("server", "session_id", "attach_token", "heartbeat_ms", "max_frame_bytes", "max_batch_chunks", "zmq_address", "zmq_public_key")
+    __slots__ = ("server", "session_id", "attach_token", "heartbeat_ms", "max_frame_bytes", "max_batch_chunks", "zmq_address", "zmq_public_key", "stream_address", "stream_certificate")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,8 @@ class OpenPeerResponse(_message.Message):
     MAX_BATCH_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     ZMQ_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ZMQ_PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     server: Server
     session_id: int
     attach_token: bytes
@@ -175,7 +177,9 @@ class OpenPeerResponse(_message.Message):
     max_batch_chunks: int
     zmq_address: str
     zmq_public_key: bytes
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., attach_token: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ...) -> None: ...
+    stream_address: str
+    stream_certificate: bytes
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., attach_token: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session_id", "counts")

@@ -53,6 +53,8 @@ class Identity:
     started_at: float
     zmq_address: str = ""
     zmq_public_key: bytes = b""
+    stream_address: str = ""
+    stream_certificate: bytes = b""
 
 
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -20,6 +20,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.peer_link import PeerLink, PeerTerms
+from kvstore.server.cluster.stream_link import StreamLink
 
 if TYPE_CHECKING:
     import zmq
@@ -29,7 +30,12 @@ LINKS_PER_PEER = 8
 MAX_LIES = 3
 """Wrong answers or wrong bytes, or reads in a row that fail, before a peer is left alone."""
 BARRED_S = 60.0
+STREAM_WITHIN_S = 0.5
+"""For a stream to be opened; past it the bulk channel does."""
+STREAMS_AGAIN_S = 30.0
 _EWMA_WEIGHT = 0.2
+
+AnyLink = TypeVar("AnyLink", PeerLink, StreamLink)
 
 
 @dataclass(slots=True)
@@ -68,13 +74,17 @@ class Peer:
         self._terms: PeerTerms | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._idle: list[PeerLink] = []
+        self._idle_streams: list[StreamLink] = []
+        self._lent_streams: set[StreamLink] = set()
+        self._has_streams = False
+        self._no_streams_until = 0.0
         self._lent = 0
         self._lies = 0
         self._stalls = 0
         """Reads in a row that failed, though it answered questions in between."""
         self._has_answered = False
         self._barred_until = 0.0
-        # Guards the eight above.
+        # Guards the twelve above.
         self._lock = threading.Lock()
 
     @property
@@ -109,19 +119,95 @@ class Peer:
         self.forget()
         with self._lock:
             self._terms, self._context = terms, context
+            self._has_streams, self._no_streams_until = False, 0.0
         self.heard_at = self._clock()
 
     def forget(self) -> None:
         """Its session is over, or it is another server by now. Idempotent."""
         with self._lock:
             self._terms = None
-            idle, self._idle = self._idle, []
+            idle: list[PeerLink | StreamLink] = [*self._idle, *self._idle_streams]
+            self._idle, self._idle_streams = [], []
+            lent = list(self._lent_streams)
         for link in idle:
             link.close()
+        for stream in lent:
+            stream.hang_up()
 
     @contextmanager
     def lend(self) -> Iterator[PeerLink]:
         """Lend a link for one request. Raises QuotaExceededError, LeaseExpiredError."""
+        terms, context = self._borrow()
+        with self._lock:
+            link = self._idle.pop() if self._idle else PeerLink(terms, context, self._clock)
+        try:
+            yield link
+        finally:
+            self._take_back(link, self._idle)
+
+    @contextmanager
+    def lend_reader(self) -> Iterator[PeerLink | StreamLink]:
+        """Lend what one frame is read over: a stream where the peer has them and is reached.
+
+        Raises as ``lend`` does.
+        """
+        stream = self._stream()
+        if stream is None:
+            with self.lend() as link:
+                yield link
+            return
+        try:
+            yield stream
+        finally:
+            self._take_back(stream, self._idle_streams)
+
+    def _stream(self) -> StreamLink | None:
+        """Borrow a stream; None without one."""
+        if not self._has_streams:
+            return None
+        terms, _ = self._borrow()
+        with self._lock:
+            if self._idle_streams:
+                stream = self._idle_streams.pop()
+                self._lent_streams.add(stream)
+                return stream
+        return self._reached(StreamLink(terms, self._clock))
+
+    def try_streams(self) -> None:
+        """Open a stream where the peer has them and none is known to be reached, if that is due.
+
+        For the upkeep: no read waits for a port that nobody may reach.
+        """
+        terms = self._terms
+        is_told = terms is not None and bool(terms.stream_address)
+        if not is_told or self._has_streams or self._clock() < self._no_streams_until:
+            return
+        try:
+            terms, _ = self._borrow()
+            stream = self._reached(StreamLink(terms, self._clock))
+        except (QuotaExceededError, LeaseExpiredError):
+            return  # it is asked again, and let in again
+        if stream is not None:
+            self._has_streams = True
+            self._take_back(stream, self._idle_streams)
+
+    def _reached(self, stream: StreamLink) -> StreamLink | None:
+        """Return a borrowed *stream* when it is connected; else none is used for a while."""
+        with self._lock:
+            self._lent_streams.add(stream)
+        try:
+            stream.reach(STREAM_WITHIN_S)
+        except KVStoreError as error:
+            self._take_back(stream, self._idle_streams)
+            if isinstance(error, QuotaExceededError | LeaseExpiredError):
+                raise
+            with self._lock:
+                self._has_streams = False
+                self._no_streams_until = self._clock() + STREAMS_AGAIN_S
+            return None
+        return stream
+
+    def _borrow(self) -> tuple[PeerTerms, zmq.Context[zmq.Socket[bytes]]]:
         with self._lock:
             terms, context = self._terms, self._context
             if terms is None or context is None:
@@ -129,17 +215,18 @@ class Peer:
             if self._lent >= LINKS_PER_PEER:
                 raise QuotaExceededError("links_per_peer", LINKS_PER_PEER, self.address)
             self._lent += 1
-            link = self._idle.pop() if self._idle else PeerLink(terms, context, self._clock)
-        try:
-            yield link
-        finally:
-            with self._lock:
-                self._lent -= 1
-                is_kept = link.is_open and link.terms is self._terms
-                if is_kept:
-                    self._idle.append(link)
-            if not is_kept:
-                link.close()
+        return terms, context
+
+    def _take_back(self, link: AnyLink, idle: list[AnyLink]) -> None:
+        with self._lock:
+            self._lent -= 1
+            is_kept = link.is_open and link.terms is self._terms
+            if isinstance(link, StreamLink):
+                self._lent_streams.discard(link)
+            if is_kept:
+                idle.append(link)
+        if not is_kept:
+            link.close()
 
     def answered(self, *, is_read: bool = False) -> None:
         """It did as it was asked."""

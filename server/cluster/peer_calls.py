@@ -46,4 +46,6 @@ class PeerCalls:
             max_batch_chunks=self._checks.limits.max_batch_chunks,
             zmq_address=self._identity.zmq_address,
             zmq_public_key=self._identity.zmq_public_key,
+            stream_address=self._identity.stream_address,
+            stream_certificate=self._identity.stream_certificate,
         )

@@ -6,16 +6,30 @@ no policy hears of it, as whoever reads a chunk often keeps it itself.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.peer_words import pack_found, unpack_wanted
 from kvstore.proto.types import ChunkKey
-from kvstore.server.bulk.bulk_work import GetWork, Piece
+from kvstore.server.bulk.bulk_work import Piece
 from kvstore.server.cluster.peer_config import GET_BYTES
 from kvstore.server.transfer import Transfers
+
+
+class Sending(Protocol):
+    """A get at work, whoever moves its bytes: ``GetWork`` and ``StreamWork``."""
+
+    word: bulk.Get
+
+    def offer(self, piece: Piece) -> bool:
+        """Take *piece* to be sent; False when nobody wants more of them, or it is too late."""
+
+    def settle(self) -> bool:
+        """Wait until all that was offered is sent; False when it is cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +42,14 @@ class DeskLimits:
 
 
 class PeerDesk:
-    """Answers finds and gets of peers from CPU memory.
-
-    ``enter`` and ``leave`` are for one thread; the rest is thread-safe.
-    """
+    """Answers finds and gets of peers from CPU memory. Thread-safe."""
 
     def __init__(self, transfers: Transfers, limits: DeskLimits) -> None:
         self._catalog = transfers.catalog
         self._cpu = transfers.cpu_tier
         self._counters = transfers.counters
         self._limits = limits
+        self._lock = threading.Lock()  # guards the two below
         self._requests = 0
         self._under_way_bytes = 0
 
@@ -45,20 +57,24 @@ class PeerDesk:
         """Take a request in. Raises QuotaExceededError when as many are at work as may be."""
         size_bytes = GET_BYTES if isinstance(word, bulk.Get) else 0
         limits = self._limits
-        for name, value, limit in (
-            ("peer_requests", self._requests + 1, limits.requests),
-            ("peer_bytes", self._under_way_bytes + size_bytes, limits.under_way_bytes),
-        ):
-            if value > limit:
-                self._counters.add("peer_refused_requests")
-                raise QuotaExceededError(name, limit, "this server")
-        self._requests += 1
-        self._under_way_bytes += size_bytes
+        with self._lock:
+            sums = (
+                ("peer_requests", self._requests + 1, limits.requests),
+                ("peer_bytes", self._under_way_bytes + size_bytes, limits.under_way_bytes),
+            )
+            past = [(name, limit) for name, value, limit in sums if value > limit]
+            if not past:
+                self._requests += 1
+                self._under_way_bytes += size_bytes
+                return
+        self._counters.add("peer_refused_requests")
+        raise QuotaExceededError(*past[0], "this server")
 
     def leave(self, word: bulk.Word) -> None:
         """Undo one ``enter``."""
-        self._requests -= 1
-        self._under_way_bytes -= GET_BYTES if isinstance(word, bulk.Get) else 0
+        with self._lock:
+            self._requests -= 1
+            self._under_way_bytes -= GET_BYTES if isinstance(word, bulk.Get) else 0
 
     def find(self, payload: bytes) -> bytes:
         """Return what is known of the chunks in memory that *payload* names.
@@ -69,7 +85,7 @@ class PeerDesk:
         self._counters.add("peer_asked_chunks", len(keys))
         return pack_found(self._catalog.infos_on(self._cpu.name, keys))
 
-    def get(self, work: GetWork, payload: bytes) -> None:
+    def get(self, work: Sending, payload: bytes) -> None:
         """Offer the frames in memory that *payload* names, up to the first that is not there.
 
         Return once their memory is in use no more, or the deadline is over. Raises

@@ -70,6 +70,8 @@ class PeerAccess:
             max(1, reply.heartbeat_ms),
             min(reply.max_frame_bytes, MAX_FRAME_BYTES),
             max(1, reply.max_batch_chunks),
+            reply.stream_address.replace("*", host),
+            reply.stream_certificate,
         )
         if not terms.address.startswith(("tcp://", "ipc://")):
             raise TierUnavailableError("peer", f"{address}: has no bulk channel")

@@ -41,6 +41,10 @@ class PeerTerms:
     heartbeat_ms: int
     max_frame_bytes: int
     max_batch_chunks: int
+    stream_address: str = ""
+    """Where its streams are, tcp://host:port; empty: it has none."""
+    stream_certificate: bytes = b""
+    """In DER; empty: they go in plain text."""
 
 
 class PeerLink:

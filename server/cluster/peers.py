@@ -157,6 +157,7 @@ class Peers:
                 self._open(peer)
             if not peer.is_self:
                 self._ask({peer: [_NO_KEY]})
+                peer.try_streams()
         except InvalidRequestError as error:
             peer.breaker.fail(str(error))
             logger.warning("peer cannot be asked", peer=peer.address, reason=str(error))
@@ -290,7 +291,7 @@ class Peers:
             started = first = self._clock()
             try:
                 with (
-                    peer.lend() as link,
+                    peer.lend_reader() as link,
                     closing(link.read(info, out, offset, timeout_s)) as steps,
                 ):
                     for arrived in steps:

@@ -1,0 +1,299 @@
+"""PeerStreams: other servers' TCP connections, over which they read this one's memory.
+
+One thread waits for all who say nothing; threads answer who asked. Who has not said yet whose
+connection it is has threads of his own to be slow with.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvstore.proto import bulk
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    PermissionDeniedError,
+    QuotaExceededError,
+    TierUnavailableError,
+    UnauthenticatedError,
+)
+from kvstore.server.cluster.peer_desk import PeerDesk
+from kvstore.server.cluster.stream_wire import StreamWire
+from kvstore.server.cluster.stream_work import SILENCE_S, StreamWork
+from kvstore.server.sessions import Session, SessionTable
+
+if TYPE_CHECKING:
+    import ssl
+
+HELLO_S = 2.0
+"""For the handshake and the first word."""
+MAX_STRANGERS = 64
+"""Connections that have not said whose they are."""
+MAX_STREAMS = 1024
+STREAMS_PER_SESSION = 16
+HELLO_THREADS = 2
+_SWEEP_S = 1.0
+_BACKLOG = 128
+_ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    wire: StreamWire
+    session: Session
+
+
+@dataclass(slots=True, eq=False)
+class _Stranger:
+    link: socket.socket
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTerms:
+    """Who is let in and what is done for them. ``pause`` is called between parts of a frame."""
+
+    sessions: SessionTable
+    admit: Callable[[Session, str], None]
+    desk: PeerDesk
+    threads: int
+    clock: Callable[[], float]
+    pause: Callable[[], None]
+
+
+class PeerStreams:
+    """Serves gets of peers on *listener*; over TLS with *tls*.
+
+    ``address`` is what peers connect to, with ``*`` for the host when every interface is bound.
+    """
+
+    def __init__(
+        self, listener: socket.socket, address: str, tls: ssl.SSLContext | None, terms: StreamTerms
+    ) -> None:
+        self.address = address
+        self._tls = tls
+        self._terms = terms
+        self._listener = listener
+        listener.setblocking(False)
+        self._streams: set[_Stream] = set()
+        self._strangers: set[_Stranger] = set()
+        self._back: list[_Stream] = []
+        """Answered, and to be waited for again."""
+        self._closed = False
+        # Guards the three above.
+        self._lock = threading.Lock()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._hellos = ThreadPoolExecutor(HELLO_THREADS, thread_name_prefix="stream-hello")
+        self._workers = ThreadPoolExecutor(terms.threads, thread_name_prefix="stream-work")
+        self._thread = threading.Thread(target=self._run, name="peer-streams", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether the thread that waits for all of them lives."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Hang up on everybody. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            streams, strangers = list(self._streams), list(self._strangers)
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        for stream in streams:
+            stream.wire.hang_up()
+        for stranger in strangers:
+            stranger.link.close()
+        self._hellos.shutdown(wait=True, cancel_futures=True)
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        for stream in streams:
+            stream.wire.close()
+        self._listener.close()
+        os.close(self._wakeup)
+
+    # --- the thread that waits
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._listener, selectors.EVENT_READ)
+            waiting.register(self._wakeup, selectors.EVENT_READ)
+            swept_at = self._terms.clock()
+            while not self._closed:
+                for key, _ in waiting.select(_SWEEP_S):
+                    self._notice(waiting, key)
+                with self._lock:
+                    back, self._back = self._back, []
+                for stream in back:
+                    waiting.register(stream.wire, selectors.EVENT_READ, stream)
+                if self._terms.clock() - swept_at >= _SWEEP_S:
+                    swept_at = self._terms.clock()
+                    self._sweep(waiting)
+
+    def _notice(self, waiting: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._listener:
+            self._accept(waiting)
+        elif key.fileobj == self._wakeup:
+            os.eventfd_read(self._wakeup)
+        else:
+            waiting.unregister(key.fileobj)
+            if isinstance(key.data, _Stranger):
+                self._hellos.submit(self._welcome, key.data)
+            else:
+                self._workers.submit(self._serve, key.data)
+
+    def _accept(self, waiting: selectors.BaseSelector) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except OSError:
+            return  # gone again, or no descriptor left: it is asked again
+        stranger = _Stranger(link, self._terms.clock() + HELLO_S)
+        with self._lock:
+            known = len(self._strangers)
+            is_full = known >= MAX_STRANGERS or known + len(self._streams) >= MAX_STREAMS
+            if not is_full:
+                self._strangers.add(stranger)
+        if is_full:
+            link.close()
+        else:
+            waiting.register(link, selectors.EVENT_READ, stranger)
+
+    def _sweep(self, waiting: selectors.BaseSelector) -> None:
+        """Hang up on who says nothing, and on those whose session has ended."""
+        now = self._terms.clock()
+        for key in list(waiting.get_map().values()):
+            if isinstance(key.data, _Stranger) and now >= key.data.until:
+                waiting.unregister(key.fileobj)
+                self._forget(key.data)
+            elif isinstance(key.data, _Stream) and key.data.session.is_closed:
+                waiting.unregister(key.fileobj)
+                self._drop(key.data)
+
+    # --- threads that answer
+
+    def _welcome(self, stranger: _Stranger) -> None:
+        """Hear whose connection it is."""
+        link = stranger.link
+        try:
+            link.settimeout(HELLO_S)
+            if self._tls is not None:
+                link = self._tls.wrap_socket(link, server_side=True)
+            wire = StreamWire(link, "peer", self._terms.clock, is_encrypted=self._tls is not None)
+            wire.patience(HELLO_S, stranger.until + HELLO_S)
+            stream = self._attached(wire)
+        except (OSError, KVStoreError) as error:
+            logger.info("refused", method="stream", reason=str(error))
+            self._forget(stranger)
+            link.close()
+            return
+        with self._lock:
+            self._strangers.discard(stranger)
+            self._streams.add(stream)
+        self._wait_again(stream)
+
+    def _attached(self, wire: StreamWire) -> _Stream:
+        word, _ = wire.receive()
+        try:
+            if not isinstance(word, bulk.Attach):
+                raise UnauthenticatedError("say first whose connection it is")
+            session = self._terms.sessions.get(word.session_id)
+            if not hmac.compare_digest(session.attach_token, word.token):
+                raise UnauthenticatedError("token: not this session's; open a session first")
+            if not session.is_peer:
+                raise PermissionDeniedError("streams are for sessions of other servers")
+            with self._lock:
+                others = sum(stream.session is session for stream in self._streams)
+            if others >= STREAMS_PER_SESSION:
+                limit = STREAMS_PER_SESSION
+                raise QuotaExceededError("streams_per_session", limit, session.client)
+        except KVStoreError as error:
+            _refuse(wire, word, error)
+            raise
+        wire.send(bulk.Attached(word.request))
+        return _Stream(wire, session)
+
+    def _serve(self, stream: _Stream) -> None:
+        """Answer one request; who does not ask as agreed is hung up on."""
+        try:
+            stream.wire.patience(SILENCE_S, self._terms.clock() + SILENCE_S)
+            word, size_bytes = stream.wire.receive()
+            payload = stream.wire.take(size_bytes)
+            if not isinstance(word, bulk.Get) or not word.flags & bulk.PEER:
+                raise InvalidRequestError("kind", type(word).__name__, "streams are for gets")
+            self._answer(stream, word, payload)
+        except KVStoreError as error:
+            if not isinstance(error, TierUnavailableError):  # it hung up, which it may
+                logger.info("refused", method="stream", reason=str(error))
+            self._drop(stream)
+            return
+        self._wait_again(stream)
+
+    def _answer(self, stream: _Stream, word: bulk.Get, payload: bytes) -> None:
+        terms = self._terms
+        work = StreamWork(stream.wire, word, terms.clock, terms.pause)
+        try:
+            session = terms.sessions.get(stream.session.session_id)
+            if word.session_id != session.session_id:
+                raise UnauthenticatedError("session_id: ask on the connection of your session")
+            terms.admit(session, "OpenPeer")
+            terms.desk.enter(word)
+            try:
+                terms.desk.get(work, payload)
+            finally:
+                terms.desk.leave(word)
+        except KVStoreError as error:
+            if work.is_broken:
+                raise
+            _refuse(stream.wire, word, error)
+            return
+        if work.is_broken:
+            raise TierUnavailableError("peer", "it did not take what it asked for")
+        stream.wire.send(bulk.Done(word.request, work.frames_sent), b"")
+
+    def _wait_again(self, stream: _Stream) -> None:
+        with self._lock:
+            self._back.append(stream)
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
+
+    def _drop(self, stream: _Stream) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+        stream.wire.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        with self._lock:
+            self._strangers.discard(stranger)
+        stranger.link.close()
+
+
+def _refuse(wire: StreamWire, word: bulk.Word, error: KVStoreError) -> None:
+    wire.send(bulk.Failed(word.request), bulk.pack_failure(type(error).__name__, str(error)))
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """Bind *host* and *port*; return the listener, and the address to connect to.
+
+    Raises InvalidRequestError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        bound = host.replace("*", _ANY_HOST[0])
+        listener = socket.create_server((bound, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        fix = f"{error.strerror}; is it taken? choose another port"
+        raise InvalidRequestError("peer_port", port, fix) from None
+    named = "*" if host in _ANY_HOST else f"[{host}]" if ":" in host else host
+    return listener, f"tcp://{named}:{listener.getsockname()[1]}"

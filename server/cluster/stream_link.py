@@ -1,0 +1,174 @@
+"""A StreamLink: one TCP connection to another server, over which its memory is read."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Generator
+from urllib.parse import urlsplit
+
+from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    InvalidFrameError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
+from kvstore.proto.peer_words import pack_wanted
+from kvstore.proto.types import ChunkInfo
+from kvstore.server.cluster.peer_link import MAX_GET_MS, MOST_SILENCES, PeerTerms
+from kvstore.server.cluster.stream_wire import StreamWire
+
+STEP_BYTES = 1 << 18
+"""What is received before it is summed: larger steps have left the cache by then."""
+
+
+class StreamLink:
+    """One request at a time. Not thread-safe; *clock* returns monotonic seconds.
+
+    ``reach`` connects. A read that does not come to its end leaves the link closed.
+    """
+
+    def __init__(self, terms: PeerTerms, clock: Callable[[], float]) -> None:
+        self.terms = terms
+        self._clock = clock
+        self._wire: StreamWire | None = None
+        self._requests = 0
+        self._is_asking = False
+
+    def reach(self, within_s: float) -> None:
+        """Connect, and say whose connection it is.
+
+        Raises TierUnavailableError, DeadlineError, the peer's own errors.
+        """
+        terms = self.terms
+        where = urlsplit(terms.stream_address)
+        try:
+            link = socket.create_connection((where.hostname or "", where.port or 0), within_s)
+        except OSError as error:
+            raise TierUnavailableError("peer", f"{terms.stream_address}: {error}") from None
+        try:
+            is_encrypted = bool(terms.stream_certificate)
+            if is_encrypted:
+                link = _encrypted(link, terms.stream_certificate)
+            wire = self._wire = StreamWire(
+                link, terms.stream_address, self._clock, is_encrypted=is_encrypted
+            )
+        except (OSError, ValueError) as error:
+            link.close()
+            raise TierUnavailableError("peer", f"{terms.stream_address}: {error}") from None
+        self._is_asking = True
+        try:
+            wire.patience(within_s, self._clock() + within_s)
+            wire.send(bulk.Attach(0, terms.session_id, terms.token))
+            word, size_bytes = wire.receive()
+            if isinstance(word, bulk.Failed):
+                raise bulk.unpack_failure(wire.take(size_bytes))
+            if not isinstance(word, bulk.Attached):
+                raise InvalidRequestError("kind", type(word).__name__, "no answer to attach")
+            self._is_asking = False
+        finally:
+            self._settle()
+
+    def read(
+        self, info: ChunkInfo, out: Bytes, offset: int, silence_s: float
+    ) -> Generator[int, None, None]:
+        """Fill *out* with the frame of *info* from byte *offset*; yield how many bytes have come.
+
+        As ``PeerLink.read``; LeaseExpiredError when the peer hung up since the last request.
+        """
+        wire = self._begin(silence_s)
+        arrived = 0
+        try:
+            self._ask(wire, info, bulk.Range(0, offset, offset + len(out)), silence_s)
+            while self._is_asking:
+                word, size_bytes = self._answer(wire, arrived)
+                if word is None:
+                    continue
+                _check(word, size_bytes, info, offset + arrived, offset + len(out))
+                for start in range(0, size_bytes, STEP_BYTES):
+                    stop = min(start + STEP_BYTES, size_bytes)
+                    wire.fill(out[arrived + start : arrived + stop])
+                    yield arrived + stop
+                arrived += size_bytes
+            if arrived not in (0, len(out)):
+                raise InvalidFrameError("frame_bytes", arrived, f"{len(out)} were asked for")
+        finally:
+            self._settle()
+
+    def _begin(self, silence_s: float) -> StreamWire:
+        if self._is_asking or self._wire is None:
+            raise InvalidRequestError("request", self._requests, "connect anew")
+        self._requests += 1
+        self._is_asking = True
+        self._wire.patience(silence_s, self._clock() + MOST_SILENCES * silence_s)
+        return self._wire
+
+    def _ask(self, wire: StreamWire, info: ChunkInfo, span: bulk.Range, silence_s: float) -> None:
+        deadline_ms = min(max(1, int(1000 * MOST_SILENCES * silence_s)), MAX_GET_MS)
+        flags = bulk.PEER | bulk.RANGES
+        ask = bulk.Get(
+            self._requests, self.terms.session_id, 0, bulk.WINDOW_BYTES, deadline_ms, flags
+        )
+        try:
+            wire.send(ask, bulk.pack_ranges(pack_wanted([info.key]), [span]))
+        except TierUnavailableError as error:
+            raise LeaseExpiredError(str(error)) from None
+
+    def _answer(self, wire: StreamWire, arrived: int) -> tuple[bulk.Part | None, int]:
+        """Return the next part; None for the end."""
+        try:
+            word, size_bytes = wire.receive()
+        except TierUnavailableError as error:
+            if arrived:
+                raise
+            raise LeaseExpiredError(str(error)) from None
+        if word.request != self._requests:
+            raise InvalidFrameError("request", word.request, f"{self._requests} was asked")
+        if isinstance(word, bulk.Part):
+            return word, size_bytes
+        reason = wire.take(size_bytes)
+        if isinstance(word, bulk.Failed):
+            self._is_asking = False
+            raise bulk.unpack_failure(reason)
+        if not isinstance(word, bulk.Done):
+            raise InvalidFrameError("kind", type(word).__name__, "not an answer to a get")
+        self._is_asking = False
+        return None, 0
+
+    def _settle(self) -> None:
+        """Hang up unless the last request has had its answer."""
+        if self._is_asking:
+            self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be used again as it is: connected, and nothing is being answered."""
+        return self._wire is not None and not self._is_asking
+
+    def hang_up(self) -> None:
+        """Wake who waits in a read of it, from another thread; ``close`` is still due."""
+        wire = self._wire
+        if wire is not None:
+            wire.hang_up()
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._is_asking = False
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+
+def _check(part: bulk.Part, size_bytes: int, info: ChunkInfo, at: int, end: int) -> None:
+    """Raise InvalidFrameError unless *part* is what follows of *info* at byte *at*."""
+    if part.frame_bytes != info.size_bytes:
+        raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{info.size_bytes}")
+    if part.chunk or part.offset != at or not size_bytes or at + size_bytes > end:
+        raise InvalidFrameError("offset", (part.chunk, part.offset), f"{at} was to follow")
+
+
+def _encrypted(link: socket.socket, certificate: bytes) -> socket.socket:
+    from kvstore.server.cluster.stream_tls import tls_to
+
+    return tls_to(certificate).wrap_socket(link)

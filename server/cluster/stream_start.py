@@ -1,0 +1,57 @@
+"""Opens the port of streams beside the bulk channel, as the settings say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.server.cluster.peer_streams import PeerStreams, StreamTerms, listen
+from kvstore.server.config import ServerConfig
+from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.settings.units import parse_endpoint
+
+if TYPE_CHECKING:
+    from kvstore.server.bulk.bulk_service import BulkService
+
+YIELD_S = 0.001
+"""Before a part for another server, while this one's own clients are sent frames."""
+
+
+class StreamsAt(NamedTuple):
+    """What peers are told: where streams are, and by which certificate they know them."""
+
+    address: str = ""
+    certificate: bytes = b""
+
+
+def open_streams(
+    config: ServerConfig,
+    service: BulkService,
+    sessions: SessionTable,
+    admit: Callable[[Session, str], None],
+    clock: Callable[[], float],
+    *,
+    is_encrypted: bool,
+) -> tuple[PeerStreams, StreamsAt] | None:
+    """Return the streams of a server whose bulk channel is at ``config.zmq``; None on a Unix
+    socket, which has none.
+
+    Raises InvalidRequestError when the port cannot be had.
+    """
+    if config.zmq.startswith("ipc:"):
+        return None
+    tls = None
+    if is_encrypted:
+        from kvstore.server.cluster.stream_tls import make_tls
+
+        tls = make_tls()
+    listener, address = listen(parse_endpoint(config.zmq)[0], config.peer_port)
+
+    def pause() -> None:
+        if service.is_busy:
+            time.sleep(YIELD_S)
+
+    terms = StreamTerms(sessions, admit, service.desk, config.peer_requests + 1, clock, pause)
+    streams = PeerStreams(listener, address, tls.context if tls else None, terms)
+    return streams, StreamsAt(address, tls.certificate if tls else b"")

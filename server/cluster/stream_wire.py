@@ -1,0 +1,156 @@
+"""A StreamWire: the words of the bulk channel over one TCP connection, in plain text or TLS.
+
+What ZeroMQ does for the other words costs a copy and a thread at each end. Frames that servers
+send each other go from memory to memory here, and the kernel's buffers are their credit.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
+
+MAX_HEADER_BYTES = 256
+MAX_REASON_BYTES = 1 << 16
+"""Of a payload that is no part of a frame."""
+_LENGTHS = struct.Struct("<HI")
+_NO_PAYLOAD = 0xFFFFFFFF
+_TIMEVAL = struct.Struct("@ll")
+
+
+class StreamWire:
+    """Owns *link*, a connected socket, or one that TLS goes over. Used by one thread at a time.
+
+    Every call raises DeadlineError when nothing moves for ``patience``'s seconds or it is late, and
+    TierUnavailableError when the other end hung up; *address* is what errors call it. *clock*
+    returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        link: socket.socket,
+        address: str,
+        clock: Callable[[], float],
+        *,
+        is_encrypted: bool,
+    ) -> None:
+        self._link = link
+        self._address = address
+        self._clock = clock
+        self._until = math.inf
+        self._is_encrypted = is_encrypted
+        self._patience_s = 0.0
+        self._head = memoryview(bytearray(MAX_HEADER_BYTES))
+        # In plain text the kernel waits for all of a piece: one call for it, and one wake.
+        self._flags = 0 if is_encrypted else socket.MSG_WAITALL
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setblocking(True)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, -1 when it is closed."""
+        return self._link.fileno()
+
+    def patience(self, seconds: float, until: float = math.inf) -> None:
+        """Wait so long at most for bytes to move, from now on, and for nothing past *until*."""
+        self._until = until
+        if seconds == self._patience_s:
+            return
+        self._patience_s = seconds
+        if self._is_encrypted:
+            self._link.settimeout(seconds)
+            return
+        whole = int(seconds)
+        interval = _TIMEVAL.pack(whole, max(1000, int(1e6 * (seconds - whole))))
+        self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+        self._link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+    def send(self, word: bulk.Word, payload: bytes | Bytes | None = None) -> None:
+        """Send a message whole."""
+        header = bulk.pack(word)
+        size_bytes = _NO_PAYLOAD if payload is None else len(payload)
+        head = _LENGTHS.pack(len(header), size_bytes) + header
+        data = as_bytes(b"" if payload is None else payload).data
+        if self._is_encrypted:
+            self._guarded(lambda: self._all(head))
+            self._guarded(lambda: self._all(data))
+            return
+        sent = self._guarded(lambda: self._link.sendmsg([head, data]))
+        for piece in (memoryview(head), data):
+            left = piece[min(sent, len(piece)) :]
+            sent -= len(piece) - len(left)
+            while len(left):
+                left = left[self._guarded(lambda left=left: self._link.send(left)) :]  # type: ignore[misc]
+
+    def _all(self, data: bytes | memoryview) -> int:
+        if len(data):
+            self._link.sendall(data)
+        return 1
+
+    def receive(self) -> tuple[bulk.Word, int]:
+        """Return the next word, and how long the payload is that is to be taken or filled from.
+
+        Raises InvalidRequestError for what is no word.
+        """
+        self.fill(self._head[: _LENGTHS.size])
+        header_bytes, payload_bytes = _LENGTHS.unpack_from(self._head)
+        if header_bytes > MAX_HEADER_BYTES:
+            raise InvalidRequestError("header", header_bytes, f"at most {MAX_HEADER_BYTES} bytes")
+        self.fill(self._head[:header_bytes])
+        has_payload = payload_bytes != _NO_PAYLOAD
+        word = bulk.unpack(bytes(self._head[:header_bytes]), payload_bytes if has_payload else None)
+        return word, payload_bytes if has_payload else 0
+
+    def take(self, size_bytes: int) -> bytes:
+        """Return so many bytes of a payload that is no part of a frame.
+
+        Raises InvalidRequestError when they are too many.
+        """
+        if size_bytes > MAX_REASON_BYTES:
+            raise InvalidRequestError("payload", size_bytes, f"at most {MAX_REASON_BYTES} bytes")
+        data = bytearray(size_bytes)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def fill(self, out: Bytes | memoryview) -> None:
+        """Fill *out* with the next bytes."""
+        done = 0
+        while done < len(out):
+            rest = out[done:] if done else out
+            done += self._guarded(lambda rest=rest: self._some(rest))  # type: ignore[misc]
+
+    def _some(self, out: Bytes | memoryview) -> int:
+        return self._link.recv_into(
+            out.data if isinstance(out, np.ndarray) else out, 0, self._flags
+        )
+
+    def _guarded(self, call: Callable[[], int]) -> int:
+        try:
+            moved = call()
+        except (BlockingIOError, TimeoutError):
+            raise DeadlineError(f"{self._address} did not answer in time") from None
+        except OSError as error:
+            raise TierUnavailableError("peer", f"{self._address}: {error}") from None
+        if not moved:
+            raise TierUnavailableError("peer", f"{self._address} hung up")
+        if self._clock() >= self._until:
+            raise DeadlineError(f"{self._address} takes too long")
+        return moved
+
+    def hang_up(self) -> None:
+        """End both directions, whoever waits in a call of it; ``close`` is still due."""
+        try:
+            # Not TLS's own: who reads meanwhile would go on without it, and take in ciphertext.
+            socket.socket.shutdown(self._link, socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended by itself
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._link.close()
