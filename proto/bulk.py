@@ -324,6 +324,11 @@ def pack_failure(name: str, text: str) -> bytes:
     return f"{name}\0{text}".encode()[:4096]
 
 
+def failure_name(payload: bytes) -> str:
+    """Return the name of the class of the error that ``Failed`` carries."""
+    return payload.partition(b"\0")[0].decode(errors="replace")
+
+
 def unpack_failure(payload: bytes) -> KVStoreError:
     """Return the error that ``Failed`` carries."""
     name, _, text = payload.decode(errors="replace").partition("\0")

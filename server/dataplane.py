@@ -21,6 +21,7 @@ from kvstore.proto.calls import MAX_PACKET_BYTES, Packet
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
+    PermissionDeniedError,
     QuotaExceededError,
     TierUnavailableError,
     UnauthenticatedError,
@@ -93,6 +94,8 @@ class DataPlane:
             self._files[shm.Op.extent] = extent_file
         self._clock = clock
         self._limits = limits
+        self.refused: Callable[[str], None] = lambda outcome: None
+        """Told of who was not let in, by the name of an error."""
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
         self._staging: dict[int, Bytes] = {}
@@ -202,6 +205,8 @@ class DataPlane:
     def _take_in(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         is_welcome = is_trusted(connection)
+        if not is_welcome:
+            self.refused(PermissionDeniedError.__name__)
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
             is_welcome = is_welcome and strangers < self._limits.max_sessions
@@ -280,6 +285,7 @@ class DataPlane:
                 raise InvalidRequestError("message", len(message), f"send {shm.MESSAGE_BYTES}")
             self._obey(peer, request, descriptors)
         except UnauthenticatedError:
+            self.refused(UnauthenticatedError.__name__)
             peer.connection.send(shm.pack_reply(shm.Reply.denied))
         except KVStoreError as error:
             logger.info("data plane refused", reason=str(error))

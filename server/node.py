@@ -192,6 +192,8 @@ class Node:
             PlaneLimits(self._config.max_sessions, MAX_STAGING_BYTES, self._config.workers),
             self._extent_file,
         )
+        note_on = self.trust.doorkeeper.note_on
+        plane.refused = lambda outcome: note_on(None, "Attach", outcome, 0, "unix")
         self._closers.append(plane.close)
         return plane
 
@@ -209,6 +211,7 @@ class Node:
         from kvstore.server.bulk.bulk_service import BulkService
         from kvstore.server.bulk.zmq_connections import most_links
         from kvstore.server.bulk.zmq_keys import load_keys
+        from kvstore.server.bulk.zmq_peer import Door
         from kvstore.server.bulk.zmq_plane import BulkLimits, ZmqPlane
         from kvstore.server.bulk.zmq_socket import is_private
         from kvstore.server.cluster.stream_start import open_streams
@@ -218,9 +221,9 @@ class Node:
         service.tracing = self._tracing
         links = most_links(config.max_sessions)
         limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers, links)
-        plane = ZmqPlane(
-            config.zmq, keys, self.sessions, service, limits, self.trust.doorkeeper.admit_on
-        )
+        keeper = self.trust.doorkeeper
+        door = Door(keeper.admit_on, keeper.note_on)
+        plane = ZmqPlane(config.zmq, keys, self.sessions, service, limits, door)
         self._closers.append(plane.close)
         admit = self.trust.doorkeeper.admit_on
         opened = open_streams(

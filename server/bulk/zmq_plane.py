@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -31,6 +31,7 @@ from kvstore.proto.errors import (
 from kvstore.server.bulk.bulk_service import BulkService
 from kvstore.server.bulk.bulk_work import GetWork, PutWork
 from kvstore.server.bulk.zmq_keys import CurveKeys
+from kvstore.server.bulk.zmq_peer import METHODS, Door, Peer, origin_of
 from kvstore.server.bulk.zmq_socket import bind_router
 from kvstore.server.interceptors import told
 from kvstore.server.sessions import Session, SessionTable
@@ -59,29 +60,14 @@ class BulkLimits:
     max_links: int
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    identity: bytes
-    session: Session
-    gets: dict[int, GetWork] = field(default_factory=dict)
-    puts: dict[int, PutWork] = field(default_factory=dict)
-    desk_work: dict[int, bulk.Word] = field(default_factory=dict)
-    """What of it the desk for other servers has let in."""
-
-    @property
-    def at_work(self) -> int:
-        """Requests that have not ended."""
-        return len(self.gets.keys() | self.puts.keys() | self.desk_work.keys())
-
-
-def _is_another_servers(peer: _Peer) -> bool:
+def _is_another_servers(peer: Peer) -> bool:
     return peer.session.is_peer
 
 
 class ZmqPlane:
     """Bind *endpoint* and serve ``bulk`` words; *keys* None: in plain text.
 
-    *admit* raises for a session that may not call the method, ``Get`` or ``Put``.
+    *door* says who may call, and is told what became of calls.
 
     ``address`` is what clients are told: with ``*`` for the host when every interface is bound.
     Raises InvalidRequestError when it cannot be bound.
@@ -94,14 +80,14 @@ class ZmqPlane:
         sessions: SessionTable,
         service: BulkService,
         limits: BulkLimits,
-        admit: Callable[[Session, str], None] = lambda session, method: None,
+        door: Door,
     ) -> None:
-        self._admit = admit
+        self._door = door
         self.public_key = keys.public if keys else b""
         self._sessions = sessions
         self._service = service
         self._limits = limits
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._posts: deque[Callable[[], object]] = deque()
         self._closed = False
         refused = partial(service.count, "zmq_refused_connections")
@@ -204,14 +190,16 @@ class ZmqPlane:
         except InvalidRequestError:
             self._service.count("bulk_invalid_messages")
             return True
-        self._obey(identity.bytes, word, payload)
+        if isinstance(word, bulk.Attach):
+            attach = partial(self._attach, identity.bytes, word, origin_of(frames[0]))
+            self._answer_errors(identity.bytes, word, attach, origin_of(frames[0]))
+        else:
+            self._obey(identity.bytes, word, payload)
         return True
 
     def _obey(self, identity: bytes, word: bulk.Word, payload: Bytes | None) -> None:
         peer = self._peers.get(identity)
-        if isinstance(word, bulk.Attach):
-            self._answer_errors(identity, word, lambda: self._attach(identity, word))
-        elif peer is None:
+        if peer is None:
             self._service.count("bulk_ignored_messages")
         elif isinstance(word, bulk.Get | bulk.Put | bulk.Find):
             data = b"" if payload is None else payload.tobytes()
@@ -221,7 +209,9 @@ class ZmqPlane:
         else:
             self._service.count("bulk_invalid_messages")
 
-    def _answer_errors(self, identity: bytes, word: bulk.Word, work: Callable[[], None]) -> None:
+    def _answer_errors(
+        self, identity: bytes, word: bulk.Word, work: Callable[[], None], origin: str = ""
+    ) -> None:
         try:
             work()
         except KVStoreError as error:
@@ -231,28 +221,30 @@ class ZmqPlane:
             if peer is not None:
                 self._end(peer, word.request)
             self._send(identity, bulk.Failed(word.request), payload)
+            whose = peer.session if peer else None
+            origin = peer.origin if peer else origin
+            self._door.note(whose, METHODS[type(word)], type(error).__name__, 0, origin)
 
-    def _attach(self, identity: bytes, word: bulk.Attach) -> None:
+    def _attach(self, identity: bytes, word: bulk.Attach, origin: str) -> None:
         session = self._sessions.get(word.session_id)
         if not hmac.compare_digest(session.attach_token, word.token):
             raise UnauthenticatedError("token: not this session's; open a session first")
         others = sum(peer.session is session for peer in self._peers.values())
         if identity in self._peers or others >= PEERS_PER_SESSION:
             raise QuotaExceededError("peers_per_session", PEERS_PER_SESSION, session.client)
-        self._peers[identity] = _Peer(identity, session)
+        self._peers[identity] = Peer(identity, session, origin)
         self._send(identity, bulk.Attached(word.request))
 
-    def _begin(self, peer: _Peer, word: bulk.Get | bulk.Put | bulk.Find, payload: bytes) -> None:
+    def _begin(self, peer: Peer, word: bulk.Get | bulk.Put | bulk.Find, payload: bytes) -> None:
         if word.session_id != peer.session.session_id or peer.session.is_closed:
             raise UnauthenticatedError("session_id: ask on the connection of your session")
         is_peers = isinstance(word, bulk.Find) or bool(
             isinstance(word, bulk.Get) and word.flags & bulk.PEER
         )
-        self._admit(peer.session, "OpenPeer" if is_peers else type(word).__name__)
-        known = (peer.gets, peer.puts, peer.desk_work)
-        if any(word.request in table for table in known) or peer.at_work >= bulk.MAX_REQUESTS:
+        self._door.admit(peer.session, "OpenPeer" if is_peers else type(word).__name__)
+        if word.request in peer.requests or len(peer.requests) >= bulk.MAX_REQUESTS:
             raise QuotaExceededError("requests", bulk.MAX_REQUESTS, peer.session.client)
-        if sum(one.at_work for one in self._peers.values()) >= self._limits.max_requests:
+        if sum(len(one.requests) for one in self._peers.values()) >= self._limits.max_requests:
             raise QuotaExceededError("max_requests", self._limits.max_requests, "this server")
         if is_peers:
             self._service.desk.enter(word)
@@ -275,7 +267,7 @@ class ZmqPlane:
 
     def _go_on(
         self,
-        peer: _Peer,
+        peer: Peer,
         word: bulk.Credit | bulk.Part | bulk.Cancel | bulk.Finish,
         payload: Bytes | None,
     ) -> None:
@@ -305,7 +297,7 @@ class ZmqPlane:
                 is_busy |= self._pump_one(peer, get, parts)
         return is_busy
 
-    def _pump_one(self, peer: _Peer, get: GetWork, parts: int) -> bool:
+    def _pump_one(self, peer: Peer, get: GetWork, parts: int) -> bool:
         for _ in range(parts):
             part = get.next_part()
             if part is None or not self._send(peer.identity, part[0], part[1], copy=False):
@@ -338,14 +330,14 @@ class ZmqPlane:
             return False
         return True
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         self._peers.pop(peer.identity, None)
         for get in peer.gets.values():
             get.cancel()
         for put in peer.puts.values():
             put.cancel()
 
-    def _end(self, peer: _Peer, request: int) -> None:
+    def _end(self, peer: Peer, request: int) -> None:
         get, put = peer.gets.pop(request, None), peer.puts.pop(request, None)
         if get is not None:
             get.cancel()
@@ -359,7 +351,7 @@ class ZmqPlane:
 
     def _work(
         self,
-        peer: _Peer,
+        peer: Peer,
         word: bulk.Get | bulk.Put | bulk.Find,
         answer: Callable[[], _Answer],
     ) -> None:
@@ -370,9 +362,15 @@ class ZmqPlane:
             return bulk.Failed(word.request), bulk.pack_failure(name, text)
 
         for reply, payload in told(answers(), failure, f"zmq {type(word).__name__}"):
-            self._post(partial(self._finish, peer, reply, payload))
+            self._post(partial(self._finish, peer, word, reply, payload))
 
-    def _finish(self, peer: _Peer, word: bulk.Done | bulk.Failed, payload: bytes) -> None:
+    def _finish(
+        self, peer: Peer, asked: bulk.Word, word: bulk.Done | bulk.Failed, payload: bytes
+    ) -> None:
+        if word.request in peer.requests:  # else its end was written down already
+            frames = word.frames if isinstance(word, bulk.Done) else 0
+            outcome = "OK" if isinstance(word, bulk.Done) else bulk.failure_name(payload)
+            self._door.note(peer.session, METHODS[type(asked)], outcome, frames, peer.origin)
         self._end(peer, word.request)
         if self._peers.get(peer.identity) is peer:
             self._send(peer.identity, word, payload)
@@ -384,7 +382,7 @@ class ZmqPlane:
     def _find(self, word: bulk.Find, wanted: bytes) -> _Answer:
         return bulk.Done(word.request, 0), self._service.find(word, wanted)
 
-    def _put(self, peer: _Peer, put: PutWork) -> _Answer:
+    def _put(self, peer: Peer, put: PutWork) -> _Answer:
         def grant(credit_bytes: int) -> None:
             word = bulk.Credit(put.word.request, credit_bytes)
             self._post(partial(self._send, peer.identity, word))

@@ -85,7 +85,10 @@ class Doorkeeper:
         request: Any = None,
         peer: Callable[[], str] = str,
     ) -> None:
-        """Have a call written down; without a *principal* nobody knew who called."""
+        """Have a call written down; without a *principal* nobody knew who called.
+
+        *request* may be the number of its chunks, too.
+        """
         if self._audit is None:
             return
         name = method.rpartition("/")[2]
@@ -95,7 +98,6 @@ class Doorkeeper:
             return
         if outcome == "OK" and self._is_quiet(name):
             return
-        digests = getattr(request, "digests", b"")
         self._audit.note(
             Event(
                 principal.name,
@@ -103,10 +105,17 @@ class Doorkeeper:
                 name,
                 outcome,
                 session.namespace[:PREFIX_BYTES].hex() if session else "",
-                len(digests) // _DIGEST_BYTES if isinstance(digests, bytes) else 0,
+                _chunks_in(request),
                 peer(),
             )
         )
+
+    def note_on(
+        self, session: Session | None, method: str, outcome: str, chunks: int, peer: str
+    ) -> None:
+        """``note`` for a way in that knows callers by their sessions alone."""
+        owner = session.owner if session else None
+        self.note(owner, method, outcome, session, chunks, lambda: peer)
 
     def _is_quiet(self, name: str) -> bool:
         return name in _QUIET or (not self._notes_reads and METHODS.get(name) == "read")
@@ -122,3 +131,11 @@ class Doorkeeper:
 def _tenant_in(request: Any) -> str:
     """Return the tenant that a request without a session is about, if it names one."""
     return str(getattr(request, "tenant", ""))[:MAX_TENANT_CHARS]
+
+
+def _chunks_in(request: Any) -> int:
+    """Return how many chunks a request names, or the number that stands for it."""
+    if isinstance(request, int):
+        return request
+    digests = getattr(request, "digests", b"")
+    return len(digests) // _DIGEST_BYTES if isinstance(digests, bytes) else 0

@@ -31,6 +31,7 @@ class Call:
         self.principal = principal
         self.session: Session | None = None
         self.request: Any = None
+        """Of a stream, how many frames it began."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -117,6 +118,8 @@ class Gatekeeper(HandlerInterceptor):
         """Yield the messages of a stream; one that names another session is checked anew."""
         last = 0
         for request in requests:
+            # The first message of a frame says how long it is.
+            call.request = (call.request or 0) + bool(getattr(request, "frame_bytes", 0))
             session_id = getattr(request, "session_id", 0)
             if session_id != last:
                 call.session = self._doorkeeper.session_of(call.principal, method, request)

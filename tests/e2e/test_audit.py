@@ -1,0 +1,106 @@
+"""What callers did is written down whichever way they came in, and so is what was refused."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from local_server import DEADLINE_MS, eventually, open_session
+from trust_world import World, chunks_for
+
+from kvstore.client import Access
+from kvstore.client.options import TransportName
+from kvstore.proto import bulk, shm
+from kvstore.proto.errors import PermissionDeniedError
+from kvstore.server import dataplane
+from kvstore.server.trust.audit_log import audit_files, read_chain
+
+CHUNKS = 3
+
+
+class Audited(World):
+    """A world that writes down what happens, and what was written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "audit"
+        super().__init__(folder, "--audit-log", str(self.log), "--audit-reads")
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [fields for fields, _ in read_chain(audit_files(self.log))]
+
+    def came(self, **wanted: object) -> bool:
+        """Whether there is a line that says all of *wanted*."""
+        return any(wanted.items() <= line.items() for line in self.lines())
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Audited]:
+    world = Audited(tmp_path)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+def test_puts_and_gets_are_written_down_with_who_and_of_what(
+    transport: TransportName, world: Audited
+) -> None:
+    client = world.client(world.acme, transport)
+    keys, chunks = chunks_for(client, 1, CHUNKS)
+    client.put(chunks)
+    assert len(client.get(keys)) == CHUNKS
+    who = f"key:{world.acme[4:16]}"
+    same = {"who": who, "tenant": "acme", "outcome": "OK", "key_prefix": keys[0][:8].hex()}
+    wrote = "Reserve" if transport == "shm" else "Put"
+    assert eventually(lambda: world.came(rpc=wrote, chunks=CHUNKS, **same))
+    assert eventually(lambda: world.came(rpc="Get", chunks=CHUNKS, **same))
+    origins = {line["peer"] for line in world.lines() if line["rpc"] == wrote}
+    expected = {"shm": "unix", "zmq": "zmq:127.0.0.1", "grpc": "ipv"}[transport]
+    assert all(origin.startswith(expected) for origin in origins), origins
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+def test_a_refused_put_is_written_down(transport: TransportName, world: Audited) -> None:
+    reader = world.client(world.reader, transport)
+    _, chunks = chunks_for(reader, 1, CHUNKS)
+    with pytest.raises(PermissionDeniedError):
+        reader.put(chunks)
+    wrote = "Reserve" if transport == "shm" else "Put"
+    who = f"key:{world.reader[4:16]}"
+    assert eventually(lambda: world.came(rpc=wrote, who=who, outcome="PermissionDeniedError"))
+
+
+def test_a_stranger_at_the_bulk_channel_is_written_down(world: Audited) -> None:
+    terms = open_session(world.dial(Access(ca=world.ca.path, token=world.acme)))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.linger, stranger.rcvtimeo = 0, DEADLINE_MS
+    stranger.connect(terms.zmq_address)
+    stranger.send(bulk.pack(bulk.Attach(0, terms.session_id, bytes(16))))
+    stranger.recv_multipart()
+    stranger.close(0)
+    context.term()
+    wanted = {"rpc": "Attach", "outcome": "UnauthenticatedError", "peer": "zmq:127.0.0.1"}
+    assert eventually(lambda: world.came(**wanted))
+    assert not any("who" in line for line in world.lines() if line["rpc"] == "Attach")
+
+
+@pytest.mark.parametrize("uid", ["another", "ours"])
+def test_who_is_not_let_in_at_the_unix_socket_is_written_down(
+    uid: str, world: Audited, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = world.server.node.data_plane
+    assert plane is not None
+    if uid == "another":
+        monkeypatch.setattr(dataplane, "is_trusted", lambda connection: False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(DEADLINE_MS / 1000)
+        stranger.connect(str(plane.path))
+        if uid == "ours":
+            stranger.send(shm.Request(shm.Op.join, 0).pack())
+            assert stranger.recv(64) == shm.pack_reply(shm.Reply.denied)
+        outcome = "PermissionDeniedError" if uid == "another" else "UnauthenticatedError"
+        assert eventually(lambda: world.came(rpc="Attach", outcome=outcome, peer="unix"))
