@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from kvstore.server.rpc.patience import Patience
 
-LATE_S = 0.1
+LATE_S = 0.2
 """A lane whose calls wait longer before they are begun takes no more than each thread's next."""
 
 
