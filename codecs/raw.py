@@ -24,7 +24,15 @@ from kvstore.codecs.base import (
 from kvstore.codecs.block_part import BlockPart
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.terms import EncodeTerms
-from kvstore.proto.buffers import BLOCK_BYTES, Bytes, as_bytes, copy_bytes, copy_pieces
+from kvstore.proto.buffers import (
+    BLOCK_BYTES,
+    Bytes,
+    Pieces,
+    as_bytes,
+    copy_bytes,
+    copy_groups,
+    copy_pieces,
+)
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import (
     ALIGN_BYTES,
@@ -151,13 +159,21 @@ class RawCodec(Codec):
         starts = header.segments["offset"].tolist()
         checksums = header.segments["checksum"].tolist()
         first = 0
+        together: dict[int, Pieces] = {}
         for component, layers in zip(header.layout.components, out, strict=True):
             part_bytes = component.part_bytes
             for index, parts in enumerate(layers, first):
-                found = _copy_layer(frame, starts[index], part_bytes, parts)
-                if found != checksums[index]:
-                    check_segment(header, index, found)
+                pieces = _pieces(frame, starts[index], part_bytes, parts)
+                if pieces is not None:
+                    together[index] = pieces
+                    continue
+                found = _scatter_layer(frame, starts[index], part_bytes, parts)
+                check_segment(header, index, found)
             first += component.layers
+        found_all = copy_groups(list(together.values()))
+        for index, found in zip(together, found_all, strict=True):
+            if found != checksums[index]:
+                check_segment(header, index, found)
 
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
         """Return the tensors inside a raw *frame* without copying, writable when it is.
@@ -209,7 +225,7 @@ def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) 
 def _cut(data: Bytes, component: Component) -> list[Bytes]:
     """Return the parts of one layer."""
     size = component.part_bytes
-    return [data[at : at + size] for at in range(0, component.parts * size, size)]
+    return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 def _encode_layer(parts: Sequence[AnyPart], component: Component, room: Bytes) -> None:
@@ -224,11 +240,22 @@ def _encode_layer(parts: Sequence[AnyPart], component: Component, room: Bytes) -
 
 def _copy_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:
     """Copy the raw layer at *start* of *frame* into *out* and return its checksum."""
+    pieces = _pieces(frame, start, part_bytes, out)
+    if pieces is not None:
+        return copy_pieces(pieces)
+    return _scatter_layer(frame, start, part_bytes, out)
+
+
+def _pieces(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> Pieces | None:
+    """Return where to and what of a layer; None where a part is in blocks or strided."""
     flat = _flat(out)
-    if flat is not None:
-        starts = range(start, start + part_bytes * len(flat), part_bytes)
-        pieces = (frame[at : at + part_bytes] for at in starts)
-        return copy_pieces(list(zip(flat, pieces, strict=True)))
+    if flat is None:
+        return None
+    starts = range(start, start + part_bytes * len(flat), part_bytes)
+    return [(room, frame[at : at + part_bytes]) for room, at in zip(flat, starts, strict=True)]
+
+
+def _scatter_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:
     digest = xxh3_64()
     for part in out:
         _scatter_part(frame[start : start + part_bytes], part, digest)

@@ -63,22 +63,32 @@ def copy_checked(out: Bytes, data: Bytes) -> int:
 
 
 def copy_pieces(pieces: Pieces) -> int:
-    """Copy each of *pieces* and return xxh3_64 of what arrived, one behind the other.
+    """Copy each of *pieces* and return xxh3_64 of what arrived, one behind the other."""
+    return copy_groups([pieces])[0]
+
+
+def copy_groups(groups: Sequence[Pieces]) -> list[int]:
+    """Copy all pieces of *groups*; return xxh3_64 of what arrived for each group.
 
     What is summed is what was stored: read from its place, or loaded once for both. Who writes to
     the data meanwhile slips nothing past.
     """
-    loop = _best_loop() if _is_for_loop(pieces) else None
-    return _copy_blocks(pieces) if loop is None else loop(pieces)
+    loop = _best_loop() if _is_for_loop(groups) else None
+    return list(map(_copy_blocks, groups)) if loop is None else loop(groups)
 
 
-def _is_for_loop(pieces: Pieces) -> bool:
-    size = 0
-    for _, data in pieces:
-        if not len(data) or len(data) % LOOP_UNIT_BYTES:
+def _is_for_loop(groups: Sequence[Pieces]) -> bool:
+    total = 0
+    for pieces in groups:
+        size = 0
+        for _, data in pieces:
+            if not len(data) or len(data) % LOOP_UNIT_BYTES:
+                return False
+            size += len(data)
+        if not size:
             return False
-        size += len(data)
-    return size >= LOOP_FROM_BYTES
+        total += size
+    return total >= LOOP_FROM_BYTES
 
 
 def _copy_blocks(pieces: Pieces) -> int:
@@ -88,12 +98,15 @@ def _copy_blocks(pieces: Pieces) -> int:
     return state.intdigest()
 
 
-def _no_loop() -> Callable[[Pieces], int] | None:
+CopyGroups: TypeAlias = "Callable[[Sequence[Pieces]], list[int]]"
+
+
+def _no_loop() -> CopyGroups | None:
     return None
 
 
 @improving(_no_loop)
-def _best_loop() -> Callable[[Pieces], int] | None:
+def _best_loop() -> CopyGroups | None:
     """Return the compiled loop, where the extra ``cpu-fast`` is there; while it is made, None."""
     try:
         from kvstore.proto.copy_loop import CopyLoop, agrees

@@ -53,26 +53,31 @@ class CopyLoop:
         self._near = _Compiled(is_streaming=False)
         self._streaming = _Compiled(is_streaming=True)
 
-    def __call__(self, pieces: Pieces) -> int:
-        """Copy all *pieces*; return xxh3_64 of what was stored, one behind the other.
+    def __call__(self, groups: Sequence[Pieces]) -> list[int]:
+        """Copy all pieces of *groups*; return xxh3_64 of what was stored for each group.
 
-        Raises ValueError for a piece that does not fit where it is to go, or is no Piece.
+        That is of its pieces one behind the other. Raises ValueError for a piece that does not
+        fit where it is to go, for one that is no Piece, and for a group of none.
         """
         rows: list[int] = []
-        size = 0
-        streams = True
-        for out, data in pieces:
-            blocks, rest = divmod(data.nbytes, LOOP_UNIT_BYTES)
-            if rest or not blocks or not _fits(out, data):
-                raise ValueError(f"could not broadcast or copy {data.nbytes} to {out.nbytes} bytes")
-            address = out.ctypes.data
-            rows += (address, data.ctypes.data, blocks)
-            size += data.nbytes
-            streams = streams and not address % _STREAM_ALIGN_BYTES
-        if not rows:
-            raise ValueError("give at least one piece")
-        loop = self._streaming if streams and size >= _STREAM_BYTES else self._near
-        return loop(rows, size)
+        total = places = 0
+        for pieces in groups:
+            size = 0
+            for out, data in pieces:
+                blocks, rest = divmod(data.nbytes, LOOP_UNIT_BYTES)
+                if rest or not blocks or not _fits(out, data):
+                    fix = f"could not broadcast or copy {data.nbytes} to {out.nbytes} bytes"
+                    raise ValueError(fix)
+                place = out.ctypes.data
+                rows += (place, data.ctypes.data, blocks, 0, 0)
+                size += data.nbytes
+                places |= place
+            if not size:
+                raise ValueError("give at least one piece in each group")
+            rows[_SIZE - _COLUMNS] = size
+            total += size
+        streams = total >= _STREAM_BYTES and not places % _STREAM_ALIGN_BYTES
+        return (self._streaming if streams else self._near)(rows)
 
 
 def _fits(out: Bytes, data: Bytes) -> bool:
@@ -96,33 +101,34 @@ class _Compiled:
         )
         self._engine = llvm.create_mcjit_compiler(module, target)
         self._engine.finalize_object()
-        kind = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)
         self._run = kind(self._engine.get_function_address(_NAME))
 
-    def __call__(self, rows: Sequence[int], size: int) -> int:
+    def __call__(self, rows: Sequence[int]) -> list[int]:
         table = (ctypes.c_uint64 * len(rows))(*rows)
-        found: int = self._run(ctypes.addressof(table), len(rows) // 3, size)
-        return found
+        self._run(ctypes.addressof(table), len(rows) // _COLUMNS)
+        ends = range(_SIZE, len(rows), _COLUMNS)
+        return [table[at - _SIZE + _SUM] for at in ends if rows[at]]
 
 
 _NAME = "copy_summed"
+_COLUMNS = 5
+_OUT, _DATA, _BLOCKS, _SIZE, _SUM = range(_COLUMNS)
+"""Of a row: where to, where from, how much; for the last of a group its size, and the sum."""
 
 
 class _Loop:
-    """Emits ``u64 copy_summed(rows, count, size)``; a row is an address to store at, one to load
-    from, and a number of blocks.
-    """
+    """Emits ``void copy_summed(rows, count)``."""
 
     def __init__(self, is_streaming: bool) -> None:
         self.module = ir.Module(_NAME)
         self._is_streaming = is_streaming
-        pointer = _I64.as_pointer()
-        kind = ir.FunctionType(_I64, [pointer, _I64, _I64])
+        kind = ir.FunctionType(ir.VoidType(), [_I64.as_pointer(), _I64])
         function = ir.Function(self.module, kind, _NAME)
-        self._rows, self._count, self._size = function.args
+        self._rows, self._count = function.args
         self._b = ir.IRBuilder(function.append_basic_block("entry"))
         self._sums = self._b.alloca(_VECTOR)
-        self._out, self._data, self._left, self._row = (self._b.alloca(_I64) for _ in range(4))
+        self._row, self._out, self._data, self._left = (self._b.alloca(_I64) for _ in range(4))
         self._emit()
 
     def _emit(self) -> None:
@@ -130,14 +136,31 @@ class _Loop:
         b.store(_vector(_STARTS), self._sums)
         b.store(_word(0), self._row)
         with self._while(lambda: b.icmp_unsigned("<", b.load(self._row), self._count)):
-            self._take_row()
-            # The very last block is summed otherwise.
-            with self._while(self._has_more):
+            size = self._begin_row()
+            is_end = b.icmp_unsigned("!=", size, _word(0))
+            kept = b.zext(is_end, _I64)  # the last block of a group is summed otherwise
+            with self._while(lambda: b.icmp_unsigned(">", b.load(self._left), kept)):
                 self._block(is_last=False)
-        self._block(is_last=True)
+            with b.if_then(is_end):
+                self._block(is_last=True)
+                b.store(self._digest(size), self._column(_SUM))
+                b.store(_vector(_STARTS), self._sums)
+            b.store(b.add(b.load(self._row), _word(1)), self._row)
         if self._is_streaming:
             b.fence("seq_cst")  # such stores pass others: nobody may hear of them too early
-        b.ret(self._digest())
+        b.ret_void()
+
+    def _begin_row(self) -> Any:
+        """Load a row; return its size."""
+        b = self._b
+        for at, kept in ((_OUT, self._out), (_DATA, self._data), (_BLOCKS, self._left)):
+            b.store(b.load(self._column(at)), kept)
+        return b.load(self._column(_SIZE))
+
+    def _column(self, number: int) -> Any:
+        b = self._b
+        first = b.mul(b.load(self._row), _word(_COLUMNS))
+        return b.gep(self._rows, [b.add(first, _word(number))])
 
     @contextmanager
     def _while(self, condition: Callable[[], Any]) -> Iterator[None]:
@@ -150,19 +173,6 @@ class _Loop:
         yield
         b.branch(head)
         b.position_at_end(done)
-
-    def _take_row(self) -> None:
-        b = self._b
-        row = b.load(self._row)
-        first = b.mul(row, _word(3))
-        for at, kept in enumerate((self._out, self._data, self._left)):
-            b.store(b.load(b.gep(self._rows, [b.add(first, _word(at))])), kept)
-        b.store(b.add(row, _word(1)), self._row)
-
-    def _has_more(self) -> Any:
-        b = self._b
-        is_last = b.zext(b.icmp_unsigned("==", b.load(self._row), self._count), _I64)
-        return b.icmp_unsigned(">", b.load(self._left), is_last)
 
     def _block(self, *, is_last: bool) -> None:
         b = self._b
@@ -204,10 +214,10 @@ class _Loop:
             at = b.inttoptr(b.add(address, _word(8 * first)), _QUARTER.as_pointer())
             b.store(two, at, align=_STREAM_ALIGN_BYTES).set_metadata("nontemporal", hint)
 
-    def _digest(self) -> Any:
+    def _digest(self, size: Any) -> Any:
         b = self._b
         sums = b.load(self._sums)
-        digest = b.mul(self._size, _word(_P64[0]))
+        digest = b.mul(size, _word(_P64[0]))
         keys = _keys(11)
         for lane in range(0, _LANES, 2):
             one, other = (
@@ -237,17 +247,18 @@ def _order(lanes: Sequence[int]) -> Any:
     return ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes))
 
 
-def agrees(loop: Callable[[Pieces], int]) -> bool:
+def agrees(loop: Callable[[Sequence[Pieces]], list[int]]) -> bool:
     """Whether *loop* copies, and sums as xxhash does, in both its forms."""
     data = np.random.default_rng(0).integers(0, 256, 2 * _STREAM_BYTES + 64, np.uint8)
     room = np.zeros(len(data) + 64, np.uint8)
     start = -room.ctypes.data % 64
-    for out_at, cut, size in ((0, 2, 8), (1, 5, 8), (0, 128, 256), (3, 1, 255), (0, 0, 1)):
+    for out_at, cut, size in ((0, 2, 8), (1, 5, 8), (0, 128, 256), (3, 1, 255)):
         stop, middle = size * LOOP_UNIT_BYTES, cut * LOOP_UNIT_BYTES
-        out = room[start + out_at :][:stop]
-        source = data[out_at:][:stop]
-        pieces = [(out[a:b], source[a:b]) for a, b in ((0, middle), (middle, stop)) if b > a]
-        out[:] = 0
-        if loop(pieces) != checksum(source) or not np.array_equal(out, source):
-            return False
+        out, source = room[start + out_at :][:stop], data[out_at:][:stop]
+        pieces = [(out[a:b], source[a:b]) for a, b in ((0, middle), (middle, stop))]
+        for groups in ([pieces], [pieces[:1], pieces[1:]]):
+            out[:] = 0
+            sums = [checksum(np.concatenate([each for _, each in group])) for group in groups]
+            if loop(groups) != sums or not np.array_equal(out, source):
+                return False
     return True

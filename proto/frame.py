@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.buffers import Bytes, Sliced, as_bytes, checksum, copy_bytes, copy_checked
+from kvstore.proto.buffers import Bytes, Sliced, as_bytes, checksum, copy_bytes, copy_groups
 from kvstore.proto.component_table import (
     COMPONENT,
     MAX_COMPONENTS,
@@ -324,17 +324,18 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
     copy_bytes(out[FIXED_BYTES:end], data[FIXED_BYTES:end])
     header = parse_header(out, _KNOWN_FLAGS | FLAG_UNSUMMED)
     check_identity(header, len(out), key)
-    checksums = []
+    segments = []
     rows = header.segments
     for start, size in zip(rows["offset"].tolist(), rows["stored_bytes"].tolist(), strict=True):
         if end < start:
             out[end:start] = 0
         end = start + size
-        checksums.append(copy_checked(out[start:end], data[start:end]))
+        segments.append([(out[start:end], data[start:end])])
+    checksums = copy_groups(segments)
     if header.flags & FLAG_UNSUMMED:
-        segments = rows.copy()
-        segments["checksum"] = checksums
-        header = replace(header, flags=header.flags & ~FLAG_UNSUMMED, segments=segments)
+        summed = rows.copy()
+        summed["checksum"] = checksums
+        header = replace(header, flags=header.flags & ~FLAG_UNSUMMED, segments=summed)
         copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
     elif checksums != rows["checksum"].tolist():
         for index, found in enumerate(checksums):

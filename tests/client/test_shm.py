@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Transport
 from kvstore.proto import frame, shm
-from kvstore.proto.buffers import Bytes, copy_checked
+from kvstore.proto.buffers import Pieces, copy_groups
 from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, PutOutcome
 
@@ -146,11 +146,11 @@ class TestShmTransport(TransportContract):
         (first,), (second,) = keys_of(client, 1, 1), keys_of(client, 2, 1)
         inside, go_on = threading.Event(), threading.Event()
 
-        def stall_once(out: Bytes, data: Bytes) -> int:
+        def stall_once(groups: Sequence[Pieces]) -> list[int]:
             if not inside.is_set():
                 inside.set()
                 assert go_on.wait(20)
-            return copy_checked(out, data)
+            return copy_groups(groups)
 
         def is_connected() -> bool:
             with suppress(DeadlineError, TierUnavailableError):
@@ -158,7 +158,7 @@ class TestShmTransport(TransportContract):
             return False
 
         assert eventually(is_connected)
-        monkeypatch.setattr(frame, "copy_checked", stall_once)
+        monkeypatch.setattr(frame, "copy_groups", stall_once)
         with pytest.raises(DeadlineError):
             client.put(chunks_of(client, [first]))
         assert inside.is_set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from kvstore.proto.buffers import (
     Pieces,
     checksum,
     copy_checked,
+    copy_groups,
     copy_pieces,
 )
 
@@ -59,18 +60,20 @@ def test_all_pieces_arrive_and_nothing_around_them(
         slice(int(stop) - n * LOOP_UNIT_BYTES, int(stop))
         for n, stop in zip(units, stops, strict=True)
     ]
-    assert loop([(out[cut], data[cut]) for cut in cuts]) == checksum(data)
-    assert np.array_equal(out, data)
-    assert framed[:64].all()
-    assert framed[-64:].all()
-    assert framed[:64].sum() == framed[-64:].sum() == 64
+    pieces = [(out[cut], data[cut]) for cut in cuts]
+    for groups in ([pieces], [[piece] for piece in pieces], [pieces[:1], pieces[1:] or pieces]):
+        out[:] = 0
+        wanted = [checksum(np.concatenate([each for _, each in group])) for group in groups]
+        assert loop(groups) == wanted
+        assert np.array_equal(out, data)
+        assert framed[:64].sum() == framed[-64:].sum() == 64
 
 
 def test_pieces_may_lie_anywhere(loop: CopyLoop) -> None:
     ones, others = noise(LARGE, 1), noise(LARGE, 2)
     here, there = np.zeros(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
-    found = loop([(there, others), (here, ones)])
-    assert found == checksum(np.concatenate([others, ones]))
+    found = loop([[(there, others), (here, ones)]])
+    assert found == [checksum(np.concatenate([others, ones]))]
     assert np.array_equal(here, ones)
     assert np.array_equal(there, others)
 
@@ -95,8 +98,11 @@ def test_what_it_cannot_copy_is_refused_untouched(
     loop: CopyLoop, name: str, pieces: Pieces
 ) -> None:
     before = [out.copy() for out, _ in pieces]
-    with pytest.raises(ValueError, match=r"bytes|piece"):
-        loop(pieces)
+    sound = (np.zeros(4096, np.uint8), noise(4096))
+    for groups in ([pieces], [[sound], pieces]):
+        with pytest.raises(ValueError, match=r"bytes|piece"):
+            loop(groups)
+    assert not sound[0].any()
     assert all(np.array_equal(out, was) for (out, _), was in zip(pieces, before, strict=True))
 
 
@@ -115,8 +121,7 @@ def test_the_sum_is_of_what_was_stored_while_somebody_writes(loop: CopyLoop, off
     writer.start()
     try:
         for _ in range(300):
-            found = loop([(out, data)])
-            assert found == checksum(out)
+            assert loop([[(out, data)]]) == [checksum(out)]
     finally:
         is_over.set()
         writer.join()
@@ -130,11 +135,11 @@ def test_both_ways_copy_and_sum_alike(
     calls = 0
     compiled = CopyLoop() if has_loop else None
 
-    def counted(pieces: Pieces) -> int:
+    def counted(groups: Sequence[Pieces]) -> list[int]:
         nonlocal calls
         assert compiled is not None
         calls += 1
-        return compiled(pieces)
+        return compiled(groups)
 
     monkeypatch.setattr(buffers, "_best_loop", lambda: counted if has_loop else None)
     data, out = noise(size), np.zeros(size, np.uint8)
@@ -142,9 +147,13 @@ def test_both_ways_copy_and_sum_alike(
     assert np.array_equal(out, data)
     half = size // 2
     out[:] = 0
-    assert copy_pieces([(out[:half], data[:half]), (out[half:], data[half:])]) == checksum(data)
+    pieces = [(out[:half], data[:half]), (out[half:], data[half:])]
+    assert copy_pieces(pieces) == checksum(data)
     assert np.array_equal(out, data)
-    assert calls == (2 if has_loop and size % LOOP_UNIT_BYTES == 0 else 0)
+    out[:] = 0
+    assert copy_groups([pieces[:1], pieces[1:]]) == [checksum(data[:half]), checksum(data[half:])]
+    assert np.array_equal(out, data)
+    assert calls == (3 if has_loop and size % LOOP_UNIT_BYTES == 0 else 0)
 
 
 def test_a_piece_of_another_length_is_refused_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +179,15 @@ def test_a_loop_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch)
 def test_agreement_is_of_sums_and_of_bytes(loop: CopyLoop) -> None:
     assert agrees(loop)
 
-    def forgets(pieces: Pieces) -> int:
-        return checksum(np.concatenate([data for _, data in pieces]))
+    def forgets(groups: Sequence[Pieces]) -> list[int]:
+        return [checksum(np.concatenate([data for _, data in pieces])) for pieces in groups]
 
-    def mistakes(pieces: Pieces) -> int:
-        return loop(pieces) ^ 1
+    def mistakes(groups: Sequence[Pieces]) -> list[int]:
+        return [found ^ 1 for found in loop(groups)]
+
+    def joins(groups: Sequence[Pieces]) -> list[int]:
+        return loop([[piece for pieces in groups for piece in pieces]]) * len(groups)
 
     assert not agrees(forgets)
     assert not agrees(mistakes)
+    assert not agrees(joins)
