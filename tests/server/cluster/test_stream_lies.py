@@ -1,0 +1,133 @@
+"""A peer that answers a stream as it likes: what is not of the frame is refused, in time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from local_server import DEADLINE_MS, LocalServer
+from prompts import MEDIUM, store
+
+from kvstore.client import ClientOptions
+from kvstore.proto import bulk
+from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
+from kvstore.proto.types import ChunkInfo
+from kvstore.server.cluster.peer_link import PeerTerms
+from kvstore.server.cluster.stream_link import StreamLink
+from kvstore.server.cluster.stream_wire import StreamWire
+
+ServerMaker = Callable[..., LocalServer]
+SILENCE_S = 20.0
+
+
+def reached(terms: PeerTerms) -> StreamLink:
+    link = StreamLink(terms, time.monotonic)
+    link.reach(SILENCE_S)
+    return link
+
+
+class Liar:
+    """Lets one in, and answers its get with *words*, then with silence or by hanging up."""
+
+    def __init__(
+        self, words: list[tuple[bulk.Word, bytes | None]], *, hangs_up: bool = False
+    ) -> None:
+        self._words = words
+        self._hangs_up = hangs_up
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.terms = PeerTerms("", b"", 7, bytes(16), 60_000, 1 << 28, 4096, address)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        link, _ = self._listener.accept()
+        with closing(StreamWire(link, "reader", time.monotonic, is_encrypted=False)) as wire:
+            wire.patience(SILENCE_S)
+            wire.receive()
+            wire.send(bulk.Attached(0))
+            _, size_bytes = wire.receive()
+            wire.take(size_bytes)
+            for word, payload in self._words:
+                wire.send(word, payload)
+            if not self._hangs_up:
+                self._ended.wait(SILENCE_S)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+        self._listener.close()
+
+
+INFO_BYTES = 1000
+CPU = bulk.tier_bytes("cpu")
+
+
+def part(offset: int, size_bytes: int, **other: int) -> tuple[bulk.Word, bytes | None]:
+    word = bulk.Part(1, INFO_BYTES, offset, 0, CPU)
+    return word._replace(**other), bytes(size_bytes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [part(10, 500)],
+        [part(0, 500), part(400, 500)],
+        [part(0, 1001)],
+        [part(0, 0)],
+        [part(0, 500, frame_bytes=999)],
+        [part(0, 500, chunk=1)],
+        [part(0, 500, request=2)],
+        [part(0, 500), (bulk.Done(1, 1), b"")],
+        [(bulk.Done(2, 1), b"")],
+        [(bulk.Finish(1, 1), None)],
+    ],
+)
+def test_parts_that_are_not_of_the_frame_are_refused(
+    words: list[tuple[bulk.Word, bytes | None]], info: ChunkInfo
+) -> None:
+    with closing(Liar(words)) as liar, closing(reached(liar.terms)) as link:
+        out = np.zeros(INFO_BYTES, np.uint8)
+        with pytest.raises(InvalidFrameError):
+            list(link.read(info, out, 0, SILENCE_S))
+
+
+def test_who_hangs_up_or_falls_silent_costs_no_more_than_the_silence(
+    info: ChunkInfo,
+) -> None:
+    for hangs_up, error in ((True, TierUnavailableError), (False, DeadlineError)):
+        with (
+            closing(Liar([part(0, 500)], hangs_up=hangs_up)) as liar,
+            closing(reached(liar.terms)) as link,
+        ):
+            out = np.zeros(INFO_BYTES, np.uint8)
+            with pytest.raises(error):
+                list(link.read(info, out, 0, SILENCE_S if hangs_up else 0.05))
+            assert not link.is_open
+
+
+def test_a_read_ends_when_another_thread_hangs_up(info: ChunkInfo) -> None:
+    with closing(Liar([part(0, 500)])) as liar, closing(reached(liar.terms)) as link:
+        steps = link.read(info, np.zeros(INFO_BYTES, np.uint8), 0, SILENCE_S)
+        assert next(steps) == 500
+        link.hang_up()
+        with pytest.raises(TierUnavailableError):
+            next(steps)
+
+
+@pytest.fixture
+def info(make_server: ServerMaker) -> ChunkInfo:
+    server = make_server("--cpu", "64MiB")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
+    (found,) = server.node.manager.transfers.cpu.tier.find(keys)
+    assert found is not None
+    return replace(found, size_bytes=INFO_BYTES)

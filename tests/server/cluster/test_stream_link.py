@@ -1,0 +1,303 @@
+"""One server reads another's memory over TCP: right frames, nothing, or a clean error, in time."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from prompts import MEDIUM, store
+
+from kvstore.client import ClientOptions
+from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    KVStoreError,
+    LeaseExpiredError,
+    PermissionDeniedError,
+    QuotaExceededError,
+    TierUnavailableError,
+    UnauthenticatedError,
+)
+from kvstore.proto.frame import check_frame
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
+from kvstore.server.cluster.peer_link import PeerTerms
+from kvstore.server.cluster.peer_streams import MAX_STRANGERS, STREAMS_PER_SESSION
+from kvstore.server.cluster.peers import Peers, PeersTerms
+from kvstore.server.cluster.stream_link import StreamLink
+from kvstore.server.cluster.stream_tls import make_tls
+from kvstore.server.cluster.stream_wire import MAX_HEADER_BYTES, StreamWire
+from kvstore.server.metrics import Counters
+
+ServerMaker = Callable[..., LocalServer]
+SILENCE_S = 20.0
+NOWHERE = "tcp://127.0.0.1:9"
+
+
+@pytest.fixture(params=["plain", "tls"])
+def server(make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Path) -> LocalServer:
+    own = ("--cpu", "64MiB", "--peer-requests", "1")
+    if request.param == "plain":
+        return make_server("--zmq", "127.0.0.1:0", *own)
+    keys = ("--zmq-keys", str(tmp_path / "keys"))
+    return make_server("--zmq", "0.0.0.0:0", "--insecure", *keys, *own)
+
+
+@pytest.fixture
+def infos(server: LocalServer) -> list[ChunkInfo]:
+    """Three chunks in the server's memory."""
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 3)
+    shelf = server.node.manager.transfers.cpu
+    found = shelf.tier.find(keys)
+    return [info for info in found if info is not None]
+
+
+@pytest.fixture
+def terms(server: LocalServer) -> PeerTerms:
+    return PeerAccess().dial(server.address, "other", SILENCE_S).terms
+
+
+@pytest.fixture
+def link(terms: PeerTerms) -> Iterator[StreamLink]:
+    with closing(reached(terms)) as one:
+        yield one
+
+
+def reached(terms: PeerTerms) -> StreamLink:
+    link = StreamLink(terms, time.monotonic)
+    link.reach(SILENCE_S)
+    return link
+
+
+def read(link: StreamLink, info: ChunkInfo) -> Bytes:
+    frame = np.zeros(info.size_bytes, np.uint8)
+    assert list(link.read(info, frame, 0, SILENCE_S))[-1] == info.size_bytes
+    return frame
+
+
+def wire_of(link: StreamLink) -> StreamWire:
+    assert link._wire is not None
+    return link._wire
+
+
+def test_what_is_in_memory_is_read_whole_and_in_parts(
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+) -> None:
+    assert bool(terms.stream_certificate) == bool(terms.public_key)
+    for info in infos:
+        frame = read(link, info)
+        assert check_frame(frame, info.key).info() == info
+        part = np.zeros(1000, np.uint8)
+        assert list(link.read(info, part, 70_000, SILENCE_S)) == [1000]
+        assert bytes(part) == bytes(frame[70_000:71_000])
+    assert server.settled().held == 0
+    assert server.counter("peer_served_chunks") == 3
+
+
+def test_what_is_not_in_memory_is_nothing(infos: list[ChunkInfo], link: StreamLink) -> None:
+    absent = replace(infos[0], key=ChunkKey(infos[0].key[:16] + bytes(16)))
+    assert list(link.read(absent, np.zeros(10, np.uint8), 0, SILENCE_S)) == []
+    assert link.is_open
+    assert len(read(link, infos[0])) == infos[0].size_bytes
+
+
+def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+) -> None:
+    out = np.zeros(infos[0].size_bytes, np.uint8)
+    with closing(link.read(infos[0], out, 0, SILENCE_S)) as steps:
+        assert next(steps) < infos[0].size_bytes
+    assert not link.is_open
+    assert server.settled().held == 0
+    with closing(reached(terms)) as more:
+        assert eventually(lambda: _reads(more, infos[0])), "it is not counted for ever"
+
+
+def _reads(link: StreamLink, info: ChunkInfo) -> bool:
+    try:
+        return len(read(link, info)) == info.size_bytes
+    except QuotaExceededError:
+        return False
+
+
+def test_more_than_the_most_requests_of_peers_are_refused_at_once(
+    infos: list[ChunkInfo], link: StreamLink, server: LocalServer
+) -> None:
+    assert server.node.bulk is not None
+    desk = server.node.bulk._service.desk
+    desk.enter(bulk.Find(1, 1, 1))
+    with pytest.raises(QuotaExceededError, match="peer_requests=1"):
+        read(link, infos[0])
+    assert link.is_open
+    desk.leave(bulk.Find(1, 1, 1))
+    assert len(read(link, infos[0])) == infos[0].size_bytes
+    assert server.counter("peer_refused_requests") == 1
+
+
+def test_who_is_no_peer_is_not_let_in(server: LocalServer, terms: PeerTerms) -> None:
+    reply = open_session(server.dial(), MEDIUM)
+    theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
+    unknown = replace(terms, token=bytes(16))
+    for shown, error in ((theirs, PermissionDeniedError), (unknown, UnauthenticatedError)):
+        with pytest.raises(error):
+            reached(shown)
+
+
+def test_a_session_has_so_many_streams_and_no_more(terms: PeerTerms) -> None:
+    links = [reached(terms) for _ in range(STREAMS_PER_SESSION)]
+    try:
+        with pytest.raises(QuotaExceededError, match="streams_per_session=16"):
+            reached(terms)
+    finally:
+        for link in links:
+            link.close()
+    assert eventually(lambda: _is_let_in(terms))
+
+
+def _is_let_in(terms: PeerTerms) -> bool:
+    try:
+        reached(terms).close()
+    except QuotaExceededError:
+        return False
+    return True
+
+
+def test_a_session_that_ends_ends_its_streams(
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+) -> None:
+    server.node.sessions.close(terms.session_id)
+    with pytest.raises(LeaseExpiredError):
+        read(link, infos[0])
+    assert server.node.streams is not None
+    streams = server.node.streams
+    assert eventually(lambda: not streams._streams)
+
+
+def test_what_is_no_get_of_a_peer_is_hung_up_on(
+    infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+) -> None:
+    for word, payload in (
+        (bulk.Get(1, terms.session_id, 0, 1 << 20, 1000, 0), infos[0].key[16:]),
+        (bulk.Find(1, terms.session_id, 1000), bytes(infos[0].key)),
+        (bulk.Put(1, terms.session_id, 1000, 0), None),
+    ):
+        with closing(reached(terms)) as link:
+            wire_of(link).send(word, payload)
+            with pytest.raises(TierUnavailableError):
+                wire_of(link).receive()
+    assert server.settled().held == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 400,
+        (MAX_HEADER_BYTES + 1).to_bytes(2, "little") + bytes(4),
+        bytes(6),
+    ],
+)
+def test_strangers_who_say_anything_else_are_hung_up_on(
+    said: bytes, infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+) -> None:
+    with connected(terms) as stranger:
+        stranger.sendall(said)
+        assert ends(stranger)
+    with closing(reached(terms)) as link:
+        assert len(read(link, infos[0])) == infos[0].size_bytes
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+) -> None:
+    silent = [connected(terms) for _ in range(MAX_STRANGERS + 8)]
+    try:
+        assert len(read(link, infos[0])) == infos[0].size_bytes
+        assert all(ends(one) for one in silent), "each is hung up on after a while"
+        with closing(reached(terms)) as more:
+            assert len(read(more, infos[0])) == infos[0].size_bytes
+    finally:
+        for one in silent:
+            one.close()
+
+
+def connected(terms: PeerTerms) -> socket.socket:
+    where = urlsplit(terms.stream_address)
+    return socket.create_connection((where.hostname or "", where.port or 0), SILENCE_S)
+
+
+def ends(link: socket.socket) -> bool:
+    """Whether the other end hangs up; it may say why before."""
+    try:
+        while link.recv(4096):
+            pass
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def test_a_server_with_another_certificate_is_not_believed(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    keys = ("--zmq-keys", str(tmp_path / "keys"))
+    server = make_server("--zmq", "0.0.0.0:0", "--insecure", *keys, "--cpu", "64MiB")
+    terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+    for certificate in (make_tls().certificate, b"no certificate"):
+        with pytest.raises(TierUnavailableError):
+            reached(replace(terms, stream_certificate=certificate))
+    with pytest.raises(KVStoreError):
+        reached(replace(terms, stream_certificate=b""))  # in plain text
+    with closing(reached(terms)) as link:
+        cipher = wire_of(link)._link.version()  # type: ignore[attr-defined]
+        assert cipher == "TLSv1.3"
+
+
+def test_a_port_that_is_taken_is_named(make_server: ServerMaker) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(KVStoreError, match="peer_port"):
+            make_server("--zmq", "127.0.0.1:0", "--peer-port", port)
+
+
+def test_the_certificate_is_of_one_start() -> None:
+    first, second = make_tls(), make_tls()
+    assert first.certificate != second.certificate
+    assert first.context.minimum_version is ssl.TLSVersion.TLSv1_3
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_frames_come_over_a_stream_and_over_the_bulk_channel_where_none_is_reached(
+    make_server: ServerMaker, is_reached: bool
+) -> None:
+    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 2)
+
+    def dial(address: str, node_id: str, within_s: float) -> LetIn:
+        told = PeerAccess().dial(address, node_id, SILENCE_S)
+        where = told.terms.stream_address if is_reached else NOWHERE
+        return LetIn(told.boot_id, replace(told.terms, stream_address=where))
+
+    terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S))
+    with closing(Peers(terms, dial, Counters(), time.monotonic)) as peers:
+        peers.start("other", 1)
+        (peer,) = peers.known()
+        assert eventually(lambda: bool(peer._no_streams_until) or peer._has_streams)
+        assert peer._has_streams is is_reached
+        for offer in peers.find(keys).values():
+            frame = np.zeros(offer.info.size_bytes, np.uint8)
+            *_, (sender, arrived) = peers.read(offer.info, offer.peers, frame, 0)
+            assert (sender, arrived) == (peer, len(frame))
+            assert check_frame(frame, offer.info.key).info() == offer.info
+        assert len(peer._idle_streams) == is_reached
+    assert server.counter("peer_served_chunks") == 2
