@@ -78,15 +78,15 @@ class StreamWire:
         head = _LENGTHS.pack(len(header), size_bytes) + header
         data = as_bytes(b"" if payload is None else payload).data
         if self._is_encrypted:
-            self._guarded(lambda: self._all(head))
-            self._guarded(lambda: self._all(data))
+            self._guarded(self._all, head)
+            self._guarded(self._all, data)
             return
-        sent = self._guarded(lambda: self._link.sendmsg([head, data]))
+        sent = self._guarded(self._link.sendmsg, [head, data])
         for piece in (memoryview(head), data):
             left = piece[min(sent, len(piece)) :]
             sent -= len(piece) - len(left)
             while len(left):
-                left = left[self._guarded(lambda left=left: self._link.send(left)) :]  # type: ignore[misc]
+                left = left[self._guarded(self._link.send, left) :]
 
     def _all(self, data: bytes | memoryview) -> int:
         if len(data):
@@ -120,19 +120,14 @@ class StreamWire:
 
     def fill(self, out: Bytes | memoryview) -> None:
         """Fill *out* with the next bytes."""
-        done = 0
-        while done < len(out):
-            rest = out[done:] if done else out
-            done += self._guarded(lambda rest=rest: self._some(rest))  # type: ignore[misc]
+        left = out.data if isinstance(out, np.ndarray) else out
+        while len(left):
+            left = left[self._guarded(self._link.recv_into, left, 0, self._flags) :]
 
-    def _some(self, out: Bytes | memoryview) -> int:
-        return self._link.recv_into(
-            out.data if isinstance(out, np.ndarray) else out, 0, self._flags
-        )
-
-    def _guarded(self, call: Callable[[], int]) -> int:
+    def _guarded(self, call: Callable[..., int], *terms: object) -> int:
+        """Return how many bytes *call* moved."""
         try:
-            moved = call()
+            moved = call(*terms)
         except (BlockingIOError, TimeoutError):
             raise DeadlineError(f"{self._address} did not answer in time") from None
         except OSError as error:
