@@ -19,9 +19,8 @@ from llvmlite import ir
 
 from kvstore.proto.buffers import LOOP_UNIT_BYTES, Bytes, Pieces, checksum
 
-_STREAM_BYTES = 1 << 17
-"""Pieces from this size on are stored past the caches: what follows would drive them out anyway."""
 _STREAM_ALIGN_BYTES = 16
+"""Stores past the caches are of so many bytes, at a multiple of them."""
 _STRIPE_BYTES, _STRIPES, _LANES = 64, 16, 8
 _P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _P64 = (
@@ -60,7 +59,7 @@ class CopyLoop:
         fit where it is to go, for one that is no Piece, and for a group of none.
         """
         rows: list[int] = []
-        total = places = 0
+        places = 0
         for pieces in groups:
             size = 0
             for out, data in pieces:
@@ -75,9 +74,7 @@ class CopyLoop:
             if not size:
                 raise ValueError("give at least one piece in each group")
             rows[_SIZE - _COLUMNS] = size
-            total += size
-        streams = total >= _STREAM_BYTES and not places % _STREAM_ALIGN_BYTES
-        return (self._streaming if streams else self._near)(rows)
+        return (self._near if places % _STREAM_ALIGN_BYTES else self._streaming)(rows)
 
 
 def _fits(out: Bytes, data: Bytes) -> bool:
@@ -249,7 +246,7 @@ def _order(lanes: Sequence[int]) -> Any:
 
 def agrees(loop: Callable[[Sequence[Pieces]], list[int]]) -> bool:
     """Whether *loop* copies, and sums as xxhash does, in both its forms."""
-    data = np.random.default_rng(0).integers(0, 256, 2 * _STREAM_BYTES + 64, np.uint8)
+    data = np.random.default_rng(0).integers(0, 256, 256 * LOOP_UNIT_BYTES + 64, np.uint8)
     room = np.zeros(len(data) + 64, np.uint8)
     start = -room.ctypes.data % 64
     for out_at, cut, size in ((0, 2, 8), (1, 5, 8), (0, 128, 256), (3, 1, 255)):

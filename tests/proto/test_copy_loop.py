@@ -25,8 +25,7 @@ pytest.importorskip("llvmlite")
 from kvstore.proto import copy_loop
 from kvstore.proto.copy_loop import CopyLoop, agrees
 
-LARGE = 1 << 18
-"""Bytes that are stored past the caches."""
+LARGE = 2 * LOOP_FROM_BYTES
 
 
 @pytest.fixture(scope="module")
