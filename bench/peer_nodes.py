@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import zmq
 
-from bench.peer_limits import KINDS, landing
+from bench.peer_limits import KINDS, landing, straight
 from bench.report import Report, paired, parse_flags
 from bench.workload import (
     MODEL,
@@ -65,15 +65,16 @@ while True:
 @dataclass(frozen=True, slots=True)
 class PeerTimes:
     """Best seconds of a hit and of the bare transfer; those of the quickest bare loop that does a
-    hit's steps, over those of the bare transfer in turns with it; all lookups by kind: of chunks
-    that a peer has, and of ones that it lacks, from a fixed list of peers and by the directory in
-    a Redis.
+    hit's steps, and of one where the reader itself receives, over those of the bare transfer in
+    turns with it; all lookups by kind: of chunks that a peer has, and of ones that it lacks, from
+    a fixed list of peers and by the directory in a Redis.
     """
 
     size_bytes: int
     hit_s: float
     raw_s: float
     limit: float
+    straight: float
     lookups_s: Mapping[str, Sequence[float]]
 
 
@@ -169,13 +170,19 @@ def hit_against_raw(folder: Path, chunks: int, repeats: int) -> tuple[int, float
     return size, min(times), raw_s
 
 
-def limit_over_raw(size_bytes: int, repeats: int) -> float:
-    """Return what the quickest bare loop takes, in those of the bare transfer; best of each."""
+def limits_over_raw(size_bytes: int, repeats: int) -> tuple[float, float]:
+    """Return what the quickest bare loop takes, and what the one does where the reader itself
+    receives, in those of the bare transfer; best of each.
+    """
+
+    def over_raw(loop: Callable[[], int]) -> float:
+        limit_s, raw_s = paired(loop, receive, repeats)
+        return limit_s / raw_s
+
     with raw_zmq(size_bytes) as receive, ExitStack() as stack:
         loops = [stack.enter_context(landing(kind, size_bytes)) for kind in KINDS]
-        return min(
-            limit_s / raw_s for limit_s, raw_s in (paired(one, receive, repeats) for one in loops)
-        )
+        reader = stack.enter_context(straight(size_bytes))
+        return min(over_raw(one) for one in loops), over_raw(reader)
 
 
 def lookups(folder: Path, count: int, *flags: str) -> tuple[list[float], list[float]]:
@@ -213,14 +220,14 @@ def measure(chunks: int, repeats: int, count: int) -> PeerTimes:
         folder = Path(name)
         (folder / "hit").mkdir()
         hit = hit_against_raw(folder / "hit", chunks, repeats)
-        limit = limit_over_raw(hit[0], repeats)
+        limits = limits_over_raw(hit[0], repeats)
         found, missed = lookups(folder / "look", count)
         kinds: dict[str, Sequence[float]] = {"found": found, "missed": missed}
         with redis_server(folder) as port:
             flags = ("--directory", "--redis", f"redis://127.0.0.1:{port}/0")
             found, missed = lookups(folder / "directory", count, *flags)
         kinds |= {"directory_found": found, "directory_missed": missed}
-        return PeerTimes(*hit, limit, kinds)
+        return PeerTimes(*hit, *limits, kinds)
 
 
 def add(report: Report, times: PeerTimes) -> None:
@@ -230,6 +237,8 @@ def add(report: Report, times: PeerTimes) -> None:
     report.add("peer_hit_over_raw", times.hit_s / times.raw_s, speeds[0], f"raw zmq {speeds[1]}")
     what = "bare loops: receive, sum, copy out, sum"
     report.add("peer_hit_limit_over_raw", times.limit, what)
+    what = "a bare loop: receive where it is wanted, sum"
+    report.add("peer_hit_straight_over_raw", times.straight, what)
     for name, seconds in times.lookups_s.items():
         what = f"{len(seconds)} lookups of {LOOKUP_CHUNKS} chunks"
         for share in (50, 99):
