@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -32,6 +33,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
 from kvstore.server.cluster.peer_streams import MAX_STRANGERS, STREAMS_PER_SESSION
+from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import Peers, PeersTerms
 from kvstore.server.cluster.stream_link import StreamLink
 from kvstore.server.cluster.stream_tls import make_tls
@@ -301,3 +303,29 @@ def test_frames_come_over_a_stream_and_over_the_bulk_channel_where_none_is_reach
             assert check_frame(frame, offer.info.key).info() == offer.info
         assert len(peer._idle_streams) == is_reached
     assert server.counter("peer_served_chunks") == 2
+
+
+def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
+    make_server: ServerMaker,
+) -> None:
+    own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
+    first = make_server("--zmq", "127.0.0.1:0", *own)
+    second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(first.connect("grpc", MEDIUM, options), 1, 2)
+    shelf = second.node.manager.transfers.peers
+    assert shelf is not None
+    (peer,) = cast("PeerTier", shelf.tier).peers.known()
+    assert eventually(lambda: peer._has_streams)
+    slab = first.node.manager.transfers.cpu_tier
+    frame = slab.peek(keys[1])
+    assert frame is not None
+    frame.flags.writeable = True
+    frame[-1] ^= 1
+    reader = second.connect("grpc", MEDIUM, options)
+    assert reader.lookup(keys).ready == 2
+    with reader.lease(keys) as lease:
+        assert len(lease.get()) == 1
+    assert eventually(lambda: second.counter("peer_corrupt_chunks") >= 1)
+    assert peer._lies >= 1
+    assert second.settled().held == 0
