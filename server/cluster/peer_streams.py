@@ -158,7 +158,9 @@ class PeerStreams:
         try:
             link, _ = self._listener.accept()
         except OSError:
-            return  # gone again, or no descriptor left: it is asked again
+            # Gone again, or no descriptor is left: asked again at once it would say so for ever.
+            waiting.unregister(self._listener)
+            return
         stranger = _Stranger(link, self._terms.clock() + HELLO_S)
         with self._lock:
             known = len(self._strangers)
@@ -171,7 +173,9 @@ class PeerStreams:
             waiting.register(link, selectors.EVENT_READ, stranger)
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
-        """Hang up on who says nothing, and on those whose session has ended."""
+        """Hang up on who says nothing, and on those whose session has ended; listen again."""
+        if self._listener.fileno() not in waiting.get_map():
+            waiting.register(self._listener, selectors.EVENT_READ)
         now = self._terms.clock()
         for key in list(waiting.get_map().values()):
             if isinstance(key.data, _Stranger) and now >= key.data.until:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ from kvstore.client import ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo
+from kvstore.server.cluster.peer_dial import PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
+from kvstore.server.cluster.peer_streams import PeerStreams, listen
 from kvstore.server.cluster.stream_link import StreamLink
 from kvstore.server.cluster.stream_wire import StreamWire
 
@@ -131,3 +135,34 @@ def info(make_server: ServerMaker) -> ChunkInfo:
     (found,) = server.node.manager.transfers.cpu.tier.find(keys)
     assert found is not None
     return replace(found, size_bytes=INFO_BYTES)
+
+
+class _Full:
+    """A listener of a process that has no descriptor left, the first time it accepts."""
+
+    def __init__(self) -> None:
+        self.accepts = 0
+        self._listener, self.address = listen("127.0.0.1", 0)
+        self.fileno = self._listener.fileno
+        self.setblocking = self._listener.setblocking
+        self.close = self._listener.close
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.accepts += 1
+        if self.accepts == 1:
+            raise OSError(errno.EMFILE, "too many open files")
+        return self._listener.accept()
+
+
+def test_without_a_descriptor_it_listens_again_a_little_later(make_server: ServerMaker) -> None:
+    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
+    assert server.node.streams is not None
+    listener = _Full()
+    terms = server.node.streams._terms
+    told = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+    with closing(
+        PeerStreams(cast("socket.socket", listener), listener.address, None, terms)
+    ) as streams:
+        reached(replace(told, stream_address=listener.address)).close()
+        assert listener.accepts == 2
+        assert streams.is_alive()
