@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -11,7 +12,7 @@ from kvstore.client.connection import Connection
 from kvstore.client.levelled_get import Meters
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import ClientOptions
-from kvstore.client.reader import Reader, Room
+from kvstore.client.reader import Reader, Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport, can_share_memory
@@ -237,8 +238,9 @@ class Caller:
         portion = None
         if isinstance(room, RectangleRoom):
             portion = room.usual_portion(self.options.chunk_tokens)
+        landing = partial(direct, transport.session, keys, room)
         with transport.get_layers_of(
-            portion, digests, lease_id, self.options.deadline_ms, least
+            portion, digests, lease_id, self.options.deadline_ms, least, landing
         ) as arriving:
             frames = as_true(arriving, least)
             found, broken = self._reader.read(transport.session, keys, frames, room)

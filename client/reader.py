@@ -9,6 +9,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
+from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.file_frame import FileFrame
 from kvstore.client.layer_feed import in_time
 from kvstore.client.rectangle_room import RectangleRoom
@@ -18,7 +19,7 @@ from kvstore.client.transport import Arrived
 from kvstore.codecs.base import AnyTensors, ChunkTensors, codec_by_id, empty_tensors
 from kvstore.codecs.portions import cut
 from kvstore.codecs.raw import RawCodec
-from kvstore.proto.buffers import Sliced
+from kvstore.proto.buffers import Bytes, Sliced
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
@@ -183,10 +184,13 @@ def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> Chu
     Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, LeaseExpiredError, and
     RepresentationError for a frame that names the tables of another model.
     """
+    frame = arrived.frame
+    if isinstance(frame, DirectFrame):
+        frame.check()
+        return frame.tensors
     try:
-        header = check_header(session, key, arrived.frame, len(arrived.frame))
+        header = check_header(session, key, frame, len(frame))
         tensors: ChunkTensors = room(arrived.index, header.layout)
-        frame = arrived.frame
         if isinstance(room, RectangleRoom):
             cut(header, frame, room.portion(header.layout), tensors)
         elif isinstance(frame, FileFrame) and header.codec_id == RawCodec.codec_id:
@@ -197,6 +201,25 @@ def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> Chu
     finally:
         # First of all errors: memory that was reused says nothing of the chunk.
         arrived.confirm()
+
+
+def direct(
+    session: Session, keys: Sequence[ChunkKey], room: Room, index: int, size: int, start: Bytes
+) -> DirectFrame | None:
+    """Return what takes the parts of a frame of *size* bytes, which begins with *start*.
+
+    None for one that has to be whole first: to be decoded, cut, or found wrong by ``decode``.
+    """
+    if isinstance(room, RectangleRoom) or index >= len(keys):
+        return None
+    try:
+        header = check_header(session, keys[index], start, size)
+        if header.codec_id != RawCodec.codec_id:
+            return None
+        head = start[: header.header_bytes].copy()  # the part's memory is ZeroMQ's
+        return DirectFrame(header, head, room(index, header.layout))
+    except KVStoreError:
+        return None
 
 
 def check_header(session: Session, key: ChunkKey, data: Sliced, frame_bytes: int) -> FrameHeader:

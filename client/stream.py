@@ -15,7 +15,15 @@ from kvstore.client.layer_sink import LayerSink, PutTerms
 from kvstore.client.part_feed import PartFeed
 from kvstore.client.ranged_get import RangedGet
 from kvstore.client.stream_sink import StreamSink
-from kvstore.client.transport import Arrived, Assembly, Outgoing, Put, Transport, read_outcomes
+from kvstore.client.transport import (
+    Arrived,
+    Assembly,
+    Direct,
+    Outgoing,
+    Put,
+    Transport,
+    read_outcomes,
+)
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
@@ -108,6 +116,7 @@ class StreamTransport(Transport):
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
+        direct: Direct | None = None,
     ) -> Iterator[Iterator[Arrived]]:
         with ExitStack() as stack:
             yield self._ranged(stack, portion, digests, lease_id, deadline_ms, least)

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvstore.client.connection import Connection
+from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.file_frame import FileFrame
 from kvstore.client.layer_feed import LayerFeed, WholeFrames
 from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
@@ -50,8 +51,12 @@ class Arrived:
 
     index: int
     tier: str
-    frame: Bytes | FileFrame | SparseFrame
+    frame: Bytes | FileFrame | SparseFrame | DirectFrame
     confirm: Callable[[], None]
+
+
+Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
+"""A frame's number, size and first bytes to what takes its parts; None: it has to be whole."""
 
 
 class FramePiece(NamedTuple):
@@ -130,10 +135,12 @@ class Transport(ABC):
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
+        direct: Direct | None = None,
     ) -> AbstractContextManager[Iterator[Arrived]]:
         """Do the same as ``get`` for who reads a *portion* of each chunk; None: everything.
 
         Whole frames, unless a transport does better: those in reach at once cost nothing more.
+        One whose frames come in parts gives them to what *direct* returns for the first.
         """
         return self.get(digests, lease_id, deadline_ms, least)
 

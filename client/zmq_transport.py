@@ -12,12 +12,13 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
+from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.frame_memory import FrameMemory
 from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.part_feed import PartFeed
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Arrived, FramePiece, Outgoing, Put, Transport
+from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
 from kvstore.client.zmq_link import ZmqLink, endpoint
 from kvstore.client.zmq_upload import BulkUpload
 from kvstore.proto import bulk
@@ -29,6 +30,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.portion import Portion
 from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChainDigest, Fidelity
 from kvstore.proto.wire import fidelity_number, join_digests
@@ -91,6 +93,20 @@ class ZmqTransport(Transport):
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[Arrived]]:
+        with self.get_layers_of(None, digests, lease_id, deadline_ms, least) as arriving:
+            yield arriving
+
+    @override
+    @contextmanager
+    def get_layers_of(
+        self,
+        portion: Portion | None,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+        direct: Direct | None = None,
+    ) -> Iterator[Iterator[Arrived]]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
         link = self._take(deadline)
         if link is None:
@@ -99,9 +115,12 @@ class ZmqTransport(Transport):
             return
         frames: list[Bytes] = []
         limit_bytes = self.session.terms.max_frame_bytes
-        reading = BulkReading(
-            link.next_request(), limit_bytes, lambda _, size: self._memory.take(size, frames)
-        )
+
+        def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes | DirectFrame:
+            taker = None if direct is None else direct(chunk, size_bytes, start)
+            return self._memory.take(size_bytes, frames) if taker is None else taker
+
+        reading = BulkReading(link.next_request(), limit_bytes, room)
         word = self._word(reading, lease_id, deadline_ms, _least_flags(least))
         try:
             link.send(word, deadline, join_digests(digests))
@@ -196,7 +215,8 @@ class ZmqTransport(Transport):
                     link.send(bulk.Credit(reading.request, credit_bytes), deadline)
             del payload
             if landed is not None:
-                yield Arrived(landed.chunk, landed.tier, landed.frame, _stays)
+                frame = cast("Bytes | DirectFrame", landed.frame)  # of our own room
+                yield Arrived(landed.chunk, landed.tier, frame, _stays)
 
     def _leave(self, link: ZmqLink, reading: BulkReading | BulkPieces, deadline: float) -> None:
         """Have the server let go of what was asked for; a link on which it does not is dropped."""

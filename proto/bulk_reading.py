@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
 
-Room = Callable[[int, int], Bytes | None]
-"""A frame's number in the request and its size to the memory it goes to; None to pass it by."""
+
+class Taker(Protocol):
+    """What takes a frame's parts one after the other, instead of memory for all of it."""
+
+    def take(self, offset: int, data: Bytes, /) -> None:
+        """Take the part at *offset*, whose memory is another's afterwards."""
+
+
+Room = Callable[[int, int, Bytes], Bytes | Taker | None]
+"""A frame's number in the request, its size and first part to where it goes; None: nowhere."""
 
 
 class Landed(NamedTuple):
-    """A frame that is whole, in the memory that was given for it. Nothing of it is verified."""
+    """A frame that is whole, where it was sent. Nothing of what is in memory is verified."""
 
     chunk: int
     tier: str
-    frame: Bytes
+    frame: Bytes | Taker
 
 
 class BulkPieces:
@@ -76,7 +86,7 @@ class BulkReading:
         self._chunk = 0
         self._received_bytes = 0
         self._frame_bytes = 0
-        self._frame: Bytes | None = None
+        self._frame: Bytes | Taker | None = None
 
     @property
     def request(self) -> int:
@@ -120,9 +130,11 @@ class BulkReading:
             raise InvalidFrameError("offset", part.offset, "parts must follow each other")
         if not part.offset:
             self._frame_bytes = part.frame_bytes
-            self._frame = self._room(part.chunk, part.frame_bytes)
-        if self._frame is not None:
+            self._frame = self._room(part.chunk, part.frame_bytes, data)
+        if isinstance(self._frame, np.ndarray):
             copy_bytes(self._frame[part.offset : stop], data)
+        elif self._frame is not None:
+            self._frame.take(part.offset, data)
         self._received_bytes = stop % part.frame_bytes
         if self._received_bytes:
             return None

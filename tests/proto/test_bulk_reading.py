@@ -15,7 +15,7 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LeaseEx
 LIMIT_BYTES = 100
 
 
-def room(chunk: int, size_bytes: int) -> Bytes:
+def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes:
     return np.empty(size_bytes, np.uint8)
 
 
@@ -23,6 +23,11 @@ def reading() -> BulkReading:
     one = BulkReading(7, LIMIT_BYTES, room)
     one.open()
     return one
+
+
+def bytes_of(landed: Landed) -> bytes:
+    assert isinstance(landed.frame, np.ndarray)
+    return landed.frame.tobytes()
 
 
 def part(chunk: int, frame_bytes: int, offset: int, request: int = 7) -> bulk.Part:
@@ -38,7 +43,9 @@ def test_frames_are_what_their_parts_add_up_to(
     frames: list[bytes], cut: int, passed_by: set[int]
 ) -> None:
     one = BulkReading(
-        7, LIMIT_BYTES, lambda chunk, size: None if chunk in passed_by else room(chunk, size)
+        7,
+        LIMIT_BYTES,
+        lambda chunk, size, start: None if chunk in passed_by else room(chunk, size, start),
     )
     one.open()
     landed: list[Landed] = []
@@ -51,7 +58,7 @@ def test_frames_are_what_their_parts_add_up_to(
                 landed.append(whole)
     one.take(bulk.Done(7, len(frames)), as_bytes(b""))
     assert one.is_over
-    assert [(one.chunk, one.tier, one.frame.tobytes()) for one in landed] == [
+    assert [(one.chunk, one.tier, bytes_of(one)) for one in landed] == [
         (number, "disk", frame) for number, frame in enumerate(frames) if number not in passed_by
     ]
 
