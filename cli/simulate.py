@@ -155,17 +155,19 @@ def replay_blocks(
     times, starts = trace.times_s.tolist(), trace.starts.tolist()
     rows = trace.rows.tolist()
     is_full = (trace.tokens == trace.block_tokens).tolist()
-    hits = np.zeros(trace.requests, np.int64)
+    hits = [0] * trace.requests
     flops = flops_by_place(int(np.diff(trace.starts).max(initial=0)), trace.block_tokens)
+    by_flops = policy[0].ranks_by_flops
     started = time.perf_counter()
-    for at, now_s in enumerate(times):
-        chain = rows[starts[at] : starts[at + 1]]
+    for at, (now_s, start, end) in enumerate(zip(times, starts, starts[1:], strict=False)):
+        chain = rows[start:end]
         if chain:
             facts = _facts(is_full[chain[-1]], len(chain))
-            hits[at] = replay.request(chain, block_bytes, now_s, facts, flops[: len(chain)])
+            costs = flops[: len(chain)] if by_flops else None
+            hits[at] = replay.request(chain, block_bytes, now_s, facts, costs)
     spent_s = time.perf_counter() - started
     first = trace.requests // 2 if terms.from_half else 0
-    hit_blocks = np.minimum(hits, trace.known)[first:]
+    hit_blocks = np.minimum(np.array(hits, np.int64), trace.known)[first:]
     inputs = trace.input_tokens[first:]
     hit_tokens = np.minimum(hit_blocks * trace.block_tokens, inputs)
     return Outcome(

@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW, spare_rows
+from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.hedge import Hedge
-from kvstore.server.policy.history import History, Report
+from kvstore.server.policy.history import History
 from kvstore.server.policy.hit_density import HitDensityEviction
 from kvstore.server.policy.leaves import LeafFirstEviction
 from kvstore.server.policy.mirror import Mirror

@@ -66,14 +66,19 @@ class AgeSlots:
                 merged[at] += np.add.reduce(counts[slot + 1 : until], axis=0, dtype=np.int32)
         self._starts_s, self._counts = starts_s[kept], merged
 
-    def add(self, classes: NDArray[np.uint16], came_s: NDArray[np.float64], sign: int) -> None:
-        """Count members (sign 1) or count them no more (sign -1), by when they came."""
+    def add(
+        self,
+        classes: NDArray[np.uint16],
+        came_s: NDArray[np.float64],
+        counts: NDArray[np.int32] | int,
+    ) -> None:
+        """Count members by when they came: *counts* of each, or 1; no more where that is -1."""
         self._widen(int(classes.max(initial=0)) + 1)
         slots = np.searchsorted(self._starts_s, came_s, side="right") - 1
         places = slots * self._counts.shape[1]
         places += classes
         # By one index, which numpy adds at several times as fast as by two.
-        np.add.at(self._counts.reshape(-1), places, np.int32(sign))
+        np.add.at(self._counts.reshape(-1), places, np.asarray(counts, np.int32))
 
     def _widen(self, classes: int) -> None:
         slots, width = self._counts.shape

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
+import numpy as np
+
 from kvstore.server.policy.radix import Rows
 
 
@@ -47,6 +49,15 @@ class EvictionPolicy(ABC):
             self.insert(row, parent, size_bytes, now_s)
             parent = row
 
+    def insert_run(
+        self, first: int, count: int, parent: int, size_bytes: int, now_s: float
+    ) -> None:
+        """Insert *count* chunks, 1 or more, whose rows lie side by side from *first* on.
+
+        The same as ``insert_chain``, of rows that were never here before.
+        """
+        self.insert_chain(np.arange(first, first + count), parent, size_bytes, now_s)
+
     @abstractmethod
     def touch(self, rows: Rows, now_s: float) -> None:
         """Take note that a chain was used, its first chunk first. Unknown rows are skipped."""
@@ -71,6 +82,12 @@ class EvictionPolicy(ABC):
     def first_victims(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
         """Return the first *count* of ``victims``, or as many as there are."""
         return list(islice(self.victims(keep, now_s), count))
+
+    def evict(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
+        """Forget the ``first_victims``, and return them."""
+        victims = self.first_victims(count, keep, now_s)
+        self.remove_all(victims)
+        return victims
 
     @abstractmethod
     def __len__(self) -> int:

@@ -29,6 +29,7 @@ _CONTEXTS = _TURNS * _LENGTHS * _FREQUENCIES
 _UNKNOWN = 65_535
 _CODE_OF_OWN = np.arange(256, dtype=np.intp) * _CONTEXTS
 _TURN_OF = np.searchsorted([1, 2, 3, 6], np.arange(256), side="right")
+_CODE_OF_TURN: list[int] = (_TURN_OF * (_LENGTHS * _FREQUENCIES)).tolist()
 _FREQUENCY_OF = np.clip(np.arange(256), 1, _FREQUENCIES) - 1
 _SHORT_TOKENS, _LONG_TOKENS = 1_000, 16_000
 
@@ -71,8 +72,7 @@ class ChunkClasses:
 
     def context(self, turn: int, chunks: int) -> int:
         """Return what chunks have in common that were asked for in one prompt."""
-        length = bisect_right(self._ends, chunks)
-        return (_TURN_OF.item(turn) * _LENGTHS + length) * _FREQUENCIES
+        return _CODE_OF_TURN[turn] + bisect_right(self._ends, chunks) * _FREQUENCIES
 
     def contexts(self, turns: NDArray[np.uint8], chunks: NDArray[np.uint16]) -> NDArray[np.intp]:
         """Return ``context`` of each of several."""

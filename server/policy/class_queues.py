@@ -33,11 +33,12 @@ class ClassQueues:
         self._older = array("I", [NO_ROW])
         self._classes = array("H", [0])
         self._oldest = array("I", bytes(4 * limit))
-        self._newest = array("I", bytes(4 * limit))
+        self.newest = array("I", bytes(4 * limit))
+        """What ``tail`` returns, by class: for who only reads."""
         self._places = array("I", [0])
         # Views, as these two never grow.
         self._oldest_seen = np.frombuffer(self._oldest, np.uint32)
-        self._newest_seen = np.frombuffer(self._newest, np.uint32)
+        self._newest_seen = np.frombuffer(self.newest, np.uint32)
         self._late: dict[int, RowHeap] = {}
         """Heaps with at least one row."""
         self.changed: set[int] = set()
@@ -56,39 +57,47 @@ class ClassQueues:
     def append(self, row: int, kind: int) -> None:
         """Put a row that is in no queue at the end of one: none in it has a greater order."""
         self._classes[row] = kind
-        newest = self._newest[kind]
+        newest = self.newest[kind]
         self._older[row], self._newer[row] = newest, NO_ROW
         if newest:
             self._newer[newest] = row
         else:
             self._oldest[kind] = row
             self.changed.add(2 * kind)
-        self._newest[kind] = row
+        self.newest[kind] = row
         self.changed.add(2 * kind + 1)
 
     def place(self, row: int, kind: int) -> None:
         """Put a row that is in no queue where it belongs in one."""
-        order = self._order
-        rank = order[row]
-        behind, before = self._oldest[kind], self._newest[kind]
-        if not before or rank > order[before]:
-            self.append(row, kind)
+        if self.place_near(row, kind):
             return
         self._classes[row] = kind
+        late = self._late.get(kind)
+        if late is None:
+            late = self._late[kind] = RowHeap(self._order, self._places)
+        late.push(row)
+        self.changed.add(2 * kind)
+
+    def place_near(self, row: int, kind: int) -> bool:
+        """Do as ``place`` where that is near an end of the queue, and else nothing; say which."""
+        order = self._order
+        rank = order[row]
+        behind, before = self._oldest[kind], self.newest[kind]
+        if not before or rank > order[before]:
+            self.append(row, kind)
+            return True
         for _ in range(_STEPS):
             if rank < order[behind]:
+                self._classes[row] = kind
                 self._link(row, self._older[behind], behind)
-                return
+                return True
             behind = self._newer[behind]
             before = self._older[before]
             if rank > order[before]:
+                self._classes[row] = kind
                 self._link(row, before, self._newer[before])
-                return
-        late = self._late.get(kind)
-        if late is None:
-            late = self._late[kind] = RowHeap(order, self._places)
-        late.push(row)
-        self.changed.add(2 * kind)
+                return True
+        return False
 
     def _link(self, row: int, older: int, newer: int) -> None:
         """Link a row in between; its class is set, and *newer* is no NO_ROW."""
@@ -119,7 +128,7 @@ class ClassQueues:
         if newer:
             self._older[newer] = older
         else:
-            self._newest[kind] = older
+            self.newest[kind] = older
             self.changed.add(2 * kind + 1)
 
     def head(self, kind: int) -> int:
@@ -134,11 +143,11 @@ class ClassQueues:
 
     def tail(self, kind: int) -> int:
         """Return the last row of a queue but for late ones; NO_ROW where there is none."""
-        return self._newest[kind]
+        return self.newest[kind]
 
     def end(self, end: int) -> int:
         """Return ``head`` of a class for twice its number, ``tail`` for one more."""
-        return self._newest[end >> 1] if end & 1 else self.head(end >> 1)
+        return self.newest[end >> 1] if end & 1 else self.head(end >> 1)
 
     def ends(self, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
         """Return the classes below *count* that have rows, and the first and last row of each.

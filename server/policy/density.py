@@ -117,6 +117,12 @@ class _Notes:
         self._counts.append(len(classes))
         self._times_s.append(now_s)
 
+    def note_one(self, kind: int, since_s: float, now_s: float) -> None:
+        self._classes.append(kind)
+        self._since_s.append(since_s)
+        self._counts.append(1)
+        self._times_s.append(now_s)
+
     def take(self) -> _Columns:
         """Return a column of each of the three, and begin anew."""
         classes, since_s = np.frombuffer(self._classes, np.uint16), np.frombuffer(self._since_s)
@@ -124,6 +130,25 @@ class _Notes:
         self._classes, self._since_s = array("H"), array("d")
         self._counts, self._times_s = [], []
         return classes, since_s, times_s
+
+
+class _Runs:
+    """Chunks that began to wait and are not counted yet: of which class, how many, and when."""
+
+    def __init__(self) -> None:
+        self._kinds, self._counts, self._times_s = array("H"), array("i"), array("d")
+
+    def note(self, kind: int, count: int, now_s: float) -> None:
+        self._kinds.append(kind)
+        self._counts.append(count)
+        self._times_s.append(now_s)
+
+    def take(self) -> tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.float64]]:
+        """Return a column of each of the three, and begin anew."""
+        kinds, counts = np.frombuffer(self._kinds, np.uint16), np.frombuffer(self._counts, np.int32)
+        times_s = np.frombuffer(self._times_s)
+        self._kinds, self._counts, self._times_s = array("H"), array("i"), array("d")
+        return kinds, counts, times_s
 
 
 class DensityTable:
@@ -157,6 +182,7 @@ class DensityTable:
         self.version = 0
         """How often ``values`` changed."""
         self._came, self._asked_for, self._lost = _Notes(), _Notes(), _Notes()
+        self._runs = _Runs()
         self._moved: list[tuple[NDArray[np.uint16], _Left]] = []
         self._noted = 0
         hazards = _FIRST_HAZARDS[None]
@@ -183,6 +209,22 @@ class DensityTable:
         """Chunks begin to wait."""
         self._came.note(classes, (), now_s)
         self._note(len(classes), now_s)
+
+    def wait_run(self, kind: int, last: int, count: int, now_s: float) -> None:
+        """Do as ``wait`` for *count* chunks, the last of class *last* and the others of *kind*."""
+        runs = self._runs
+        if last == kind:
+            runs.note(kind, count, now_s)
+        else:
+            if count > 1:
+                runs.note(kind, count - 1, now_s)
+            runs.note(last, 1, now_s)
+        self._note(count, now_s)
+
+    def asked_one(self, kind: int, since_s: float, now_s: float) -> None:
+        """Do as ``asked`` for one chunk."""
+        self._asked_for.note_one(kind, since_s, now_s)
+        self._note(1, now_s)
 
     def asked(self, classes: Classes, since_s: Times, now_s: float) -> None:
         """Chunks were asked for that waited since then, and wait no longer."""
@@ -218,6 +260,8 @@ class DensityTable:
         waiting.open(now_s)
         came, _, came_s = self._came.take()
         waiting.add(came, came_s, 1)
+        kinds, numbers, kinds_s = self._runs.take()
+        waiting.add(kinds, kinds_s, numbers)
         for others, (left, since_s, _) in self._moved:
             waiting.add(left, since_s, -1)
             waiting.add(others, since_s, 1)

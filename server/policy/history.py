@@ -5,13 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
+from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.chunk_classes import (
     HINTS,
     ChunkClasses,
@@ -21,6 +20,7 @@ from kvstore.server.policy.chunk_classes import (
     with_hint,
 )
 from kvstore.server.policy.density import DensityTable
+from kvstore.server.policy.history_columns import Columns
 from kvstore.server.policy.radix import Rows
 
 FIRST_REFRESH_REQUESTS, REFRESH_REQUESTS = 50, 100
@@ -65,32 +65,6 @@ class Facts:
             raise InvalidRequestError("prompt_chunks", self.prompt_chunks, "a count, or 0")
 
 
-class Columns(NamedTuple):
-    """The columns of a History as numpy sees them, each of shape (rows,)."""
-
-    last_s: NDArray[np.float64]
-    hits: NDArray[np.uint8]
-    classes: NDArray[np.uint16]
-    flops: NDArray[np.float64]
-    turns: NDArray[np.uint8]
-    chunks: NDArray[np.uint16]
-    own: NDArray[np.uint8]
-
-
-class Report(NamedTuple):
-    """What was asked for between two refreshes.
-
-    ``rows`` of what was known of it and ``ages_s`` how long each had waited; ``chunks`` counts
-    all, known or not, of ``requests`` prompts.
-    """
-
-    rows: Rows
-    ages_s: NDArray[np.float64]
-    chunks: int
-    requests: int
-    time_s: float
-
-
 NO_FACTS = Facts()
 """Nothing is said of the chunk."""
 
@@ -128,7 +102,8 @@ class History:
         """Called with the rows whose class changed by a hint, after it did."""
         self.watchers: list[Callable[[Report], None]] = []
         """Called after each refresh."""
-        self._answers: list[tuple[Rows, NDArray[np.float64]]] = []
+        self._asked_rows, self._asked_ages_s = array("q"), array("d")
+        """What was asked for since the last report."""
         self._chunks = 0
         self._latest_s = -np.inf
         self._ahead_s = 0.0
@@ -179,11 +154,11 @@ class History:
 
     def _report(self, requests: int, time_s: float) -> None:
         """Tell the watchers what was asked for since the last refresh."""
-        if not self._answers:
+        if not self._asked_rows:
             return
-        rows, ages_s = (np.concatenate(column) for column in zip(*self._answers, strict=True))
+        rows, ages_s = np.frombuffer(self._asked_rows, np.intp), np.frombuffer(self._asked_ages_s)
         report = Report(rows, ages_s, self._chunks, requests, time_s)
-        self._answers.clear()
+        self._asked_rows, self._asked_ages_s = array("q"), array("d")
         self._chunks = 0
         for watcher in self.watchers:
             watcher(report)
@@ -198,17 +173,21 @@ class History:
         return _distinct(rows)
 
     def _ask(self, rows: Rows, chunks: int, time_s: float) -> None:
-        last = int(rows[-1])
-        is_next = len(rows) > 1 and len(rows) >= self.chunks[last] - 1
+        last = rows.item(-1)
+        if len(rows) == 1:
+            self._ask_one(last, chunks, time_s)
+            return
+        is_next = len(rows) >= self.chunks[last] - 1
         turn = min(self.turns[last] + 1, _MOST) if is_next else 0
         if len(rows) < _FEW:
-            self._ask_few(rows, turn, chunks, time_s)
+            self._ask_few(rows.tolist(), turn, chunks, time_s)
             return
         seen = self._seen
         since_s = seen.last_s[rows]
         self.table.asked(seen.classes[rows], since_s, time_s)
         if self.watchers:
-            self._answers.append((rows, time_s - since_s))
+            self._asked_rows.frombytes(rows.tobytes())
+            self._asked_ages_s.frombytes((time_s - since_s).tobytes())
         hits = seen.hits[rows]
         hits += hits < _MOST
         seen.hits[rows] = hits
@@ -217,9 +196,9 @@ class History:
         classes = seen.classes[rows] = self.kinds.of(seen.own[rows], hits, context)
         self.table.wait(classes, time_s)
 
-    def _ask_few(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
+    def _ask_few(self, names: list[int], turn: int, chunks: int, time_s: float) -> None:
         """Do as ``_ask`` does, row by row."""
-        names, last_s, classes = rows.tolist(), self.last_s, self.classes
+        last_s, classes = self.last_s, self.classes
         hits, owns, turns, lengths = self.hits, self.own, self.turns, self.chunks
         since_s = [last_s[row] for row in names]
         left = [classes[row] for row in names]
@@ -239,10 +218,26 @@ class History:
             turns[row], lengths[row] = turn, chunks
         self.table.asked(left, since_s, time_s)
         if self.watchers:
-            self._answers.append((rows, time_s - np.array(since_s)))
+            self._asked_rows.extend(names)
+            self._asked_ages_s.extend([time_s - one_s for one_s in since_s])
         self.table.wait(waiting, time_s)
 
-    def _stamp(self, rows: Rows | slice, turn: int, chunks: int, time_s: float) -> None:
+    def _ask_one(self, row: int, chunks: int, time_s: float) -> None:
+        """Do as ``_ask`` does of a prompt of whose chunks only the first is known."""
+        since_s = self.last_s[row]
+        self.table.asked_one(self.classes[row], since_s, time_s)
+        if self.watchers:
+            self._asked_rows.append(row)
+            self._asked_ages_s.append(time_s - since_s)
+        count = self.hits[row]
+        if count < _MOST:
+            self.hits[row] = count = count + 1
+        kind = self.kinds.of_one(self.own[row], count, self.kinds.context(0, chunks))
+        self.classes[row], self.last_s[row] = kind, time_s
+        self.turns[row], self.chunks[row] = 0, chunks
+        self.table.wait_run(kind, kind, 1, time_s)
+
+    def _stamp(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
         self._seen.last_s[rows] = time_s
         self._seen.turns[rows] = turn
         self._seen.chunks[rows] = chunks
@@ -275,35 +270,41 @@ class History:
             fresh = rows[~known]
         if len(fresh):
             fresh = _distinct(fresh)
-            self._meet(fresh, fresh.tolist(), parent, facts, time_s)
+            self._meet(fresh, int(fresh[-1]), len(fresh), parent, (facts, time_s))
 
-    def meet(self, rows: Rows, parent: int, facts: Facts, now_s: float) -> None:
-        """As ``seen_chain`` of rows that are all unknown, each named once: for who knows that."""
+    def meet(self, first: int, count: int, parent: int, facts: Facts, now_s: float) -> None:
+        """As ``seen_chain`` of rows that are side by side from *first* on, and all unknown."""
         time_s = self.time_s(now_s)
-        names = rows.tolist()
-        self.reach(max(*names, parent))
+        last = first + count - 1
+        self.reach(max(last, parent))
+        places = slice(first, last + 1)
         if facts.flops:
-            self._seen.flops[rows] = facts.flops
-        self._meet(rows, names, parent, facts, time_s)
+            self._seen.flops[places] = facts.flops
+        self._meet(places, last, count, parent, (facts, time_s))
 
-    def _meet(self, rows: Rows, names: list[int], parent: int, facts: Facts, time_s: float) -> None:
-        """Begin to remember chunks that came in the context of *parent*."""
-        kinds = self.kinds
-        own = pack_own(kinds.group(facts.group), facts.reuse)
-        turn = self.turns[parent]
-        chunks = min(facts.prompt_chunks or self.chunks[parent] or len(names), _MOST_CHUNKS)
+    def _meet(
+        self, rows: Rows | slice, last: int, count: int, parent: int, said: tuple[Facts, float]
+    ) -> None:
+        """Begin to remember chunks that came in the context of *parent*: what was said, when."""
+        facts, time_s = said
+        kinds, seen, turn = self.kinds, self._seen, self.turns[parent]
+        own = 0
+        if facts.group or facts.reuse:
+            own = pack_own(kinds.group(facts.group), facts.reuse)
+        chunks = min(facts.prompt_chunks or self.chunks[parent] or count, _MOST_CHUNKS)
         context = kinds.context(turn, chunks)
-        kind, last = kinds.of_one(own, 1, context), names[-1]
-        seen, first, count = self._seen, min(names), len(names)
-        # New rows most often lie side by side, where numpy is as fast as it is for one.
-        places = slice(first, first + count) if max(names) - first == count - 1 else rows
-        seen.own[places], seen.hits[places], seen.classes[places] = own, 1, kind
-        self._stamp(places, turn, chunks, time_s)
-        waiting = array("H", [kind]) * count
+        kind = end = kinds.of_one(own, 1, context)
+        # Of what is unknown every column is 0.
+        if own:
+            seen.own[rows] = own
+        if turn:
+            seen.turns[rows] = turn
+        seen.hits[rows], seen.classes[rows] = 1, kind
+        seen.last_s[rows], seen.chunks[rows] = time_s, chunks
         if not facts.tokens_full:
             self.own[last] = own + 1
-            self.classes[last] = waiting[-1] = kinds.of_one(own + 1, 1, context)
-        self.table.wait(waiting, time_s)
+            end = self.classes[last] = kinds.of_one(own + 1, 1, context)
+        self.table.wait_run(kind, end, count, time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
         """An engine says of chunks that they are of no more use (1) or will be (2).

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
+from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.chunk_classes import MAX_CLASSES
 from kvstore.server.policy.class_queues import ClassQueues
 from kvstore.server.policy.density import EDGES_S
-from kvstore.server.policy.history import History, Report
-from kvstore.server.policy.leaves import FEW, LeafFirstEviction
-from kvstore.server.policy.queue_ranks import QueueRanks, Rank
+from kvstore.server.policy.history import History
+from kvstore.server.policy.leaves import FEW, FEW_SIDE_BY_SIDE, LeafFirstEviction
+from kvstore.server.policy.queue_ranks import QueueRanks
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.regret import RegretGuard
-from kvstore.server.policy.rest_of_queue import RestOfQueue
+from kvstore.server.policy.victim_choice import VictimChoice
 
 CAP_S = 500e-6
 """How long one decision may take, before those after it are made as LRU makes them."""
@@ -58,6 +58,7 @@ class HitDensityEviction(LeafFirstEviction):
         """By byte, up to a factor that is the same for all."""
         self._queues = ClassQueues(self._used, MAX_CLASSES)
         self._ranks = QueueRanks(history, self._queues, self._used, self._worth)
+        self._see()
         self._tick = 0
         self._flops = self._flops_bytes = 0.0
         self.fallbacks = 0
@@ -71,10 +72,17 @@ class HitDensityEviction(LeafFirstEviction):
     def ranks_by_flops(self) -> bool:
         return self._weighs_flops
 
+    def _see(self) -> None:
+        """Look at the columns as numpy does; they cannot grow until this is given up."""
+        self._used_seen = np.frombuffer(self._used, np.uint64)
+        self._worth_seen = np.frombuffer(self._worth, np.float32)
+
     @override
     def _extend(self, count: int) -> None:
+        del self._used_seen, self._worth_seen
         for column in (self._used, self._worth):
             column.frombytes(bytes(count * column.itemsize))
+        self._see()
         self._queues.extend(count)
         self._history.reach(len(self._used) - 1)
 
@@ -111,14 +119,42 @@ class HitDensityEviction(LeafFirstEviction):
                 worths[row] = worth
         else:
             self._stamp(rows)
-            np.frombuffer(self._worth, np.float32)[rows] = worth
+            self._worth_seen[rows] = worth
         self._tick += len(rows)
         last = int(rows[-1])
         self._worth[last] = self._worth_of(last, size_bytes)
 
+    @override
+    def _came_run(self, first: int, count: int, size_bytes: int, now_s: float) -> None:
+        if self._weighs_flops:
+            super()._came_run(first, count, size_bytes, now_s)
+            return
+        size_bytes = max(size_bytes, 1)
+        last, tick = first + count - 1, self._tick
+        if count > 1:
+            self._used_seen[first:last] = np.arange(tick + 1, tick + count)
+            self._worth_seen[first:last] = 1.0 / size_bytes
+        self._tick = self._used[last] = tick + count
+        self._worth[last] = self._worth_of(last, size_bytes)
+
     def _stamp(self, rows: Rows) -> None:
-        ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        np.frombuffer(self._used, np.uint64)[rows] = ticks
+        self._used_seen[rows] = np.arange(self._tick + 1, self._tick + 1 + len(rows))
+
+    @override
+    def touch(self, rows: Rows, now_s: float) -> None:
+        if len(rows) != 1:
+            super().touch(rows, now_s)
+            return
+        # Of most prompts only what begins them all is here.
+        row = rows.item(0)
+        if row >= len(self._here) or not self._here[row]:
+            return
+        self._guard.hits += 1
+        if not self._children[row]:
+            self._queues.remove(row)
+            self._queues.append(row, self._history.classes[row])
+        self._tick += 1
+        self._used[row] = self._tick
 
     @override
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
@@ -162,8 +198,7 @@ class HitDensityEviction(LeafFirstEviction):
 
     def _compare(self, report: Report) -> None:
         """Hold what was hit since the last refresh against what LRU would have hit."""
-        used = np.frombuffer(self._used, np.uint64)
-        mine = used.take(report.rows, mode="clip") > 0
+        mine = self._used_seen.take(report.rows, mode="clip") > 0
         self._guard.judge(report, mine)
         if self._is_full:
             count = len(self) / self._guard.share
@@ -184,19 +219,22 @@ class HitDensityEviction(LeafFirstEviction):
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         self._is_full = True
-        choice = _Choice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
+        choice = VictimChoice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
         return self._named(choice, keep)
 
     def victims_by_use(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         """Yield whom LRU would evict, in order; else as ``victims``."""
-        return self._named(_Choice(self, self._history.time_s(now_s), is_lru=True), keep)
+        return self._named(VictimChoice(self, self._history.time_s(now_s), is_lru=True), keep)
 
     @override
     def first_victims(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
         if self._clock is not None:
             return super().first_victims(count, keep, now_s)
         self._is_full = True
-        choice = _Choice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
+        choice = VictimChoice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
+        return self._first_of(choice, count, keep)
+
+    def _first_of(self, choice: VictimChoice, count: int, keep: Callable[[int], bool]) -> list[int]:
         named: list[int] = []
         row = choice.take() if count > 0 else NO_ROW
         while row:
@@ -209,19 +247,65 @@ class HitDensityEviction(LeafFirstEviction):
             row = choice.take() if keep(row) else choice.take_after(row)
         return named
 
+    @override
+    def evict(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
+        if self._clock is not None or self._guard.prefers_lru:
+            return super().evict(count, keep, now_s)
+        self._is_full = True
+        time_s = self._history.time_s(now_s)
+        gone, bared = self._evict_plain(count, keep, time_s)
+        rest: list[int] = []
+        if len(gone) < count:
+            choice = VictimChoice(self, time_s, is_lru=False, bared=bared)
+            rest = self._first_of(choice, count - len(gone), keep)
+        if bared:
+            self._queues.place(bared, self._history.classes[bared])
+        if rest:
+            self.remove_all(rest)
+            gone += rest
+        return gone
+
+    def _evict_plain(
+        self, count: int, keep: Callable[[int], bool], time_s: float
+    ) -> tuple[list[int], int]:
+        """Evict as long as nothing is in the way: who is kept, or a leaf whose place is far.
+
+        Return who went, and that leaf, which is in no queue. Each end is ranked once, where a
+        choice that changes nothing ranks it, and again when it has been changed.
+        """
+        ranks, queues, classes = self._ranks, self._queues, self._history.classes
+        ranks.bring_up(time_s)
+        gone: list[int] = []
+        missing = count
+        while missing and (row := ranks.first_row()):
+            chain: list[int] = []
+            after = self._climb(row, chain, missing, keep)
+            missing -= len(chain)
+            if keep(row) or (missing and keep(after)):
+                break
+            queues.remove(row)
+            gone += chain
+            bared = self._cut(chain)
+            if bared and not queues.place_near(bared, classes[bared]):
+                return gone, bared
+            if missing:
+                ranks.rank_changed(time_s)
+        return gone, NO_ROW
+
     def _climb(self, row: int, named: list[int], count: int, keep: Callable[[int], bool]) -> int:
         """Name *row* and the parents that go right after it; return the last, or who is kept."""
         parents, children, here = self._parents, self._children, self._here
         used, worth = self._used, self._worth
         classes, last_s = self._history.classes, self._history.last_s
-        kind, value, since_s = classes[row], worth[row], last_s[row]
+        kind, value, since_s, when = classes[row], worth[row], last_s[row], used[row]
         for _ in range(count - len(named)):
             named.append(row)
             parent = parents[row]
+            before, when = when, used[parent]
             if not (
                 children[parent] == 1
+                and -2 < before - when < 2
                 and classes[parent] == kind
-                and -2 < used[parent] - used[row] < 2
                 and last_s[parent] == since_s
                 and here[parent] == 1
                 and worth[parent] == value
@@ -232,7 +316,27 @@ class HitDensityEviction(LeafFirstEviction):
                 break
         return row
 
-    def _named(self, choice: _Choice, keep: Callable[[int], bool]) -> Iterator[int]:
+    def _cut(self, chain: list[int]) -> int:
+        """Take out a leaf and its ancestors; return whom they leave as a leaf, or NO_ROW."""
+        here, parents, children = self._here, self._parents, self._children
+        parent = parents[chain[-1]]
+        first, last = chain[-1], chain[0]
+        if len(chain) > FEW_SIDE_BY_SIDE and chain == list(range(last, first - 1, -1)):
+            self._here_seen[first : last + 1] = 0
+            self._parents_seen[first : last + 1] = NO_ROW
+            self._children_seen[first : last + 1] = 0
+        else:
+            for row in chain:
+                here[row] = 0
+                parents[row] = NO_ROW
+                children[row] = 0
+        self._count -= len(chain)
+        if not parent:
+            return NO_ROW
+        left = children[parent] = children[parent] - 1
+        return NO_ROW if left or not here[parent] else parent
+
+    def _named(self, choice: VictimChoice, keep: Callable[[int], bool]) -> Iterator[int]:
         clock = self._clock
         started_s = clock() if clock else 0.0
         parents, children, here = self._parents, self._children, self._here
@@ -264,124 +368,3 @@ class HitDensityEviction(LeafFirstEviction):
                 and last_s[parent] == since_s
             )
             row = parent if is_same else choice.take_after(row)
-
-
-class _Choice:
-    """Whom to evict, one after the other, as far as it is asked for. Changes nothing.
-
-    The ends of all queues are ranked already; what lies behind one that was taken is ranked when
-    the next is asked for, as most often it is the taken one's parent that goes next.
-    """
-
-    def __init__(self, policy: HitDensityEviction, time_s: float, *, is_lru: bool) -> None:
-        self._policy = policy
-        self._time_s = time_s
-        self._used, self._here = policy._used, policy._here
-        self._parents, self._children = policy._parents, policy._children
-        self._classes = policy._history.classes
-        self._left: dict[int, int] = {}
-        """Children not yet named, of parents that have lost some."""
-        self._opened: dict[int, RestOfQueue] = {}
-        self._taken: set[int] = set()
-        """Rows of the queues that were taken."""
-        self._ranks = policy._ranks
-        self._ahead: list[Rank] = []
-        """Those that have come to an end since; a heap."""
-        self._due: tuple[int, ...] = ()
-        """Ends that are not ranked."""
-        self.is_lru = False
-        if is_lru:
-            self.fall_back()
-        else:
-            self._ranks.bring_up(time_s)
-
-    def take(self) -> int:
-        """Return whom to evict next, who is not named again; NO_ROW where nobody is left."""
-        for end in self._due:
-            self._rank(end)
-        self._due = ()
-        used, taken = self._used, self._taken
-        while rank := self._next():
-            _, when, end = rank
-            queue = self._opened.get(end >> 1) or self._open(end >> 1)
-            row = self._last(queue) if end & 1 else self._first(queue)
-            if not row or row in taken or used[row] != when:
-                continue  # another has come to this end, and is ranked
-            if queue.bared and queue.bared[-(end & 1)][1] == row:
-                del queue.bared[-(end & 1)]
-                self._due = (end, end ^ 1)  # it may have been at both
-            else:
-                taken.add(row)
-                self._due = (end,)
-            return row
-        return NO_ROW
-
-    def _next(self) -> Rank | None:
-        least = None if self.is_lru else self._ranks.least()
-        if self._ahead and (least is None or self._ahead[0] < least):
-            return heapq.heappop(self._ahead)
-        return None if least is None else self._ranks.take()
-
-    def take_after(self, row: int) -> int:
-        """Return whom to evict when *row* is gone, whose parent may be a candidate then."""
-        self._bare(row)
-        return self.take()
-
-    def _bare(self, row: int) -> None:
-        parent = self._parents[row]
-        if not parent or not self._here[parent]:
-            return
-        left = self._left.pop(parent, self._children[parent]) - 1
-        if left:
-            self._left[parent] = left
-            return
-        kind = self._classes[parent]
-        queue = self._open(kind)
-        insort(queue.bared, (self._used[parent], parent))
-        if self._first(queue) == parent:
-            self._rank(2 * kind)
-        if self._last(queue) == parent:
-            self._rank(2 * kind + 1)
-
-    def fall_back(self) -> None:
-        """Name the rest by their last use only."""
-        self.is_lru = True
-        kinds, rows, _ = self._policy._queues.ends(MAX_CLASSES)
-        used = np.frombuffer(self._used, np.uint64)[rows].tolist()
-        self._ahead = [
-            (0.0, when, 2 * kind)
-            for kind, when in zip(kinds.tolist(), used, strict=True)
-            if kind not in self._opened
-        ]
-        heapq.heapify(self._ahead)
-        for kind in self._opened:
-            self._rank(2 * kind)
-
-    def _open(self, kind: int) -> RestOfQueue:
-        queue = self._opened.get(kind)
-        if queue is None:
-            queue = self._opened[kind] = RestOfQueue(self._policy._queues, kind)
-        return queue
-
-    def _first(self, queue: RestOfQueue) -> int:
-        queue.skip(self._taken)
-        first, bared = queue.first, queue.bared
-        if bared and (not first or bared[0][0] < self._used[first]):
-            return bared[0][1]
-        return first
-
-    def _last(self, queue: RestOfQueue) -> int:
-        queue.skip_back(self._taken)
-        last, bared = queue.last, queue.bared
-        if bared and (not last or bared[-1][0] > self._used[last]):
-            return bared[-1][1]
-        return last
-
-    def _rank(self, end: int) -> None:
-        if self.is_lru and end & 1:
-            return
-        queue = self._open(end >> 1)
-        row = self._last(queue) if end & 1 else self._first(queue)
-        if row:
-            promise = 0.0 if self.is_lru else self._policy.promise(row, self._time_s)
-            heapq.heappush(self._ahead, (promise, self._used[row], end))

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.density import DensityTable
-from kvstore.server.policy.history import History, Report
+from kvstore.server.policy.history import History
 from kvstore.server.policy.radix import Rows
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from bisect import bisect_left
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -20,6 +20,7 @@ the class, and one more for the last."""
 _EDGES_S: list[float] = EDGES_S.tolist()
 _ENDS_S = np.append(EDGES_S, np.inf)
 _STALE_SHARE, _STALE_LEAST = 4, 256
+_LAST_AGE = AGE_BINS - 1
 _NOBODY: Rank = (0.0, 0, 0)
 
 
@@ -57,23 +58,25 @@ class QueueRanks:
             return
         due = self._due
         while due and due[0][0] <= time_s:
-            rank = heapq.heappop(due)[1]
+            rank = heappop(due)[1]
             if self._current[rank[2]] is rank:
                 self._current[rank[2]] = _NOBODY
                 changed.add(rank[2])
-        self._rank(changed, time_s)
-        changed.clear()
+        self.rank_changed(time_s)
 
-    def _rank(self, ends: set[int], time_s: float) -> None:
+    def rank_changed(self, time_s: float) -> None:
+        """Rank the ends that changed, where the last ``bring_up`` was of this time."""
         current, used, worth = self._current, self._used, self._worth
-        missing = 2 * self._history.kinds.count - len(current)
+        queues, history = self._queues, self._history
+        missing = 2 * history.kinds.count - len(current)
         if missing > 0:
             current += [_NOBODY] * missing
-        row_at, last_s = self._queues.end, self._history.last_s
-        value_of = self._history.table.values.item
-        ranks, dues, edges_s, push = self._ranks, self._due, _EDGES_S, heapq.heappush
-        for end in ends:
-            row = row_at(end)
+        newest, head_of, last_s = queues.newest, queues.head, history.last_s
+        value_of = history.table.values.item
+        ranks, dues = self._ranks, self._due
+        for end in queues.changed:
+            kind = end >> 1
+            row = newest[kind] if end & 1 else head_of(kind)
             if not row:
                 current[end] = _NOBODY
                 continue
@@ -81,12 +84,13 @@ class QueueRanks:
             if current[end][1] == when:
                 continue
             since_s = last_s[row]
-            age = bisect_left(edges_s, time_s - since_s)
-            rank = current[end] = (value_of(end >> 1, age) * worth[row], when, end)
-            push(ranks, rank)
-            if age < AGE_BINS - 1:
-                due_s = since_s + edges_s[age]
-                push(dues, (due_s - 1e-12 * abs(due_s), rank))  # as ``_early``
+            age = bisect_left(_EDGES_S, time_s - since_s)
+            rank = current[end] = (value_of(kind, age) * worth[row], when, end)
+            heappush(ranks, rank)
+            if age < _LAST_AGE:
+                due_s = since_s + _EDGES_S[age]
+                heappush(dues, (due_s - 1e-12 * abs(due_s), rank))  # as ``_early``
+        queues.changed.clear()
 
     def _rank_all(self, time_s: float) -> None:
         history = self._history
@@ -112,8 +116,8 @@ class QueueRanks:
             for at_s, rank in zip(due_s.tolist(), self._ranks, strict=True)
             if at_s < np.inf
         ]
-        heapq.heapify(self._ranks)
-        heapq.heapify(self._due)
+        heapify(self._ranks)
+        heapify(self._due)
 
     def least(self) -> Rank | None:
         """Return the end that promises least; None when all were taken."""
@@ -122,12 +126,23 @@ class QueueRanks:
             rank = ranks[0]
             if current[rank[2]] is rank:
                 return rank
-            heapq.heappop(ranks)
+            heappop(ranks)
         return None
+
+    def first_row(self) -> int:
+        """Return the row at the end that promises least; NO_ROW where all were taken."""
+        ranks, current = self._ranks, self._current
+        while ranks:
+            rank = ranks[0]
+            end = rank[2]
+            if current[end] is rank:
+                return self._queues.end(end)
+            heappop(ranks)
+        return NO_ROW
 
     def take(self) -> Rank:
         """Return what ``least`` just did, which counts no more until ``bring_up``."""
-        rank = heapq.heappop(self._ranks)
+        rank = heappop(self._ranks)
         self._current[rank[2]] = _NOBODY
         self._queues.changed.add(rank[2])
         return rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.server.policy.history import Report
+from kvstore.server.policy.asked_report import Report
 
 BUDGET = 0.002
 """Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds

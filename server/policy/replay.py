@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import islice, repeat
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,17 @@ LEAST_ROWS = 1 << 18
 """Blocks that are remembered, here or evicted, whatever the size of the cache."""
 
 _FORGOTTEN_SHARE = 8
+
+
+class _Prompt(NamedTuple):
+    """A prompt as rows: all of them, and those that are known; or those of all.
+
+    With *first*, those that are not known lie side by side from there on, and came just now.
+    """
+
+    names: list[int]
+    rows: Rows
+    first: int
 
 
 class BlockReplay:
@@ -46,6 +58,7 @@ class BlockReplay:
         self._policy = policy
         self._history = history
         self._capacity_bytes = capacity_bytes
+        self._ranks_by_history = policy.ranks_by_history
         self._rows: dict[int, int] = {}
         self._ids: list[int] = [NO_ROW]
         """The block of each row."""
@@ -54,6 +67,7 @@ class BlockReplay:
         self._free: list[int] = []
         self._row_limit = least_rows
         self._largest_bytes = 1
+        self._smallest_bytes = 0
         self.used_bytes = 0
         self.requests = 0
         self.blocks = 0
@@ -80,28 +94,31 @@ class BlockReplay:
         self.blocks += len(names)
         if not names:
             return 0
-        known = len(names) if all(names) else names.index(NO_ROW)
+        known = names.index(NO_ROW) if NO_ROW in names else len(names)
         rows = np.array(names[:known], np.intp)
-        self._note_asked(rows, names[:known], len(names), now_s, facts)
+        if self._ranks_by_history:
+            self._note_asked(rows, names[:known], len(names), now_s, facts)
+        first = NO_ROW
         if known < len(names):
-            fresh, is_new = self._name(blocks[known:], names)
             parent = names[known - 1] if known else NO_ROW
-            names[known:] = fresh
-            new_rows = np.array(fresh, np.intp)
-            self._note_seen(new_rows, parent, facts, now_s, is_new=is_new)
-            rows = np.concatenate((rows, new_rows)) if known else new_rows
+            first = self._name(blocks[known:], names, known)
+            if self._ranks_by_history and first:
+                self._history.meet(first, len(names) - known, parent, facts, now_s)
+            elif self._ranks_by_history:
+                fresh = np.array(names[known:], np.intp)
+                self._history.seen_chain(fresh, parent, facts, now_s)
+        if not first and known < len(names):
+            rows = np.array(names, np.intp)
         if flops is not None and self._policy.ranks_by_flops:
             self._history.reach(len(self._ids))
-            np.frombuffer(self._history.flops)[rows] = flops
-        hit = self._store(rows, names, block_bytes, now_s)
+            np.frombuffer(self._history.flops)[names] = flops
+        hit = self._store(_Prompt(names, rows, first), block_bytes, now_s)
         self.hit_blocks += hit
         return hit
 
     def _note_asked(
         self, rows: Rows, names: list[int], blocks: int, now_s: float, facts: Facts
     ) -> None:
-        if not self._policy.ranks_by_history:
-            return
         if len(set(names)) == len(names):
             self._history.asked_known(rows, blocks, now_s)
         else:
@@ -109,37 +126,47 @@ class BlockReplay:
         if facts.reuse:
             self._history.hint(rows, facts.reuse)
 
-    def _note_seen(
-        self, rows: Rows, parent: int, facts: Facts, now_s: float, *, is_new: bool
-    ) -> None:
-        if not self._policy.ranks_by_history:
-            return
-        note = self._history.meet if is_new else self._history.seen_chain
-        note(rows, parent, facts, now_s)
+    def _name(self, blocks: Sequence[int], names: list[int], known: int) -> int:
+        """Name the *blocks* behind the *known* ones of a prompt, whose *names* are filled in.
 
-    def _name(self, blocks: Sequence[int], found: list[int]) -> tuple[list[int], bool]:
-        """Return the rows of *blocks*, new ones for those without, and whether all are new."""
+        Return the row of the first where all are new and have rows side by side, else NO_ROW.
+        """
         rows, ids, free = self._rows, self._ids, self._free
         if len(rows) + len(blocks) > self._row_limit:
-            self._forget(set(found))
-        new: Sequence[int] = blocks
-        if any(found[len(found) - len(blocks) :]) or len(set(blocks)) < len(blocks):
-            new = [block for block in dict.fromkeys(blocks) if block not in rows]
+            self._forget(set(names))
+        if not free and not any(names[known:]):
+            first = len(ids)
+            fresh = range(first, first + len(blocks))
+            before = len(rows)
+            rows.update(zip(blocks, fresh, strict=True))
+            if len(rows) - before == len(blocks):
+                ids += blocks
+                names[known:] = fresh
+                if len(ids) > len(self._sizes):
+                    self._reach()
+                return first
+            for block in blocks:  # one is named twice
+                rows.pop(block, None)
+        new = [block for block in dict.fromkeys(blocks) if block not in rows]
         numbers: list[int] = []
         if free:
             numbers = free[max(len(free) - len(new), 0) :]
             del free[len(free) - len(numbers) :]
             for row, block in zip(numbers, new, strict=False):
                 ids[row] = block
-        fresh = new[len(numbers) :]
-        numbers += range(len(ids), len(ids) + len(fresh))
-        ids += fresh
+        behind = new[len(numbers) :]
+        numbers += range(len(ids), len(ids) + len(behind))
+        ids += behind
         rows.update(zip(new, numbers, strict=True))
         if len(ids) > len(self._sizes):
-            self._sizes.frombytes(bytes(8 * (len(ids) - len(self._sizes) + spare_rows(len(ids)))))
-        if len(new) == len(blocks):
-            return numbers, True
-        return [rows[block] for block in blocks], False
+            self._reach()
+        names[known:] = [rows[block] for block in blocks]
+        return NO_ROW
+
+    def _reach(self) -> None:
+        """Let there be a size for each row, and for some to come."""
+        count = len(self._ids)
+        self._sizes.frombytes(bytes(8 * (count - len(self._sizes) + spare_rows(count))))
 
     def _forget(self, kept: set[int]) -> None:
         """Forget an eighth of what is not here, but for those of *kept*."""
@@ -160,35 +187,51 @@ class BlockReplay:
             del self._rows[self._ids[row]]
             self._free.append(row)
 
-    def _store(self, rows: Rows, names: list[int], block_bytes: int, now_s: float) -> int:
+    def _store(self, prompt: _Prompt, block_bytes: int, now_s: float) -> int:
         """Touch and insert the blocks of a prompt; return how many of the first were here."""
-        policy, sizes = self._policy, self._sizes
-        held = list(map(sizes.__getitem__, names))
+        policy, sizes, names = self._policy, self._sizes, prompt.names
+        rows, first = prompt.rows, prompt.first
+        held = list(map(sizes.__getitem__, names[: len(rows)]))
         hit = held.index(0) if 0 in held else len(held)
         has_gaps = any(held[hit:])
         policy.touch(rows[np.array(held) > 0] if has_gaps else rows[:hit], now_s)
-        missing = names[hit:]
+        if hit == len(names) or block_bytes > self._capacity_bytes:
+            return hit
         kept = set(names)
         is_plain = not has_gaps and len(kept) == len(names)
+        missing = names[hit:]
         if not is_plain:
             missing = list(dict.fromkeys(row for row in missing if not sizes[row]))
-        if not missing or block_bytes > self._capacity_bytes:
-            return hit
-        need_bytes = self.used_bytes + len(missing) * block_bytes - self._capacity_bytes
+        count = self._make_room(len(missing), block_bytes, kept, now_s)
+        del missing[count:]
+        parent = names[hit - 1] if hit else NO_ROW
+        if has_gaps:
+            self._take_in(missing, block_bytes)
+            self._fill_gaps(names, set(missing), block_bytes, now_s)
+        elif is_plain and first and hit == len(rows):
+            sizes[first : first + count] = array("Q", [block_bytes]) * count
+            if count:
+                policy.insert_run(first, count, parent, block_bytes, now_s)
+        else:
+            self._take_in(missing, block_bytes)
+            policy.insert_chain(np.array(missing, np.intp), parent, block_bytes, now_s)
+        return hit
+
+    def _make_room(self, count: int, block_bytes: int, kept: set[int], now_s: float) -> int:
+        """Evict what must go for *count* blocks; return for how many there is room then."""
+        need_bytes = self.used_bytes + count * block_bytes - self._capacity_bytes
         if need_bytes > 0:
             self._evict(need_bytes, kept, now_s)
-            del missing[(self._capacity_bytes - self.used_bytes) // block_bytes :]
-        for row in missing:
-            sizes[row] = block_bytes
+            count = min(count, (self._capacity_bytes - self.used_bytes) // block_bytes)
         self._largest_bytes = max(self._largest_bytes, block_bytes)
-        self.used_bytes += len(missing) * block_bytes
-        if has_gaps:
-            self._fill_gaps(names, set(missing), block_bytes, now_s)
-        else:
-            parent = names[hit - 1] if hit else NO_ROW
-            fresh = rows[hit : hit + len(missing)] if is_plain else np.array(missing, np.intp)
-            policy.insert_chain(fresh, parent, block_bytes, now_s)
-        return hit
+        self._smallest_bytes = min(self._smallest_bytes or block_bytes, block_bytes)
+        self.used_bytes += count * block_bytes
+        return count
+
+    def _take_in(self, rows: list[int], block_bytes: int) -> None:
+        sizes = self._sizes
+        for row in rows:
+            sizes[row] = block_bytes
 
     def _fill_gaps(
         self, names: list[int], missing: set[int], block_bytes: int, now_s: float
@@ -205,6 +248,13 @@ class BlockReplay:
         keep = kept.__contains__
         # No more than are needed, however large they are.
         least = -(-need_bytes // self._largest_bytes)
+        if self._smallest_bytes == self._largest_bytes:
+            victims = self._policy.evict(least, keep, now_s)
+            for row in victims:
+                sizes[row] = 0
+            self.used_bytes -= self._largest_bytes * len(victims)
+            self.evictions += len(victims)
+            return
         victims = self._policy.first_victims(least, keep, now_s)
         freed_bytes = sum(map(sizes.__getitem__, victims))
         if freed_bytes < need_bytes and len(victims) == least:

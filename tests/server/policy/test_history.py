@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
+from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.chunk_classes import MAX_CLASSES, MAX_GROUPS, ChunkClasses
-from kvstore.server.policy.history import NO_FACTS, Facts, History, Report
+from kvstore.server.policy.history import NO_FACTS, Facts, History
 
 CHUNK_TOKENS = 512
 
