@@ -26,7 +26,7 @@ from prompts import (
     store,
 )
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client, ClientOptions, local_link
 from kvstore.client.connection import Connection
 from kvstore.client.local_link import MAX_CONNECTIONS, LocalLink
 from kvstore.client.session import Session
@@ -65,7 +65,7 @@ class FalseServer:
     """Listens on the socket. *answer* says what each call gets, *join* what who joins is told.
 
     ``calls`` are the packets that came, ``joins`` those who joined or tried to, ``ended`` counts
-    connections that the other side closed.
+    connections that the other side closed, ``answered`` calls whose answer is on its way.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FalseServer:
         self.join = join
         self.calls: list[bytes] = []
         self.joins: list[bytes] = []
-        self.ended = 0
+        self.ended = self.answered = 0
         self._peers: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -106,6 +106,7 @@ class FalseServer:
                     if packet is HANG_UP:
                         return
                     peer.send(packet)
+                self.answered += is_call
             self.ended += 1
 
     def close(self) -> None:
@@ -149,6 +150,15 @@ class Setting:
         """Start the false server."""
         self.false = FalseServer(self.path, answer, *([join] if join else []))
         return self.false
+
+    def serve_one(self) -> FalseServer:
+        """Start it, and have a call answered: the next has a connection, however short its time.
+
+        Set ``answer`` for those that follow.
+        """
+        false = self.serve(lambda _: lookup_answer())
+        assert self.look_up() == BY_SOCKET
+        return false
 
     def request(self) -> pb.LookupRequest:
         """Return a question for the two chunks."""
@@ -256,7 +266,8 @@ def test_queue_that_lost_its_connection_goes_on_through_grpc_and_on_a_new_one(
 
 
 def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) -> None:
-    false = setting.serve(lambda _: [])
+    false = setting.serve_one()
+    false.answer = lambda _: []
     queue = setting.link.queue()
     waits = [queue.send("Lookup", setting.request(), SOON_MS) for _ in range(3)]
     with pytest.raises(DeadlineError):
@@ -320,7 +331,8 @@ def test_stream_that_is_given_up_ends_its_connection(setting: Setting) -> None:
 
 
 def test_silent_server_costs_one_deadline_and_shuts_the_gate(setting: Setting) -> None:
-    false = setting.serve(lambda _: [])
+    false = setting.serve_one()
+    false.answer = lambda _: []
     with pytest.raises(DeadlineError, match="did not answer in time"):
         setting.look_up(SOON_MS)
     for ask in (setting.look_up, lambda: list(setting.get())):
@@ -328,14 +340,14 @@ def test_silent_server_costs_one_deadline_and_shuts_the_gate(setting: Setting) -
             ask()
     with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
         setting.link.send("Lookup", setting.request(), DEADLINE_MS)
-    assert len(false.calls) == 1
+    assert eventually(lambda: len(false.calls) == 2)  # the first had an answer
     setting.clock.ahead_s = 61.0
     false.answer = lambda _: lookup_answer()
     assert setting.look_up() == BY_SOCKET
 
 
 def test_silence_within_a_stream_costs_one_deadline_too(setting: Setting) -> None:
-    setting.serve(lambda _: pack_answer(pb.GetResponse(), more=True))
+    setting.serve_one().answer = lambda _: pack_answer(pb.GetResponse(), more=True)
     with pytest.raises(DeadlineError, match="did not answer in time"):
         list(setting.get(SOON_MS))
     with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
@@ -347,16 +359,18 @@ def test_late_answer_is_never_taken_for_the_next_call_s(setting: Setting, kind: 
     is_late = threading.Event()
 
     def answer(_: bytes) -> Answers:
-        if len(false.calls) == 1:
+        if len(false.calls) == 2:
             assert is_late.wait(20)
             return (
                 pack_answer(pb.GetResponse(), more=True) if kind == "stream" else lookup_answer(1)
             )
         return lookup_answer(2)
 
-    false = setting.serve(answer)
+    false = setting.serve_one()
+    false.answer = answer
     with pytest.raises(DeadlineError):
         list(setting.get(SOON_MS)) if kind == "stream" else setting.look_up(SOON_MS)
+    assert eventually(lambda: len(false.calls) == 2)
     setting.clock.ahead_s = 61.0
     is_late.set()
     assert [setting.look_up() for _ in range(3)] == [2, 2, 2]
@@ -365,9 +379,9 @@ def test_late_answer_is_never_taken_for_the_next_call_s(setting: Setting, kind: 
 
 def test_answer_that_came_in_time_is_taken_however_late_it_is_looked_at(setting: Setting) -> None:
     false = setting.serve(lambda _: lookup_answer())
-    wait = setting.link.send("Lookup", setting.request(), SOON_MS)
-    assert eventually(lambda: len(false.calls) == 1)
-    setting.clock.ahead_s = 10.0
+    wait = setting.link.send("Lookup", setting.request(), DEADLINE_MS)
+    assert eventually(lambda: false.answered == 1)
+    setting.clock.ahead_s = DEADLINE_MS
     assert wait().ready == BY_SOCKET
 
 
@@ -462,14 +476,17 @@ def test_method_that_the_socket_does_not_carry_goes_through_grpc(setting: Settin
     ],
 )
 def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
-    setting: Setting, said: Answers
+    setting: Setting, said: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not said:
+        monkeypatch.setattr(local_link, "_JOIN_WITHIN_S", SOON_MS / 1000)
     joining = [said]
     accepted = [shm.pack_reply(Reply.ok)]
     false = setting.serve(lambda _: lookup_answer(), lambda: joining[0])
     for _ in range(3):
-        assert setting.look_up(2 * SOON_MS) == 2
-    assert len(false.joins) == 1
+        assert setting.look_up() == 2
+    assert eventually(lambda: len(false.joins) == 1)
+    monkeypatch.undo()
     joining[0] = accepted
     setting.clock.ahead_s = 6.0
     assert setting.look_up() == BY_SOCKET

@@ -172,5 +172,5 @@ def test_many_clients_killed_in_a_row_leave_no_session_or_memory(
         assert eventually(lambda: len(server.node.sessions) == 0)
     plane = server.node.data_plane
     assert plane is not None
-    assert plane._staging == {}
-    assert plane._peers == {}
+    # Connections that joined the session end beside the one that it ended with.
+    assert eventually(lambda: plane._staging == {} and plane._peers == {})

@@ -83,6 +83,7 @@ def test_lmcache_4247_a_prefix_of_a_hybrid_model_ends_where_its_state_was_kept(
     assert states(server, keys) == ["ready", "ready", "no_end", "no_end"]
     assert client.lookup(keys[:1]).ready == client.lookup(keys[2:]).ready == 0
     last = Chunk(keys[3], kv(keys[3], whole), parents(keys)[3], position=48, layout=whole)
+    server.settled()  # while it is copied to the disk it is read as it is
     assert client.put([last])[0].outcome is PutOutcome.stored
     assert client.lookup(keys).ready == CHUNKS
 

@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_info, make_representation, payload
-from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, fill_up, get, put
+from contracts.shelf import (
+    assert_absent,
+    assert_counts,
+    assert_holds,
+    bytes_of,
+    fill_up,
+    get,
+    open_files,
+    put,
+)
 from contracts.tier import TierContract
 from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk, sealer
 
@@ -374,7 +383,7 @@ def test_full_index_refuses_and_takes_chunks_again_after_deletes(tmp_path: Path)
 def test_closed_tier_answers_unavailable_and_holds_no_file_or_thread(tmp_path: Path) -> None:
     info, frame = make_frame(1)
     open_disk(tmp_path).close()
-    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+    files, threads = open_files(), set(threading.enumerate())
     for _ in range(3):
         tier = open_disk(tmp_path)
         put(tier, info, frame)
@@ -390,4 +399,5 @@ def test_closed_tier_answers_unavailable_and_holds_no_file_or_thread(tmp_path: P
         ):
             with pytest.raises(TierUnavailableError, match="is closed"):
                 call()
-        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        assert open_files() == files
+        assert set(threading.enumerate()) <= threads

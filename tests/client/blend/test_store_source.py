@@ -329,7 +329,7 @@ def test_a_prompt_that_is_not_worth_blending_is_computed_and_nothing_loaded(
     assert done.decision is not None
     assert done.decision.action == "full"
     assert server.counter("get_bytes") == before
-    assert server.usage().leases == 0
+    assert server.settled().leases == 0
     assert torch.equal(done.result.logits, blender.prefill(prompt).logits[-SUFFIX:])
 
 

@@ -38,6 +38,8 @@ from kvstore.server.metrics import Counters
 ServerMaker = Callable[..., LocalServer]
 CHUNK_TOKENS = 64
 CHUNKS = 4
+SILENT_MS = 400
+"""What a peer has to answer where it does not."""
 
 
 def node(make_server: ServerMaker, *flags: str) -> LocalServer:
@@ -290,7 +292,8 @@ def frames_of(client: Client, keys: list[ChunkKey]) -> dict[ChunkKey, Bytes]:
 @pytest.fixture
 def fake(make_server: ServerMaker) -> Iterator[tuple[LocalServer, FakePeer, list[ChunkKey]]]:
     """A node whose only peer is a fake that has three chunks."""
-    server = node(make_server, "--peers", "127.0.0.1:9", "--peer-timeout-ms", "400")
+    flags = ("--peers", "127.0.0.1:9", "--peer-timeout-ms", str(SILENT_MS))
+    server = node(make_server, *flags)
     reader = client_of(server)
     keys = [keys_of(reader, seed, 1)[0] for seed in range(3)]
     with closing(FakePeer(frames_of(reader, keys))) as peer:
@@ -298,6 +301,12 @@ def fake(make_server: ServerMaker) -> Iterator[tuple[LocalServer, FakePeer, list
         assert eventually(lambda: is_up(server))
         yield server, peer, keys
         server.close()
+
+
+def wait_for_answers(server: LocalServer, timeout_ms: int = 20_000) -> None:
+    """Let peers of a busy machine have the time that they need: what is missed was refused."""
+    peers = tier_of(server).peers
+    peers._terms = replace(peers._terms, timeout_ms=timeout_ms)
 
 
 def as_it_is(message: Message) -> list[Message]:
@@ -308,6 +317,7 @@ def test_a_fake_that_tells_the_truth_is_believed(
     fake: tuple[LocalServer, FakePeer, list[ChunkKey]],
 ) -> None:
     server, _, keys = fake
+    wait_for_answers(server)
     reader = client_of(server)
     for key in keys:
         assert_hits(reader, [key])
@@ -404,6 +414,7 @@ def test_what_a_liar_sends_is_a_miss_and_counts_against_it(
     reader = client_of(server)
     peers = tier_of(server).peers
     for lie in LIES:
+        wait_for_answers(server, SILENT_MS if lie is half_and_silence else 20_000)
         (before,) = peers.known()
         peers._static[:] = [known := peers._new("127.0.0.1:9")]
         before.forget()
@@ -433,6 +444,7 @@ def test_a_peer_that_refuses_is_a_miss_and_stays_in_use(
     fake: tuple[LocalServer, FakePeer, list[ChunkKey]],
 ) -> None:
     server, peer, keys = fake
+    wait_for_answers(server)
     reader = client_of(server)
     peer.lie = lambda message: [refusal(message[0].request)] if is_found(message) else [message]
     assert asked(reader, keys[0]) == []

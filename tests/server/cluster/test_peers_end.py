@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from fake_peer import FakePeer
+from fake_peer import FakePeer, Message
 from local_server import eventually
 from prompts import MEDIUM, frame_of
 
@@ -52,7 +52,12 @@ def test_a_read_that_stands_still_ends_with_the_peers(fake: FakePeer, peers: Pee
     peers.step()
     (offer,) = peers.find([KEY]).values()
     begun, out = threading.Event(), frame_of(KEY, MEDIUM, 64).copy()
-    fake.lie = lambda message: [] if begun.set() is None else [message]
+
+    def keep_silent(message: Message) -> list[Message]:
+        begun.set()
+        return []
+
+    fake.lie = keep_silent
     raised: list[Exception] = []
 
     def read() -> None:

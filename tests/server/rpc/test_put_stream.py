@@ -126,7 +126,7 @@ def test_stream_that_is_cut_off_by_its_deadline_leaves_nothing(
 
     with server.unchanged():
         with pytest.raises(DeadlineError):
-            wire.connection.upload("Put", stall(), 500, pb.PutResponse)
+            wire.connection.upload("Put", stall(), 3000, pb.PutResponse)
         assert eventually(lambda: released == [True])
 
 
