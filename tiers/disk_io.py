@@ -57,9 +57,13 @@ class CachedIO(FileIO):
 
     @override
     def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
-        parts = [out for out in outs if len(out)]
+        parts: Sequence[Bytes] = outs
+        if len(outs) != 1 or not len(outs[0]):
+            parts = [out for out in outs if len(out)]
         while parts:
             count = os.preadv(fd, [part.data for part in parts[:_MAX_PARTS]], offset)
+            if count == len(parts[0]) and len(parts) == 1:
+                return True
             if count == 0:
                 return False
             offset += count
