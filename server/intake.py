@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,15 +27,21 @@ from kvstore.server.landing import PutResult as PutResult
 from kvstore.server.sessions import Session
 from kvstore.tiers.base import Reservation
 
+RESERVED_S = 120.0
+"""Room that was reserved by a call of its own and not written to by then is given back."""
+
 
 @dataclass(frozen=True, slots=True)
 class PutTicket:
-    """Room in CPU memory for a chunk that is being put; owned by a session."""
+    """Room in CPU memory for a chunk that is being put; owned by a session, ``until`` then at
+    most unless it is claimed.
+    """
 
     ticket_id: int
     session: Session
     reservation: Reservation
     hints: Hints = NO_HINTS
+    until: float = math.inf
 
     @property
     def key(self) -> ChunkKey:
@@ -99,6 +106,17 @@ class Intake:
         piece: Piece | None = None,
     ) -> AnyTicket | PutResult:
         """The same of a chunk of which more is *said*."""
+        return self._begin(session, info, deadline, said, piece, math.inf)
+
+    def _begin(
+        self,
+        session: Session,
+        info: ChunkInfo,
+        deadline: float,
+        said: Said,
+        piece: Piece | None,
+        until: float,
+    ) -> AnyTicket | PutResult:
         if self._draining:
             raise ShuttingDownError("the server drains; no new puts")
         ticket: AnyTicket
@@ -111,7 +129,7 @@ class Intake:
             reserved = self._landing.reserve(session, info, deadline, said)
             if isinstance(reserved, PutResult):
                 return reserved
-            ticket = PutTicket(self._new_id(), session, reserved, said.hints)
+            ticket = PutTicket(self._new_id(), session, reserved, said.hints, until)
         try:
             self._own(ticket)
         except (QuotaExceededError, LeaseExpiredError):
@@ -127,13 +145,17 @@ class Intake:
         hints: Hints = NO_HINTS,
         pieces: Sequence[Piece | None] | None = None,
     ) -> list[AnyTicket | PutResult]:
-        """Begin a batch; all of its room is given back when one of it is invalid."""
+        """Begin a batch, to be claimed within RESERVED_S.
+
+        All of its room is given back when one of it is invalid.
+        """
+        until = self._landing.clock() + RESERVED_S
         begun: list[AnyTicket | PutResult] = []
         continued = {info.parent_key for info in infos}
         try:
             for info, piece in zip(infos, pieces or [None] * len(infos), strict=True):
                 said = Said(hints, info.key not in continued)
-                begun.append(self.begin_as(session, info, deadline, said, piece))
+                begun.append(self._begin(session, info, deadline, said, piece, until))
         except KVStoreError:
             for result in begun:
                 if not isinstance(result, PutResult):
@@ -247,6 +269,16 @@ class Intake:
                 self.discard(ticket)
             raise
         return results
+
+    def expire(self) -> int:
+        """Give back room that nobody came to write to in time; return of how many chunks."""
+        now = self._landing.clock()
+        with self._lock:
+            late = [one for one in self._tickets.values() if isinstance(one, PutTicket)]
+            late = [one for one in late if one.until <= now]
+        count = sum(self.abort(one.session, one.ticket_id) for one in late)
+        self._counters.add("dropped_unfinished_chunks", count)
+        return count + self.assembly.expire()
 
     def abort_session(self, session: Session) -> None:
         """Give up every put of a session that ended."""

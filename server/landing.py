@@ -62,6 +62,7 @@ class Landing:
         # Single operations on a dictionary: no lock.
         self._bare: dict[int, KVLayout] = {}
         self._catalog = transfers.catalog
+        self._reserved = transfers.reserved
         self.counters = transfers.counters
         self.clock = transfers.clock
         cpu = transfers.cpu_tier
@@ -92,6 +93,8 @@ class Landing:
             category = said.hints.category
             room = Room(info, session.tenant, deadline, self._headroom_bytes, category)
             reservation = self._transfers.reserve_for_put(room)
+            partition = self._catalog.partition(info.key, session.tenant, category)
+            self._reserved.note(reservation, partition)
             if bare is not None:
                 self._bare[id(reservation)] = bare
             return reservation
@@ -153,6 +156,7 @@ class Landing:
     def give_back(self, reservation: Reservation) -> None:
         """Free room that nothing comes into any more."""
         self.keep_state(reservation)
+        self._reserved.forget(reservation)
         self._transfers.cpu_tier.abort(reservation)
         self._catalog.end_put(reservation.info.key)
 
@@ -161,6 +165,7 @@ class Landing:
     ) -> PutResult:
         """Make a verified frame visible, and have it copied on."""
         key, reason = reservation.info.key, ""
+        self._reserved.forget(reservation)
         bare = self._bare.pop(id(reservation), None)
         if bare is not None and not header.levels:
             try:

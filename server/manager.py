@@ -350,7 +350,7 @@ class TierManager:
         """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
         self.counters.add("unkept_chunks", self.catalog.take_unkept())
-        self.puts.assembly.expire()
+        self.puts.expire()
         self._drop_expired()
         self.gets.promote_due()
         self._finder.forget_hearsay()

@@ -26,7 +26,7 @@ COUNTERS: Mapping[str, str] = {
     "put_states_left_out": "chunks of puts kept without their state (--state-admission)",
     "put_invalid_chunks": "frames of puts that failed a check",
     "put_portions": "rectangles of chunks that ranks put",
-    "dropped_unfinished_chunks": "chunks whose rectangles did not all come in time",
+    "dropped_unfinished_chunks": "chunks that did not come in time, or not all of their rectangles",
     "promised_chunks": "chunks that sessions promised to put",
     "waited_lookups": "lookups that waited for pending chunks",
     "refused_waits": "lookups that did not wait, as the most that may wait did",

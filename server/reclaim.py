@@ -27,6 +27,7 @@ from kvstore.server.mover import Mover, Ticket
 from kvstore.server.outcomes import Fate, Outcomes
 from kvstore.server.placement import Placement
 from kvstore.server.policy.admission import Moment
+from kvstore.server.reserved_room import NOTHING, ReservedRoom
 from kvstore.server.shelf import Room, Shelf
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
@@ -75,6 +76,8 @@ class Reclaim(ABC):
         self.clock = clock
         self.placement = Placement(shelves, catalog, mover, clock)
         self.outcomes = Outcomes(clock)
+        self.reserved = ReservedRoom()
+        """In CPU memory, for chunks that are on their way in."""
         self.importance = ImportanceTable()
         """Which tokens of chunks matter; whoever encodes is given the same one."""
 
@@ -113,8 +116,10 @@ class Reclaim(ABC):
     def _free_own(self, shelf: Shelf, own: Wanted, room: Room) -> None:
         """Evict of a partition what it would be over its quota. Raises TierFullError."""
         size, catalog = room.info.size_bytes, self.catalog
+        waits = self.reserved.of(own.partition) if shelf is self.cpu else NOTHING
         for _ in range(MAX_RECLAIM_ROUNDS):
-            owed = catalog.owed_bytes(shelf.name, own.partition, size)
+            need_bytes, need_chunks = size + waits.size_bytes, 1 + waits.chunks
+            owed = catalog.owed_bytes(shelf.name, own.partition, need_bytes, need_chunks)
             if not owed:
                 return
             victims = catalog.claim_victims(shelf.name, owed, VICTIMS_PER_ROUND, wanted=own)

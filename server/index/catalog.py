@@ -260,14 +260,16 @@ class Catalog(Hearsay):
             known = self.knowledge
             return known.hints.partition(row) if row else known.partitions.number(tenant, category)
 
-    def owed_bytes(self, tier: str, partition: int, need_bytes: int) -> int:
-        """Return what a partition has to free of its own on *tier* to take *need_bytes* more."""
+    def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
+        """Return what a partition has to free of its own on *tier* to take *need_bytes* more, in
+        so many chunks.
+        """
         policy = self._policies[tier]
         if not isinstance(policy, PartitionedEviction):
             return 0
         with self._lock:
             self._journal.settle()
-            return policy.owed_bytes(partition, need_bytes)
+            return policy.owed_bytes(partition, need_bytes, need_chunks)
 
     def claim_victims(
         self,

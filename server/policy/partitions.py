@@ -205,13 +205,15 @@ class PartitionedEviction(EvictionPolicy):
         """Return the bytes of a partition's chunks."""
         return self._used[number]
 
-    def owed_bytes(self, number: int, need_bytes: int) -> int:
-        """Return what a partition has to free of its own before it may take *need_bytes* more."""
+    def owed_bytes(self, number: int, need_bytes: int, need_chunks: int = 1) -> int:
+        """Return what a partition has to free of its own before it may take *need_bytes* more,
+        in so many chunks.
+        """
         quota = self.quotas[number]
         limit, most = quota.limit_bytes, quota.limit_chunks
         owed = max(0, self._used[number] + need_bytes - limit) if limit else 0
         # A chunk too many is a byte at least, and whoever frees a byte frees a chunk.
-        over = len(self.parts[number]) + (need_bytes > 0) - most if most else 0
+        over = len(self.parts[number]) + need_chunks * (need_bytes > 0) - most if most else 0
         return max(owed, over)
 
     def set_quota(self, number: int, quota: Quota) -> None:

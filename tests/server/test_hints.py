@@ -11,10 +11,11 @@ from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
+from kvstore.proto.errors import LeaseExpiredError
 from kvstore.proto.hints import Hints, Reuse
 from kvstore.proto.types import PutOutcome
 from kvstore.server.index.knowledge import Knowledge
-from kvstore.server.intake import PutResult
+from kvstore.server.intake import RESERVED_S, PutResult
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.partitions import PartitionedEviction, PartitionTable, Quota
 from kvstore.server.policy.registry import make_policy
@@ -303,16 +304,46 @@ def test_a_category_has_its_quota_too(clock: FakeClock) -> None:
         assert sum(here(core, batch)) == 2
 
 
-def test_room_reserved_for_many_at_once_ends_within_the_quota(clock: FakeClock) -> None:
+def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(
+    clock: FakeClock,
+) -> None:
+    with closing(with_quotas(clock)) as core:
+        red, blue = core.open_session("red"), core.open_session("blue")
+        mine = prompt(6)
+        puts = core.manager.puts
+        begun = puts.begin_all(red, [v.info for v in mine], core.later())
+        assert [isinstance(one, PutResult) for one in begun] == [False] * 3 + [True] * 3
+        assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.refused
+        assert core.put(blue, prompt(1, seed=2, tenant="blue"))[0].outcome is PutOutcome.stored
+        first, second, third = (one.ticket_id for one in begun[:3])  # type: ignore[union-attr]
+        puts.ingest([puts.claim(red, first)], [mine[0].frame])
+        assert puts.abort(red, second)
+        assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.stored
+        assert here(core, mine[:1]) == [True], "two are there and one has room: that is the quota"
+        puts.ingest([puts.claim(red, third)], [mine[2].frame])
+        assert core.put(red, prompt(3, seed=3))[2].outcome is PutOutcome.stored
+        assert sum(here(core, [*mine, *prompt(1, seed=1), *prompt(3, seed=3)])) == 3
+
+
+def test_room_that_nobody_comes_to_fill_is_given_back(clock: FakeClock) -> None:
     with closing(with_quotas(clock)) as core:
         red = core.open_session("red")
-        mine = prompt(6)
-        begun = core.manager.puts.begin_all(red, [v.info for v in mine], core.later())
-        for version, one in zip(mine, begun, strict=True):
-            ticket = core.manager.puts.claim(red, one.ticket_id)  # type: ignore[union-attr]
-            core.manager.puts.ingest([ticket], [version.frame])
-            assert sum(here(core, mine)) <= 3
-        assert sum(here(core, mine)) == 3
+        mine = prompt(3)
+        puts = core.manager.puts
+        begun = puts.begin_all(red, [v.info for v in mine], core.later())
+        clock.advance(RESERVED_S - 1)
+        core.manager.tick()
+        assert len(puts) == 3
+        claimed = puts.claim(red, begun[0].ticket_id)  # type: ignore[union-attr]
+        clock.advance(1)
+        core.manager.tick()
+        assert len(puts) == 0
+        assert core.counters["dropped_unfinished_chunks"] == 2
+        with pytest.raises(LeaseExpiredError, match="reserve again"):
+            puts.claim(red, begun[1].ticket_id)  # type: ignore[union-attr]
+        puts.ingest([claimed], [mine[0].frame])
+        assert here(core, mine) == [True, False, False], "who had begun to fill it was let"
+        assert core.put(red, prompt(2, seed=1))[1].outcome is PutOutcome.stored
 
 
 def test_a_chunk_larger_than_its_tenants_quota_is_refused(clock: FakeClock) -> None:
