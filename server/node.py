@@ -225,9 +225,8 @@ class Node:
         door = Door(keeper.admit_on, keeper.note_on)
         plane = ZmqPlane(config.zmq, keys, self.sessions, service, limits, door)
         self._closers.append(plane.close)
-        admit = self.trust.doorkeeper.admit_on
         opened = open_streams(
-            config, service, self.sessions, admit, self._clock, is_encrypted=keys is not None
+            config, service, self.sessions, door, self._clock, is_encrypted=keys is not None
         )
         if opened is not None:
             self.streams, self._streams_at = opened

@@ -27,6 +27,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
+from kvstore.server.bulk.zmq_peer import Door
 from kvstore.server.cluster.peer_desk import PeerDesk
 from kvstore.server.cluster.stream_wire import StreamWire
 from kvstore.server.cluster.stream_work import SILENCE_S, StreamWork
@@ -53,12 +54,15 @@ logger = structlog.get_logger(__name__)
 class _Stream:
     wire: StreamWire
     session: Session
+    origin: str
+    """The address that it came from."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stranger:
     link: socket.socket
     until: float
+    origin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class StreamTerms:
     """Who is let in and what is done for them. ``pause`` is called between parts of a frame."""
 
     sessions: SessionTable
-    admit: Callable[[Session, str], None]
+    door: Door
     desk: PeerDesk
     threads: int
     clock: Callable[[], float]
@@ -156,12 +160,12 @@ class PeerStreams:
 
     def _accept(self, waiting: selectors.BaseSelector) -> None:
         try:
-            link, _ = self._listener.accept()
+            link, address = self._listener.accept()
         except OSError:
             # Gone again, or no descriptor is left: asked again at once it would say so for ever.
             waiting.unregister(self._listener)
             return
-        stranger = _Stranger(link, self._terms.clock() + HELLO_S)
+        stranger = _Stranger(link, self._terms.clock() + HELLO_S, f"stream:{address[0]}")
         with self._lock:
             known = len(self._strangers)
             is_full = known >= MAX_STRANGERS or known + len(self._streams) >= MAX_STREAMS
@@ -196,9 +200,10 @@ class PeerStreams:
                 link = self._tls.wrap_socket(link, server_side=True)
             wire = StreamWire(link, "peer", self._terms.clock, is_encrypted=self._tls is not None)
             wire.patience(HELLO_S, stranger.until + HELLO_S)
-            stream = self._attached(wire)
+            stream = _Stream(wire, self._attached(wire), stranger.origin)
         except (OSError, KVStoreError) as error:
             logger.info("refused", method="stream", reason=str(error))
+            self._terms.door.note(None, "Attach", type(error).__name__, 0, stranger.origin)
             self._forget(stranger)
             link.close()
             return
@@ -207,7 +212,7 @@ class PeerStreams:
             self._streams.add(stream)
         self._wait_again(stream)
 
-    def _attached(self, wire: StreamWire) -> _Stream:
+    def _attached(self, wire: StreamWire) -> Session:
         word, _ = wire.receive()
         try:
             if not isinstance(word, bulk.Attach):
@@ -226,7 +231,7 @@ class PeerStreams:
             _refuse(wire, word, error)
             raise
         wire.send(bulk.Attached(word.request))
-        return _Stream(wire, session)
+        return session
 
     def _serve(self, stream: _Stream) -> None:
         """Answer one request; who does not ask as agreed is hung up on."""
@@ -240,6 +245,7 @@ class PeerStreams:
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
                 logger.info("refused", method="stream", reason=str(error))
+                self._note(stream, type(error).__name__, 0)
             self._drop(stream)
             return
         self._wait_again(stream)
@@ -251,7 +257,7 @@ class PeerStreams:
             session = terms.sessions.get(stream.session.session_id)
             if word.session_id != session.session_id:
                 raise UnauthenticatedError("session_id: ask on the connection of your session")
-            terms.admit(session, "OpenPeer")
+            terms.door.admit(session, "OpenPeer")
             terms.desk.enter(word)
             try:
                 terms.desk.get(work, payload)
@@ -260,11 +266,16 @@ class PeerStreams:
         except KVStoreError as error:
             if work.is_broken:
                 raise
+            self._note(stream, type(error).__name__, 0)
             _refuse(stream.wire, word, error)
             return
         if work.is_broken:
             raise TierUnavailableError("peer", "it did not take what it asked for")
+        self._note(stream, "OK", work.frames_sent)
         stream.wire.send(bulk.Done(word.request, work.frames_sent), b"")
+
+    def _note(self, stream: _Stream, outcome: str, frames: int) -> None:
+        self._terms.door.note(stream.session, "Get", outcome, frames, stream.origin)
 
     def _wait_again(self, stream: _Stream) -> None:
         with self._lock:

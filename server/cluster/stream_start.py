@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.server.bulk.zmq_peer import Door
 from kvstore.server.cluster.peer_streams import PeerStreams, StreamTerms, listen
 from kvstore.server.config import ServerConfig
-from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.sessions import SessionTable
 from kvstore.server.settings.units import parse_endpoint
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def open_streams(
     config: ServerConfig,
     service: BulkService,
     sessions: SessionTable,
-    admit: Callable[[Session, str], None],
+    door: Door,
     clock: Callable[[], float],
     *,
     is_encrypted: bool,
@@ -52,6 +53,6 @@ def open_streams(
         if service.is_busy:
             time.sleep(YIELD_S)
 
-    terms = StreamTerms(sessions, admit, service.desk, config.peer_requests + 1, clock, pause)
+    terms = StreamTerms(sessions, door, service.desk, config.peer_requests + 1, clock, pause)
     streams = PeerStreams(listener, address, tls.context if tls else None, terms)
     return streams, StreamsAt(address, tls.certificate if tls else b"")

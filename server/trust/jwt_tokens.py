@@ -80,7 +80,7 @@ class JwtVerifier:
             raise
         except jwt.ExpiredSignatureError:
             raise UnauthenticatedError("the token has expired; get another") from None
-        except (jwt.PyJWTError, ValueError, TypeError):
+        except (jwt.PyJWTError, ValueError, TypeError, OverflowError):
             raise UnauthenticatedError(_REFUSED) from None
         return _principal(claims)
 
@@ -115,5 +115,5 @@ def _principal(claims: dict[str, Any]) -> Principal:
             frozenset(map(str, roles)),
             float(claims["exp"]) + LEEWAY_S,
         )
-    except InvalidRequestError as error:
+    except (InvalidRequestError, OverflowError) as error:
         raise UnauthenticatedError(f"the token's claims cannot be: {error}") from None

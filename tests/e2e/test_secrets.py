@@ -19,6 +19,7 @@ from kvstore.client import Access, Client, ClientOptions
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.node import tenant_salts
+from kvstore.server.trust.encryption_keys import next_key, write_encryption_keys
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -49,8 +50,11 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     }  # fmt: skip
     token, bad_token = (jwt.encode(claims | {"aud": aud}, signer, "EdDSA") for aud in ("kv", "no"))
     key = ring.make("acme")
+    at_rest = next_key([], os.urandom, time.time())
+    write_encryption_keys(tmp_path / "at-rest", [at_rest])
     server = server_process(
         *("--auth-keys", str(ring.path), "--secret-file", str(secret_file)),
+        *("--encryption-keys", str(tmp_path / "at-rest")),
         *("--jwt-key", str(tmp_path / "jwt.pem"), "--jwt-audience", "kv", "--zmq", "127.0.0.1:0"),
         *("--audit-log", str(log), "--audit-reads", "--log-level", "debug", "--cpu", "16MiB"),
         *("--disk", f"32MiB:{tmp_path / 'disk'}"),
@@ -86,8 +90,7 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
         *proofs,
         key[17:],
         "canary-in-the-salt",
-        salt.hex(),
-        repr(salt)[2:-1],
+        *(form for secret in (salt, at_rest.key) for form in (secret.hex(), repr(secret)[2:-1])),
         ", ".join(map(str, prompt[:4])),
         " ".join(map(str, prompt[:4])),
         *(one[DIGEST_BYTES:].hex() for one in keys),

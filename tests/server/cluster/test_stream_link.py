@@ -39,6 +39,7 @@ from kvstore.server.cluster.stream_link import StreamLink
 from kvstore.server.cluster.stream_tls import make_tls
 from kvstore.server.cluster.stream_wire import MAX_HEADER_BYTES, StreamWire
 from kvstore.server.metrics import Counters
+from kvstore.server.trust.audit_log import audit_files, read_chain
 
 ServerMaker = Callable[..., LocalServer]
 SILENCE_S = 20.0
@@ -153,6 +154,30 @@ def test_who_is_no_peer_is_not_let_in(server: LocalServer, terms: PeerTerms) -> 
     for shown, error in ((theirs, PermissionDeniedError), (unknown, UnauthenticatedError)):
         with pytest.raises(error):
             reached(shown)
+
+
+def test_reads_and_who_is_not_let_in_are_written_down(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    log = tmp_path / "audit"
+    server = make_server(
+        *("--zmq", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log), "--audit-reads")
+    )
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
+    (info,) = (one for one in server.node.manager.transfers.cpu.tier.find(keys) if one)
+    terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+
+    def came(**wanted: object) -> bool:
+        written = read_chain(audit_files(log))
+        return any(wanted.items() <= line.items() for line, _ in written)
+
+    with closing(reached(terms)) as link:
+        read(link, info)
+    assert eventually(lambda: came(rpc="Get", outcome="OK", chunks=1, peer="stream:127.0.0.1"))
+    with pytest.raises(UnauthenticatedError):
+        reached(replace(terms, token=bytes(16)))
+    assert eventually(lambda: came(rpc="Attach", outcome="UnauthenticatedError"))
 
 
 def test_a_session_has_so_many_streams_and_no_more(terms: PeerTerms) -> None:

@@ -172,6 +172,8 @@ BAD_TOKENS = {
     "another key": jwt.encode(claims(), ed25519.Ed25519PrivateKey.generate(), "EdDSA"),
     "another algorithm": jwt.encode(claims(), rsa.generate_private_key(65537, 2048), "RS256"),
     "expired": jwt.encode(claims(exp=int(time.time()) - 60), KEY, "EdDSA"),
+    "an end that is no number": jwt.encode(claims(exp=float("inf")), KEY, "EdDSA"),
+    "an end past all numbers": jwt.encode(claims(exp=10**400), KEY, "EdDSA"),
     "no end": jwt.encode(claims(exp=None), KEY, "EdDSA"),
     "another audience": jwt.encode(claims(aud="other"), KEY, "EdDSA"),
     "no audience": jwt.encode(claims(aud=None), KEY, "EdDSA"),
