@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from contracts.chunks import make_info, payload
-from contracts.shelf import assert_holds, bytes_of, put
+from contracts.shelf import assert_holds, bytes_of, open_files, put
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.cuda_device import CudaDevice
 from kvstore.tiers.device import Device, HostDevice, open_device
 from kvstore.tiers.gpu import GpuTier
 
@@ -57,6 +62,56 @@ def test_without_cuda_a_cuda_device_names_the_fix(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(TierUnavailableError, match=r"sees 0 CUDA devices.*start without gpu"):
         open_device(torch.device("cuda", 0))
+
+
+class FullRuntime:
+    """CUDA's runtime on a device of whose memory ten bytes are left."""
+
+    class CUDARuntimeError(RuntimeError):
+        """cupy's."""
+
+    def memGetInfo(self) -> tuple[int, int]:
+        """Return bytes free, and bytes in all."""
+        return 10, 100
+
+    def malloc(self, size_bytes: int) -> int:
+        """Fail as the driver does."""
+        raise self.CUDARuntimeError(f"cudaErrorMemoryAllocation: {size_bytes}")
+
+
+@pytest.fixture
+def full_device() -> CudaDevice:
+    """A CUDA device without memory, its twin on machines without one."""
+    device = object.__new__(CudaDevice)
+    device._index, device._device = 0, torch.device("cuda", 0)
+    runtime = FullRuntime()
+    cuda = SimpleNamespace(runtime=runtime, Device=lambda index: nullcontext())
+    device._cupy = SimpleNamespace(cuda=cuda)
+    return device
+
+
+def test_an_arena_that_the_device_has_no_room_for_is_refused_with_the_fix(
+    full_device: CudaDevice,
+) -> None:
+    before = open_files()
+    with pytest.raises(
+        TierUnavailableError, match=r"512 bytes on cuda:0, where 10 are free.*--gpu"
+    ):
+        GpuTier(512, full_device, 256)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("make", [lambda one: one.staging(8), lambda one: one.stream()])
+def test_a_device_out_of_memory_is_an_error_of_the_tier_alone(
+    full_device: CudaDevice, make: Callable[[CudaDevice], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*words: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", out_of_memory)
+    monkeypatch.setattr(torch.cuda, "Stream", out_of_memory)
+    with pytest.raises(TierUnavailableError, match="CUDA out of memory"):
+        make(full_device)
 
 
 @pytest.mark.gpu
