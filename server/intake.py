@@ -104,19 +104,9 @@ class Intake:
         deadline: float,
         said: Said,
         piece: Piece | None = None,
+        until: float = math.inf,
     ) -> AnyTicket | PutResult:
-        """The same of a chunk of which more is *said*."""
-        return self._begin(session, info, deadline, said, piece, math.inf)
-
-    def _begin(
-        self,
-        session: Session,
-        info: ChunkInfo,
-        deadline: float,
-        said: Said,
-        piece: Piece | None,
-        until: float,
-    ) -> AnyTicket | PutResult:
+        """The same of a chunk of which more is *said*, to be claimed *until* then."""
         if self._draining:
             raise ShuttingDownError("the server drains; no new puts")
         ticket: AnyTicket
@@ -155,7 +145,7 @@ class Intake:
         try:
             for info, piece in zip(infos, pieces or [None] * len(infos), strict=True):
                 said = Said(hints, info.key not in continued)
-                begun.append(self._begin(session, info, deadline, said, piece, until))
+                begun.append(self.begin_as(session, info, deadline, said, piece, until))
         except KVStoreError:
             for result in begun:
                 if not isinstance(result, PutResult):

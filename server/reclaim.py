@@ -130,7 +130,7 @@ class Reclaim(ABC):
     def settle_quota(self, shelf: Shelf, key: ChunkKey) -> None:
         """Evict what the partition of a chunk that came is over its quota, as far as may go.
 
-        Room is reserved for many chunks at once, before any of them counts.
+        Threads that reserve side by side look before each other's room counts.
         """
         partition = self.catalog.partition(key, "", "")
         owed = self.catalog.owed_bytes(shelf.name, partition, 0)
