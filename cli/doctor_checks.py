@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from kvstore.cli.doctor_certificates import check_certificates
 from kvstore.cli.doctor_clock import check_clock
+from kvstore.cli.doctor_files import check_files
 from kvstore.cli.doctor_redis import check_redis
 from kvstore.cli.finding import Check, Finding, State
 from kvstore.proto.errors import KVStoreError
@@ -156,6 +157,7 @@ CHECKS: tuple[Check, ...] = (
     check_redis,
     check_clock,
     check_certificates,
+    check_files,
     check_revocations,
     check_gpu,
 )
