@@ -18,5 +18,5 @@ RUN groupadd --gid 10001 kvstore && \
 COPY --from=build /opt/kvstore /opt/kvstore
 ENV PATH=/opt/kvstore/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
-EXPOSE 7420 7421 7422 9420
+EXPOSE 7420 7421 7422 7423 9420
 ENTRYPOINT ["kvstore-server"]

@@ -133,6 +133,8 @@ def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
         (("--set", "config.node_id=one"), "config.node_id"),
         (("--set", "config.advertise=kv"), "config.advertise"),
         (("--set", "config.directory=true"), "config.directory"),
+        (("--set", "config.peers=directory"), "zmq.enabled"),
+        (("--set", "config.peer_port=7500"), "ports.peer"),
         (
             ("--set", "tiers.redis.enabled=true,redis.existingSecret.name=r,redis.auth.username=u"),
             "redis.auth.existingSecret.name",
@@ -324,6 +326,24 @@ def test_a_network_policy_lets_in_who_has_the_label(helm4: Helm) -> None:
     assert policy["podSelector"]["matchLabels"].items() <= (
         workload(rendered)["spec"]["template"]["metadata"]["labels"].items()
     )
+
+
+def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None:
+    rendered = helm4.of_values(CHART / "ci" / "peers-values.yaml", "--set", "ports.peer=7500")
+    ports = {port["name"]: port["containerPort"] for port in container(rendered)["ports"]}
+    told = settings(rendered)
+    assert (ports["peer"], told["peer_port"]) == (7500, 7500)
+    policy = only(rendered, "NetworkPolicy")["spec"]
+    pods = [{"podSelector": policy["podSelector"]}]
+    (into,) = [rule for rule in policy["ingress"] if rule["from"] == pods]
+    assert {port["port"] for port in into["ports"]} == {"grpc", "zmq", "peer"}
+    (out,) = [rule for rule in policy["egress"] if rule.get("to") == pods]
+    wanted = {ports[name] for name in ("grpc", "zmq", "peer")}
+    assert {port["port"] for port in out["ports"]} == wanted
+    others = [rule for rule in policy["ingress"] if rule is not into]
+    assert "peer" not in {port["port"] for rule in others for port in rule["ports"]}
+    (by_pod,) = [one for one in of_kind(rendered, "Service") if one["spec"].get("clusterIP")]
+    assert {"zmq", "peer"} <= {port["targetPort"] for port in by_pod["spec"]["ports"]}
 
 
 def test_what_engines_are_told_is_what_connectors_take(helm4: Helm) -> None:

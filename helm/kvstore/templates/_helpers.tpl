@@ -131,6 +131,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if $v.zmq.enabled }}
 {{- $_ := set $s "zmq" (printf "0.0.0.0:%d" (int $v.ports.zmq)) }}
 {{- $_ := set $s "zmq_keys" "/run/kvstore-own/zmq" }}
+{{- $_ := set $s "peer_port" (int $v.ports.peer) }}
 {{- end }}
 {{- if include "kvstore.hasTLS" . }}
 {{- $_ := set $s "tls_cert" "/etc/kvstore/tls/tls.crt" }}
@@ -174,5 +175,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if hasKey $.Values.config $name }}{{ fail (printf "config.%s: all pods would have the same; leave it out, each pod gets its own" $name) }}{{ end }}
 {{- end }}
 {{- if and .Values.config.directory (not .Values.tiers.redis.enabled) }}{{ fail "config.directory: the directory is in Redis; enable tiers.redis" }}{{ end }}
+{{- if hasKey .Values.config "peer_port" }}{{ fail "config.peer_port: set ports.peer, which opens it as well" }}{{ end }}
+{{- if and (contains "directory" (toString .Values.config.peers)) (not .Values.zmq.enabled) }}{{ fail "config.peers: pods ask each other over zmq; set zmq.enabled" }}{{ end }}
 {{- if and .Values.hostSocket.enabled (ne .Values.mode "daemonset") }}{{ fail "hostSocket.enabled: engines share memory with a server on their node: use mode: daemonset" }}{{ end }}
 {{- end }}

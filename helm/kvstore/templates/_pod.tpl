@@ -129,6 +129,7 @@ spec:
         - {name: grpc, containerPort: {{ $v.ports.grpc }}}
         {{- if $v.zmq.enabled }}
         - {name: zmq, containerPort: {{ $v.ports.zmq }}}
+        - {name: peer, containerPort: {{ $v.ports.peer }}}
         {{- end }}
         - {name: health, containerPort: {{ $v.ports.health }}}
         - {name: http, containerPort: {{ $v.ports.http }}}
