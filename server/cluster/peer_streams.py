@@ -27,9 +27,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
+from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.zmq_peer import Door
 from kvstore.server.cluster.peer_desk import PeerDesk
-from kvstore.server.cluster.stream_wire import StreamWire
 from kvstore.server.cluster.stream_work import SILENCE_S, StreamWork
 from kvstore.server.sessions import Session, SessionTable
 

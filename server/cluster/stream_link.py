@@ -15,9 +15,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.peer_words import pack_wanted
+from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.cluster.peer_link import MAX_GET_MS, MOST_SILENCES, PeerTerms
-from kvstore.server.cluster.stream_wire import StreamWire
 
 STEP_BYTES = 1 << 18
 """What is received before it is summed: larger steps have left the cache by then."""
@@ -169,6 +169,6 @@ def _check(part: bulk.Part, size_bytes: int, info: ChunkInfo, at: int, end: int)
 
 
 def _encrypted(link: socket.socket, certificate: bytes) -> socket.socket:
-    from kvstore.server.cluster.stream_tls import tls_to
+    from kvstore.proto.stream_tls import tls_to
 
     return tls_to(certificate).wrap_socket(link)

@@ -44,7 +44,7 @@ def open_streams(
         return None
     tls = None
     if is_encrypted:
-        from kvstore.server.cluster.stream_tls import make_tls
+        from kvstore.proto.stream_tls import make_tls
 
         tls = make_tls()
     listener, address = listen(parse_endpoint(config.zmq)[0], config.peer_port)

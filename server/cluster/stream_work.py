@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
+from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.bulk_work import Piece
-from kvstore.server.cluster.stream_wire import StreamWire
 
 SILENCE_S = bulk.SILENCE_MS / 1000
 """For a part to be taken."""

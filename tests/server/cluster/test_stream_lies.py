@@ -19,12 +19,12 @@ from prompts import MEDIUM, store
 from kvstore.client import ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
+from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.cluster.peer_dial import PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
 from kvstore.server.cluster.peer_streams import PeerStreams, listen
 from kvstore.server.cluster.stream_link import StreamLink
-from kvstore.server.cluster.stream_wire import StreamWire
 
 ServerMaker = Callable[..., LocalServer]
 SILENCE_S = 20.0

@@ -29,6 +29,8 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
+from kvstore.proto.stream_tls import make_tls
+from kvstore.proto.stream_wire import MAX_HEADER_BYTES, StreamWire
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
@@ -36,8 +38,6 @@ from kvstore.server.cluster.peer_streams import MAX_STRANGERS, STREAMS_PER_SESSI
 from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import Peers, PeersTerms
 from kvstore.server.cluster.stream_link import StreamLink
-from kvstore.server.cluster.stream_tls import make_tls
-from kvstore.server.cluster.stream_wire import MAX_HEADER_BYTES, StreamWire
 from kvstore.server.metrics import Counters
 from kvstore.server.trust.audit_log import audit_files, read_chain
 
