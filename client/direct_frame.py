@@ -9,9 +9,13 @@ from xxhash import xxh3_64
 
 from kvstore.codecs.base import AnyTensors, ChunkTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec
-from kvstore.proto.buffers import Bytes, copy_summed
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.bulk_reading import Here, Incoming, Payload
 from kvstore.proto.errors import ChunkCorruptError, LayoutMismatchError
 from kvstore.proto.frame import FrameHeader, check_segment
+
+STEP_BYTES = 1 << 18
+"""Filled before it is summed: larger steps have left the cache by then."""
 
 
 class _Run(NamedTuple):
@@ -55,20 +59,32 @@ class DirectFrame:
     def __getitem__(self, piece: slice) -> Bytes:
         return self._head[piece]
 
-    def take(self, offset: int, data: Bytes) -> None:
-        """Take the part at *offset*; each follows the one before. What is wrong ``check`` says."""
-        end = offset + len(data)
+    def take(self, offset: int, data: Payload) -> None:
+        """Take the part at *offset*; each follows the one before. What is wrong ``check`` says.
+
+        What is summed is what lies in the tensors.
+        """
+        coming = Here(data) if isinstance(data, np.ndarray) else data
+        at, end = offset, offset + len(data)
         while self._next < len(self._runs) and self._failure is None:
             run = self._runs[self._next]
-            first, last = max(run.start, offset), min(run.stop, end)
+            first, last = max(run.start, at), min(run.stop, end)
             if first < last:
-                out = run.out[first - run.start : last - run.start]
-                copy_summed(out, data[first - offset : last - offset], self._digest)
+                coming.skip(first - at)
+                self._fill(run.out[first - run.start : last - run.start], coming)
+                at = last
             if end < run.stop:
-                return
+                break
             self._next += 1
             if run.ends:
                 self._end_segment(run.segment)
+        coming.skip(end - at)
+
+    def _fill(self, out: Bytes, coming: Incoming) -> None:
+        for start in range(0, len(out), STEP_BYTES):
+            step = out[start : start + STEP_BYTES]
+            coming.into(step)
+            self._digest.update(step)  # type: ignore[arg-type,unused-ignore]
 
     def _end_segment(self, segment: int) -> None:
         try:

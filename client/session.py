@@ -37,6 +37,8 @@ class SessionTerms:
     attach_token: bytes
     zmq_address: str
     zmq_public_key: bytes
+    stream_address: str
+    stream_certificate: bytes
     arena_device: str
     arena_bytes: int
 
@@ -85,6 +87,8 @@ class Session:
             reply.attach_token,
             reply.zmq_address,
             reply.zmq_public_key,
+            reply.stream_address,
+            reply.stream_certificate,
             reply.arena_device,
             reply.arena_bytes,
         )

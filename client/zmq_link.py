@@ -137,6 +137,14 @@ class ZmqLink:
             raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
         return word, payload
 
+    def grant(self, request: int, credit_bytes: int, deadline: float) -> None:
+        """Let the server send so many bytes more. Raises DeadlineError."""
+        self.send(bulk.Credit(request, credit_bytes), deadline)
+
+    def cancel(self, request: int, deadline: float) -> None:
+        """Want no more of a request; the server's last word of it is still to come."""
+        self.send(bulk.Cancel(request), deadline)
+
     def give_up(self) -> None:
         """Have whoever waits on this link wait no more. For any thread."""
         self._is_given_up = True

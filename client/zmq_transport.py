@@ -6,14 +6,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
-import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
 from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.frame_memory import FrameMemory
+from kvstore.client.frame_memory import FrameMemory, keep_freed_memory
+from kvstore.client.frame_stream import MAX_DIGESTS_BYTES, FrameStream
+from kvstore.client.frame_streams import FrameStreams
 from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.part_feed import PartFeed
 from kvstore.client.session import Session
@@ -40,16 +41,16 @@ if TYPE_CHECKING:
 
     from kvstore.proto import kvstore_pb2 as pb
 
+Link: TypeAlias = ZmqLink | FrameStream
 MAX_LINKS = 8
 """Requests at once; more go through gRPC. Below what a server allows one session."""
 IDLE_FRAME_BYTES = 128 << 20
 """Memory kept for the frames of the next get: to fault fresh pages in costs as much as a copy."""
-_LARGE_BLOCK_BYTES = (32 << 20) - (1 << 16)
-"""The largest that glibc draws its conclusion from, with room for its own header."""
 
 
 class ZmqTransport(Transport):
-    """Gets and puts over DEALER sockets, one request at a time each.
+    """Gets and puts over DEALER sockets, one request at a time each; whole frames over a
+    FrameStream where the server has streams and one is there.
 
     Raises TierUnavailableError at birth when the server does not take part.
     """
@@ -65,7 +66,7 @@ class ZmqTransport(Transport):
         self._where = endpoint(session.terms.zmq_address, session.connection.address)
         self._fallback = StreamTransport(session)
         self._memory = FrameMemory(IDLE_FRAME_BYTES)
-        _keep_freed_memory()
+        keep_freed_memory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._idle: list[ZmqLink] = []
         self._busy: set[ZmqLink] = set()
@@ -81,6 +82,9 @@ class ZmqTransport(Transport):
             raise
         assert first is not None
         self._give_back(first)
+        terms = session.terms
+        where = endpoint(terms.stream_address, session.connection.address)
+        self._streams = FrameStreams(where, terms)
 
     # --- get
 
@@ -108,7 +112,8 @@ class ZmqTransport(Transport):
         direct: Direct | None = None,
     ) -> Iterator[Iterator[Arrived]]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
-        link = self._take(deadline)
+        packed = join_digests(digests)
+        link = self._take_stream(packed) or self._take(deadline)
         if link is None:
             with self._fallback.get(digests, lease_id, deadline_ms, least) as arriving:
                 yield arriving
@@ -123,7 +128,7 @@ class ZmqTransport(Transport):
         reading = BulkReading(link.next_request(), limit_bytes, room)
         word = self._word(reading, lease_id, deadline_ms, _least_flags(least))
         try:
-            link.send(word, deadline, join_digests(digests))
+            link.send(word, deadline, packed)
             yield self._arriving(link, reading, deadline)
         finally:
             self._leave(link, reading, deadline)
@@ -188,13 +193,14 @@ class ZmqTransport(Transport):
 
     def _pieces(self, link: ZmqLink, reading: BulkPieces, deadline: float) -> Iterator[_PieceReply]:
         while not reading.is_over:
-            word, payload = self._receive(link, deadline)
+            with self._noted():
+                word, payload = link.receive(deadline)
             part = reading.take(word, payload)
             if part is None or payload is None:
                 continue
             credit_bytes = reading.credit(len(payload))
             if credit_bytes:
-                link.send(bulk.Credit(reading.request, credit_bytes), deadline)
+                link.grant(reading.request, credit_bytes, deadline)
             yield _PieceReply(
                 part.chunk, part.tier_name, _PieceData(part.frame_bytes, part.offset, payload)
             )
@@ -205,24 +211,25 @@ class ZmqTransport(Transport):
         session_id = self.session.terms.session_id
         return bulk.Get(reading.request, session_id, lease_id, reading.open(), deadline_ms, flags)
 
-    def _arriving(self, link: ZmqLink, reading: BulkReading, deadline: float) -> Iterator[Arrived]:
+    def _arriving(self, link: Link, reading: BulkReading, deadline: float) -> Iterator[Arrived]:
         while not reading.is_over:
-            word, payload = self._receive(link, deadline)
-            landed = reading.take(word, payload)
+            with self._noted():
+                word, payload = link.receive(deadline)
+                landed = reading.take(word, payload)
             if isinstance(word, bulk.Part) and payload is not None:
                 credit_bytes = reading.credit(len(payload))
                 if credit_bytes:
-                    link.send(bulk.Credit(reading.request, credit_bytes), deadline)
+                    link.grant(reading.request, credit_bytes, deadline)
             del payload
             if landed is not None:
                 frame = cast("Bytes | DirectFrame", landed.frame)  # of our own room
                 yield Arrived(landed.chunk, landed.tier, frame, _stays)
 
-    def _leave(self, link: ZmqLink, reading: BulkReading | BulkPieces, deadline: float) -> None:
+    def _leave(self, link: Link, reading: BulkReading | BulkPieces, deadline: float) -> None:
         """Have the server let go of what was asked for; a link on which it does not is dropped."""
         try:
             if not reading.is_over:
-                link.send(bulk.Cancel(reading.request), deadline)
+                link.cancel(reading.request, deadline)
             while not reading.is_over:
                 word, _ = link.receive(deadline)
                 if word.request == reading.request and isinstance(word, bulk.Done | bulk.Failed):
@@ -250,19 +257,17 @@ class ZmqTransport(Transport):
             return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
         is_over = False
         try:
-            results = BulkUpload(link, deadline).run(
-                bulk.Put(
-                    link.next_request(),
-                    self.session.terms.session_id,
-                    deadline_ms,
-                    bulk.DURABLE if durable else 0,
-                ),
-                chunks,
-            )
+            with self._noted():
+                results = BulkUpload(link, deadline).run(
+                    bulk.Put(
+                        link.next_request(),
+                        self.session.terms.session_id,
+                        deadline_ms,
+                        bulk.DURABLE if durable else 0,
+                    ),
+                    chunks,
+                )
             is_over = True
-        except (DeadlineError, TierUnavailableError) as error:
-            self.session.connection.gate.note(error)
-            raise
         finally:
             # After an error there may be parts on the way that nobody asked for any more.
             self._give_back(link) if is_over else self._drop(link)
@@ -270,12 +275,18 @@ class ZmqTransport(Transport):
 
     # --- links
 
-    def _receive(self, link: ZmqLink, deadline: float) -> tuple[bulk.Word, Bytes | None]:
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
         try:
-            return link.receive(deadline)
+            yield
         except (DeadlineError, TierUnavailableError) as error:
             self.session.connection.gate.note(error)
             raise
+
+    def _take_stream(self, packed: bytes) -> FrameStream | None:
+        """Return a stream for a get of the digests *packed*; None: it goes through ZeroMQ."""
+        self.session.connection.gate.check()
+        return self._streams.take() if len(packed) <= MAX_DIGESTS_BYTES else None
 
     def _take(self, deadline: float) -> ZmqLink | None:
         """Return a link of our own for a while; None when as many as there may be are in use."""
@@ -316,11 +327,15 @@ class ZmqTransport(Transport):
     @override
     def hang_up(self) -> None:
         super().hang_up()
+        self._streams.hang_up()
         with self._lock:
             for link in self._busy:
                 link.give_up()
 
-    def _give_back(self, link: ZmqLink) -> None:
+    def _give_back(self, link: Link) -> None:
+        if isinstance(link, FrameStream):
+            self._streams.give_back(link, is_clean=True)
+            return
         with self._lock:
             self._busy.discard(link)
             if not self._is_closed:
@@ -328,7 +343,10 @@ class ZmqTransport(Transport):
                 return
         self._drop(link)
 
-    def _drop(self, link: ZmqLink) -> None:
+    def _drop(self, link: Link) -> None:
+        if isinstance(link, FrameStream):
+            self._streams.give_back(link, is_clean=False)
+            return
         with self._lock:
             self._busy.discard(link)
         link.close()
@@ -349,6 +367,7 @@ class ZmqTransport(Transport):
             self._is_closed = True
             idle, self._idle = self._idle, []
             is_last = not self._links
+        self._streams.close()
         for link in idle:
             self._drop(link)
         if is_last:
@@ -369,15 +388,6 @@ class _PieceReply(NamedTuple):
     index: int  # type: ignore[assignment]
     tier: str
     part: _PieceData
-
-
-def _keep_freed_memory() -> None:
-    """Have the allocator keep what messages of a megabyte free, rather than give it back each time.
-
-    glibc does so once the process has freed one block as large as this; its pages are never
-    touched. ZeroMQ allocates each message: gets went from 1.1 to 1.6 GB/s with this.
-    """
-    np.empty(_LARGE_BLOCK_BYTES, np.uint8)
 
 
 def _stays() -> None:

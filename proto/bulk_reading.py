@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -12,10 +12,46 @@ from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
 
 
+class Incoming(Protocol):
+    """A part's payload that is still to come. All of it has to be had, in its order."""
+
+    def __len__(self) -> int:
+        """How many bytes it has in all."""
+
+    def into(self, out: Bytes, /) -> None:
+        """Fill *out* with the next of them."""
+
+    def skip(self, size_bytes: int, /) -> None:
+        """Pass the next *size_bytes* by."""
+
+
+class Here:
+    """*data* that has come, had as what is still to come."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def into(self, out: Bytes, /) -> None:
+        """Copy the next bytes to *out*."""
+        copy_bytes(out, self._data[self._at : self._at + len(out)])
+        self._at += len(out)
+
+    def skip(self, size_bytes: int, /) -> None:
+        """Pass the next *size_bytes* by."""
+        self._at += size_bytes
+
+
+Payload: TypeAlias = "Bytes | Incoming"
+
+
 class Taker(Protocol):
     """What takes a frame's parts one after the other, instead of memory for all of it."""
 
-    def take(self, offset: int, data: Bytes, /) -> None:
+    def take(self, offset: int, data: Payload, /) -> None:
         """Take the part at *offset*, whose memory is another's afterwards."""
 
 
@@ -49,7 +85,7 @@ class BulkPieces:
         """Return the first credit, to be sent with the request."""
         return self._window.open()
 
-    def take(self, word: bulk.Word, payload: Bytes | None) -> bulk.Part | None:
+    def take(self, word: bulk.Word, payload: Payload | None) -> bulk.Part | None:
         """Take a message; return it if it is a part.
 
         Messages of earlier requests are passed by. Raises the error that the server sent,
@@ -59,7 +95,7 @@ class BulkPieces:
             return None
         if isinstance(word, bulk.Failed):
             self.is_over = True
-            raise bulk.unpack_failure(b"" if payload is None else payload.tobytes())
+            raise bulk.unpack_failure(b"" if payload is None else _here(payload).tobytes())
         if isinstance(word, bulk.Done):
             self.is_over, self.frames = True, word.frames
             return None
@@ -102,7 +138,7 @@ class BulkReading:
         """Return the first credit, to be sent with the request."""
         return self._pieces.open()
 
-    def take(self, word: bulk.Word, payload: Bytes | None) -> Landed | None:
+    def take(self, word: bulk.Word, payload: Payload | None) -> Landed | None:
         """Take a message; return the frame that it made whole.
 
         Raises as ``BulkPieces.take``, and InvalidFrameError when parts do not follow each other.
@@ -118,7 +154,7 @@ class BulkReading:
         """Return what to grant now that *size_bytes* of a part were dealt with, mostly 0."""
         return self._pieces.credit(size_bytes)
 
-    def _add(self, part: bulk.Part, data: Bytes) -> Landed | None:
+    def _add(self, part: bulk.Part, data: Payload) -> Landed | None:
         if not part.offset:
             if not 0 < part.frame_bytes <= self._limit_bytes:
                 raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the limit")
@@ -130,14 +166,26 @@ class BulkReading:
             raise InvalidFrameError("offset", part.offset, "parts must follow each other")
         if not part.offset:
             self._frame_bytes = part.frame_bytes
+            data = _here(data)
             self._frame = self._room(part.chunk, part.frame_bytes, data)
+        coming = Here(data) if isinstance(data, np.ndarray) else data
         if isinstance(self._frame, np.ndarray):
-            copy_bytes(self._frame[part.offset : stop], data)
+            coming.into(self._frame[part.offset : stop])
         elif self._frame is not None:
             self._frame.take(part.offset, data)
+        else:
+            coming.skip(len(data))
         self._received_bytes = stop % part.frame_bytes
         if self._received_bytes:
             return None
         self._chunk += 1
         frame, self._frame = self._frame, None
         return None if frame is None else Landed(part.chunk, part.tier_name, frame)
+
+
+def _here(payload: Payload) -> Bytes:
+    if isinstance(payload, np.ndarray):
+        return payload
+    data = np.empty(len(payload), np.uint8)
+    payload.into(data)
+    return data

@@ -29,8 +29,8 @@ class StreamWire:
     """Owns *link*, a connected socket, or one that TLS goes over. Used by one thread at a time.
 
     Every call raises DeadlineError when nothing moves for ``patience``'s seconds or it is late, and
-    TierUnavailableError when the other end hung up; *address* is what errors call it. *clock*
-    returns monotonic seconds.
+    TierUnavailableError when the other end, which is *whose*, hung up; *address* is what errors
+    call it. *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class StreamWire:
         clock: Callable[[], float],
         *,
         is_encrypted: bool,
+        whose: str = "peer",
     ) -> None:
         self._link = link
+        self._whose = whose
         self._address = address
         self._clock = clock
         self._until = math.inf
@@ -131,9 +133,9 @@ class StreamWire:
         except (BlockingIOError, TimeoutError):
             raise DeadlineError(f"{self._address} did not answer in time") from None
         except OSError as error:
-            raise TierUnavailableError("peer", f"{self._address}: {error}") from None
+            raise TierUnavailableError(self._whose, f"{self._address}: {error}") from None
         if not moved:
-            raise TierUnavailableError("peer", f"{self._address} hung up")
+            raise TierUnavailableError(self._whose, f"{self._address} hung up")
         if self._clock() >= self._until:
             raise DeadlineError(f"{self._address} takes too long")
         return moved

@@ -126,6 +126,8 @@ class KVStoreService(
             attach_token=session.attach_token if plane or self._identity.zmq_address else b"",
             zmq_address=self._identity.zmq_address,
             zmq_public_key=self._identity.zmq_public_key,
+            stream_address=self._identity.stream_address,
+            stream_certificate=self._identity.stream_certificate,
             codecs=list(CODECS),
             arena_device=gpu.device.identity if gpu and plane else "",
             arena_bytes=gpu.capacity_bytes if gpu and plane else 0,

@@ -14,7 +14,7 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.bulk.bulk_work import GetWork, Piece, PutWork
-from kvstore.server.cluster.peer_desk import DeskLimits, PeerDesk
+from kvstore.server.cluster.peer_desk import DeskLimits, PeerDesk, Sending
 from kvstore.server.intake import PutResult
 from kvstore.server.manager import TierManager
 from kvstore.server.rpc.checks import Checks, fidelity
@@ -51,14 +51,17 @@ class BulkService:
 
     def new_get(self, session: Session, word: bulk.Get, wake: Callable[[], None]) -> GetWork:
         """Return a get about to run. Raises InvalidRequestError."""
+        return GetWork(session, word, self.checked(word), self._checks.clock, wake)
+
+    def checked(self, word: bulk.Get) -> float:
+        """Return the deadline of a get. Raises InvalidRequestError."""
         known = bulk.LAYER_MAJOR | bulk.RANGES | 3 << bulk.FIDELITY_SHIFT
         if word.flags & bulk.LAYER_MAJOR and not word.flags & bulk.RANGES:
             known |= bulk.SKIP_ROWS
         if word.flags & bulk.PEER:
             known = bulk.PEER | bulk.RANGES
         _check_flags(word.flags, known)
-        deadline = self._checks.deadline(word.deadline_ms)
-        return GetWork(session, word, deadline, self._checks.clock, wake)
+        return self._checks.deadline(word.deadline_ms)
 
     def new_put(self, session: Session, word: bulk.Put) -> PutWork:
         """Return a put about to run. Raises InvalidRequestError."""
@@ -71,7 +74,7 @@ class BulkService:
         self._sessions.get(word.session_id)  # which is heard of
         return self.desk.find(wanted)
 
-    def get(self, work: GetWork, digests: bytes) -> None:
+    def get(self, work: Sending, digests: bytes) -> None:
         """Offer the frames of *digests*, in order, up to the first missing or late one, or layers.
 
         With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
@@ -101,7 +104,7 @@ class BulkService:
     def _traced(self, method: str) -> AbstractContextManager[None]:
         return nullcontext() if self.tracing is None else self.tracing.call(method, "zmq")
 
-    def _get(self, session: Session, work: GetWork, digests: bytes) -> None:
+    def _get(self, session: Session, work: Sending, digests: bytes) -> None:
         ranges: list[bulk.Range] = []
         if work.word.flags & bulk.RANGES:
             digests, ranges = bulk.unpack_ranges(digests)

@@ -24,6 +24,7 @@ class Sending(Protocol):
     """A get at work, whoever moves its bytes: ``GetWork`` and ``StreamWork``."""
 
     word: bulk.Get
+    deadline: float
 
     def offer(self, piece: Piece) -> bool:
         """Take *piece* to be sent; False when nobody wants more of them, or it is too late."""

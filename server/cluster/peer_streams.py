@@ -1,7 +1,7 @@
-"""PeerStreams: other servers' TCP connections, over which they read this one's memory.
+"""PeerStreams: TCP connections over which other servers read this one's memory, and clients frames.
 
 One thread waits for all who say nothing; threads answer who asked. Who has not said yet whose
-connection it is has threads of his own to be slow with.
+connection it is has threads of his own to be slow with, and so have clients.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.stream_wire import StreamWire
+from kvstore.server.bulk.bulk_service import BulkService
 from kvstore.server.bulk.zmq_peer import Door
-from kvstore.server.cluster.peer_desk import PeerDesk
 from kvstore.server.cluster.stream_work import SILENCE_S, StreamWork
 from kvstore.server.sessions import Session, SessionTable
 
@@ -41,6 +41,8 @@ HELLO_S = 2.0
 MAX_STRANGERS = 64
 """Connections that have not said whose they are."""
 MAX_STREAMS = 1024
+MAX_CLIENT_STREAMS = 512
+"""Of them those of clients, so that other servers find room."""
 STREAMS_PER_SESSION = 16
 HELLO_THREADS = 2
 _SWEEP_S = 1.0
@@ -67,20 +69,23 @@ class _Stranger:
 
 @dataclass(frozen=True, slots=True)
 class StreamTerms:
-    """Who is let in and what is done for them. ``pause`` is called between parts of a frame."""
+    """Who is let in and what is done for them. ``pause`` is called between parts of a frame for
+    another server; ``threads`` answer those, ``client_threads`` clients.
+    """
 
     sessions: SessionTable
     door: Door
-    desk: PeerDesk
+    service: BulkService
     threads: int
+    client_threads: int
     clock: Callable[[], float]
     pause: Callable[[], None]
 
 
 class PeerStreams:
-    """Serves gets of peers on *listener*; over TLS with *tls*.
+    """Serves gets of peers and clients on *listener*; over TLS with *tls*.
 
-    ``address`` is what peers connect to, with ``*`` for the host when every interface is bound.
+    ``address`` is what they connect to, with ``*`` for the host when every interface is bound.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class PeerStreams:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hellos = ThreadPoolExecutor(HELLO_THREADS, thread_name_prefix="stream-hello")
         self._workers = ThreadPoolExecutor(terms.threads, thread_name_prefix="stream-work")
+        self._getters = ThreadPoolExecutor(terms.client_threads, thread_name_prefix="stream-get")
         self._thread = threading.Thread(target=self._run, name="peer-streams", daemon=True)
         self._thread.start()
 
@@ -123,6 +129,7 @@ class PeerStreams:
             stranger.link.close()
         self._hellos.shutdown(wait=True, cancel_futures=True)
         self._workers.shutdown(wait=True, cancel_futures=True)
+        self._getters.shutdown(wait=True, cancel_futures=True)
         for stream in streams:
             stream.wire.close()
         self._listener.close()
@@ -156,7 +163,8 @@ class PeerStreams:
             if isinstance(key.data, _Stranger):
                 self._hellos.submit(self._welcome, key.data)
             else:
-                self._workers.submit(self._serve, key.data)
+                pool = self._workers if key.data.session.is_peer else self._getters
+                pool.submit(self._serve, key.data)
 
     def _accept(self, waiting: selectors.BaseSelector) -> None:
         try:
@@ -220,59 +228,80 @@ class PeerStreams:
             session = self._terms.sessions.get(word.session_id)
             if not hmac.compare_digest(session.attach_token, word.token):
                 raise UnauthenticatedError("token: not this session's; open a session first")
-            if not session.is_peer:
-                raise PermissionDeniedError("streams are for sessions of other servers")
-            with self._lock:
-                others = sum(stream.session is session for stream in self._streams)
-            if others >= STREAMS_PER_SESSION:
-                limit = STREAMS_PER_SESSION
-                raise QuotaExceededError("streams_per_session", limit, session.client)
+            self._check_room(session)
         except KVStoreError as error:
             _refuse(wire, word, error)
             raise
         wire.send(bulk.Attached(word.request))
         return session
 
+    def _check_room(self, session: Session) -> None:
+        with self._lock:
+            others = [stream.session for stream in self._streams]
+        if sum(other is session for other in others) >= STREAMS_PER_SESSION:
+            raise QuotaExceededError("streams_per_session", STREAMS_PER_SESSION, session.client)
+        is_full = sum(not other.is_peer for other in others) >= MAX_CLIENT_STREAMS
+        if is_full and not session.is_peer:
+            raise QuotaExceededError("client_streams", MAX_CLIENT_STREAMS, session.client)
+
     def _serve(self, stream: _Stream) -> None:
         """Answer one request; who does not ask as agreed is hung up on."""
+        is_answered = False
         try:
             stream.wire.patience(SILENCE_S, self._terms.clock() + SILENCE_S)
             word, size_bytes = stream.wire.receive()
             payload = stream.wire.take(size_bytes)
-            if not isinstance(word, bulk.Get) or not word.flags & bulk.PEER:
+            if not isinstance(word, bulk.Get):
                 raise InvalidRequestError("kind", type(word).__name__, "streams are for gets")
+            if bool(word.flags & bulk.PEER) != stream.session.is_peer:
+                raise PermissionDeniedError("flags: servers ask as servers, clients as clients")
             self._answer(stream, word, payload)
+            is_answered = True
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
                 logger.info("refused", method="stream", reason=str(error))
                 self._note(stream, type(error).__name__, 0)
-            self._drop(stream)
-            return
-        self._wait_again(stream)
+        finally:
+            if not is_answered:
+                self._drop(stream)
+        if is_answered:
+            self._wait_again(stream)
 
     def _answer(self, stream: _Stream, word: bulk.Get, payload: bytes) -> None:
         terms = self._terms
-        work = StreamWork(stream.wire, word, terms.clock, terms.pause)
+        work: StreamWork | None = None
         try:
             session = terms.sessions.get(stream.session.session_id)
             if word.session_id != session.session_id:
                 raise UnauthenticatedError("session_id: ask on the connection of your session")
-            terms.door.admit(session, "OpenPeer")
-            terms.desk.enter(word)
-            try:
-                terms.desk.get(work, payload)
-            finally:
-                terms.desk.leave(word)
+            terms.door.admit(session, "OpenPeer" if session.is_peer else "Get")
+            if session.is_peer:
+                until = terms.clock() + word.deadline_ms / 1000
+                work = StreamWork(stream.wire, word, until, terms.pause)
+                self._get_for_peer(work, payload)
+            else:
+                work = StreamWork(stream.wire, word, terms.service.checked(word))
+                terms.service.get(work, payload)
         except KVStoreError as error:
-            if work.is_broken:
+            if work is not None and work.is_broken:
                 raise
             self._note(stream, type(error).__name__, 0)
+            stream.wire.patience(SILENCE_S)
             _refuse(stream.wire, word, error)
             return
         if work.is_broken:
             raise TierUnavailableError("peer", "it did not take what it asked for")
         self._note(stream, "OK", work.frames_sent)
+        stream.wire.patience(SILENCE_S)  # whoever asked for more than came in time hears of it
         stream.wire.send(bulk.Done(word.request, work.frames_sent), b"")
+
+    def _get_for_peer(self, work: StreamWork, payload: bytes) -> None:
+        desk = self._terms.service.desk
+        desk.enter(work.word)
+        try:
+            desk.get(work, payload)
+        finally:
+            desk.leave(work.word)
 
     def _note(self, stream: _Stream, outcome: str, frames: int) -> None:
         self._terms.door.note(stream.session, "Get", outcome, frames, stream.origin)

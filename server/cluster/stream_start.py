@@ -53,6 +53,7 @@ def open_streams(
         if service.is_busy:
             time.sleep(YIELD_S)
 
-    terms = StreamTerms(sessions, door, service.desk, config.peer_requests + 1, clock, pause)
+    threads = config.peer_requests + 1
+    terms = StreamTerms(sessions, door, service, threads, config.workers, clock, pause)
     streams = PeerStreams(listener, address, tls.context if tls else None, terms)
     return streams, StreamsAt(address, tls.certificate if tls else b"")

@@ -1,4 +1,4 @@
-"""A StreamWork: one get of a peer whose parts are sent at once, by who offers them."""
+"""A StreamWork: one get over a stream whose parts are sent at once, by who offers them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,44 @@ SILENCE_S = bulk.SILENCE_MS / 1000
 """For a part to be taken."""
 
 
-class StreamWork:
-    """What ``PeerDesk.get`` asks of a get, over *wire*. Used by one thread.
+FIRST_PART_BYTES = 1 << 16
+"""Of a frame for a client: it learns from that where the rest goes, which is not copied then."""
 
-    *clock* returns monotonic seconds; *pause* is called before each part.
+
+def _at_once() -> None:
+    """Wait for nobody."""
+
+
+class StreamWork:
+    """What ``PeerDesk.get`` and ``BulkService.get`` ask of a get, over *wire*. Used by one thread.
+
+    *deadline* is on the clock of *wire*; *pause* is called before each part.
     """
 
     def __init__(
         self,
         wire: StreamWire,
         word: bulk.Get,
-        clock: Callable[[], float],
-        pause: Callable[[], None],
+        deadline: float,
+        pause: Callable[[], None] = _at_once,
     ) -> None:
         self.word = word
+        self.deadline = deadline
         self.frames_sent = 0
         self.is_broken = False
         """The other end is gone or late, in the midst of a frame: nothing more can be said."""
         self._wire = wire
         self._pause = pause
-        wire.patience(SILENCE_S, clock() + word.deadline_ms / 1000)
+        wire.patience(SILENCE_S, deadline)
 
     def offer(self, piece: Piece) -> bool:
         """Send *piece*; False when it did not come to its end. Its memory is in use no more."""
         tier = bulk.tier_bytes(piece.tier)
-        for start in range(0, len(piece.data), bulk.MAX_PAYLOAD_BYTES):
+        stop = 0
+        while stop < len(piece.data):
             self._pause()
-            data = piece.data[start : start + bulk.MAX_PAYLOAD_BYTES]
+            start, stop = stop, stop + self._part_bytes(piece.offset + stop)
+            data = piece.data[start:stop]
             at = piece.offset + start
             part = bulk.Part(self.word.request, piece.frame_bytes, at, piece.chunk, tier)
             self.is_broken = True
@@ -50,6 +61,10 @@ class StreamWork:
             self.is_broken = False
         self.frames_sent += not piece.offset
         return True
+
+    def _part_bytes(self, at: int) -> int:
+        is_first = not at and not self.word.flags & bulk.PEER
+        return FIRST_PART_BYTES if is_first else bulk.MAX_PAYLOAD_BYTES
 
     def settle(self) -> bool:
         """Whether all that was offered is sent."""

@@ -11,7 +11,7 @@ from contracts.transport import TransportContract
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client, ClientOptions, frame_streams
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrived
 from kvstore.client.zmq_link import endpoint
@@ -21,6 +21,12 @@ from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
 
 ServerMaker = Callable[..., LocalServer]
 ZMQ = ("--zmq", "127.0.0.1:0")
+
+
+@pytest.fixture(autouse=True)
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all go through ZeroMQ; test_frame_streams.py is of the other way."""
+    monkeypatch.setattr(frame_streams, "MAX_STREAMS", 0)
 
 
 class TestZmqTransport(TransportContract):

@@ -23,7 +23,6 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     KVStoreError,
     LeaseExpiredError,
-    PermissionDeniedError,
     QuotaExceededError,
     TierUnavailableError,
     UnauthenticatedError,
@@ -32,6 +31,7 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.stream_tls import make_tls
 from kvstore.proto.stream_wire import MAX_HEADER_BYTES, StreamWire
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.cluster import peer_streams
 from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
 from kvstore.server.cluster.peer_streams import MAX_STRANGERS, STREAMS_PER_SESSION
@@ -147,13 +147,32 @@ def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     assert server.counter("peer_refused_requests") == 1
 
 
-def test_who_is_no_peer_is_not_let_in(server: LocalServer, terms: PeerTerms) -> None:
+def test_who_shows_another_token_is_not_let_in(terms: PeerTerms) -> None:
+    with pytest.raises(UnauthenticatedError):
+        reached(replace(terms, token=bytes(16)))
+
+
+def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
+    infos: list[ChunkInfo], server: LocalServer, terms: PeerTerms
+) -> None:
     reply = open_session(server.dial(), MEDIUM)
     theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
-    unknown = replace(terms, token=bytes(16))
-    for shown, error in ((theirs, PermissionDeniedError), (unknown, UnauthenticatedError)):
-        with pytest.raises(error):
-            reached(shown)
+    with closing(reached(theirs)) as link, pytest.raises(LeaseExpiredError):
+        list(link.read(infos[0], np.zeros(10, np.uint8), 0, SILENCE_S))
+    assert server.counter("peer_served_bytes") == 0
+    assert server.settled().held == 0
+
+
+def test_clients_have_so_many_streams_and_servers_find_room_beside_them(
+    server: LocalServer, terms: PeerTerms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_streams, "MAX_CLIENT_STREAMS", 1)
+    reply = open_session(server.dial(), MEDIUM)
+    theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
+    with closing(reached(theirs)):
+        with pytest.raises(QuotaExceededError, match="client_streams=1"):
+            reached(theirs)
+        reached(terms).close()
 
 
 def test_reads_and_who_is_not_let_in_are_written_down(

@@ -1,0 +1,100 @@
+"""The FrameStreams of one session: connected beside the gets, kept for the next."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+from kvstore.client.frame_stream import FrameStream
+from kvstore.client.session import SessionTerms
+from kvstore.proto.errors import KVStoreError
+
+MAX_STREAMS = 8
+"""Gets at once; more go through ZeroMQ. Below what a server allows one session."""
+DIAL_S = 2.0
+"""For a connection, which no get waits for."""
+_JOIN_S = 0.2
+
+
+class FrameStreams:
+    """Thread-safe. *where* is ``tcp://host:port``; empty: there are none.
+
+    A get takes one that is there, or does without, and the next finds one: a port that a firewall
+    keeps shut delays nobody. After a server that does not let us in no more are tried.
+    """
+
+    def __init__(self, where: str, terms: SessionTerms) -> None:
+        self._where = where
+        self._terms = terms
+        self._idle: list[FrameStream] = []
+        self._busy: set[FrameStream] = set()
+        self._dialling: threading.Thread | None = None
+        self._is_closed = False
+        self._is_refused = not where
+        # Guards the five above.
+        self._lock = threading.Lock()
+        self._dial_if_due()
+
+    def take(self) -> FrameStream | None:
+        """Return a stream of our own for one get; None when there is none yet."""
+        while True:
+            with self._lock:
+                stream = self._idle.pop() if self._idle else None
+                if stream is not None:
+                    self._busy.add(stream)
+            if stream is None:
+                self._dial_if_due()
+                return None
+            if not stream.is_broken():
+                return stream
+            self.give_back(stream, is_clean=False)
+
+    def give_back(self, stream: FrameStream, *, is_clean: bool) -> None:
+        """Take back a stream; one whose get did not come to its end is closed."""
+        with self._lock:
+            self._busy.discard(stream)
+            if is_clean and not self._is_closed:
+                self._idle.append(stream)
+                return
+        stream.close()
+
+    def hang_up(self) -> None:
+        """Have whoever waits on one of them wait no more."""
+        with self._lock:
+            for stream in self._busy:
+                stream.give_up()
+
+    def close(self) -> None:
+        """Hang up on all; gets at work end. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            dialling = self._dialling
+        for stream in idle:
+            stream.close()
+        self.hang_up()
+        if dialling is not None:
+            dialling.join(_JOIN_S)
+
+    def _dial_if_due(self) -> None:
+        with self._lock:
+            is_enough = len(self._idle) + len(self._busy) >= MAX_STREAMS
+            if self._is_closed or self._is_refused or self._dialling or is_enough:
+                return
+            self._dialling = threading.Thread(
+                target=self._dial, name="kvstore-stream-dial", daemon=True
+            )
+            self._dialling.start()
+
+    def _dial(self) -> None:
+        stream: FrameStream | None = None
+        with suppress(KVStoreError):  # what comes over ZeroMQ comes as well
+            stream = FrameStream(self._where, self._terms, lambda: self._is_closed, DIAL_S)
+        with self._lock:
+            self._dialling = None
+            self._is_refused = stream is None
+            is_wanted = stream is not None and not self._is_closed
+            if is_wanted and stream is not None:
+                self._idle.append(stream)
+        if stream is not None and not is_wanted:
+            stream.close()

@@ -1,0 +1,339 @@
+"""Whole frames over TCP: the transport's contract, and what a server or a port may do to a get."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contracts.transport import TransportContract
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import MEDIUM, SMALL, assert_reads, keys_of, store
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.frame_stream import FrameStream
+from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.session import Session, SessionTerms
+from kvstore.client.zmq_link import ZmqLink
+from kvstore.client.zmq_transport import ZmqTransport
+from kvstore.proto import bulk
+from kvstore.proto.bulk_reading import BulkReading
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidFrameError,
+    KVStoreError,
+    TierUnavailableError,
+)
+from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Namespace
+
+ServerMaker = Callable[..., LocalServer]
+ZMQ = ("--zmq", "127.0.0.1:0")
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def dialled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the first get find a stream, which it would not wait for."""
+    dial = FrameStreams._dial_if_due
+
+    def dialled(streams: FrameStreams) -> None:
+        dial(streams)
+        thread = streams._dialling
+        if thread is not None:
+            thread.join()
+
+    monkeypatch.setattr(FrameStreams, "_dial_if_due", dialled)
+
+
+def digests(keys: list[ChunkKey]) -> list[ChainDigest]:
+    return [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+
+
+def transport_of(client: Client) -> ZmqTransport:
+    transport = client._connected()
+    assert isinstance(transport, ZmqTransport)
+    return transport
+
+
+class TestFrameStreams(TransportContract):
+    transport = ZmqTransport
+
+    @pytest.fixture
+    def make_server(self, make_server: ServerMaker) -> ServerMaker:
+        """Start servers with a bulk channel, and so with streams."""
+        return lambda *flags: make_server(*ZMQ, *flags)
+
+    @pytest.fixture
+    def server(self, make_server: ServerMaker) -> LocalServer:
+        return make_server()
+
+    def test_frames_of_several_parts_come_back(self, connect: Callable[..., Client]) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=300))
+        assert_reads(client, store(client, 1, 3))
+
+    def test_a_stream_serves_one_get_after_another_and_is_closed_when_one_is_left(
+        self, bare: ZmqTransport, client: Client
+    ) -> None:
+        keys = store(client, 1, 8)
+        for read in (8, 3, 8, 0, 8):
+            with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+                found = [next(arriving).index for _ in range(read)]
+                is_at_end = next(arriving, None) is None
+            assert found == list(range(read))
+            assert len(bare._streams._idle) == is_at_end
+
+    def test_many_gets_at_once_come_over_all_ways_there_are(
+        self, bare: ZmqTransport, client: Client
+    ) -> None:
+        keys = store(client, 1, 2)
+        right: list[bool] = []
+
+        def read() -> None:
+            with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+                right.append([one.index for one in arriving] == [0, 1])
+
+        readers = [threading.Thread(target=read) for _ in range(20)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert right == [True] * 20
+
+
+@pytest.fixture(params=["plain", "tls"])
+def server(make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Path) -> LocalServer:
+    if request.param == "plain":
+        return make_server(*ZMQ)
+    return make_server("--zmq", "0.0.0.0:0", "--insecure", "--zmq-keys", str(tmp_path / "keys"))
+
+
+def test_gets_come_over_the_stream_and_nothing_of_them_through_zeromq(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = store(server.connect("grpc", MEDIUM), 1, 3)
+    client = server.connect("zmq", MEDIUM)
+    _ = transport_of(client)
+    monkeypatch.setattr(ZmqLink, "send", _forbidden)
+    assert_reads(client, keys)
+    assert_reads(client, keys)
+    assert server.settled().leases == 0
+
+
+def _forbidden(*_: object) -> None:
+    raise AssertionError("it went through ZeroMQ")
+
+
+def test_a_port_that_cannot_be_reached_is_tried_once_and_gets_come_through_zeromq(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*ZMQ)
+    tried: list[object] = []
+
+    def refused(address: object, timeout: float) -> socket.socket:
+        tried.append(address)
+        raise ConnectionRefusedError
+
+    keys = store(server.connect("grpc"), 1, 2)
+    monkeypatch.setattr(socket, "create_connection", refused)
+    client = server.connect("zmq")
+    for _ in range(3):
+        assert_reads(client, keys)
+    assert len(tried) == 1
+
+
+def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
+    server: LocalServer,
+) -> None:
+    client = server.connect("zmq")
+    keys = store(client, 1, 2)
+    assert_reads(client, keys)
+    assert server.node.streams is not None
+    for stream in list(server.node.streams._streams):
+        stream.wire.hang_up()
+    assert eventually(lambda: _first(client).is_broken())
+    assert_reads(client, keys)
+    assert_reads(client, keys)
+    assert not _first(client).is_broken()
+
+
+def _first(client: Client) -> FrameStream:
+    return transport_of(client)._streams._idle[0]
+
+
+def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_up() -> None:
+    for end, error in (
+        (FrameStreams.close, "the client is closed"),
+        (FrameStreams.hang_up, "hangs"),
+    ):
+        with closing(Answerer([])) as other:
+            streams = FrameStreams(other.where, other.terms)
+            stream = streams.take()
+            assert stream is not None
+            threading.Timer(0.05, end, [streams]).start()
+            with pytest.raises(KVStoreError, match=error):
+                read(stream, SOON_S)
+            streams.give_back(stream, is_clean=False)
+            streams.close()
+
+
+def test_a_session_that_ended_is_said_so_and_another_is_opened(make_server: ServerMaker) -> None:
+    server = make_server(*ZMQ)
+    client = server.connect("zmq")
+    keys = store(client, 1, 2)
+    for session in list(server.node.sessions._sessions):
+        server.node.sessions.close(session)
+    assert_reads(client, keys)
+    assert len(server.node.sessions) == 1
+
+
+def test_what_is_missing_ends_the_prefix(server: LocalServer) -> None:
+    client = server.connect("zmq")
+    keys = store(client, 1, 2)
+    assert len(client.get([*keys, *keys_of(client, 2, 1)])) == 2
+    assert len(_streams_idle(client)) == 1
+
+
+def _streams_idle(client: Client) -> list[FrameStream]:
+    return transport_of(client)._streams._idle
+
+
+# --- a server that answers otherwise
+
+FRAME_BYTES = 1000
+CPU = bulk.tier_bytes("cpu")
+TERMS = SessionTerms(
+    7, 1, Namespace(bytes(16)), 60_000, 1 << 28, 64, "", "", bytes(16), "", b"", "", b"", "", 0
+)
+Words = list[tuple[bulk.Word, bytes | None]]
+
+
+class Answerer:
+    """Lets one in, answers its get with *words*, then says nothing or hangs up."""
+
+    def __init__(self, words: Words, *, hangs_up: bool = False, pause_s: float = 0.0) -> None:
+        self._words, self._hangs_up, self._pause_s = words, hangs_up, pause_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.where = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.terms = replace(TERMS, stream_address=self.where)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        link, _ = self._listener.accept()
+        with closing(StreamWire(link, "reader", time.monotonic, is_encrypted=False)) as wire:
+            wire.patience(SOON_S)
+            wire.receive()
+            wire.send(bulk.Attached(0))
+            try:
+                _, size_bytes = wire.receive()
+                wire.take(size_bytes)
+                for word, payload in self._words:
+                    wire.send(word, payload)
+                    self._ended.wait(self._pause_s)
+            except KVStoreError:
+                return
+            if not self._hangs_up:
+                self._ended.wait(SOON_S)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+        self._listener.close()
+
+
+def part(offset: int, size_bytes: int, **other: int) -> tuple[bulk.Word, bytes | None]:
+    word = bulk.Part(1, FRAME_BYTES, offset, 0, CPU)
+    return word._replace(**other), bytes(size_bytes)  # type: ignore[arg-type]
+
+
+def read(stream: FrameStream, within_s: float) -> int:
+    """Ask for a frame; return how many came whole."""
+    deadline = time.monotonic() + within_s
+    rooms = Rooms()
+    reading = BulkReading(stream.next_request(), 1 << 20, rooms)
+    stream.send(bulk.Get(1, 7, 0, reading.open(), 1000, 0), deadline, bytes(16))
+    frames = 0
+    while not reading.is_over:
+        frames += reading.take(*stream.receive(deadline)) is not None
+    return frames
+
+
+class Rooms:
+    """Memory for frames."""
+
+    def __call__(self, chunk: int, size_bytes: int, start: object) -> np.ndarray:
+        return np.zeros(size_bytes, np.uint8)
+
+
+def answered(words: Words, within_s: float = SOON_S, *, hangs_up: bool = False) -> int:
+    with closing(Answerer(words, hangs_up=hangs_up)) as other:
+        stream = FrameStream(other.where, other.terms, lambda: False, SOON_S)
+        with closing(stream):
+            return read(stream, within_s)
+
+
+def test_a_frame_comes_in_parts_of_any_size() -> None:
+    done: tuple[bulk.Word, bytes | None] = (bulk.Done(1, 1), b"")
+    assert answered([part(0, 1), part(1, 700), part(701, 299), done]) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [part(10, 500)],
+        [part(0, 500), part(400, 500)],
+        [part(0, 1001)],
+        [part(0, 0)],
+        [part(0, 500, request=2)],
+        [part(0, 500, frame_bytes=1 << 40)],
+        [part(0, 500), part(500, 500, frame_bytes=999)],
+        [part(0, 500), (bulk.Done(1, 1), b"")],
+        [(bulk.Find(1, 1, 1), b"")],
+    ],
+)
+def test_parts_that_do_not_follow_each_other_are_refused(words: Words) -> None:
+    with pytest.raises(InvalidFrameError):
+        answered(words)
+
+
+def test_a_server_that_hangs_up_in_a_frame_is_not_waited_for() -> None:
+    with pytest.raises(TierUnavailableError):
+        answered([part(0, 500)], hangs_up=True)
+
+
+def test_a_server_that_falls_silent_in_a_frame_costs_the_deadline() -> None:
+    with pytest.raises(DeadlineError):
+        answered([part(0, 500)], 0.2)
+
+
+def test_a_server_that_sends_a_byte_now_and_then_costs_the_deadline() -> None:
+    words = [part(at, 1) for at in range(500)]
+    with closing(Answerer(words, pause_s=0.01)) as other:
+        stream = FrameStream(other.where, other.terms, lambda: False, SOON_S)
+        with closing(stream), pytest.raises(DeadlineError):
+            read(stream, 0.2)
+
+
+@pytest.fixture
+def session(make_server: ServerMaker) -> Iterator[Session]:
+    server = make_server(*ZMQ)
+    options = ClientOptions("zmq", 16, deadline_ms=DEADLINE_MS)
+    one = Session(server.dial(), SMALL, options)
+    yield one
+    one.close()
+
+
+def test_who_shows_another_token_has_no_stream(session: Session) -> None:
+    terms = replace(session.terms, attach_token=bytes(16))
+    with closing(FrameStreams(session.terms.stream_address, terms)) as streams:
+        assert streams.take() is None
+        assert streams._is_refused
