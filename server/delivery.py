@@ -32,7 +32,11 @@ from kvstore.tiers.base import FilePlace
 from kvstore.tiers.slab import SlabPlace
 
 READ_AHEAD_CHUNKS = 8
-"""Loads of one get that run before the reader asks for them."""
+"""Of the chain, which media are told of at once that can use that."""
+LOADS_AHEAD_CHUNKS = 16
+"""Loads of one get that run before the reader asks for them, begun several at a time: a peer is
+asked for so many at once.
+"""
 REMEMBERED_READS = 1 << 16
 """Chunks read once that a promotion may follow from; about 10 MB."""
 MAX_DUE = 1024
@@ -116,8 +120,9 @@ class Delivery:
                 if index % READ_AHEAD_CHUNKS == 0:
                     told = index + READ_AHEAD_CHUNKS if index else 1
                     self._read_ahead(keys[told : index + 2 * READ_AHEAD_CHUNKS])
-                ahead = keys[len(origins) : index + 1 + READ_AHEAD_CHUNKS]
-                origins += [self._load(session, key_ahead, near)[0] for key_ahead in ahead]
+                if len(origins) <= index + LOADS_AHEAD_CHUNKS // 2:
+                    ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
+                    origins += [self._load(session, key_ahead, near)[0] for key_ahead in ahead]
                 arrival = self._arrive(session, index, key, deadline, near)
                 if arrival is None:
                     break

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 from kvstore.server.auto_codec import LANE
 from kvstore.server.breaker import Breaker
@@ -25,10 +27,13 @@ from kvstore.server.tier_start import open_tiers
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Tier
 
+if TYPE_CHECKING:  # its file loads zmq
+    from kvstore.server.cluster.peer_tier import PeerTier
+
 PIN_LIMIT_PERCENT = 50
 WORKERS_PER_WAITER = 4
 """One of so many threads may wait in a lookup for chunks that are about to come."""
-LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "peer": 4, "redis": 2}
+LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "peer": 4, "redis": 3}
 """Loading threads of each tier: one reads while the other verifies what it read."""
 QUESTIONS_AT_ONCE = {"peer": 2}
 
@@ -64,7 +69,11 @@ def build_manager(
     leases = LeaseTable(config.max_leases_per_session, new_id)
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
     catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.knowledge)
-    mover = Mover(lanes, config.mover_queue, clock)
+    mover = Mover(lanes, config.mover_queue, clock, _sharers())
+    for shelf in shelves:
+        if shelf.name == "peer":
+            tier = cast("PeerTier", shelf.tier)
+            tier.following, mover.after_run = mover.following, tier.peers.runs.end
     closers.append(mover.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
     transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
@@ -100,3 +109,10 @@ def _shelf(
         make_admission(rule) if rule else None,
         is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
     )  # fmt: skip
+
+
+def _sharers() -> int:
+    """Return how many threads share chunks that one peer is asked for in a row: of more than there
+    are cores for, all would be late.
+    """
+    return len(os.sched_getaffinity(0))

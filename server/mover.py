@@ -12,12 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import structlog
 
 from kvstore.proto.errors import DeadlineError
 
 Work = Callable[[], object]
+
+MAX_ALONG = 16
+"""Tickets that a worker takes at once, of one kin."""
 
 logger = structlog.get_logger(__name__)
 
@@ -36,23 +40,38 @@ class Ticket:
     """How many want it, of those that may lose interest; None: it is done whatever they want."""
     is_given_up: bool = False
     """Nobody wants it any more, and it has ended for that, or is about to."""
+    kin: object = None
+    """What it has in common with others that are better done one after the other by one worker."""
 
 
 class Mover:
     """Lanes of tickets and the threads that work them off.
 
     With ``workers`` of 0 for every lane nothing runs by itself: ``step`` is driven by a test,
-    and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds.
+    and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds. Tickets of one
+    kin that wait are shared between *sharers* workers, at most.
     """
 
     def __init__(
-        self, lanes: Mapping[str, int], limit_per_lane: int, clock: Callable[[], float]
+        self,
+        lanes: Mapping[str, int],
+        limit_per_lane: int,
+        clock: Callable[[], float],
+        sharers: int = 1,
     ) -> None:
+        self.after_run: Callable[[], object] = bool
+        """Called by each worker that has done what it took along of one kin. Raises nothing."""
+        self._sharers = sharers
+        self._idle = dict.fromkeys(lanes, 0)
         self._limit = limit_per_lane
         self._clock = clock
         self._queues: dict[str, deque[Ticket]] = {lane: deque() for lane in lanes}
         self._urgent: dict[str, deque[Ticket]] = {lane: deque() for lane in lanes}
         self._open: dict[tuple[str, bytes], Ticket] = {}
+        self._along: deque[Ticket] = deque()
+        """Taken by workers that are still at what was before."""
+        self._at_kin: dict[object, int] = {}
+        """How many workers are at each kin that is worked on; None is never counted."""
         self._closed = False
         self._stepped = not any(lanes.values())
         self._at_work = threading.local()
@@ -71,14 +90,22 @@ class Mover:
             thread.start()
 
     def submit(
-        self, lane: str, name: bytes, work: Work, *, urgent: bool = False, claimed: bool = False
+        self,
+        lane: str,
+        name: bytes,
+        work: Work,
+        *,
+        urgent: bool = False,
+        claimed: bool = False,
+        kin: object = None,
     ) -> Ticket | None:
         """Queue *work*; None when the lane is full or the Mover closed.
 
         Urgent work goes before the rest, in the order it came, and past the limit: each piece
         has a caller who waits for it, and callers are bounded. Work of a name that still
         waits or runs in the lane is joined, not repeated. What is *claimed* goes on only until
-        each who claimed it has called ``let_go``, unless somebody else submits it too.
+        each who claimed it has called ``let_go``, unless somebody else submits it too. A worker
+        takes several of the same *kin* along, in order, and ``following`` tells the work which.
         """
         with self._changed:
             known = self._open.get((lane, name))
@@ -93,7 +120,7 @@ class Mover:
                 return None
             # In the context of who asks: its request id, and its span.
             work = partial(copy_context().run, work)
-            ticket = Ticket(lane, name, work, claims=1 if claimed else None)
+            ticket = Ticket(lane, name, work, claims=1 if claimed else None, kin=kin)
             self._open[lane, name] = ticket
             (rush if urgent else queue).append(ticket)
             self._queued[lane].notify()
@@ -110,7 +137,7 @@ class Mover:
             ticket.claims -= 1
             if ticket.claims:
                 return False
-            for queue in (self._queues[ticket.lane], self._urgent[ticket.lane]):
+            for queue in (self._queues[ticket.lane], self._urgent[ticket.lane], self._along):
                 if ticket in queue:
                     queue.remove(ticket)
                     ticket.error = DeadlineError(f"{ticket.lane}: nobody waits for it any more")
@@ -118,6 +145,10 @@ class Mover:
                     self._open.pop((ticket.lane, ticket.name), None)
                     self._changed.notify_all()
             return True
+
+    def following(self) -> list[bytes]:
+        """Return the names of what this thread does next, after the work that it does now."""
+        return [one.name for one in getattr(self._at_work, "next", ()) if not one.done]
 
     def is_given_up(self) -> bool:
         """Whether nobody wants the work that this thread does; from then on nobody joins it."""
@@ -187,10 +218,13 @@ class Mover:
         return True
 
     def _take(self, lane: str | None) -> Ticket | None:
+        """Take the first ticket of whose kin not as many are at work as may be."""
         for name in self._queues if lane is None else (lane,):
-            queue = self._urgent[name] or self._queues[name]
-            if queue:
-                return queue.popleft()
+            for queue in (self._urgent[name], self._queues[name]):
+                for ticket in queue:
+                    if self._at_kin.get(ticket.kin, 0) < self._sharers:
+                        queue.remove(ticket)
+                        return ticket
         return None
 
     def _do(self, ticket: Ticket) -> None:
@@ -209,6 +243,20 @@ class Mover:
                 del self._open[ticket.lane, ticket.name]
             self._changed.notify_all()
 
+    def _take_along(self, first: Ticket) -> list[Ticket]:
+        """Take what waits right behind *first* and is of its kin: this worker's share."""
+        queue = self._queues[first.lane]
+        if first.kin is None:
+            return []
+        self._at_kin[first.kin] = 1 + self._at_kin.get(first.kin, 0)
+        alike = list(takewhile(lambda one: one.kin == first.kin, queue))
+        share = min(self._sharers, 1 + self._idle[first.lane])
+        mine = alike[share - 1 :: share][: MAX_ALONG - 1]
+        for ticket in mine:
+            queue.remove(ticket)
+        self._along.extend(mine)
+        return mine
+
     def _run(self, lane: str) -> None:
         while True:
             with self._changed:
@@ -216,9 +264,31 @@ class Mover:
                 while ticket is None:
                     if self._closed:
                         return
+                    self._idle[lane] += 1
                     self._queued[lane].wait()
+                    self._idle[lane] -= 1
                     ticket = self._take(lane)
+                along = deque(self._take_along(ticket))
+            kin, self._at_work.next = ticket.kin, along
             self._do(ticket)
+            while along:
+                ticket = along.popleft()
+                with self._changed:
+                    is_wanted = ticket in self._along
+                    if is_wanted:
+                        self._along.remove(ticket)
+                if is_wanted:
+                    self._do(ticket)
+            if kin is not None:
+                self._leave(kin)
+
+    def _leave(self, kin: object) -> None:
+        """This thread is at no work of *kin* any more."""
+        self.after_run()
+        with self._changed:
+            self._at_kin[kin] -= 1
+            if not self._at_kin[kin]:
+                del self._at_kin[kin]
 
     def depth(self) -> dict[str, int]:
         """Return how many tickets wait in each lane."""
@@ -246,7 +316,7 @@ class Mover:
         """Finish what runs, drop what waits, stop the threads. Idempotent."""
         with self._changed:
             self._closed = True
-            for queue in (*self._queues.values(), *self._urgent.values()):
+            for queue in (*self._queues.values(), *self._urgent.values(), self._along):
                 for ticket in queue:
                     self._open.pop((ticket.lane, ticket.name), None)
                 queue.clear()

@@ -97,7 +97,8 @@ class Transfers(Reclaim):
         One that is *claimed* ends when nobody wants it any more: see ``Mover.submit``.
         """
         work = partial(self._raise_up, key, source, tenant)
-        return self.mover.submit(f"load-{source.name}", key, work, claimed=claimed)
+        kin = source.tier.kin(key)
+        return self.mover.submit(f"load-{source.name}", key, work, claimed=claimed, kin=kin)
 
     def let_go_of_loads(self, tickets: Iterable[Ticket]) -> None:
         """Whoever claimed these does not wait for them any more."""

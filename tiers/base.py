@@ -148,6 +148,13 @@ class Tier(ABC):
         if self.read_into(key, out):
             yield len(out)
 
+    def kin(self, key: ChunkKey) -> object:
+        """Return what *key* has in common with others that are best read in a row, by one thread.
+
+        None: nothing.
+        """
+        return None
+
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - a medium may not care
         """Take note that these chunks are read next, in this order. Never raises for absent ones.
 

@@ -97,7 +97,12 @@ class PeerLink:
             self._settle()
 
     def read(
-        self, info: ChunkInfo, out: Bytes, offset: int, silence_s: float
+        self,
+        info: ChunkInfo,
+        out: Bytes,
+        offset: int,
+        silence_s: float,
+        following: Sequence[ChunkInfo] = (),
     ) -> Generator[int, None, None]:
         """Fill *out* with the frame of *info* from byte *offset*; yield how many bytes have come.
 

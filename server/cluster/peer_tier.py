@@ -49,6 +49,8 @@ class PeerTier(Tier):
 
     def __init__(self, peers: Peers, counters: Counters, clock: Callable[[], float]) -> None:
         self.peers = peers
+        self.following: Callable[[], Sequence[bytes]] = list
+        """Returns the keys of what the calling thread reads next."""
         self._counters = counters
         self._clock = clock
         self._offers: OrderedDict[ChunkKey, tuple[Offer, float]] = OrderedDict()
@@ -155,6 +157,20 @@ class PeerTier(Tier):
     # --- reading
 
     @override
+    def kin(self, key: ChunkKey) -> object:
+        """Return who has *key*, as chunks of one peer are asked for in one request."""
+        offer = self._offer(key)
+        return offer.peers if offer is not None else None
+
+    def _next_offers(self, key: ChunkKey) -> list[Offer]:
+        """Return what was offered of the chunks that this thread reads after *key*."""
+        keys = [ChunkKey(one) for one in self.following()]
+        space = key[:DIGEST_BYTES]
+        with self._lock:
+            known = [self._offers.get(one) for one in keys if one[:DIGEST_BYTES] == space]
+        return [found[0] for found in known if found is not None]
+
+    @override
     def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
         """Fill *out* with the frame's bytes from *offset*. False when no peer has it any more."""
         with closing(self._steps(key, out, offset)) as steps:
@@ -171,7 +187,8 @@ class PeerTier(Tier):
             return
         sender = None
         try:
-            with closing(self.peers.read(offer.info, offer.peers, out, offset)) as steps:
+            more = self._next_offers(key)
+            with closing(self.peers.read(offer.info, offer.peers, out, offset, more)) as steps:
                 for sender, arrived in steps:
                     if arrived == len(out):
                         self._sent(key, sender)

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -32,6 +33,7 @@ from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peer_config import MAX_ASKED_PEERS
 from kvstore.server.cluster.peer_dial import Dial
 from kvstore.server.cluster.peer_link import PeerLink
+from kvstore.server.cluster.peer_runs import PeerRuns
 from kvstore.server.metrics import Counters
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class Peers:
         self._node_id = ""
         self._boot_id = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.runs = PeerRuns()
         self._static = [self._new(address) for address in terms.addresses[:MAX_ASKED_PEERS]]
         self._listed: OrderedDict[str, Peer] = OrderedDict()
         # Guards the table of nodes that the directory told of.
@@ -277,22 +280,32 @@ class Peers:
     # --- reading
 
     def read(
-        self, info: ChunkInfo, peers: Sequence[Peer], out: Bytes, offset: int
+        self,
+        info: ChunkInfo,
+        peers: Sequence[Peer],
+        out: Bytes,
+        offset: int,
+        following: Sequence[Offer] = (),
     ) -> Generator[tuple[Peer, int], None, None]:
         """Fill *out* with a frame from byte *offset*; yield who sends it and how much has come.
 
         The fastest of *peers* that is up and has it sends it. Nothing is yielded when none
-        does. Raises TierUnavailableError when one fails half way. Nothing is verified.
+        does. Raises TierUnavailableError when one fails half way. Nothing is verified. What this
+        thread reads next is *following*: of that, who sends is asked for what it has.
         """
         timeout_s = self._terms.timeout_ms / 1000
-        up = [peer for peer in peers if peer.is_up]
-        for peer in sorted(up, key=lambda one: one.speed.load_s(len(out))):
+        sender = self.runs.sender(info.key)
+        for peer in sorted(
+            (peer for peer in peers if peer.is_up),
+            key=lambda one: -1.0 if one is sender else one.speed.load_s(len(out)),
+        ):
             arrived = 0
+            more = [one.info for one in takewhile(lambda one: peer in one.peers, following)]  # noqa: B023
             started = first = self._clock()
             try:
                 with (
-                    peer.lend_reader() as link,
-                    closing(link.read(info, out, offset, timeout_s)) as steps,
+                    self.runs.link(peer) as link,
+                    closing(link.read(info, out, offset, timeout_s, more)) as steps,
                 ):
                     for arrived in steps:
                         first = self._clock() if first == started else first

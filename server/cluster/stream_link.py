@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from urllib.parse import urlsplit
 
 from kvstore.proto import bulk
@@ -16,10 +16,10 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.peer_words import pack_wanted
 from kvstore.proto.stream_wire import StreamWire
-from kvstore.proto.types import ChunkInfo
+from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.cluster.peer_link import MAX_GET_MS, MOST_SILENCES, PeerTerms
 
-STEP_BYTES = 1 << 18
+STEP_BYTES = 1 << 19
 """What is received before it is summed: larger steps have left the cache by then."""
 
 
@@ -35,6 +35,10 @@ class StreamLink:
         self._wire: StreamWire | None = None
         self._requests = 0
         self._is_asking = False
+        self._asked: list[ChunkInfo] = []
+        """By the last request, in the order in which they come."""
+        self._at = 0
+        """Which of them was read last."""
 
     def reach(self, within_s: float) -> None:
         """Connect, and say whose connection it is.
@@ -71,21 +75,38 @@ class StreamLink:
             self._settle()
 
     def read(
-        self, info: ChunkInfo, out: Bytes, offset: int, silence_s: float
+        self,
+        info: ChunkInfo,
+        out: Bytes,
+        offset: int,
+        silence_s: float,
+        following: Sequence[ChunkInfo] = (),
     ) -> Generator[int, None, None]:
         """Fill *out* with the frame of *info* from byte *offset*; yield how many bytes have come.
 
-        As ``PeerLink.read``; LeaseExpiredError when the peer hung up since the last request.
+        As ``PeerLink.read``; LeaseExpiredError when the peer hung up since the last request. The
+        whole frames *following* are asked for in the same request, and are to be read next, in
+        that order, while ``coming`` names one.
         """
-        wire = self._begin(silence_s)
+        if self._wire is not None and self._goes_on_with(info, out):
+            self._wire.patience(silence_s, self._clock() + MOST_SILENCES * silence_s)
+            wire = self._wire
+        else:
+            wire = self._begin(silence_s)
+            self._asked = [info, *following]
+            self._at = -1
+        self._at += 1
         arrived = 0
+        is_whole = False
         try:
-            self._ask(wire, info, bulk.Range(0, offset, offset + len(out)), silence_s)
-            while self._is_asking:
+            if not self._at:
+                self._ask(wire, bulk.Range(0, offset, offset + len(out)), silence_s)
+            is_last = self._at == len(self._asked) - 1
+            while self._is_asking and (is_last or arrived < len(out)):
                 word, size_bytes = self._answer(wire, arrived)
                 if word is None:
                     continue
-                _check(word, size_bytes, info, offset + arrived, offset + len(out))
+                self._check(word, size_bytes, offset + arrived, offset + len(out))
                 for start in range(0, size_bytes, STEP_BYTES):
                     stop = min(start + STEP_BYTES, size_bytes)
                     wire.fill(out[arrived + start : arrived + stop])
@@ -93,8 +114,21 @@ class StreamLink:
                 arrived += size_bytes
             if arrived not in (0, len(out)):
                 raise InvalidFrameError("frame_bytes", arrived, f"{len(out)} were asked for")
+            is_whole = True
         finally:
-            self._settle()
+            if not is_whole or self.coming is None:
+                self._settle()
+
+    @property
+    def coming(self) -> ChunkKey | None:
+        """The next frame of a request that goes on; None: none does."""
+        is_more = self._is_asking and self._at + 1 < len(self._asked)
+        return self._asked[self._at + 1].key if is_more else None
+
+    def _goes_on_with(self, info: ChunkInfo, out: Bytes) -> bool:
+        if self.coming != info.key:
+            return False
+        return len(out) == info.size_bytes == self._asked[self._at + 1].size_bytes
 
     def _begin(self, silence_s: float) -> StreamWire:
         if self._is_asking or self._wire is None:
@@ -104,14 +138,18 @@ class StreamLink:
         self._wire.patience(silence_s, self._clock() + MOST_SILENCES * silence_s)
         return self._wire
 
-    def _ask(self, wire: StreamWire, info: ChunkInfo, span: bulk.Range, silence_s: float) -> None:
-        deadline_ms = min(max(1, int(1000 * MOST_SILENCES * silence_s)), MAX_GET_MS)
+    def _ask(self, wire: StreamWire, first: bulk.Range, silence_s: float) -> None:
+        most_s = len(self._asked) * MOST_SILENCES * silence_s
+        deadline_ms = min(max(1, int(1000 * most_s)), MAX_GET_MS)
+        sizes = [one.size_bytes for one in self._asked]
+        spans = [first, *(bulk.Range(at, 0, sizes[at]) for at in range(1, len(sizes)))]
         flags = bulk.PEER | bulk.RANGES
         ask = bulk.Get(
             self._requests, self.terms.session_id, 0, bulk.WINDOW_BYTES, deadline_ms, flags
         )
         try:
-            wire.send(ask, bulk.pack_ranges(pack_wanted([info.key]), [span]))
+            keys = [one.key for one in self._asked]
+            wire.send(ask, bulk.pack_ranges(pack_wanted(keys), spans))
         except TierUnavailableError as error:
             raise LeaseExpiredError(str(error)) from None
 
@@ -136,6 +174,15 @@ class StreamLink:
         self._is_asking = False
         return None, 0
 
+    def _check(self, part: bulk.Part, size_bytes: int, at: int, end: int) -> None:
+        """Raise InvalidFrameError unless *part* is what follows of the frame at byte *at*."""
+        wanted = self._asked[self._at].size_bytes
+        if part.frame_bytes != wanted:
+            raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{wanted}")
+        is_next = (part.chunk, part.offset) == (self._at, at)
+        if not is_next or not size_bytes or at + size_bytes > end:
+            raise InvalidFrameError("offset", (part.chunk, part.offset), f"{at} was to follow")
+
     def _settle(self) -> None:
         """Hang up unless the last request has had its answer."""
         if self._is_asking:
@@ -158,14 +205,6 @@ class StreamLink:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-
-
-def _check(part: bulk.Part, size_bytes: int, info: ChunkInfo, at: int, end: int) -> None:
-    """Raise InvalidFrameError unless *part* is what follows of *info* at byte *at*."""
-    if part.frame_bytes != info.size_bytes:
-        raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{info.size_bytes}")
-    if part.chunk or part.offset != at or not size_bytes or at + size_bytes > end:
-        raise InvalidFrameError("offset", (part.chunk, part.offset), f"{at} was to follow")
 
 
 def _encrypted(link: socket.socket, certificate: bytes) -> socket.socket:

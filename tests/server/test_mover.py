@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
+from local_server import eventually
 from simulation.clock import FakeClock
 
 from kvstore.proto.errors import DeadlineError, TierFullError
@@ -282,3 +284,88 @@ def test_depth_counts_what_waits_and_idle_means_that_nothing_runs_either() -> No
         assert mover.depth() == {"up": 1}
         hang.set()
         mover.wait(ticket, in_time())
+
+
+def test_a_worker_takes_along_what_is_of_one_kin_and_says_what_follows() -> None:
+    seen: list[tuple[str, list[bytes]]] = []
+    started, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        started.set()
+        assert go_on.wait(PATIENCE_S)
+
+    with running({"up": 2}) as mover:
+        submit_kin(mover, "hold", hold, "a")
+        assert started.wait(PATIENCE_S)
+        for name in ("one", "two", "other", "three"):
+            kin = "b" if name == "other" else "a"
+            work = partial(lambda name: seen.append((name, mover.following())), name)
+            tickets = [submit_kin(mover, name, work, kin)]
+        assert eventually(lambda: seen == [("other", [])]), "another kin's does not wait"
+        go_on.set()
+        for ticket in tickets:
+            mover.wait(ticket, in_time())
+    assert seen[1:] == [("one", [b"two", b"three"]), ("two", [b"three"]), ("three", [])]
+
+
+def test_what_was_taken_along_ends_when_nobody_wants_it_any_more() -> None:
+    done: list[str] = []
+    started, go_on = threading.Event(), threading.Event()
+    ran: list[bool] = []
+
+    def hold() -> None:
+        started.set()
+        assert go_on.wait(PATIENCE_S)
+
+    with running({"up": 1, "down": 1}) as mover:
+        mover.after_run = lambda: ran.append(True)
+        submit(mover, "busy", hold)
+        assert started.wait(PATIENCE_S)
+        started.clear()
+        tickets = [submit_kin(mover, "first", hold, "a")]
+        rest = ("second", "third")
+        tickets += [submit_kin(mover, name, partial(done.append, name), "a") for name in rest]
+        go_on.set()
+        go_on = threading.Event()
+        assert started.wait(PATIENCE_S)
+        assert mover.depth() == {"up": 0, "down": 0}
+        assert mover.let_go(tickets[1])
+        with pytest.raises(DeadlineError):
+            mover.wait(tickets[1], in_time())
+        go_on.set()
+        mover.wait(tickets[2], in_time())
+        assert eventually(lambda: ran == [True])
+    assert done == ["third"]
+
+
+def test_workers_share_one_kin_where_they_are_let() -> None:
+    both = threading.Barrier(2, timeout=PATIENCE_S)
+    mover = Mover({"up": 4}, 100, time.monotonic, sharers=2)
+    try:
+        for ticket in [submit_kin(mover, name, both.wait, "a") for name in "wxyz"]:
+            mover.wait(ticket, in_time())
+    finally:
+        mover.close()
+
+
+def test_else_one_worker_is_at_it_and_the_others_leave_it_to_that() -> None:
+    at_work = threading.Lock()
+    clashes: list[bool] = []
+
+    def alone() -> None:
+        is_alone = at_work.acquire(blocking=False)
+        clashes.append(not is_alone)
+        time.sleep(0.001)
+        if is_alone:
+            at_work.release()
+
+    with running({"up": 4}) as mover:
+        for ticket in [submit_kin(mover, str(number), alone, "a") for number in range(40)]:
+            mover.wait(ticket, in_time())
+    assert clashes == [False] * 40
+
+
+def submit_kin(mover: Mover, name: str, work: Callable[[], object], kin: str) -> Ticket:
+    ticket = mover.submit("up", name.encode(), work, claimed=True, kin=kin)
+    assert ticket is not None
+    return ticket

@@ -114,9 +114,10 @@ class WatchedMover(Mover):
         *,
         urgent: bool = False,
         claimed: bool = False,
+        kin: object = None,
     ) -> Ticket | None:
         watched = partial(self._watch, work)
-        return super().submit(lane, name, watched, urgent=urgent, claimed=claimed)
+        return super().submit(lane, name, watched, urgent=urgent, claimed=claimed, kin=kin)
 
     def _watch(self, work: Callable[[], object]) -> object:
         if not self._depth:

@@ -36,7 +36,7 @@ from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
 from kvstore.server.cluster.peer_streams import MAX_STRANGERS, STREAMS_PER_SESSION
 from kvstore.server.cluster.peer_tier import PeerTier
-from kvstore.server.cluster.peers import Peers, PeersTerms
+from kvstore.server.cluster.peers import Offer, Peers, PeersTerms
 from kvstore.server.cluster.stream_link import StreamLink
 from kvstore.server.metrics import Counters
 from kvstore.server.trust.audit_log import audit_files, read_chain
@@ -124,6 +124,35 @@ def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
     assert server.settled().held == 0
     with closing(reached(terms)) as more:
         assert eventually(lambda: _reads(more, infos[0])), "it is not counted for ever"
+
+
+def test_frames_that_follow_are_asked_for_at_once(
+    infos: list[ChunkInfo], link: StreamLink, server: LocalServer
+) -> None:
+    first, *following = infos
+    for left, info in enumerate(infos, 1 - len(infos)):
+        frame = np.zeros(info.size_bytes, np.uint8)
+        assert list(link.read(info, frame, 0, SILENCE_S, following))[-1] == len(frame)
+        assert check_frame(frame, info.key).info() == info
+        assert link.coming == (infos[left].key if left else None)
+    assert link.is_open
+    assert link._requests == 1
+    assert len(read(link, first)) == first.size_bytes
+    assert server.settled().held == 0
+    assert server.counter("peer_served_chunks") == 4
+
+
+def test_the_first_that_is_not_in_memory_ends_what_follows(
+    infos: list[ChunkInfo], link: StreamLink
+) -> None:
+    absent = replace(infos[1], key=ChunkKey(infos[0].key[:16] + bytes(16)))
+    frame = np.zeros(infos[0].size_bytes, np.uint8)
+    assert list(link.read(infos[0], frame, 0, SILENCE_S, [absent, infos[2]]))[-1] == len(frame)
+    assert link.coming == absent.key
+    assert list(link.read(absent, frame, 0, SILENCE_S)) == []
+    assert link.coming is None
+    assert check_frame(read(link, infos[2]), infos[2].key).info() == infos[2]
+    assert link._requests == 2
 
 
 def _reads(link: StreamLink, info: ChunkInfo) -> bool:
@@ -347,6 +376,60 @@ def test_frames_come_over_a_stream_and_over_the_bulk_channel_where_none_is_reach
             assert check_frame(frame, offer.info.key).info() == offer.info
         assert len(peer._idle_streams) == is_reached
     assert server.counter("peer_served_chunks") == 2
+
+
+def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_rest(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 4)
+    terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S))
+    with closing(Peers(terms, PeerAccess().dial, Counters(), time.monotonic)) as peers:
+        peers.start("other", 1)
+        (peer,) = peers.known()
+        assert eventually(lambda: peer._has_streams)
+        found = peers.find(keys)
+        offers = [found[key] for key in keys]
+
+        def read_one(offer: Offer, following: list[Offer]) -> None:
+            frame = np.zeros(offer.info.size_bytes, np.uint8)
+            *_, (_, arrived) = peers.read(offer.info, offer.peers, frame, 0, following)
+            assert arrived == len(frame)
+            assert check_frame(frame, offer.info.key).info() == offer.info
+
+        read_one(offers[0], offers[1:])
+        assert peers.runs.sender(keys[1]) is peer
+        read_one(offers[1], offers[2:])
+        assert (len(peer._lent_streams), peer._idle_streams) == (1, [])
+        read_one(offers[3], [])
+        assert peers.runs.sender(keys[2]) is None
+        assert (len(peer._lent_streams), peer._lent) == (0, 0)
+        read_one(offers[2], offers[3:])
+        peers.runs.end()
+        assert (len(peer._lent_streams), peer._lent) == (0, 0)
+        assert peer.is_up
+    assert server.settled().held == 0
+
+
+def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMaker) -> None:
+    own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
+    first = make_server("--zmq", "127.0.0.1:0", *own)
+    second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(first.connect("grpc", MEDIUM, options), 1, 8)
+    shelf = second.node.manager.transfers.peers
+    assert shelf is not None
+    (peer,) = cast("PeerTier", shelf.tier).peers.known()
+    assert eventually(lambda: peer._has_streams)
+    client = second.connect("grpc", MEDIUM, options)
+    with client.lease(keys) as lease:
+        assert len(lease.get()) == 8
+    assert first.counter("peer_served_chunks") == 8
+    streams = [*peer._idle_streams, *peer._lent_streams]
+    assert sum(stream._requests for stream in streams) < 8
+    assert peer._lent == 0
+    assert first.settled().held == 0
 
 
 def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
