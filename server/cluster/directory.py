@@ -158,24 +158,27 @@ class Directory:
         for some, reply in zip(by_bucket.values(), replies, strict=True):
             rows = reply.split(b"\n") if isinstance(reply, bytes) else []
             if len(rows) == len(some):
-                for key, row in zip(some, rows, strict=True):
-                    if row:
-                        self._take_in(key, row.split(), nodes, found)
+                self._take_in(some, rows, nodes, found)
 
     def _take_in(
         self,
-        key: ChunkKey,
-        members: list[bytes],
+        keys: Sequence[ChunkKey],
+        rows: Sequence[bytes],
         nodes: Mapping[bytes, NodeAddress],
         found: Holders,
     ) -> None:
-        living = tuple(nodes[member] for member in members if member in nodes)
-        if living:
-            found[key] = living
-        if len(living) < len(members):
-            for member in members:
-                if member not in nodes and member != self._member:
-                    self._strangers.met(key, member)
+        known: dict[bytes, tuple[tuple[NodeAddress, ...], list[bytes]]] = {}
+        for key, row in zip(keys, rows, strict=True):
+            if row not in known:  # those of a chain are mostly alike
+                members = row.split()
+                living = tuple(nodes[member] for member in members if member in nodes)
+                others = [one for one in members if one not in nodes and one != self._member]
+                known[row] = living, others
+            living, others = known[row]
+            if living:
+                found[key] = living
+            for member in others:
+                self._strangers.met(key, member)
 
     def _name(self, key: ChunkKey) -> bytes:
         return self._stems[key[-1] % BUCKETS] + key.hex().encode()
