@@ -31,6 +31,7 @@ from kvstore.proto.buffers import (
     as_bytes,
     copy_bytes,
     copy_groups,
+    copy_many,
     copy_pieces,
 )
 from kvstore.proto.errors import InvalidFrameError
@@ -98,6 +99,7 @@ class RawCodec(Codec):
         is_summed = not template.flags & FLAG_UNSUMMED
         starts = iter(_raw_rows(layout)["offset"].tolist())
         checksums = []
+        unsummed: list[tuple[Bytes, Bytes]] = []
         end = header_bytes(layout)
         for component, layers in zip(layout.components, tensors, strict=True):
             if isinstance(layers, BlockStack) and not is_summed and _is_dense(component):
@@ -116,15 +118,17 @@ class RawCodec(Codec):
                 if is_summed:
                     checksums.append(_encode_summed(parts, component, room))
                 else:
-                    _encode_layer(parts, component, room)
+                    unsummed += _encode_layer(parts, component, room)
                     checksums.append(0)
+        copy_many(unsummed)
         header = raw_header(template, checksums)
         copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
         return header
 
     def encode_segment(self, parts: Sequence[AnyPart], component: Component, out: Bytes) -> int:
         """Copy one layer into *out* and return its ``layer_bytes``."""
-        _encode_layer(parts, component, out[: component.layer_bytes])
+        for room, data in _encode_layer(parts, component, out[: component.layer_bytes]):
+            copy_bytes(room, data)
         return component.layer_bytes
 
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[AnyPart]) -> None:
@@ -228,14 +232,18 @@ def _cut(data: Bytes, component: Component) -> list[Bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
-def _encode_layer(parts: Sequence[AnyPart], component: Component, room: Bytes) -> None:
-    """Copy one layer into *room*."""
+def _encode_layer(
+    parts: Sequence[AnyPart], component: Component, room: Bytes
+) -> list[tuple[Bytes, Bytes]]:
+    """Copy the strided parts of one layer into *room*; return where to and what of the others."""
+    left = []
     for part, ours in zip(parts, _cut(room, component), strict=True):
         if isinstance(part, np.ndarray) and part.flags.c_contiguous:
-            np.copyto(ours, part.reshape(-1).view(np.uint8))
+            left.append((ours, part.reshape(-1).view(np.uint8)))
         else:
             view = ours.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
             _gather(part.view(view.dtype), view)
+    return left
 
 
 def _copy_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:

@@ -77,6 +77,18 @@ def copy_groups(groups: Sequence[Pieces]) -> list[int]:
     return list(map(_copy_blocks, groups)) if loop is None else loop(groups)
 
 
+def copy_many(pieces: Pieces) -> None:
+    """Copy each of *pieces*, past the caches where they are many bytes: whoever reads them next is
+    another core.
+    """
+    loop = _best_loop() if _is_for_loop([pieces]) else None
+    if loop is not None:
+        loop([pieces])
+        return
+    for out, data in pieces:
+        np.copyto(out, data)
+
+
 def _is_for_loop(groups: Sequence[Pieces]) -> bool:
     total = 0
     for pieces in groups:

@@ -13,14 +13,22 @@ from contracts.codec import (
     layouts,
     random_bits,
     same,
+    strided,
+    template,
 )
 
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.zstd import ZstdCodec
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.buffers import LOOP_FROM_BYTES, Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
-from kvstore.proto.frame import check_frame, parse_header, raw_frame_bytes
-from kvstore.proto.types import DType
+from kvstore.proto.frame import (
+    FLAG_UNSUMMED,
+    check_frame,
+    copy_frame,
+    parse_header,
+    raw_frame_bytes,
+)
+from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
 LAYER_BYTES = SMALL.components[0].layer_bytes
 
@@ -40,6 +48,24 @@ def test_segment_bytes_are_the_tensor_bytes() -> None:
     tensors = decoded(frame_of_bodies(RawCodec(), SMALL, bodies))
     joined = [b"".join(part.tobytes() for part in parts) for parts in tensors[0]]
     assert joined == bodies
+
+
+LARGE = KVLayout((Component(LayerKind.attention, DType.bfloat16, 3, 4, 128, 128),))
+assert 2 * LARGE.components[0].layer_bytes >= LOOP_FROM_BYTES
+
+
+@pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("from_pages", [0, 1, 3])
+def test_a_frame_left_to_its_receiver_to_sum_is_the_same_when_that_did(
+    layout: KVLayout, from_pages: int
+) -> None:
+    whole = filled(layout, random_bits)
+    tensors = [[*strided(whole)[0][:from_pages], *whole[0][from_pages:]]]
+    wanted = encoded(RawCodec(), whole, layout)
+    left, out = np.full_like(wanted, 0xA5), np.full_like(wanted, 0x5A)
+    RawCodec().encode(template(layout, flags=1 | FLAG_UNSUMMED), tensors, left)
+    copy_frame(out, left, template(layout).key)
+    assert np.array_equal(out, wanted)
 
 
 @pytest.mark.parametrize("size", [0, LAYER_BYTES - 2, LAYER_BYTES - 1, LAYER_BYTES + 64])
