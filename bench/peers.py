@@ -32,6 +32,7 @@ from bench.peer_ours import (
 from bench.peer_process import PeerSkippedError
 from bench.peer_run import BARS, Run, Side
 from bench.peer_survival import lmcache_burst, lmcache_readable, measure_burst, measure_readable
+from bench.redis_gets import bare_gets
 from bench.report import Report, best_s
 from bench.workload import MIB, redis_server
 from kvstore.cli.plot import bar_chart
@@ -52,6 +53,7 @@ DISK_THREADS = 4
 PARTS = ("disk", "redis", "shm", "mooncake", "infinistore", "readable", "burst")
 DISK_KEYS = ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native")
 DISK_LIMIT_KEYS = ("disk_load_limit_vs_lmcache_fs_native",)
+REDIS_LIMIT_KEYS = ("redis_load_limit_vs_lmcache_resp",)
 REDIS_KEYS = ("redis_load_vs_lmcache_resp", "redis_store_vs_lmcache_resp")
 SHM_KEYS = ("retrieve_vs_lmcache_shm", "store_vs_lmcache_shm")
 MOONCAKE_KEYS = ("retrieve_vs_mooncake_tcp", "store_vs_mooncake_tcp")
@@ -90,6 +92,7 @@ def compare_redis(run: Run, peer: LMCache) -> None:
     """The same through one Redis: our tier, LMCache's adapter, and redis-py's GET."""
     ours, theirs = Side("Redis tier in process, verified"), Side("resp in process")
     plain = Side("redis-py GET of the same parts")
+    bare = Side("GET of the same parts over two bare sockets, nothing verified")
     with run.scratch("redis") as folder, redis_server(folder) as port:
         tier = RedisTier(f"redis://127.0.0.1:{port}/1", 1 << 30, timeout_ms=5000)
         side = TierSide(tier, make_frames(OBJECTS, 2), LOADS_AT_ONCE["redis"])
@@ -99,6 +102,8 @@ def compare_redis(run: Run, peer: LMCache) -> None:
             for _ in range(ROUNDS):
                 side.run(ours, ROUNDS)
                 plain.load_s.append(_get_all_s(client))
+                with bare_gets(port, 1, _names(client)) as gets:
+                    bare.load_s += [best_s(gets, 1) for _ in range(ROUNDS)]
                 theirs.extend(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
                 with redis.Redis(port=port) as other:
                     other.flushdb()
@@ -108,10 +113,16 @@ def compare_redis(run: Run, peer: LMCache) -> None:
     size_bytes = OBJECTS * OBJECT_BYTES
     run.add_speeds(REDIS_KEYS, size_bytes, ours, theirs)
     run.add_speeds(("redis_load_vs_plain_redis",), size_bytes, ours, plain)
+    run.add_speeds(REDIS_LIMIT_KEYS, size_bytes, bare, theirs)
+
+
+def _names(client: redis.Redis) -> list[bytes]:
+    """Return the names of all parts, manifests left out."""
+    return [name for name in client.scan_iter(count=1000) if not bytes(name).endswith(b":m")]
 
 
 def _get_all_s(client: redis.Redis) -> float:
-    names = [name for name in client.scan_iter(count=1000) if not bytes(name).endswith(b":m")]
+    names = _names(client)
     return best_s(lambda: [client.get(name) for name in names], 1)
 
 
@@ -222,7 +233,7 @@ def _beside_lmcache(run: Run, lmcache: LMCache | str, only: Sequence[str]) -> No
     if "disk" in only:
         compare(run, DISK_KEYS + DISK_LIMIT_KEYS, compare_disk, lmcache)
     if "redis" in only:
-        compare(run, REDIS_KEYS, compare_redis, lmcache)
+        compare(run, REDIS_KEYS + REDIS_LIMIT_KEYS, compare_redis, lmcache)
     if "shm" in only:
         compare(run, SHM_KEYS, compare_shm, lmcache)
     if "readable" in only:

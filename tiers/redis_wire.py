@@ -29,8 +29,8 @@ FILL_WINDOW = 2
 sends: more of them would only pile up in its memory and leave its caches (measured: all 4
 parts of 2 MiB at once come at 0.9 GB/s, 2 at a time at 1.5)."""
 
-LOW_WATER_BYTES = 512 << 10
-"""Payload that is worth a wake-up: at the slowest rate allowed it comes in 32 ms."""
+LOW_WATER_BYTES = 1 << 20
+"""Payload that is worth a wake-up: at the slowest rate allowed it comes in 64 ms."""
 
 _SEND_BUFFERS = 64
 _RECEIVE_BUFFERS = 8

@@ -41,6 +41,7 @@ ALL_KEYS = (
     *peers.SHM_KEYS,
     *peers.MOONCAKE_KEYS,
     *peers.MOONCAKE_LIMIT_KEYS,
+    *peers.REDIS_LIMIT_KEYS,
     *peers.INFINISTORE_KEYS,
     "redis_load_vs_plain_redis",
     "readable_under_writes",
