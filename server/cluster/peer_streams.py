@@ -58,6 +58,7 @@ class _Stream:
     session: Session
     origin: str
     """The address that it came from."""
+    is_served: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -129,9 +130,11 @@ class PeerStreams:
             stranger.link.close()
         self._hellos.shutdown(wait=True, cancel_futures=True)
         self._workers.shutdown(wait=True, cancel_futures=True)
-        self._getters.shutdown(wait=True, cancel_futures=True)
+        # A client's get may wait for a tier up to its deadline: it closes its stream then.
+        self._getters.shutdown(wait=False, cancel_futures=True)
         for stream in streams:
-            stream.wire.close()
+            if not stream.is_served:
+                stream.wire.close()
         self._listener.close()
         os.close(self._wakeup)
 
@@ -246,7 +249,7 @@ class PeerStreams:
 
     def _serve(self, stream: _Stream) -> None:
         """Answer one request; who does not ask as agreed is hung up on."""
-        is_answered = False
+        stream.is_served, is_answered = True, False
         try:
             stream.wire.patience(SILENCE_S, self._terms.clock() + SILENCE_S)
             word, size_bytes = stream.wire.receive()
@@ -262,8 +265,9 @@ class PeerStreams:
                 logger.info("refused", method="stream", reason=str(error))
                 self._note(stream, type(error).__name__, 0)
         finally:
-            if not is_answered:
+            if self._closed or not is_answered:
                 self._drop(stream)
+        stream.is_served = False
         if is_answered:
             self._wait_again(stream)
 

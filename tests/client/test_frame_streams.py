@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,6 +202,37 @@ def test_what_is_missing_ends_the_prefix(server: LocalServer) -> None:
 
 def _streams_idle(client: Client) -> list[FrameStream]:
     return transport_of(client)._streams._idle
+
+
+def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*ZMQ)
+    client = server.connect("zmq")
+    keys = store(client, 1, 2)
+    assert server.node.streams is not None
+    began, go_on = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def waits(*_: object) -> None:
+        began.set()
+        ended.append(go_on.wait(SOON_S))
+
+    monkeypatch.setattr(server.node.streams._terms.service, "get", waits)
+    reader = threading.Thread(target=ended_get, args=(client, keys))
+    reader.start()
+    assert began.wait(SOON_S)
+    server.stop()
+    assert not ended
+    go_on.set()
+    reader.join()
+    assert eventually(lambda: bool(ended))
+
+
+def ended_get(client: Client, keys: list[ChunkKey]) -> None:
+    """Get, whatever error the end of its server is."""
+    with suppress(KVStoreError):
+        client.get(keys)
 
 
 # --- a server that answers otherwise
