@@ -46,6 +46,7 @@ class FrameStream:
         self._is_closing = is_closing
         self._is_given_up = False
         self._requests = 0
+        self._heard: tuple[bulk.Word, Payload | None] | None = None
         self._wire = _wire(where, terms.stream_certificate, within_s)
         try:
             deadline = time.monotonic() + within_s
@@ -67,12 +68,19 @@ class FrameStream:
         self._by(deadline)
         self._try(deadline, lambda: self._wire.send(word, payload))
 
+    def hear(self, deadline: float) -> None:
+        """Wait for the next message, which ``receive`` will return. Raises as that."""
+        self._heard = self.receive(deadline)
+
     def receive(self, deadline: float) -> tuple[bulk.Word, Payload | None]:
         """Return the next message; a part's payload is still to come.
 
         Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError for
         what is no message of ours, and InvalidFrameError for a part that nobody asked for.
         """
+        if self._heard is not None:
+            heard, self._heard = self._heard, None
+            return heard
         self._by(deadline)
         word, size_bytes = self._try(deadline, self._wire.receive)
         if isinstance(word, bulk.Part):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -21,6 +20,7 @@ from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
 from kvstore.client.zmq_link import ZmqLink, endpoint
+from kvstore.client.zmq_links import ZmqLinks
 from kvstore.client.zmq_upload import BulkUpload
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
@@ -37,13 +37,9 @@ from kvstore.proto.types import ChainDigest, Fidelity
 from kvstore.proto.wire import fidelity_number, join_digests
 
 if TYPE_CHECKING:
-    import zmq
-
     from kvstore.proto import kvstore_pb2 as pb
 
 Link: TypeAlias = ZmqLink | FrameStream
-MAX_LINKS = 8
-"""Requests at once; more go through gRPC. Below what a server allows one session."""
 IDLE_FRAME_BYTES = 128 << 20
 """Memory kept for the frames of the next get: to fault fresh pages in costs as much as a copy."""
 
@@ -58,31 +54,14 @@ class ZmqTransport(Transport):
     name = "zmq"
 
     def __init__(self, session: Session) -> None:
-        import zmq
-
         super().__init__(session)
-        if not session.terms.zmq_address:
+        terms = session.terms
+        if not terms.zmq_address:
             raise TierUnavailableError("zmq", "the server was started without --zmq")
-        self._where = endpoint(session.terms.zmq_address, session.connection.address)
         self._fallback = StreamTransport(session)
         self._memory = FrameMemory(IDLE_FRAME_BYTES)
         keep_freed_memory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._idle: list[ZmqLink] = []
-        self._busy: set[ZmqLink] = set()
-        self._links = 0
-        self._is_closed = False
-        # Guards the four above.
-        self._lock = threading.Lock()
-        try:
-            # Half of what a call may take: where nobody answers, gRPC is still to be asked.
-            first = self._take(time.monotonic() + session.options.deadline_ms / 2000)
-        except KVStoreError:
-            self._context.term()
-            raise
-        assert first is not None
-        self._give_back(first)
-        terms = session.terms
+        self._links = ZmqLinks(session)
         where = endpoint(terms.stream_address, session.connection.address)
         self._streams = FrameStreams(where, terms)
 
@@ -113,11 +92,6 @@ class ZmqTransport(Transport):
     ) -> Iterator[Iterator[Arrived]]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
         packed = join_digests(digests)
-        link = self._take_stream(packed) or self._take(deadline)
-        if link is None:
-            with self._fallback.get(digests, lease_id, deadline_ms, least) as arriving:
-                yield arriving
-            return
         frames: list[Bytes] = []
         limit_bytes = self.session.terms.max_frame_bytes
 
@@ -125,13 +99,22 @@ class ZmqTransport(Transport):
             taker = None if direct is None else direct(chunk, size_bytes, start)
             return self._memory.take(size_bytes, frames) if taker is None else taker
 
-        reading = BulkReading(link.next_request(), limit_bytes, room)
-        word = self._word(reading, lease_id, deadline_ms, _least_flags(least))
+        def ask(link: Link) -> BulkReading:
+            reading = BulkReading(link.next_request(), limit_bytes, room)
+            word = self._word(reading, lease_id, deadline_ms, _least_flags(least))
+            with self._dropped_if_it_fails(link):
+                link.send(word, deadline, packed)
+            return reading
+
+        asked = self._ask_stream(ask, packed, deadline) or self._ask_link(ask, deadline)
+        if asked is None:
+            with self._fallback.get(digests, lease_id, deadline_ms, least) as arriving:
+                yield arriving
+            return
         try:
-            link.send(word, deadline, packed)
-            yield self._arriving(link, reading, deadline)
+            yield self._arriving(*asked, deadline)
         finally:
-            self._leave(link, reading, deadline)
+            self._leave(*asked, deadline)
             self._memory.give(frames)
 
     @override
@@ -145,7 +128,7 @@ class ZmqTransport(Transport):
         skipped: SkippedRows | None = None,
     ) -> Iterator[LayerFeed]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
-        link = self._take(deadline)
+        link = self._links.take(deadline)
         if link is None:
             with self._fallback.get_layers(digests, lease_id, deadline_ms, least, skipped) as feed:
                 yield feed
@@ -175,7 +158,7 @@ class ZmqTransport(Transport):
         least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[FramePiece]]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
-        link = self._take(deadline)
+        link = self._links.take(deadline)
         if link is None:
             with self._fallback.get_ranges(digests, ranges, lease_id, deadline_ms, least) as pieces:
                 yield pieces
@@ -235,9 +218,9 @@ class ZmqTransport(Transport):
                 if word.request == reading.request and isinstance(word, bulk.Done | bulk.Failed):
                     break
         except KVStoreError:
-            self._drop(link)
+            self._give_back(link, is_clean=False)
         else:
-            self._give_back(link)
+            self._give_back(link, is_clean=True)
 
     # --- put
 
@@ -252,7 +235,7 @@ class ZmqTransport(Transport):
     ) -> list[Put]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
         # The bulk channel has no place for hints.
-        link = self._take(deadline) if hints == NO_HINTS else None
+        link = self._links.take(deadline) if hints == NO_HINTS else None
         if link is None:
             return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
         is_over = False
@@ -270,7 +253,7 @@ class ZmqTransport(Transport):
             is_over = True
         finally:
             # After an error there may be parts on the way that nobody asked for any more.
-            self._give_back(link) if is_over else self._drop(link)
+            self._give_back(link, is_clean=is_over)
         return results
 
     # --- links
@@ -283,95 +266,55 @@ class ZmqTransport(Transport):
             self.session.connection.gate.note(error)
             raise
 
-    def _take_stream(self, packed: bytes) -> FrameStream | None:
-        """Return a stream for a get of the digests *packed*; None: it goes through ZeroMQ."""
-        self.session.connection.gate.check()
-        return self._streams.take() if len(packed) <= MAX_DIGESTS_BYTES else None
-
-    def _take(self, deadline: float) -> ZmqLink | None:
-        """Return a link of our own for a while; None when as many as there may be are in use."""
-        self.session.connection.gate.check()
-        while True:
-            with self._lock:
-                if self._is_closed:
-                    raise KVStoreError("the client is closed")
-                if not self._idle:
-                    break
-                link = self._idle.pop()
-                self._busy.add(link)
-            if not link.is_broken():
-                return link
-            self._drop(link)
-        return self._connected(deadline)
-
-    def _connected(self, deadline: float) -> ZmqLink | None:
-        with self._lock:
-            if self._links >= MAX_LINKS:
-                return None
-            self._links += 1
+    @contextmanager
+    def _dropped_if_it_fails(self, link: Link) -> Iterator[None]:
         try:
-            link = ZmqLink(
-                self._context, self._where, self.session.terms, lambda: self._is_closed, deadline
-            )
-        except (DeadlineError, TierUnavailableError):
-            self._forget()
-            self.session.heartbeat()  # a server that was restarted may be found elsewhere
-            raise
+            yield
         except KVStoreError:
-            self._forget()
+            self._give_back(link, is_clean=False)
             raise
-        with self._lock:
-            self._busy.add(link)
-        return link
+
+    def _ask_stream(
+        self, ask: Callable[[Link], BulkReading], packed: bytes, deadline: float
+    ) -> tuple[Link, BulkReading] | None:
+        """Return the stream that answers a get of the digests *packed*; None where none does."""
+        self.session.connection.gate.check()
+        stream = self._streams.take() if len(packed) <= MAX_DIGESTS_BYTES else None
+        if stream is None:
+            return None
+        try:
+            reading = ask(stream)
+            with self._dropped_if_it_fails(stream):
+                stream.hear(deadline)
+        except TierUnavailableError:  # it has too many at once, or has just started anew
+            return None
+        except DeadlineError as error:
+            self.session.connection.gate.note(error)
+            raise
+        return stream, reading
+
+    def _ask_link(
+        self, ask: Callable[[Link], BulkReading], deadline: float
+    ) -> tuple[Link, BulkReading] | None:
+        link = self._links.take(deadline)
+        return None if link is None else (link, ask(link))
 
     @override
     def hang_up(self) -> None:
         super().hang_up()
         self._streams.hang_up()
-        with self._lock:
-            for link in self._busy:
-                link.give_up()
+        self._links.hang_up()
 
-    def _give_back(self, link: Link) -> None:
+    def _give_back(self, link: Link, *, is_clean: bool) -> None:
         if isinstance(link, FrameStream):
-            self._streams.give_back(link, is_clean=True)
-            return
-        with self._lock:
-            self._busy.discard(link)
-            if not self._is_closed:
-                self._idle.append(link)
-                return
-        self._drop(link)
-
-    def _drop(self, link: Link) -> None:
-        if isinstance(link, FrameStream):
-            self._streams.give_back(link, is_clean=False)
-            return
-        with self._lock:
-            self._busy.discard(link)
-        link.close()
-        self._forget()
-
-    def _forget(self) -> None:
-        with self._lock:
-            self._links -= 1
-            is_last = self._is_closed and not self._links
-        if is_last:
-            self._context.term()
+            self._streams.give_back(link, is_clean=is_clean)
+        else:
+            self._links.give_back(link, is_clean=is_clean)
 
     @override
     def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-            is_last = not self._links
         self._streams.close()
-        for link in idle:
-            self._drop(link)
-        if is_last:
-            self._context.term()
+        self._links.close()
 
 
 def _least_flags(least: Fidelity) -> int:

@@ -101,8 +101,10 @@ class PeerStreams:
         self._strangers: set[_Stranger] = set()
         self._back: list[_Stream] = []
         """Answered, and to be waited for again."""
+        self._getting = 0
+        """Gets of clients that are answered now."""
         self._closed = False
-        # Guards the three above.
+        # Guards the four above.
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hellos = ThreadPoolExecutor(HELLO_THREADS, thread_name_prefix="stream-hello")
@@ -165,9 +167,24 @@ class PeerStreams:
             waiting.unregister(key.fileobj)
             if isinstance(key.data, _Stranger):
                 self._hellos.submit(self._welcome, key.data)
+            elif key.data.session.is_peer:
+                self._workers.submit(self._serve, key.data)
             else:
-                pool = self._workers if key.data.session.is_peer else self._getters
-                pool.submit(self._serve, key.data)
+                self._serve_client(key.data)
+
+    def _serve_client(self, stream: _Stream) -> None:
+        """Hang up when all threads are at work: readers that are slow to take keep them so.
+
+        The client asks through the bulk channel then, where nobody waits for another.
+        """
+        with self._lock:
+            is_full = self._getting >= self._terms.client_threads
+            self._getting += not is_full
+        if is_full:
+            self._note(stream, "QuotaExceededError", 0)
+            self._drop(stream)
+        else:
+            self._getters.submit(self._serve, stream)
 
     def _accept(self, waiting: selectors.BaseSelector) -> None:
         try:
@@ -265,6 +282,8 @@ class PeerStreams:
                 logger.info("refused", method="stream", reason=str(error))
                 self._note(stream, type(error).__name__, 0)
         finally:
+            with self._lock:
+                self._getting -= not stream.session.is_peer
             if self._closed or not is_answered:
                 self._drop(stream)
         stream.is_served = False

@@ -6,9 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Namespace
+from kvstore.server.cluster.peer_streams import PeerStreams
 
 ServerMaker = Callable[..., LocalServer]
 ZMQ = ("--zmq", "127.0.0.1:0")
@@ -227,6 +230,37 @@ def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
     go_on.set()
     reader.join()
     assert eventually(lambda: bool(ended))
+
+
+def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_zeromq(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*ZMQ, "--workers", "1")
+    slow, other = server.connect("zmq"), server.connect("zmq")
+    keys = store(slow, 1, 2)
+    streams = server.node.streams
+    assert streams is not None
+    began, go_on = threading.Event(), threading.Event()
+    answer = PeerStreams._answer
+
+    def held_up(*terms: Any) -> None:
+        began.set()
+        assert go_on.wait(SOON_S)
+        answer(*terms)
+
+    monkeypatch.setattr(PeerStreams, "_answer", held_up)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(slow.get, keys)
+        assert began.wait(SOON_S)
+        assert_reads(other, keys)
+        assert not held.done()
+        assert len(_streams_idle(other)) == 0  # it was hung up on
+        go_on.set()
+        assert len(held.result(SOON_S)) == 2
+    monkeypatch.setattr(PeerStreams, "_answer", answer)
+    monkeypatch.setattr(ZmqLink, "send", _forbidden)
+    for _ in range(3):  # and its threads are there for all again
+        assert_reads(slow, keys)
 
 
 def ended_get(client: Client, keys: list[ChunkKey]) -> None:
