@@ -306,9 +306,10 @@ def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not
     try:
         options = ClientOptions(transport, chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
         client = Client(control.address, MEDIUM, options)
-        monkeypatch.setattr(
-            "kvstore.client.zmq_transport.endpoint", lambda *_: f"tcp://{bulk.address}"
-        )
+        for module in ("zmq_links", "zmq_transport"):
+            monkeypatch.setattr(
+                f"kvstore.client.{module}.endpoint", lambda *_: f"tcp://{bulk.address}"
+            )
         with client:
             keys = stored_layered(server, client, MANY)
             link = bulk if transport == "zmq" else control
