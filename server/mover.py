@@ -280,15 +280,16 @@ class Mover:
                 if is_wanted:
                     self._do(ticket)
             if kin is not None:
-                self._leave(kin)
+                self._leave(lane, kin)
 
-    def _leave(self, kin: object) -> None:
+    def _leave(self, lane: str, kin: object) -> None:
         """This thread is at no work of *kin* any more."""
         self.after_run()
         with self._changed:
             self._at_kin[kin] -= 1
             if not self._at_kin[kin]:
                 del self._at_kin[kin]
+            self._queued[lane].notify()  # who found too many at what waits
 
     def depth(self) -> dict[str, int]:
         """Return how many tickets wait in each lane."""

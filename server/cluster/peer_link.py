@@ -107,9 +107,10 @@ class PeerLink:
         """Fill *out* with the frame of *info* from byte *offset*; yield how many bytes have come.
 
         Nothing is yielded when the peer does not have it in memory. The bytes are not verified.
-        Raises DeadlineError when nothing comes for *silence_s*, or not all of it in
-        MOST_SILENCES such times; the peer's own errors, and
-        InvalidFrameError or InvalidRequestError for parts that are not of this.
+        What is *following* is asked for when it is read: only a StreamLink asks ahead. Raises
+        DeadlineError when nothing comes for *silence_s*, or not all of it in MOST_SILENCES such
+        times; the peer's own errors, and InvalidFrameError or InvalidRequestError for parts that
+        are not of this.
         """
         self._begin()
         pieces = BulkPieces(self._requests, WINDOW_BYTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contracts.transport import TransportContract
+from contracts.bulk_channel import ZMQ, BulkChannelContract, ServerMaker, digests
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, keys_of, store
 
@@ -33,11 +33,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.stream_wire import StreamWire
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Namespace
+from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.cluster.peer_streams import PeerStreams
 
-ServerMaker = Callable[..., LocalServer]
-ZMQ = ("--zmq", "127.0.0.1:0")
 SOON_S = 20.0
 
 
@@ -55,32 +53,13 @@ def dialled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrameStreams, "_dial_if_due", dialled)
 
 
-def digests(keys: list[ChunkKey]) -> list[ChainDigest]:
-    return [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
-
-
 def transport_of(client: Client) -> ZmqTransport:
     transport = client._connected()
     assert isinstance(transport, ZmqTransport)
     return transport
 
 
-class TestFrameStreams(TransportContract):
-    transport = ZmqTransport
-
-    @pytest.fixture
-    def make_server(self, make_server: ServerMaker) -> ServerMaker:
-        """Start servers with a bulk channel, and so with streams."""
-        return lambda *flags: make_server(*ZMQ, *flags)
-
-    @pytest.fixture
-    def server(self, make_server: ServerMaker) -> LocalServer:
-        return make_server()
-
-    def test_frames_of_several_parts_come_back(self, connect: Callable[..., Client]) -> None:
-        client = connect(MEDIUM, self.options(chunk_tokens=300))
-        assert_reads(client, store(client, 1, 3))
-
+class TestFrameStreams(BulkChannelContract):
     def test_a_stream_serves_one_get_after_another_and_is_closed_when_one_is_left(
         self, bare: ZmqTransport, client: Client
     ) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
-from contracts.transport import TransportContract
+from contracts.bulk_channel import ZMQ, BulkChannelContract, ServerMaker, digests
 from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
+from prompts import SMALL, assert_reads, chunks_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions, frame_streams
 from kvstore.client.session import Session
@@ -18,10 +18,6 @@ from kvstore.client.zmq_link import endpoint
 from kvstore.client.zmq_links import MAX_LINKS
 from kvstore.client.zmq_transport import ZmqTransport
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
-
-ServerMaker = Callable[..., LocalServer]
-ZMQ = ("--zmq", "127.0.0.1:0")
 
 
 @pytest.fixture(autouse=True)
@@ -30,22 +26,7 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_streams, "MAX_STREAMS", 0)
 
 
-class TestZmqTransport(TransportContract):
-    transport = ZmqTransport
-
-    @pytest.fixture
-    def make_server(self, make_server: ServerMaker) -> ServerMaker:
-        """Start servers with a bulk channel."""
-        return lambda *flags: make_server(*ZMQ, *flags)
-
-    @pytest.fixture
-    def server(self, make_server: ServerMaker) -> LocalServer:
-        return make_server()
-
-    def test_frames_of_several_messages_come_back(self, connect: Callable[..., Client]) -> None:
-        client = connect(MEDIUM, self.options(chunk_tokens=300))
-        assert_reads(client, store(client, 1, 3))
-
+class TestZmqTransport(BulkChannelContract):
     def test_a_link_serves_one_request_after_another_whatever_became_of_each(
         self, bare: ZmqTransport, client: Client
     ) -> None:
@@ -88,10 +69,6 @@ def ended(arriving: Iterator[Arrived]) -> Iterator[Arrived]:
     """Yield what arrives, up to the error that a closed client may meet."""
     with suppress(KVStoreError):
         yield from arriving
-
-
-def digests(keys: list[ChunkKey]) -> list[ChainDigest]:
-    return [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
 
 
 # --- the choice

@@ -346,6 +346,7 @@ def test_workers_share_one_kin_where_they_are_let() -> None:
             mover.wait(ticket, in_time())
     finally:
         mover.close()
+    assert not both.broken
 
 
 def test_else_one_worker_is_at_it_and_the_others_leave_it_to_that() -> None:

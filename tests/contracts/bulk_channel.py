@@ -1,0 +1,41 @@
+"""The suite of the zmq transport, whichever way its frames come: ZeroMQ, or streams over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from contracts.transport import TransportContract
+from local_server import LocalServer
+from prompts import MEDIUM, assert_reads, store
+
+from kvstore.client import Client
+from kvstore.client.zmq_transport import ZmqTransport
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
+
+ServerMaker = Callable[..., LocalServer]
+ZMQ = ("--zmq", "127.0.0.1:0")
+
+
+def digests(keys: Sequence[ChunkKey]) -> list[ChainDigest]:
+    """Return what a transport asks for *keys* by."""
+    return [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+
+
+class BulkChannelContract(TransportContract):
+    """A TransportContract against servers with a bulk channel, and so with streams."""
+
+    transport = ZmqTransport
+
+    @pytest.fixture
+    def make_server(self, make_server: ServerMaker) -> ServerMaker:
+        """Start servers with a bulk channel."""
+        return lambda *flags: make_server(*ZMQ, *flags)
+
+    @pytest.fixture
+    def server(self, make_server: ServerMaker) -> LocalServer:
+        return make_server()
+
+    def test_frames_of_several_messages_come_back(self, connect: Callable[..., Client]) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=300))
+        assert_reads(client, store(client, 1, 3))
