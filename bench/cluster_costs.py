@@ -64,11 +64,11 @@ def measure() -> Costs:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lookup_s = _lookup_s(folder)
-        size_bytes, get_s, _ = hit_against_raw(folder, PEER_CHUNKS, 3)
+        hit = hit_against_raw(folder, PEER_CHUNKS, 3)
         with redis_server(folder) as port, redis.Redis(port=port) as link:
             directory = _directory(link, port)
             data = _data(link)
-    return Costs(lookup_s, *directory, *data, size_bytes / get_s)
+    return Costs(lookup_s, *directory, *data, hit.size_bytes / hit.straight_s)
 
 
 def _lookup_s(folder: Path) -> float:

@@ -152,6 +152,6 @@ def _wait_for(port: int) -> None:
     raise RuntimeError("Redis did not start")
 
 
-def connect(address: str, model: Representation) -> Client:
+def connect(address: str, model: Representation, *, read_peers: bool = True) -> Client:
     """Return a client of *model* with a deadline that no benchmark runs into."""
-    return Client(address, model, ClientOptions(deadline_ms=20_000))
+    return Client(address, model, ClientOptions(deadline_ms=20_000, read_peers=read_peers))

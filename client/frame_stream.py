@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -32,25 +34,49 @@ MAX_DIGESTS_BYTES = MAX_REASON_BYTES
 _SKIP_BYTES = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """Where a server's streams are, ``tcp://host:port`` or empty, and the word that lets us in.
+
+    ``certificate`` in DER: TLS with that one alone; empty: in plain text.
+    """
+
+    where: str
+    certificate: bytes
+    word: bulk.Attach | bulk.Guest
+
+    @classmethod
+    def of(cls, where: str, terms: SessionTerms) -> Entrance:
+        """Return that of our own session's server."""
+        word = bulk.Attach(0, terms.session_id, terms.attach_token)
+        return cls(where, terms.stream_certificate, word)
+
+
 class FrameStream:
     """Connected and attached at birth; one get at a time, used by one thread.
 
     What ZeroMQ would keep goes from the socket to its place. Raises TierUnavailableError or
-    DeadlineError when *where*, ``tcp://host:port``, does not let us in within *within_s* seconds,
-    the server's own errors. A get that does not come to its end leaves it of no use.
+    DeadlineError when *entrance* does not let us in within *within_s* seconds, the server's own
+    errors. A get that does not come to its end, or of which nothing comes for *silence_s*, leaves
+    it of no use.
     """
 
     def __init__(
-        self, where: str, terms: SessionTerms, is_closing: Callable[[], bool], within_s: float
+        self,
+        entrance: Entrance,
+        is_closing: Callable[[], bool],
+        within_s: float,
+        silence_s: float = math.inf,
     ) -> None:
         self._is_closing = is_closing
+        self._silence_s = silence_s
         self._is_given_up = False
         self._requests = 0
         self._heard: tuple[bulk.Word, Payload | None] | None = None
-        self._wire = _wire(where, terms.stream_certificate, within_s)
+        self._wire = _wire(entrance.where, entrance.certificate, within_s)
         try:
             deadline = time.monotonic() + within_s
-            self.send(bulk.Attach(0, terms.session_id, terms.attach_token), deadline)
+            self.send(entrance.word, deadline)
             word, _ = self.receive(deadline)
             if not isinstance(word, bulk.Attached):
                 raise InvalidRequestError("kind", type(word).__name__, "not an answer to attach")
@@ -121,7 +147,8 @@ class FrameStream:
         self._wire.close()
 
     def _by(self, deadline: float) -> None:
-        self._wire.patience(max(0.001, deadline - time.monotonic()), deadline)
+        left_s = max(0.001, deadline - time.monotonic())
+        self._wire.patience(min(left_s, self._silence_s), deadline)
 
     def _try(self, deadline: float, call: Callable[[], T]) -> T:
         try:

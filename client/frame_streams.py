@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import suppress
 
-from kvstore.client.frame_stream import FrameStream
-from kvstore.client.session import SessionTerms
+from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.proto.errors import KVStoreError
 
 MAX_STREAMS = 8
@@ -17,23 +17,30 @@ _JOIN_S = 0.2
 
 
 class FrameStreams:
-    """Thread-safe. *where* is ``tcp://host:port``; empty: there are none.
+    """Thread-safe. There are none where *entrance* leads nowhere; *silence_s* as theirs.
 
     A get takes one that is there, or does without, and the next finds one: a port that a firewall
     keeps shut delays nobody. After a server that does not let us in no more are tried.
     """
 
-    def __init__(self, where: str, terms: SessionTerms) -> None:
-        self._where = where
-        self._terms = terms
+    def __init__(self, entrance: Entrance, silence_s: float = math.inf) -> None:
+        self._entrance = entrance
+        self._silence_s = silence_s
         self._idle: list[FrameStream] = []
         self._busy: set[FrameStream] = set()
         self._dialling: threading.Thread | None = None
         self._is_closed = False
-        self._is_refused = not where
+        self._is_refused = not entrance.where
         # Guards the five above.
         self._lock = threading.Lock()
         self._dial_if_due()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a get would find one now; else, and if that may help, one is connected."""
+        if not self._idle:
+            self._dial_if_due()
+        return bool(self._idle)
 
     def take(self) -> FrameStream | None:
         """Return a stream of our own for one get; None when there is none yet."""
@@ -89,7 +96,7 @@ class FrameStreams:
     def _dial(self) -> None:
         stream: FrameStream | None = None
         with suppress(KVStoreError):  # what comes over ZeroMQ comes as well
-            stream = FrameStream(self._where, self._terms, lambda: self._is_closed, DIAL_S)
+            stream = FrameStream(self._entrance, lambda: self._is_closed, DIAL_S, self._silence_s)
         with self._lock:
             self._dialling = None
             self._is_refused = stream is None

@@ -28,7 +28,8 @@ class ClientOptions:
     verify and copy what a get of several chunks brings. ``assets`` is a folder of model assets,
     as ``kvstore calibrate`` writes them, for frames that are read as they lie on a tier.
     ``access`` says who the client is, ``tenant`` whose chunks it is about: empty for those of
-    whoever it is, or ``pool:NAME`` for a pool that tenants share.
+    whoever it is, or ``pool:NAME`` for a pool that tenants share. With ``read_peers`` what another
+    node has in memory is read from there, where the server says so and its port is reached.
     """
 
     transport: TransportName = "auto"
@@ -41,6 +42,7 @@ class ClientOptions:
     assets: Path | None = None
     access: Access = OPEN
     tenant: str = ""
+    read_peers: bool = True
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):

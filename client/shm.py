@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 from typing_extensions import override
@@ -17,6 +21,7 @@ from kvstore.client.layer_sink import PutTerms
 from kvstore.client.leased_views import LeasedViews
 from kvstore.client.liveness import hangs, peer_pid
 from kvstore.client.local_link import LocalLink
+from kvstore.client.peer_reads import Lent, PeerReads
 from kvstore.client.put_pipeline import PutPipeline
 from kvstore.client.session import Session
 from kvstore.client.slabs import Slabs
@@ -24,6 +29,7 @@ from kvstore.client.staging import PARTS, StagingMemory
 from kvstore.client.transport import (
     Arrived,
     Assembly,
+    Direct,
     FramePiece,
     Outgoing,
     Put,
@@ -42,10 +48,23 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.keys import chunk_key
 from kvstore.proto.places import Place, Reach, unpack_places
-from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.portion import Portion
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout
 
 _SOCKET_TIMEOUT_S = 2.0
+
+ReadLent: TypeAlias = Callable[[int, int, int], Iterator[Arrived]]
+"""Returns the frames that server *number* sends of so many chunks from the *first*."""
+
+
+class _LeftError(Exception):
+    """Another server did not send chunk *index* of a get, or any behind it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
 
 
 def can_share_memory(session: Session) -> bool:
@@ -79,6 +98,7 @@ class ShmTransport(Transport):
         self._server_pid = peer_pid(self._socket)
         self.calls = LocalLink(session.terms, session.connection)
         self.slabs = Slabs(self._socket)
+        self._peers = PeerReads(session)
         # One put at a time owns the staging memory, over its copies by design.
         self._put_lock = threading.Lock()
 
@@ -146,6 +166,52 @@ class ShmTransport(Transport):
         with self._leased_replies(request) as (replies, leases):
             yield self._arriving(replies, leases)
 
+    @override
+    @contextmanager
+    def get_layers_of(
+        self,
+        portion: Portion | None,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+        direct: Direct | None = None,
+    ) -> Iterator[Iterator[Arrived]]:
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
+        read: ReadLent | None = None
+        if direct is not None and portion is None and self.session.options.read_peers:
+            until = time.monotonic() + deadline_ms / 1000
+            space = self.session.terms.namespace
+            request.peers.extend(self._peers.numbers())
+
+            def read(number: int, first: int, count: int) -> Iterator[Arrived]:
+                keys = [chunk_key(space, digest) for digest in digests[first : first + count]]
+                return self._peers.read(Lent(number, first, keys), direct, until)
+
+        with ExitStack() as stack:
+            yield self._with_lent(stack, request, read)
+
+    def _with_lent(
+        self, stack: ExitStack, request: pb.GetRequest, read: ReadLent | None
+    ) -> Iterator[Arrived]:
+        """Yield what *request* brings. What another server did not send comes by way of ours.
+
+        *stack* ends the calls.
+        """
+        until = time.monotonic() + request.deadline_ms / 1000
+        first = 0
+        while True:
+            replies, leases = stack.enter_context(self._leased_replies(request))
+            try:
+                for arrived in self._arriving(replies, leases, read):
+                    yield replace(arrived, index=first + arrived.index) if first else arrived
+                return
+            except _LeftError as left:
+                first = left.index
+                request.digests = request.digests[first * DIGEST_BYTES :]
+                request.deadline_ms = max(1, int(1000 * (until - time.monotonic())))
+                del request.peers[:]
+
     @contextmanager
     def _leased_replies(
         self, request: pb.GetRequest
@@ -162,14 +228,29 @@ class ShmTransport(Transport):
             for own_lease in leases - {0, lease_id}:
                 self._release(own_lease, deadline_ms)
 
-    def _arriving(self, replies: Iterator[pb.GetResponse], leases: set[int]) -> Iterator[Arrived]:
-        """Yield what *replies* put in reach; *leases* learns under which leases."""
+    def _arriving(
+        self,
+        replies: Iterator[pb.GetResponse],
+        leases: set[int],
+        read: ReadLent | None = None,
+    ) -> Iterator[Arrived]:
+        """Yield what *replies* put in reach; *leases* learns under which leases.
+
+        Raises _LeftError where what *read* should have brought did not come.
+        """
         assembly = Assembly(self.session.terms.max_frame_bytes)
         for reply in replies:
             leases.add(reply.lease_id)
             names = reply.places.tier_names
-            for number, place in enumerate(unpack_places(reply.places.rows)):
-                yield self._arrived(reply.index + number, names[place.tier], place)
+            if read is not None:
+                self._peers.note(reply.places.peers)
+            places = list(enumerate(unpack_places(reply.places.rows), reply.index))
+            for number, run in groupby(places, key=_lender):
+                if number is None:
+                    for index, place in run:
+                        yield self._arrived(index, names[place.tier], place)
+                elif read is not None:
+                    yield from _whole_run(read, number, [index for index, _ in run])
             whole = assembly.add(reply.part) if reply.HasField("part") else None
             if whole is not None:
                 yield Arrived(reply.index, reply.tier, whole, _stays)
@@ -236,6 +317,20 @@ class ShmTransport(Transport):
         self._socket.close()
         self._staging.close()
         self.slabs.close()
+        self._peers.close()
+
+
+def _lender(place: tuple[int, Place]) -> int | None:
+    return place[1].number if place[1].reach == Reach.peer else None
+
+
+def _whole_run(read: ReadLent, number: int, indexes: Sequence[int]) -> Iterator[Arrived]:
+    following = indexes[0]
+    for arrived in read(number, following, len(indexes)):
+        yield arrived
+        following = arrived.index + 1
+    if following <= indexes[-1]:
+        raise _LeftError(following)
 
 
 def _stays() -> None:

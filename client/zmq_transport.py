@@ -12,7 +12,7 @@ from typing_extensions import override
 from kvstore.client.connection import SLACK_S
 from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.frame_memory import FrameMemory, keep_freed_memory
-from kvstore.client.frame_stream import MAX_DIGESTS_BYTES, FrameStream
+from kvstore.client.frame_stream import MAX_DIGESTS_BYTES, Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
 from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.part_feed import PartFeed
@@ -63,7 +63,7 @@ class ZmqTransport(Transport):
         keep_freed_memory()
         self._links = ZmqLinks(session)
         where = endpoint(terms.stream_address, session.connection.address)
-        self._streams = FrameStreams(where, terms)
+        self._streams = FrameStreams(Entrance.of(where, terms))
 
     # --- get
 

@@ -12,6 +12,7 @@ from kvstore.client.transport import Outgoing, Put, read_outcomes
 from kvstore.client.zmq_link import ZmqLink
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.credit import Budget
 from kvstore.proto.errors import DeadlineError, InvalidFrameError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class BulkUpload:
     def __init__(self, link: ZmqLink, deadline: float) -> None:
         self._link = link
         self._deadline = deadline
-        self._budget = bulk.Budget()
+        self._budget = Budget()
         self._request = 0
         self._done: list[Put] | None = None
 

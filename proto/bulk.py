@@ -9,9 +9,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, revive
+from kvstore.proto.types import DIGEST_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
 
 MAGIC = b"KVSZ"
@@ -85,6 +86,7 @@ class Kind(IntEnum):
     done = 9
     failed = 10
     find = 11
+    guest = 12
 
 
 class Attach(NamedTuple):
@@ -95,8 +97,21 @@ class Attach(NamedTuple):
     token: bytes
 
 
+class Guest(NamedTuple):
+    """The same of a client that another server, whose session it is, lets read one namespace.
+
+    ``until_s``: seconds since that session began. ``token``: what ``guest_token`` returns.
+    """
+
+    request: int
+    session_id: int
+    namespace: bytes
+    until_s: int
+    token: bytes
+
+
 class Attached(NamedTuple):
-    """The answer to it."""
+    """The answer to either."""
 
     request: int
 
@@ -187,7 +202,7 @@ class Failed(NamedTuple):
 
 
 Word: TypeAlias = (
-    Attach | Attached | Get | Put | Part | Credit | Cancel | Finish | Done | Failed | Find
+    Attach | Guest | Attached | Get | Put | Part | Credit | Cancel | Finish | Done | Failed | Find
 )  # fmt: skip
 
 
@@ -214,6 +229,7 @@ SHAPES: dict[int, _Shape] = {
     Kind.done: _shape(Done, "I", MAX_PAYLOAD_BYTES),
     Kind.failed: _shape(Failed, "", 4096),
     Kind.find: _shape(Find, "QI", MAX_PAYLOAD_BYTES),
+    Kind.guest: _shape(Guest, f"Q{DIGEST_BYTES}sI{TOKEN_BYTES}s"),
 }
 _KINDS = {shape.kind: (number, shape.body) for number, shape in SHAPES.items()}
 
@@ -250,11 +266,6 @@ def unpack(header: bytes, payload_bytes: int | None = None) -> Word:
 def tier_bytes(name: str) -> bytes:
     """Return a tier's name as parts carry it."""
     return name.encode("ascii", "replace")[:TIER_BYTES].ljust(TIER_BYTES, b"\0")
-
-
-def cost(payload_bytes: int) -> int:
-    """Return what a part takes of the credit."""
-    return payload_bytes + PART_COST_BYTES
 
 
 class Range(NamedTuple):
@@ -333,59 +344,3 @@ def unpack_failure(payload: bytes) -> KVStoreError:
     """Return the error that ``Failed`` carries."""
     name, _, text = payload.decode(errors="replace").partition("\0")
     return revive(name, text)
-
-
-class Budget:
-    """What a sender may still send. Not thread-safe.
-
-    ``limit_bytes`` bounds what may be granted at once: a receiver cannot make a sender queue
-    more than that for it.
-    """
-
-    limit_bytes: ClassVar[int] = MAX_CREDIT_BYTES
-
-    def __init__(self) -> None:
-        self._left_bytes = 0
-
-    def grant(self, credit_bytes: int) -> None:
-        """Take note of a grant. Raises InvalidRequestError past the limit."""
-        if self._left_bytes + credit_bytes > self.limit_bytes:
-            raise InvalidRequestError("credit_bytes", credit_bytes, f"at most {self.limit_bytes}")
-        self._left_bytes += credit_bytes
-
-    def spend(self, payload_bytes: int) -> bool:
-        """Take the cost of a part out; False, and nothing taken, when it is not covered."""
-        price = cost(payload_bytes)
-        if price > self._left_bytes:
-            return False
-        self._left_bytes -= price
-        return True
-
-
-class Window:
-    """What a receiver has granted and got. Not thread-safe."""
-
-    def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
-        self._window_bytes = window_bytes
-        self._under_way_bytes = 0
-        self._consumed_bytes = 0
-
-    def open(self) -> int:
-        """Return the first grant."""
-        self._under_way_bytes = self._window_bytes
-        return self._window_bytes
-
-    def receive(self, payload_bytes: int) -> None:
-        """Take note of a part. Raises InvalidRequestError when it was not covered."""
-        self._under_way_bytes -= cost(payload_bytes)
-        if self._under_way_bytes < 0:
-            raise InvalidRequestError("credit", payload_bytes, "wait for credit before sending")
-
-    def consume(self, payload_bytes: int) -> int:
-        """Take note that a part was dealt with; return what to grant now, mostly 0."""
-        self._consumed_bytes += cost(payload_bytes)
-        if self._consumed_bytes < self._window_bytes // 4:
-            return 0
-        due, self._consumed_bytes = self._consumed_bytes, 0
-        self._under_way_bytes += due
-        return due

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.credit import Window
 from kvstore.proto.errors import InvalidFrameError
 
 
@@ -79,7 +80,7 @@ class BulkPieces:
         """The server said its last word about this request."""
         self.frames = 0
         """What that word counted."""
-        self._window = bulk.Window(window_bytes)
+        self._window = Window(window_bytes)
 
     def open(self) -> int:
         """Return the first credit, to be sent with the request."""

@@ -343,7 +343,7 @@ class PlanResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., order: _Optional[_Iterable[int]] = ..., uses: _Optional[bytes] = ..., kept: _Optional[int] = ..., peak_chunks: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major", "ranges", "skip_rows")
+    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major", "ranges", "skip_rows", "peers")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +353,7 @@ class GetRequest(_message.Message):
     LAYER_MAJOR_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     SKIP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease_id: int
@@ -362,7 +363,8 @@ class GetRequest(_message.Message):
     layer_major: bool
     ranges: _containers.RepeatedCompositeFieldContainer[FrameRange]
     skip_rows: bytes
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ...) -> None: ...
+    peers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FrameRange(_message.Message):
     __slots__ = ("index", "start", "stop")
@@ -375,12 +377,14 @@ class FrameRange(_message.Message):
     def __init__(self, index: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class Places(_message.Message):
-    __slots__ = ("rows", "tier_names")
+    __slots__ = ("rows", "tier_names", "peers")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TIER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     rows: bytes
     tier_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, rows: _Optional[bytes] = ..., tier_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    peers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rows: _Optional[bytes] = ..., tier_names: _Optional[_Iterable[str]] = ..., peers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FramePart(_message.Message):
     __slots__ = ("frame_bytes", "offset", "data")
@@ -407,6 +411,32 @@ class GetResponse(_message.Message):
     places: Places
     part: FramePart
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., lease_id: _Optional[int] = ..., index: _Optional[int] = ..., tier: _Optional[str] = ..., places: _Optional[_Union[Places, _Mapping]] = ..., part: _Optional[_Union[FramePart, _Mapping]] = ...) -> None: ...
+
+class LendPeerRequest(_message.Message):
+    __slots__ = ("session_id", "number")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    number: int
+    def __init__(self, session_id: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class LendPeerResponse(_message.Message):
+    __slots__ = ("server", "stream_address", "stream_certificate", "session_id", "until_s", "token", "valid_ms")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VALID_MS_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    stream_address: str
+    stream_certificate: bytes
+    session_id: int
+    until_s: int
+    token: bytes
+    valid_ms: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ..., session_id: _Optional[int] = ..., until_s: _Optional[int] = ..., token: _Optional[bytes] = ..., valid_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids", "hints")

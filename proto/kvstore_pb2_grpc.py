@@ -74,6 +74,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.LendPeer = channel.unary_unary(
+                '/kvstore.v1.KVStore/LendPeer',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.LendPeerRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.LendPeerResponse.FromString,
+                _registered_method=True)
         self.Resolve = channel.unary_unary(
                 '/kvstore.v1.KVStore/Resolve',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ResolveRequest.SerializeToString,
@@ -241,6 +246,13 @@ class KVStoreServicer(object):
 
     def Release(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LendPeer(self, request, context):
+        """leave to read from another server
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -431,6 +443,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ReleaseRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'LendPeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.LendPeer,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.LendPeerRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.LendPeerResponse.SerializeToString,
             ),
             'Resolve': grpc.unary_unary_rpc_method_handler(
                     servicer.Resolve,
@@ -764,6 +781,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Release',
             kvstore_dot_proto_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LendPeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/LendPeer',
+            kvstore_dot_proto_dot_kvstore__pb2.LendPeerRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.LendPeerResponse.FromString,
             options,
             channel_credentials,
             insecure,

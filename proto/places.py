@@ -31,21 +31,22 @@ PLACE_ROW = np.dtype(
 
 
 class Reach(IntEnum):
-    """What a place's number counts: nothing, slabs of sealed memory, files, or arenas of a device
-    (the one there is has the number 0).
+    """What a place's number counts: nothing, slabs of sealed memory, files, arenas of a device
+    (the one there is has the number 0), or other servers that the reader asks itself.
     """
 
     none = 0
     memory = 1
     file = 2
     device = 3
+    peer = 4
 
 
 class Place(NamedTuple):
     """One frame: ``size_bytes`` from ``offset`` of the slab or file ``number``.
 
     ``tier`` is an index into the tier names that come along. The eight bytes before ``offset``
-    hold ``generation`` for as long as a place in memory is valid; in a file it is 0.
+    hold ``generation`` for as long as a place in memory is valid; elsewhere it is 0.
     """
 
     number: int

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,11 @@ from kvstore.server.policy.promotion import SecondRead
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
-from kvstore.tiers.base import FilePlace
+from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
+
+if TYPE_CHECKING:  # its file loads zmq
+    from kvstore.server.cluster.peer_tier import PeerTier
 
 READ_AHEAD_CHUNKS = 8
 """Of the chain, which media are told of at once that can use that."""
@@ -40,7 +43,7 @@ asked for so many at once.
 REMEMBERED_READS = 1 << 16
 """Chunks read once that a promotion may follow from; about 10 MB."""
 MAX_DUE = 1024
-"""Promotions from files that wait for the next tick; the oldest are forgotten beyond them."""
+"""Promotions that wait for the next tick; the oldest are forgotten beyond them."""
 IN_MEMORY = frozenset({Reach.memory})
 _NOT_HERE: Bytes = np.empty(0, np.uint8)
 
@@ -50,13 +53,13 @@ class Arrival:
     """A chunk in reach of its reader. ``tier`` is where it was when asked for.
 
     ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
-    in a file or in the arena of a device comes without the frame's bytes.
+    in a file, in the arena of a device or on another server comes without the frame's bytes.
     """
 
     index: int
     tier: str
     frame: Bytes
-    place: SlabPlace | FilePlace | None
+    place: SlabPlace | FilePlace | PeerPlace | None
 
     @property
     def size_bytes(self) -> int:
@@ -70,6 +73,8 @@ class _Near:
 
     shelves: Sequence[Shelf]
     least: Fidelity
+    peers: Collection[int] = ()
+    """The other servers from which the reader reads itself, by their numbers."""
     claims: list[Ticket] = field(default_factory=list)
     """Loads of this get, which end with it unless somebody else waits for them."""
 
@@ -78,8 +83,8 @@ class Delivery:
     """Gets at work. Thread-safe.
 
     What is not in CPU memory is promoted first, but for what the reader reads in place: in GPU
-    memory, or in a file, which spares it one of two copies. ``loose_bytes`` bounds the copies
-    made for readers while CPU memory is full of leases.
+    memory, in a file or from another server, which spares it one of two copies. ``loose_bytes``
+    bounds the copies made for readers while CPU memory is full of leases.
     """
 
     def __init__(
@@ -106,13 +111,15 @@ class Delivery:
         deadline: float,
         reach: Collection[Reach] = IN_MEMORY,
         least: Fidelity = Fidelity.exact,
+        peers: Collection[int] = (),
     ) -> Iterator[Arrival]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
         The caller holds the lease until it is done with what it got. *reach*: where it can read
-        in place. *least*: copies of lower fidelity are passed over, as if they were not there.
+        in place, and *peers* from which other servers. *least*: copies of lower fidelity are
+        passed over, as if they were not there.
         """
-        near = _Near(self._near(reach), least)
+        near = _Near(self._near(reach), least, peers)
         delivered = 0
         origins: list[str] = []
         try:
@@ -210,10 +217,19 @@ class Delivery:
         key: ChunkKey,
         reach: Collection[Reach] = IN_MEMORY,
         least: Fidelity = Fidelity.exact,
+        peers: Collection[int] = (),
     ) -> bool:
         """Whether *key* can be delivered without a load."""
         holders = self._catalog.holders(key, least)
-        return any(_is_in_place(shelf, key, holders) for shelf in self._near(reach))
+        if any(_is_in_place(shelf, key, holders) for shelf in self._near(reach)):
+            return True
+        nearest = self._transfers.nearest(key, holders)[:1] if peers else []
+        return any(self._transfers.peer_place(shelf, key, peers) is not None for shelf in nearest)
+
+    def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
+        """Return the numbers of other servers from which readers may read some of *keys*."""
+        shelf = self._transfers.peers
+        return set() if shelf is None else cast("PeerTier", shelf.tier).lenders(keys)
 
     def _near(self, reach: Collection[Reach]) -> list[Shelf]:
         """Return the shelves that the reader reads in place, nearest first."""
@@ -224,24 +240,30 @@ class Delivery:
 
     def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
         """Copy a chunk up, in the background, when it is read a second time and worth its room."""
-        gpu, filed = self._transfers.gpu, self._transfers.filed
-        from_file = filed is not None and name == filed.name
+        gpu = self._transfers.gpu
+        elsewhere = (self._transfers.filed, self._transfers.peers)
+        source = next((shelf for shelf in elsewhere if shelf and shelf.name == name), None)
         wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
-        if not (from_file or wants_gpu):
+        if not (source or wants_gpu):
             return
         with self._lock:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
         placement, cpu = self._transfers.placement, self._transfers.cpu
-        if from_file and filed and placement.promotes(key, filed, cpu):
-            # Not now: the copy would take a core from the reader, who is reading the file.
+        if source and placement.promotes(key, source, cpu):
+            # Not now: the copy would take a core from the reader, who is reading it there.
             self._due.append((key, session.tenant, name))
         if wants_gpu and gpu and placement.promotes(key, cpu, gpu):
             self._transfers.copy_up(key, session.tenant)
 
+    def forget(self, key: ChunkKey) -> None:
+        """It was deleted: what comes by its name has been read by nobody."""
+        with self._lock:
+            self._reads.forget(key)
+
     def promote_due(self) -> None:
-        """Begin to copy to CPU memory what was read from files twice, or past a lesser copy.
+        """Begin to copy to CPU memory what was read elsewhere twice, or past a lesser copy.
 
         Called at every tick.
         """
@@ -257,6 +279,8 @@ class Delivery:
             if _is_in_place(shelf, key, holders):
                 return shelf.name, None
         for shelf in self._transfers.nearest(key, holders):
+            if self._transfers.peer_place(shelf, key, near.peers) is not None:
+                return shelf.name, None
             ticket = self._transfers.load(key, shelf, session.tenant, claimed=True)
             near.claims.extend([ticket] if ticket else [])
             return shelf.name, ticket
@@ -274,7 +298,7 @@ class Delivery:
         for _ in range(2 * len(self._transfers.shelves)):
             name, ticket = self._load(session, key, near)
             if ticket is None:
-                return self._in_place(index, key, name) if name else None
+                return self._in_place(index, key, name, near.peers) if name else None
             try:
                 self._mover.wait(ticket, deadline)
                 if self._is_barred(key, near.least):
@@ -295,12 +319,19 @@ class Delivery:
         holders = self._catalog.holders
         return cpu in holders(key) and cpu not in holders(key, least)
 
-    def _in_place(self, index: int, key: ChunkKey, name: str) -> Arrival | None:
+    def _in_place(
+        self, index: int, key: ChunkKey, name: str, peers: Collection[int]
+    ) -> Arrival | None:
         if name == self._transfers.cpu.name:
             return self._in_cpu(index, key)
-        tier = self._transfers.shelves[name].tier
+        shelf = self._transfers.shelves[name]
         gpu = self._transfers.gpu_tier
-        place = gpu.locate(key) if gpu is tier else tier.file_place(key)
+        place: SlabPlace | FilePlace | PeerPlace | None
+        if shelf is self._transfers.peers:
+            place = self._transfers.peer_place(shelf, key, peers)
+            self._counters.add("peer_lent_chunks", place is not None)
+        else:
+            place = gpu.locate(key) if gpu is shelf.tier else shelf.tier.file_place(key)
         return None if place is None else Arrival(index, name, _NOT_HERE, place)
 
     def _in_cpu(self, index: int, key: ChunkKey) -> Arrival | None:

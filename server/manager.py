@@ -279,6 +279,7 @@ class TierManager:
             if gone and not tier:
                 self.transfers.outcomes.note(key, Fate.deleted)
             self._sweep(key, deadline)
+            self.gets.forget(key)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased

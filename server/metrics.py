@@ -86,6 +86,7 @@ COUNTERS: Mapping[str, str] = {
     "peer_found_chunks": "chunks that other servers said they have in memory",
     "peer_read_chunks": "chunks that came whole from other servers",
     "peer_read_bytes": "frame bytes that came from other servers",
+    "peer_lent_chunks": "chunks of other servers that readers were sent to read there themselves",
     "peer_passed_chunks": "chunks of other servers that left memory after their first read",
     "peer_failures": "requests that another server did not answer in time",
     "peer_refusals": "requests that another server was too busy for, or we for it",

@@ -29,10 +29,11 @@ _FULLEST = 0.5
 class Prefetch:
     """Loads ahead of gets. Thread-safe.
 
-    Only for readers that do not read files in place: for those the loads are the ones that the
-    get would begin with, earlier. At most *limit_bytes* are under way; 0: none. A victim of GPU
-    memory is in CPU memory already, pinned, so what is loaded is what lies below (the victim
-    buffer and its prefetcher are those of LSM-GNN, arXiv 2407.15264).
+    Only for readers that do not read files in place, and of what they do not read from another
+    server: for those the loads are the ones that the get would begin with, earlier. At most
+    *limit_bytes* are under way; 0: none. A victim of GPU memory is in CPU memory already, pinned,
+    so what is loaded is what lies below (the victim buffer and its prefetcher are those of
+    LSM-GNN, arXiv 2407.15264).
     """
 
     def __init__(self, transfers: Transfers, limit_bytes: int) -> None:
@@ -71,6 +72,8 @@ class Prefetch:
             left_bytes -= int(sizes[at])
             shelf = self._transfers.sources[int(sources[at])]
             if shelf not in self._transfers.lower_shelves():
+                continue
+            if self._transfers.peer_place(shelf, chain[at], session.reads_from) is not None:
                 continue
             ticket = self._begin(session, chain[at], shelf) if left_bytes >= 0 else None
             if ticket is None:

@@ -6,7 +6,7 @@ An evicted chunk of which no lower tier has a copy as good as it can get is demo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
@@ -29,7 +29,7 @@ from kvstore.server.placement import Placement
 from kvstore.server.policy.admission import Moment
 from kvstore.server.reserved_room import NOTHING, ReservedRoom
 from kvstore.server.shelf import Room, Shelf
-from kvstore.tiers.base import Reservation
+from kvstore.tiers.base import PeerPlace, Reservation
 from kvstore.tiers.cpu import CpuTier
 
 if TYPE_CHECKING:  # their files load zmq and torch
@@ -266,6 +266,12 @@ class Reclaim(ABC):
             usable.remove(self.peers)
             usable.append(self.peers)
         return usable
+
+    def peer_place(self, shelf: Shelf, key: ChunkKey, peers: Collection[int]) -> PeerPlace | None:
+        """Return from where who reads from *peers* itself has *key* of *shelf*; None: from none."""
+        if not peers or shelf is not self.peers:
+            return None
+        return cast("PeerTier", shelf.tier).peer_place(key, peers)
 
     def lower_shelves(self) -> list[Shelf]:
         """Return the shelves below CPU memory that can be written, fastest first."""

@@ -41,6 +41,8 @@ from kvstore.server.trust.quota_desk import QuotaDesk
 from kvstore.server.trust.trust import Trust
 
 MAX_CLIENT_CHARS = 128
+MAX_READ_PEERS = 64
+"""Other servers that one get is let read from; more of those that it names are passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,8 @@ class KVStoreService(
         elif request.layer_major:
             messages = stream.layers(keys[:known], skipped)
         else:
-            messages = stream.frames(keys[:known], reach)
+            session.reads_from = frozenset(request.peers[:MAX_READ_PEERS])
+            messages = stream.frames(keys[:known], reach, session.reads_from)
         release = not request.lease_id
         told = False
         try:

@@ -62,6 +62,10 @@ class Session:
     """Whether its process holds the data plane's socket open: then it is alive."""
     is_peer: bool = False
     """Whether it is another server's, which names chunks by whole keys; it has no model."""
+    reads_from: frozenset[int] = frozenset()
+    """The other servers that its process reads from itself, as its last get said."""
+    opened_at: float = 0.0
+    """On the clock of the table."""
     is_closed: bool = False
     """Set before what it owns is released: nothing may be given to it from then on."""
 
@@ -159,6 +163,7 @@ class SessionTable:
                 tenant = session.owner.tenant
                 if sum(one.owner.tenant == tenant for one in self._sessions.values()) >= spared:
                     raise QuotaExceededError("max_sessions", self._limit, f"tenant {tenant!r}")
+            session.opened_at = self._clock()
             self._sessions[session.session_id] = session
 
     def get(self, session_id: int) -> Session:

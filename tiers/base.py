@@ -53,6 +53,13 @@ class FilePlace(NamedTuple):
     size_bytes: int
 
 
+class PeerPlace(NamedTuple):
+    """A frame in the memory of another server, which the reader knows by ``number``."""
+
+    number: int
+    size_bytes: int
+
+
 class Tier(ABC):
     """One medium with a byte capacity.
 

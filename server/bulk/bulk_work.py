@@ -12,13 +12,12 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.bulk import (
     MAX_CREDIT_BYTES,
     MAX_PAYLOAD_BYTES,
-    Budget,
     Get,
     Part,
     Put,
-    Window,
     tier_bytes,
 )
+from kvstore.proto.credit import Budget, Window
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, LeaseExpiredError
 from kvstore.server.sessions import Session
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from kvstore.proto.bulk import Guest
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -18,6 +19,8 @@ from kvstore.proto.errors import (
     ShuttingDownError,
     UnauthenticatedError,
 )
+from kvstore.proto.guest_token import GUEST_S, guest_token
+from kvstore.proto.types import Namespace
 from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.peer_link import PeerLink, PeerTerms
 from kvstore.server.cluster.stream_link import StreamLink
@@ -36,6 +39,15 @@ STREAMS_AGAIN_S = 30.0
 _EWMA_WEIGHT = 0.2
 
 AnyLink = TypeVar("AnyLink", PeerLink, StreamLink)
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Where a client of ours reads from a peer itself, and the word by which it is let in."""
+
+    stream_address: str
+    stream_certificate: bytes
+    guest: Guest
 
 
 @dataclass(slots=True)
@@ -62,8 +74,12 @@ class PeerSpeed:
 class Peer:
     """``address`` is where its gRPC service is. Thread-safe; *clock* returns monotonic seconds."""
 
-    def __init__(self, address: str, breaker: Breaker, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, address: str, breaker: Breaker, clock: Callable[[], float], number: int = 0
+    ) -> None:
         self.address = address
+        self.number = number
+        """What our clients know it by."""
         self.breaker = breaker
         self.speed = PeerSpeed()
         self.incarnation = 0
@@ -72,6 +88,7 @@ class Peer:
         self.heard_at = 0.0
         self._clock = clock
         self._terms: PeerTerms | None = None
+        self._let_in_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._idle: list[PeerLink] = []
         self._idle_streams: list[StreamLink] = []
@@ -84,7 +101,7 @@ class Peer:
         """Reads in a row that failed, though it answered questions in between."""
         self._has_answered = False
         self._barred_until = 0.0
-        # Guards the twelve above.
+        # Guards the thirteen above.
         self._lock = threading.Lock()
 
     @property
@@ -120,6 +137,7 @@ class Peer:
         with self._lock:
             self._terms, self._context = terms, context
             self._has_streams, self._no_streams_until = False, 0.0
+            self._let_in_at = self._clock()
         self.heard_at = self._clock()
 
     def forget(self) -> None:
@@ -133,6 +151,26 @@ class Peer:
             link.close()
         for stream in lent:
             stream.hang_up()
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether clients of ours may read from it themselves: it is up, and has streams."""
+        return self._has_streams and self.is_up
+
+    def let_guest(self, space: Namespace) -> Lent | None:
+        """Let a client of ours read chunks of *space*; None where there is nothing to let it to.
+
+        The peer hears of it from the client. Time is told from the start of our session there,
+        so that the clocks of two hosts need not agree.
+        """
+        with self._lock:
+            terms, began_at = self._terms, self._let_in_at
+        if terms is None or not self.is_lent:
+            return None
+        until_s = int(self._clock() - began_at) + GUEST_S
+        token = guest_token(terms.token, terms.session_id, space, until_s)
+        guest = Guest(0, terms.session_id, space, until_s, token)
+        return Lent(terms.stream_address, terms.stream_certificate, guest)
 
     @contextmanager
     def lend(self) -> Iterator[PeerLink]:

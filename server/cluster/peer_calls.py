@@ -1,16 +1,19 @@
-"""The RPC by which another server comes in: OpenPeer."""
+"""The RPCs by which another server comes in, and a client learns how to read from one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.guest_token import GUEST_S
 from kvstore.server.trust.gatekeeper import principal_of
 
 if TYPE_CHECKING:
     import grpc
 
+    from kvstore.server.cluster.peer_tier import PeerTier
+    from kvstore.server.manager import TierManager
     from kvstore.server.rpc.checks import Checks
     from kvstore.server.service import Identity
     from kvstore.server.sessions import SessionTable
@@ -21,6 +24,7 @@ MAX_NODE_ID_CHARS = 128
 class PeerCalls:
     """A part of the service. What it reads is set by the service's constructor."""
 
+    _manager: TierManager
     _sessions: SessionTable
     _checks: Checks
     _identity: Identity
@@ -48,4 +52,26 @@ class PeerCalls:
             zmq_public_key=self._identity.zmq_public_key,
             stream_address=self._identity.stream_address,
             stream_certificate=self._identity.stream_certificate,
+        )
+
+    def LendPeer(
+        self, request: pb.LendPeerRequest, context: grpc.ServicerContext
+    ) -> pb.LendPeerResponse:
+        """Let a client read chunks of its namespace from another server's memory itself."""
+        session = self._sessions.get(request.session_id)
+        shelf = self._manager.transfers.peers
+        peer = cast("PeerTier", shelf.tier).peers.numbered(request.number) if shelf else None
+        if peer is None:
+            raise InvalidRequestError("number", request.number, "of no server that is known")
+        lent = peer.let_guest(session.namespace)
+        if lent is None:
+            raise TierUnavailableError("peer", f"{peer.address}: has no streams, or is not up")
+        return pb.LendPeerResponse(
+            server=self._stamp,
+            stream_address=lent.stream_address,
+            stream_certificate=lent.stream_certificate,
+            session_id=lent.guest.session_id,
+            until_s=lent.guest.until_s,
+            token=lent.guest.token,
+            valid_ms=1000 * GUEST_S,
         )

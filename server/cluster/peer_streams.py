@@ -1,12 +1,14 @@
 """PeerStreams: TCP connections over which other servers read this one's memory, and clients frames.
 
 One thread waits for all who say nothing; threads answer who asked. Who has not said yet whose
-connection it is has threads of his own to be slow with, and so have clients.
+connection it is has threads of his own to be slow with, and so have clients, those of other
+servers, their guests, among them.
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import selectors
 import socket
@@ -27,6 +29,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
+from kvstore.proto.guest_token import is_genuine
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.bulk_service import BulkService
 from kvstore.server.bulk.zmq_peer import Door
@@ -44,10 +47,12 @@ MAX_STREAMS = 1024
 MAX_CLIENT_STREAMS = 512
 """Of them those of clients, so that other servers find room."""
 STREAMS_PER_SESSION = 16
+GUEST_STREAMS_PER_SESSION = 128
+"""Of the clients of one other server, all together."""
+GUEST_GET_S = 60.0
+"""What a guest's get takes at most."""
 HELLO_THREADS = 2
 _SWEEP_S = 1.0
-_BACKLOG = 128
-_ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 
 logger = structlog.get_logger(__name__)
 
@@ -58,7 +63,16 @@ class _Stream:
     session: Session
     origin: str
     """The address that it came from."""
+    guest: bulk.Guest | None = None
+    """What a client of the session's server was let in by; None: it is that server, or a client
+    of this one.
+    """
     is_served: bool = False
+
+    @property
+    def is_client(self) -> bool:
+        """Whether it is of an engine, not of another server."""
+        return self.guest is not None or not self.session.is_peer
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +181,7 @@ class PeerStreams:
             waiting.unregister(key.fileobj)
             if isinstance(key.data, _Stranger):
                 self._hellos.submit(self._welcome, key.data)
-            elif key.data.session.is_peer:
+            elif not key.data.is_client:
                 self._workers.submit(self._serve, key.data)
             else:
                 self._serve_client(key.data)
@@ -213,9 +227,14 @@ class PeerStreams:
             if isinstance(key.data, _Stranger) and now >= key.data.until:
                 waiting.unregister(key.fileobj)
                 self._forget(key.data)
-            elif isinstance(key.data, _Stream) and key.data.session.is_closed:
+            elif isinstance(key.data, _Stream) and self._is_over(key.data):
                 waiting.unregister(key.fileobj)
                 self._drop(key.data)
+
+    def _is_over(self, stream: _Stream) -> bool:
+        guest = stream.guest
+        until_s = math.inf if guest is None else stream.session.opened_at + guest.until_s
+        return stream.session.is_closed or self._terms.clock() >= until_s
 
     # --- threads that answer
 
@@ -228,7 +247,7 @@ class PeerStreams:
                 link = self._tls.wrap_socket(link, server_side=True)
             wire = StreamWire(link, "peer", self._terms.clock, is_encrypted=self._tls is not None)
             wire.patience(HELLO_S, stranger.until + HELLO_S)
-            stream = _Stream(wire, self._attached(wire), stranger.origin)
+            stream = self._attached(wire, stranger.origin)
         except (OSError, KVStoreError) as error:
             logger.info("refused", method="stream", reason=str(error))
             self._terms.door.note(None, "Attach", type(error).__name__, 0, stranger.origin)
@@ -240,28 +259,33 @@ class PeerStreams:
             self._streams.add(stream)
         self._wait_again(stream)
 
-    def _attached(self, wire: StreamWire) -> Session:
+    def _attached(self, wire: StreamWire, origin: str) -> _Stream:
         word, _ = wire.receive()
         try:
-            if not isinstance(word, bulk.Attach):
+            if not isinstance(word, bulk.Attach | bulk.Guest):
                 raise UnauthenticatedError("say first whose connection it is")
             session = self._terms.sessions.get(word.session_id)
-            if not hmac.compare_digest(session.attach_token, word.token):
+            guest = word if isinstance(word, bulk.Guest) else None
+            stream = _Stream(wire, session, origin, guest)
+            if not _is_genuine(session, word) or self._is_over(stream):
                 raise UnauthenticatedError("token: not this session's; open a session first")
-            self._check_room(session)
+            self._check_room(stream)
         except KVStoreError as error:
             _refuse(wire, word, error)
             raise
         wire.send(bulk.Attached(word.request))
-        return session
+        return stream
 
-    def _check_room(self, session: Session) -> None:
+    def _check_room(self, stream: _Stream) -> None:
+        session = stream.session
+        most = STREAMS_PER_SESSION if stream.guest is None else GUEST_STREAMS_PER_SESSION
         with self._lock:
-            others = [stream.session for stream in self._streams]
-        if sum(other is session for other in others) >= STREAMS_PER_SESSION:
-            raise QuotaExceededError("streams_per_session", STREAMS_PER_SESSION, session.client)
-        is_full = sum(not other.is_peer for other in others) >= MAX_CLIENT_STREAMS
-        if is_full and not session.is_peer:
+            others = list(self._streams)
+        alike = [one for one in others if one.session is session]
+        if sum((one.guest is None) is (stream.guest is None) for one in alike) >= most:
+            raise QuotaExceededError("streams_per_session", most, session.client)
+        is_full = sum(one.is_client for one in others) >= MAX_CLIENT_STREAMS
+        if is_full and stream.is_client:
             raise QuotaExceededError("client_streams", MAX_CLIENT_STREAMS, session.client)
 
     def _serve(self, stream: _Stream) -> None:
@@ -283,7 +307,7 @@ class PeerStreams:
                 self._note(stream, type(error).__name__, 0)
         finally:
             with self._lock:
-                self._getting -= not stream.session.is_peer
+                self._getting -= stream.is_client
             if self._closed or not is_answered:
                 self._drop(stream)
         stream.is_served = False
@@ -298,9 +322,13 @@ class PeerStreams:
             if word.session_id != session.session_id:
                 raise UnauthenticatedError("session_id: ask on the connection of your session")
             terms.door.admit(session, "OpenPeer" if session.is_peer else "Get")
-            if session.is_peer:
-                until = terms.clock() + word.deadline_ms / 1000
+            until = terms.clock() + word.deadline_ms / 1000
+            if stream.guest is not None:
+                until = min(until, terms.clock() + GUEST_GET_S)
                 work = StreamWork(stream.wire, word, until, terms.pause)
+                self._get_for_guest(stream, stream.guest, work, payload)
+            elif session.is_peer:
+                work = StreamWork(stream.wire, word, until, terms.pause, is_for_client=False)
                 self._get_for_peer(work, payload)
             else:
                 work = StreamWork(stream.wire, word, terms.service.checked(word))
@@ -326,6 +354,16 @@ class PeerStreams:
         finally:
             desk.leave(work.word)
 
+    def _get_for_guest(
+        self, stream: _Stream, guest: bulk.Guest, work: StreamWork, payload: bytes
+    ) -> None:
+        """Not counted at the desk: its own threads are what bounds it, as other clients."""
+        if self._is_over(stream):
+            raise UnauthenticatedError("until_s: over; ask your server to be let in again")
+        if payload[: len(guest.namespace)] != guest.namespace or work.word.flags != bulk.PEER:
+            raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
+        self._terms.service.desk.get(work, payload)
+
     def _note(self, stream: _Stream, outcome: str, frames: int) -> None:
         self._terms.door.note(stream.session, "Get", outcome, frames, stream.origin)
 
@@ -346,21 +384,11 @@ class PeerStreams:
         stranger.link.close()
 
 
+def _is_genuine(session: Session, word: bulk.Attach | bulk.Guest) -> bool:
+    if isinstance(word, bulk.Attach):
+        return hmac.compare_digest(session.attach_token, word.token)
+    return session.is_peer and is_genuine(word, session.attach_token)
+
+
 def _refuse(wire: StreamWire, word: bulk.Word, error: KVStoreError) -> None:
     wire.send(bulk.Failed(word.request), bulk.pack_failure(type(error).__name__, str(error)))
-
-
-def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """Bind *host* and *port*; return the listener, and the address to connect to.
-
-    Raises InvalidRequestError.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        bound = host.replace("*", _ANY_HOST[0])
-        listener = socket.create_server((bound, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        fix = f"{error.strerror}; is it taken? choose another port"
-        raise InvalidRequestError("peer_port", port, fix) from None
-    named = "*" if host in _ANY_HOST else f"[{host}]" if ":" in host else host
-    return listener, f"tcp://{named}:{listener.getsockname()[1]}"

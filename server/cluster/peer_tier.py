@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import ClassVar
@@ -23,7 +23,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peers import Offer, Peers
 from kvstore.server.metrics import Counters
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation, Tier, TierStats
 
 KNOWN_S = 10.0
 MAX_KNOWN_CHUNKS = 1 << 16
@@ -153,6 +153,24 @@ class PeerTier(Tier):
         with self._lock:
             found = self._offers.get(key)
         return None if found is None else found[0]
+
+    # --- reading by others
+
+    def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
+        """Return the numbers of those who have some of *keys*, and whom readers may ask."""
+        offers = filter(None, map(self._offer, keys))
+        peers = {peer for offer in offers for peer in offer.peers}
+        return {peer.number for peer in peers if peer.is_lent}
+
+    def peer_place(self, key: ChunkKey, numbers: Collection[int]) -> PeerPlace | None:
+        """Return from whom of *numbers* a reader gets *key* fastest; None from none of them."""
+        offer = self._offer(key)
+        if offer is None:
+            return None
+        lent = [peer for peer in offer.peers if peer.number in numbers and peer.is_lent]
+        size_bytes = offer.info.size_bytes
+        peer = min(lent, key=lambda one: one.speed.load_s(size_bytes), default=None)
+        return None if peer is None else PeerPlace(peer.number, size_bytes)
 
     # --- reading
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -100,6 +100,7 @@ class Peers:
         self._boot_id = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.runs = PeerRuns()
+        self._numbers = count(1)
         self._static = [self._new(address) for address in terms.addresses[:MAX_ASKED_PEERS]]
         self._listed: OrderedDict[str, Peer] = OrderedDict()
         # Guards the table of nodes that the directory told of.
@@ -109,7 +110,7 @@ class Peers:
 
     def _new(self, address: str) -> Peer:
         breaker = Breaker(self._terms.failures, self._terms.retry_ms, self._clock)
-        return Peer(address, breaker, self._clock)
+        return Peer(address, breaker, self._clock, next(self._numbers))
 
     def start(self, node_id: str, boot_id: int) -> None:
         """Begin to open sessions; peers hear of us as *node_id*, and know us by *boot_id*."""
@@ -136,6 +137,10 @@ class Peers:
         """Return every peer that is known, up or not."""
         with self._lock:
             return [*self._static, *self._listed.values()]
+
+    def numbered(self, number: int) -> Peer | None:
+        """Return the peer that our clients know by *number*; None when it is known no more."""
+        return next((peer for peer in self.known() if peer.number == number), None)
 
     # --- upkeep
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.bulk.zmq_peer import Door
-from kvstore.server.cluster.peer_streams import PeerStreams, StreamTerms, listen
+from kvstore.server.cluster.peer_streams import PeerStreams, StreamTerms
 from kvstore.server.config import ServerConfig
 from kvstore.server.sessions import SessionTable
 from kvstore.server.settings.units import parse_endpoint
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 YIELD_S = 0.001
 """Before a part for another server, while this one's own clients are sent frames."""
+_ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
+_BACKLOG = 128
 
 
 class StreamsAt(NamedTuple):
@@ -57,3 +61,19 @@ def open_streams(
     terms = StreamTerms(sessions, door, service, threads, config.workers, clock, pause)
     streams = PeerStreams(listener, address, tls.context if tls else None, terms)
     return streams, StreamsAt(address, tls.certificate if tls else b"")
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """Bind *host* and *port*; return the listener, and the address to connect to.
+
+    Raises InvalidRequestError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        bound = host.replace("*", _ANY_HOST[0])
+        listener = socket.create_server((bound, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        fix = f"{error.strerror}; is it taken? choose another port"
+        raise InvalidRequestError("peer_port", port, fix) from None
+    named = "*" if host in _ANY_HOST else f"[{host}]" if ":" in host else host
+    return listener, f"tcp://{named}:{listener.getsockname()[1]}"

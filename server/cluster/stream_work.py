@@ -24,7 +24,8 @@ def _at_once() -> None:
 class StreamWork:
     """What ``PeerDesk.get`` and ``BulkService.get`` ask of a get, over *wire*. Used by one thread.
 
-    *deadline* is on the clock of *wire*; *pause* is called before each part.
+    *deadline* is on the clock of *wire*; *pause* is called before each part. A frame begins with a
+    short part when it *is_for_client*.
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class StreamWork:
         word: bulk.Get,
         deadline: float,
         pause: Callable[[], None] = _at_once,
+        *,
+        is_for_client: bool = True,
     ) -> None:
         self.word = word
         self.deadline = deadline
@@ -41,6 +44,7 @@ class StreamWork:
         """The other end is gone or late, in the midst of a frame: nothing more can be said."""
         self._wire = wire
         self._pause = pause
+        self._is_for_client = is_for_client
         wire.patience(SILENCE_S, deadline)
 
     def offer(self, piece: Piece) -> bool:
@@ -63,7 +67,7 @@ class StreamWork:
         return True
 
     def _part_bytes(self, at: int) -> int:
-        is_first = not at and not self.word.flags & bulk.PEER
+        is_first = not at and self._is_for_client
         return FIRST_PART_BYTES if is_first else bulk.MAX_PAYLOAD_BYTES
 
     def settle(self) -> bool:

@@ -28,5 +28,9 @@ class SecondRead:
             self._once.popitem(last=False)
         return False
 
+    def forget(self, key: ChunkKey) -> None:
+        """It was read by nobody."""
+        self._once.pop(key, None)
+
     def __len__(self) -> int:
         return len(self._once)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -18,7 +18,7 @@ from kvstore.server.manager import TierManager
 from kvstore.server.rpc.layered import LayeredGet, LayerPart
 from kvstore.server.rpc.ranged import RangedRead, Span
 from kvstore.server.sessions import Session
-from kvstore.tiers.base import FilePlace
+from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
 
 REACH: dict[int, Collection[Reach] | None] = {
@@ -81,9 +81,12 @@ class GetStream:
                     yield from self._pieces(part)
 
     def frames(
-        self, keys: Sequence[ChunkKey], reach: Collection[Reach] | None
+        self,
+        keys: Sequence[ChunkKey],
+        reach: Collection[Reach] | None,
+        peers: Collection[int] = (),
     ) -> Iterator[pb.GetResponse]:
-        """Yield the chunks in order: where they are within *reach*, else their bytes."""
+        """Yield the chunks in order: where they are on *peers* or within *reach*, else bytes."""
         gets = self.manager.gets
         if reach is None:
             for arrival in gets.get(self.session, keys, self.deadline, IN_MEMORY, self.least):
@@ -94,42 +97,49 @@ class GetStream:
             yield self._places(0, rows.tobytes(), gets.place_names(reach))
             gets.were_told(self.session, keys, rows)
         if len(rows) < len(keys):
-            yield from self._loaded(keys, len(rows), reach)
+            yield from self._loaded(keys, len(rows), reach, peers)
 
     def _loaded(
-        self, keys: Sequence[ChunkKey], first: int, reach: Collection[Reach]
+        self,
+        keys: Sequence[ChunkKey],
+        first: int,
+        reach: Collection[Reach],
+        peers: Collection[int],
     ) -> Iterator[pb.GetResponse]:
         """Yield the chunks from *first* on; what is there without a load is told together."""
         gets, least = self.manager.gets, self.least
         there: list[Arrival] = []
-        for one in gets.get(self.session, keys[first:], self.deadline, reach, least):
+        lenders = gets.lenders(keys[first:])
+        for one in gets.get(self.session, keys[first:], self.deadline, reach, least, peers):
             arrival = replace(one, index=one.index + first)
             if arrival.place is None:
                 yield from self._parts(arrival)
                 continue
             there.append(arrival)
             following = keys[arrival.index + 1 :][:1]
-            if not (following and gets.in_reach(following[0], reach, least)):
-                yield self._arrivals(there)
+            if not (following and gets.in_reach(following[0], reach, least, peers)):
+                yield self._arrivals(there, lenders)
                 there = []
         if there:
-            yield self._arrivals(there)
+            yield self._arrivals(there, lenders)
 
-    def _arrivals(self, arrivals: Sequence[Arrival]) -> pb.GetResponse:
+    def _arrivals(self, arrivals: Sequence[Arrival], lenders: Iterable[int]) -> pb.GetResponse:
         names = list(dict.fromkeys(arrival.tier for arrival in arrivals))
         rows = pack_places(
             _row(arrival.place, names.index(arrival.tier))
             for arrival in arrivals
             if arrival.place is not None
         )
-        return self._places(arrivals[0].index, rows, names)
+        return self._places(arrivals[0].index, rows, names, lenders)
 
-    def _places(self, index: int, rows: bytes, names: Sequence[str]) -> pb.GetResponse:
+    def _places(
+        self, index: int, rows: bytes, names: Sequence[str], lenders: Iterable[int] = ()
+    ) -> pb.GetResponse:
         return pb.GetResponse(
             server=self.stamp,
             lease_id=self.lease_id,
             index=index,
-            places=pb.Places(rows=rows, tier_names=names),
+            places=pb.Places(rows=rows, tier_names=names, peers=lenders),
         )
 
     def _parts(self, arrival: Arrival) -> Iterator[pb.GetResponse]:
@@ -153,7 +163,9 @@ class GetStream:
             )
 
 
-def _row(place: SlabPlace | FilePlace, tier: int) -> Place:
+def _row(place: SlabPlace | FilePlace | PeerPlace, tier: int) -> Place:
+    if isinstance(place, PeerPlace):
+        return Place(place.number, Reach.peer, tier, 0, place.size_bytes, 0)
     if isinstance(place, FilePlace):
         return Place(place.extent, Reach.file, tier, place.offset, place.size_bytes, 0)
     reach = Reach.device if place.slab_id == ARENA_SLAB else Reach.memory

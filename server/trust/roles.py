@@ -22,6 +22,7 @@ METHODS: Mapping[str, str] = {
     "Plan": "read",
     "Get": "read",
     "Release": "read",
+    "LendPeer": "read",
     "Resolve": "read",
     "ReportReuse": "write",
     "Put": "write",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bench.peer_limits import KINDS, landing
-from bench.peer_nodes import PART_BYTES, PeerTimes, add, raw_zmq
+from bench.peer_nodes import PART_BYTES, HitTimes, PeerTimes, add, raw_zmq
 from bench.report import Report
 
 
@@ -22,10 +22,11 @@ def test_the_bare_loop_brings_and_copies_all_and_can_be_repeated(kind: str) -> N
 def test_the_report_has_the_ratio_and_the_lookups() -> None:
     report = Report("peer_nodes")
     times = {"found": [0.001] * 99 + [0.5], "missed": [0.002] * 100, "directory_found": [0.003]}
-    add(report, PeerTimes(1 << 20, 0.3, 0.2, 1.25, 0.75, times))
+    add(report, PeerTimes(HitTimes(1 << 20, 0.3, 0.4, 0.2), 1.25, 0.75, times))
     assert report.values["peer_hit_over_raw"] == 1.5
-    assert report.values["peer_hit_limit_over_raw"] == 1.25
-    assert report.values["peer_hit_straight_over_raw"] == 0.75
+    assert report.values["peer_hit_by_way_over_raw"] == 2.0
+    assert report.values["peer_hit_limit_over_raw"] == 0.75
+    assert report.values["peer_hit_by_way_limit_over_raw"] == 1.25
     assert report.values["peer_lookup_directory_found_ms_p99"] == 3.0
     assert report.values["peer_lookup_found_ms_p50"] == 1.0
     assert report.values["peer_lookup_missed_ms_p99"] == 2.0

@@ -19,7 +19,7 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, keys_of, store
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.frame_stream import FrameStream
+from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.zmq_link import ZmqLink
@@ -155,7 +155,7 @@ def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_
         (FrameStreams.hang_up, "hangs"),
     ):
         with closing(Answerer([])) as other:
-            streams = FrameStreams(other.where, other.terms)
+            streams = FrameStreams(Entrance.of(other.where, other.terms))
             stream = streams.take()
             assert stream is not None
             threading.Timer(0.05, end, [streams]).start()
@@ -320,7 +320,7 @@ class Rooms:
 
 def answered(words: Words, within_s: float = SOON_S, *, hangs_up: bool = False) -> int:
     with closing(Answerer(words, hangs_up=hangs_up)) as other:
-        stream = FrameStream(other.where, other.terms, lambda: False, SOON_S)
+        stream = FrameStream(Entrance.of(other.where, other.terms), lambda: False, SOON_S)
         with closing(stream):
             return read(stream, within_s)
 
@@ -362,7 +362,7 @@ def test_a_server_that_falls_silent_in_a_frame_costs_the_deadline() -> None:
 def test_a_server_that_sends_a_byte_now_and_then_costs_the_deadline() -> None:
     words = [part(at, 1) for at in range(500)]
     with closing(Answerer(words, pause_s=0.01)) as other:
-        stream = FrameStream(other.where, other.terms, lambda: False, SOON_S)
+        stream = FrameStream(Entrance.of(other.where, other.terms), lambda: False, SOON_S)
         with closing(stream), pytest.raises(DeadlineError):
             read(stream, 0.2)
 
@@ -378,6 +378,6 @@ def session(make_server: ServerMaker) -> Iterator[Session]:
 
 def test_who_shows_another_token_has_no_stream(session: Session) -> None:
     terms = replace(session.terms, attach_token=bytes(16))
-    with closing(FrameStreams(session.terms.stream_address, terms)) as streams:
+    with closing(FrameStreams(Entrance.of(session.terms.stream_address, terms))) as streams:
         assert streams.take() is None
         assert streams._is_refused

@@ -11,14 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto import bulk
-from kvstore.proto.bulk import Budget, Kind, Window, Word, pack, unpack
+from kvstore.proto.bulk import Kind, Word, pack, unpack
+from kvstore.proto.credit import Budget, Window, cost
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierFullError
+from kvstore.proto.guest_token import guest_token
 
 U64 = st.integers(0, (1 << 64) - 1)
 U32 = st.integers(0, (1 << 32) - 1)
 WORDS: st.SearchStrategy[Word] = st.one_of(
     st.builds(bulk.Attach, U64, U64, st.binary(min_size=16, max_size=16)),
     st.builds(bulk.Attached, U64),
+    st.builds(
+        bulk.Guest,
+        U64,
+        U64,
+        st.binary(min_size=16, max_size=16),
+        U32,
+        st.binary(min_size=16, max_size=16),
+    ),
     st.builds(bulk.Get, U64, U64, U64, U64, U32, U32),
     st.builds(bulk.Put, U64, U64, U32, U32),
     st.builds(bulk.Part, U64, U64, U64, U32, st.binary(min_size=8, max_size=8)),
@@ -70,7 +80,7 @@ def test_rubbish_is_refused_cleanly(header: bytes, payload_bytes: int | None) ->
         unpack(header, payload_bytes)
 
 
-@pytest.mark.parametrize(("version", "kind"), [(2, 7), (0, 7), (1, 0), (1, 12), (65535, 65535)])
+@pytest.mark.parametrize(("version", "kind"), [(2, 7), (0, 7), (1, 0), (1, 13), (65535, 65535)])
 def test_unknown_versions_and_kinds_are_refused(version: int, kind: int) -> None:
     header = struct.pack("<4sHHQ", bulk.MAGIC, version, kind, 1)
     with pytest.raises(InvalidRequestError, match="speak version 1"):
@@ -81,9 +91,11 @@ def test_the_vectors_of_the_bulk_channel_are_what_the_code_sends() -> None:
     v = vectors()
     token = bytes(range(16))
     session = 0x1122334455667788
+    space = bytes(range(16, 32))
     words: dict[str, Word] = {
         "bulk_attach": bulk.Attach(0, session, token),
         "bulk_attached": bulk.Attached(0),
+        "bulk_guest": bulk.Guest(0, session, space, 300, guest_token(token, session, space, 300)),
         "bulk_get": bulk.Get(1, session, 0, 8 << 20, 2000, 0),
         "bulk_part": bulk.Part(1, 2368, 0, 0, bulk.tier_bytes("cpu")),
         "bulk_credit": bulk.Credit(1, 18752),
@@ -133,7 +145,7 @@ def test_an_error_comes_back_as_its_class() -> None:
 def test_a_sender_never_has_more_under_way_than_was_granted(sizes: list[int]) -> None:
     budget = Budget()
     budget.grant(1 << 21)
-    sent = sum(bulk.cost(size) for size in sizes if budget.spend(size))
+    sent = sum(cost(size) for size in sizes if budget.spend(size))
     assert sent <= 1 << 21
 
 

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "scrubbed_chunks", "scrubbed_bytes", "scrub_passes",
     "event_batches", "event_restarts", "event_invalid_requests", "event_cut_replays",
     "peer_finds", "peer_found_chunks", "peer_read_chunks", "peer_read_bytes", "peer_failures",
+    "peer_lent_chunks",
     "peer_passed_chunks",
     "peer_refusals", "peer_lost_sessions", "peer_invalid_answers", "peer_corrupt_chunks",
     "peer_asked_chunks", "peer_served_chunks", "peer_served_bytes", "peer_refused_requests",

@@ -17,6 +17,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.credit import cost
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
@@ -258,7 +259,7 @@ def test_credit_lets_the_frames_go_on(
     client: Client, peer: Peer, terms: pb.OpenSessionResponse
 ) -> None:
     keys = store(client, 1, 2)
-    price = bulk.cost(len(frame_of(keys[0], SMALL)))
+    price = cost(len(frame_of(keys[0], SMALL)))
     peer.say(get_word(terms, credit_bytes=price), digests_of(client, 1, 2))
     assert isinstance(peer.hear()[0], bulk.Part)
     peer.link.rcvtimeo = 200

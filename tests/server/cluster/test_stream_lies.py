@@ -23,8 +23,9 @@ from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.cluster.peer_dial import PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
-from kvstore.server.cluster.peer_streams import PeerStreams, listen
+from kvstore.server.cluster.peer_streams import PeerStreams
 from kvstore.server.cluster.stream_link import StreamLink
+from kvstore.server.cluster.stream_start import listen
 
 ServerMaker = Callable[..., LocalServer]
 SILENCE_S = 20.0

@@ -9,7 +9,7 @@ from kvstore.server.trust.principal import Principal
 from kvstore.server.trust.roles import ANY, METHODS, check_role, role_for
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
-SEES = {"Lookup", "Plan", "Get", "Release", "Resolve", "Stat", "List", "Explain"}
+SEES = {"Lookup", "Plan", "Get", "Release", "LendPeer", "Resolve", "Stat", "List", "Explain"}
 SEES |= {"Spaces", "Events"}
 CHANGES = {
     *("Put", "Reserve", "Commit", "Abort", "Promise", "Weigh", "ReportReuse"),

@@ -1,0 +1,189 @@
+"""PeerReads: chunks in the memory of other servers, read from there and not by way of our own.
+
+Our own server says which they are and lets us in to the others; it stays the one to ask for
+whatever does not come. No get waits for a connection: what is not there yet is read by its way.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.client.direct_frame import DirectFrame
+from kvstore.client.frame_stream import Entrance, FrameStream
+from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.session import Session
+from kvstore.client.transport import Arrived, Direct
+from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.bulk_reading import BulkReading
+from kvstore.proto.errors import KVStoreError, TierUnavailableError
+from kvstore.proto.peer_words import pack_wanted
+from kvstore.proto.types import ChunkKey
+
+TIER = "peer"
+MAX_LENDERS = 16
+"""Servers to which there are connections; the one that was learned of first goes."""
+SILENCE_S = 0.25
+"""For the next bytes; past it our own server is asked."""
+AGAIN_S = 30.0
+"""A server that did not let us in, or did not send what it should, is left alone for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lender:
+    """``renewed_at``: monotonic seconds from which on we ask to be let in anew."""
+
+    streams: FrameStreams
+    session_id: int
+    renewed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Chunks *first* to *first* + len(*keys*) of a get, that server *number* has."""
+
+    number: int
+    first: int
+    keys: Sequence[ChunkKey]
+
+
+class PeerReads:
+    """The other servers that one session reads from. Thread-safe."""
+
+    def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._clock = clock
+        self._lenders: OrderedDict[int, _Lender] = OrderedDict()
+        self._left_until: OrderedDict[int, float] = OrderedDict()
+        """Whom we do not ask to be let in to before that."""
+        self._learning: set[int] = set()
+        self._is_closed = False
+        # Guards the four above.
+        self._lock = threading.Lock()
+
+    def numbers(self) -> list[int]:
+        """Return those to which there is a connection now."""
+        with self._lock:
+            lenders = list(self._lenders.items())
+        self.note(number for number, one in lenders if self._clock() >= one.renewed_at)
+        return [number for number, one in lenders if one.streams.is_ready]
+
+    def note(self, numbers: Iterable[int]) -> None:
+        """Our server says that these have chunks which we read: be let in, in the background."""
+        for number in numbers:
+            with self._lock:
+                now, known = self._clock(), self._lenders.get(number)
+                is_due = known is None or now >= known.renewed_at
+                is_left = now < self._left_until.get(number, -math.inf)
+                is_full = len(self._learning) >= MAX_LENDERS
+                if self._is_closed or not is_due or is_left or number in self._learning or is_full:
+                    continue
+                self._learning.add(number)
+            threading.Thread(
+                target=self._learn, args=(number,), name="kvstore-peer-learn", daemon=True
+            ).start()
+
+    def _learn(self, number: int) -> None:
+        lender: _Lender | None = None
+        try:
+            lender = self._let_in(number)
+        except KVStoreError:
+            self._leave_alone(number)
+        gone: list[_Lender | None] = []
+        with self._lock:
+            self._learning.discard(number)
+            if lender is not None and not self._is_closed:
+                gone.append(self._lenders.pop(number, None))
+                self._lenders[number], lender = lender, None
+            while len(self._lenders) > MAX_LENDERS:
+                gone.append(self._lenders.popitem(last=False)[1])
+        for one in (*gone, lender):
+            if one is not None:
+                one.streams.close()
+
+    def _let_in(self, number: int) -> _Lender:
+        session_id = self._session.terms.session_id
+        asked_at = self._clock()
+        reply: pb.LendPeerResponse = self._session.connection.call(
+            "LendPeer",
+            pb.LendPeerRequest(session_id=session_id, number=number),
+            self._session.options.deadline_ms,
+            pb.LendPeerResponse,
+        )
+        space = self._session.terms.namespace
+        guest = bulk.Guest(0, reply.session_id, space, reply.until_s, reply.token)
+        entrance = Entrance(reply.stream_address, reply.stream_certificate, guest)
+        renewed_at = asked_at + reply.valid_ms / 2000
+        return _Lender(FrameStreams(entrance, SILENCE_S), reply.session_id, renewed_at)
+
+    def _leave_alone(self, number: int) -> None:
+        with self._lock:
+            lender = self._lenders.pop(number, None)
+            self._left_until[number] = self._clock() + AGAIN_S
+            while len(self._left_until) > MAX_LENDERS:
+                self._left_until.popitem(last=False)
+        if lender is not None:
+            lender.streams.close()
+
+    def read(self, lent: Lent, direct: Direct, deadline: float) -> Iterator[Arrived]:
+        """Yield the frames of *lent* in order, up to the first that does not come. Raises nothing.
+
+        *direct* as ``Transport.get_layers_of`` has it; *deadline* in monotonic seconds.
+        """
+        with self._lock:
+            lender = self._lenders.get(lent.number)
+        stream = None if lender is None else lender.streams.take()
+        if lender is None or stream is None:
+            return
+        is_clean = False
+        try:
+            yield from self._frames(stream, lender.session_id, lent, direct, deadline)
+            is_clean = True
+        except TierUnavailableError:
+            return  # it has too many at once, or has just started anew
+        except KVStoreError:
+            self._leave_alone(lent.number)
+        finally:
+            lender.streams.give_back(stream, is_clean=is_clean)
+
+    def _frames(
+        self, stream: FrameStream, session_id: int, lent: Lent, direct: Direct, deadline: float
+    ) -> Iterator[Arrived]:
+        def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes | DirectFrame:
+            taker = direct(lent.first + chunk, size_bytes, start)
+            return np.empty(size_bytes, np.uint8) if taker is None else taker
+
+        limit_bytes = self._session.terms.max_frame_bytes
+        reading = BulkReading(stream.next_request(), limit_bytes, room)
+        left_ms = max(1, int(1000 * (deadline - time.monotonic())))
+        ask = bulk.Get(reading.request, session_id, 0, reading.open(), left_ms, bulk.PEER)
+        stream.send(ask, deadline, pack_wanted(lent.keys))
+        while not reading.is_over:
+            word, payload = stream.receive(deadline)
+            landed = reading.take(word, payload)
+            if isinstance(word, bulk.Part) and payload is not None:
+                reading.credit(len(payload))  # the kernel's buffers are what bounds it
+            if landed is not None:
+                frame: Bytes | DirectFrame = landed.frame  # type: ignore[assignment]
+                yield Arrived(lent.first + landed.chunk, TIER, frame, _stays)
+
+    def close(self) -> None:
+        """Hang up on all; gets at work go on by way of our own server. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            lenders = list(self._lenders.values())
+            self._lenders.clear()
+        for lender in lenders:
+            lender.streams.close()
+
+
+def _stays() -> None:
+    """The frame is ours."""

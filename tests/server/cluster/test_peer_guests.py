@@ -1,0 +1,431 @@
+"""A client reads what another server has from there: right or by way of its own server, and only
+what it was let in for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import MEDIUM, assert_reads, keys_of, store
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.frame_stream import Entrance, FrameStream
+from kvstore.client.options import TransportName
+from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
+from kvstore.client.shm import ShmTransport
+from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.bulk_reading import BulkReading
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    PermissionDeniedError,
+    QuotaExceededError,
+    TierUnavailableError,
+    UnauthenticatedError,
+)
+from kvstore.proto.frame import check_frame
+from kvstore.proto.guest_token import GUEST_S, guest_token
+from kvstore.proto.peer_words import pack_wanted
+from kvstore.proto.types import ChunkKey, Namespace
+from kvstore.server.cluster import peer_streams
+from kvstore.server.cluster.peer import MAX_LIES, Lent
+from kvstore.server.cluster.peer_tier import PeerTier
+
+BOTH_WAYS = pytest.mark.parametrize("pair", ["plain", "tls"], indirect=True)
+ServerMaker = Callable[..., LocalServer]
+CHUNK_TOKENS = 64
+CHUNKS = 4
+SOON_S = 20.0
+
+
+def client_of(server: LocalServer, transport: TransportName = "shm") -> Client:
+    options = ClientOptions(transport, chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
+    return server.connect(transport, MEDIUM, options)
+
+
+def tier_of(server: LocalServer) -> PeerTier:
+    shelf = server.node.manager.transfers.peers
+    assert shelf is not None
+    return cast("PeerTier", shelf.tier)
+
+
+def reads_of(client: Client) -> PeerReads:
+    transport = client._connected()
+    assert isinstance(transport, ShmTransport)
+    return transport._peers
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two nodes, of which the second reads from the first, and a client of each."""
+
+    first: LocalServer
+    second: LocalServer
+    writer: Client
+    reader: Client
+
+    def find(self, keys: list[ChunkKey]) -> None:
+        """Have the second know that the first has *keys*."""
+        match = self.reader.lookup(keys)
+        assert (match.ready, set(match.tiers)) == (len(keys), {"peer"})
+
+    def acquaint(self) -> None:
+        """Have the reader read something by way of its server, and connected to the first then."""
+        keys = store(self.writer, 99, 1)
+        self.find(keys)
+        assert_reads(self.reader, keys)
+        assert eventually(lambda: reads_of(self.reader).numbers() == [1])
+
+    def lent(self) -> int:
+        return self.second.counter("peer_lent_chunks")
+
+    def loaded(self) -> int:
+        """How many chunks the second read itself, but for the acquaintance's."""
+        return self.second.counter("peer_read_chunks") - 1
+
+
+@pytest.fixture
+def pair(make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    """In plain text; where a test says so, over TLS."""
+    is_encrypted = getattr(request, "param", "plain") == "tls"
+    own = ("--tiers", "cpu", "--cpu", "32MiB", "--peer-timeout-ms", "20000")
+    keys = ("--zmq-keys", str(tmp_path / "keys"), "--insecure")
+    channel = ("--zmq", "127.0.0.1:0") if not is_encrypted else ("--zmq", "0.0.0.0:0")
+    first = make_server(*own, "--socket", "off", *channel, *(keys if is_encrypted else ()))
+    second = make_server(*own, "--peers", first.address)
+    assert eventually(lambda: any(peer.is_lent for peer in tier_of(second).peers.known()))
+    pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
+    pair.acquaint()
+    return pair
+
+
+# --- a client that reads
+
+
+@BOTH_WAYS
+def test_what_a_peer_has_comes_straight_from_it_and_the_own_server_reads_nothing(
+    pair: Pair,
+) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    assert_reads(pair.reader, keys)
+    assert (pair.lent(), pair.loaded()) == (CHUNKS, 0)
+    assert pair.first.counter("peer_served_chunks") == CHUNKS + 1
+    for server in (pair.first, pair.second):
+        assert server.settled().held == 0
+
+
+def test_under_a_lease_nothing_is_loaded_ahead_of_who_reads_it_there(pair: Pair) -> None:
+    pair.reader.get(keys_of(pair.reader, 98, 1))  # says from whom it reads
+    keys = store(pair.writer, 1, CHUNKS)
+    with pair.reader.lease(keys) as lease:
+        assert len(lease.get()) == CHUNKS
+    assert (pair.lent(), pair.loaded()) == (CHUNKS, 0)
+    assert pair.second.counter("prefetched_chunks") <= 1  # before they were acquainted
+
+
+def test_what_is_read_a_second_time_is_kept_by_the_own_server(pair: Pair) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    for _ in range(2):
+        assert_reads(pair.reader, keys)
+    assert eventually(lambda: set(pair.reader.lookup(keys).tiers) == {"cpu"})
+    assert_reads(pair.reader, keys)
+    assert (pair.lent(), pair.loaded()) == (2 * CHUNKS, CHUNKS)
+
+
+def test_what_was_deleted_in_between_has_not_been_read(pair: Pair) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    for _ in range(3):
+        pair.find(keys)
+        assert_reads(pair.reader, keys)
+        pair.reader.delete(keys)
+        pair.second.node.manager.tick()
+    assert (pair.lent(), pair.loaded()) == (3 * CHUNKS, 0)
+
+
+def test_a_chain_of_which_each_server_has_some_comes_from_both(pair: Pair) -> None:
+    keys = keys_of(pair.writer, 1, 6)
+    stored = store(pair.reader, 1, 3)
+    assert stored == keys[:3]
+    store(pair.writer, 1, 6)
+    assert pair.reader.lookup(keys).ready == 6
+    assert_reads(pair.reader, keys)
+    assert (pair.lent(), pair.loaded()) == (3, 0)
+
+
+def test_whole_chunks_and_layers_are_the_same(pair: Pair) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    rooms = pair.reader.get(keys)
+    assert len(rooms) == CHUNKS
+    layers = list(pair.reader.get_layers(keys))
+    assert len(layers) == sum(len(group.layer_ids) for group in MEDIUM.layer_groups)
+    assert all(len(layer.tensors) == CHUNKS for layer in layers)
+
+
+def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    pair.writer.delete(keys[2:])
+    assert len(pair.reader.get(keys)) == 2
+    assert reads_of(pair.reader).numbers() == [1], "it did as it was asked"
+
+
+def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
+    make_server: ServerMaker,
+) -> None:
+    first = make_server("--tiers", "cpu", "--socket", "off", "--zmq", "127.0.0.1:0")
+    second = make_server("--peers", first.address, "--peer-timeout-ms", "20000")
+    assert eventually(lambda: any(peer.is_lent for peer in tier_of(second).peers.known()))
+    pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
+    pair.acquaint()
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    store(pair.reader, 1, CHUNKS)
+    pair.writer.delete(keys[2:])
+    assert_reads(pair.reader, keys)
+
+
+def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    frame = pair.first.node.manager.transfers.cpu_tier.peek(keys[1])
+    assert frame is not None
+    frame.setflags(write=True)
+    frame[-100] ^= 1
+    assert len(pair.reader.get(keys)) == 1
+    (peer,) = tier_of(pair.second).peers.known()
+    assert eventually(lambda: peer._lies == 1)
+    del frame
+    for _ in range(2 * MAX_LIES):
+        pair.reader.lookup(keys)
+        assert len(pair.reader.get(keys)) == 1
+    assert peer.is_barred
+
+
+def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_server(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    streams = pair.first.node.streams
+    assert streams is not None
+    resumed = threading.Event()
+    desk = streams._terms.service.desk
+    answer = desk.get
+
+    def hang_once(work: object, payload: bytes) -> None:
+        monkeypatch.setattr(desk, "get", answer)
+        resumed.wait(SOON_S)
+        raise TierUnavailableError("peer", "gone")
+
+    monkeypatch.setattr(desk, "get", hang_once)
+    started = time.monotonic()
+    assert_reads(pair.reader, keys)
+    assert time.monotonic() - started >= SILENCE_S
+    resumed.set()
+    assert reads_of(pair.reader).numbers() == []
+    assert pair.loaded() == CHUNKS
+    others = store(pair.writer, 2, 1)
+    pair.find(others)
+    assert_reads(pair.reader, others)
+    assert reads_of(pair.reader).numbers() == [], f"for {AGAIN_S} s"
+
+
+@BOTH_WAYS
+def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    streams = pair.first.node.streams
+    assert streams is not None
+    desk = streams._terms.service.desk
+    pieces = desk._pieces
+
+    def two(*terms: object) -> Iterator[object]:
+        monkeypatch.setattr(desk, "_pieces", pieces)
+        whole = pieces(*terms)  # type: ignore[arg-type]
+        yield next(whole)
+        yield next(whole)
+        raise OSError("the cable")
+
+    monkeypatch.setattr(desk, "_pieces", two)
+    assert_reads(pair.reader, keys)
+    assert pair.lent() == CHUNKS
+
+
+def test_a_peer_that_is_gone_costs_no_more_than_its_chunks(pair: Pair) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    own = store(pair.reader, 2, 1)
+    pair.find(keys)
+    pair.writer.close()
+    pair.first.close()
+    assert pair.reader.get(keys) == []
+    assert_reads(pair.reader, own)
+
+
+def test_leave_is_asked_for_anew_at_half_its_time(pair: Pair) -> None:
+    reads = reads_of(pair.reader)
+    before = reads._lenders[1]
+    assert before.renewed_at - time.monotonic() > 0.4 * GUEST_S
+    reads._clock = lambda: time.monotonic() + GUEST_S / 2
+    reads.numbers()
+    assert eventually(lambda: reads._lenders[1] is not before)
+    assert eventually(lambda: reads.numbers() == [1])
+
+
+def test_a_closed_client_learns_of_no_more_peers(pair: Pair) -> None:
+    reads = reads_of(pair.reader)
+    reads.close()
+    reads.note([1, 2])
+    assert (reads._learning, reads.numbers()) == (set(), [])
+
+
+def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair) -> None:
+    session = pair.reader._connected().session
+    ask = pb.LendPeerRequest(session_id=session.terms.session_id, number=7)
+    with pytest.raises(InvalidRequestError, match="number"):
+        session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
+    (peer,) = tier_of(pair.second).peers.known()
+    peer.breaker.fail("a test")
+    peer.breaker.fail("a test")
+    peer.breaker.fail("a test")
+    ask.number = 1
+    with pytest.raises(TierUnavailableError, match="not up"):
+        session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
+
+
+# --- a guest that asks for more
+
+
+def lent_to(pair: Pair, space: Namespace) -> Lent:
+    (peer,) = tier_of(pair.second).peers.known()
+    lent = peer.let_guest(space)
+    assert lent is not None
+    return lent
+
+
+def enter(lent: Lent, guest: bulk.Guest | bulk.Attach | None = None) -> FrameStream:
+    where, certificate = lent.stream_address, lent.stream_certificate
+    return FrameStream(Entrance(where, certificate, guest or lent.guest), lambda: False, SOON_S)
+
+
+def frames_of(
+    stream: FrameStream, lent: Lent, keys: list[ChunkKey], flags: int = bulk.PEER
+) -> list[bytes]:
+    """Return what is sent of *keys*. Raises the server's errors."""
+    deadline = time.monotonic() + SOON_S
+    reading = BulkReading(
+        stream.next_request(), 1 << 30, lambda _, size, __: np.empty(size, np.uint8)
+    )
+    ask = bulk.Get(reading.request, lent.guest.session_id, 0, reading.open(), 20_000, flags)
+    stream.send(ask, deadline, pack_wanted(keys))
+    frames = []
+    while not reading.is_over:
+        word, payload = stream.receive(deadline)
+        landed = reading.take(word, payload)
+        if landed is not None:
+            assert isinstance(landed.frame, np.ndarray)
+            frames.append(landed.frame.tobytes())
+    return frames
+
+
+@BOTH_WAYS
+def test_a_guest_reads_its_namespace_and_no_other(pair: Pair) -> None:
+    keys = store(pair.writer, 1, 2)
+    space = Namespace(keys[0][:16])
+    lent = lent_to(pair, space)
+    with closing(enter(lent)) as stream:
+        frames = frames_of(stream, lent, keys)
+        for key, frame in zip(keys, frames, strict=True):
+            assert check_frame(np.frombuffer(frame, np.uint8), key).key == key
+        for flags in (bulk.PEER | bulk.RANGES, bulk.PEER | bulk.LAYER_MAJOR):
+            with pytest.raises(PermissionDeniedError):
+                frames_of(stream, lent, keys, flags)
+        others = [ChunkKey(bytes(16) + key[16:]) for key in keys]
+        with pytest.raises(PermissionDeniedError, match="own namespace"):
+            frames_of(stream, lent, others)
+        assert frames_of(stream, lent, keys) == frames, "a refusal ends no connection"
+
+
+def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
+    space = pair.reader.namespace
+    lent = lent_to(pair, space)
+    guest = lent.guest
+    own = pair.writer._connected().session.terms  # has a token only where it may attach
+    of_client = bulk.Guest(
+        0, own.session_id, space, 100, guest_token(own.attach_token, own.session_id, space, 100)
+    )
+    forged = (
+        guest._replace(token=bytes(16)),
+        guest._replace(until_s=guest.until_s + 1),
+        guest._replace(namespace=bytes(16)),
+        bulk.Attach(0, guest.session_id, guest.token),
+        of_client,
+    )
+    for word in forged:
+        with pytest.raises(UnauthenticatedError):
+            enter(lent, word)
+    with pytest.raises(KVStoreError):
+        enter(lent, guest._replace(session_id=guest.session_id ^ 1))
+    enter(lent).close()
+
+
+def test_a_guest_is_hung_up_on_when_its_time_is_over(pair: Pair) -> None:
+    keys = store(pair.writer, 1, 1)
+    lent = lent_to(pair, Namespace(keys[0][:16]))
+    with closing(enter(lent)) as stream:
+        assert len(frames_of(stream, lent, keys)) == 1
+        pair.first.skip(lent.guest.until_s + 1)
+        assert eventually(stream.is_broken)
+    with pytest.raises(KVStoreError):
+        enter(lent)
+
+
+def test_guests_of_one_server_are_bounded_and_leave_it_its_own_streams(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_streams, "GUEST_STREAMS_PER_SESSION", 2)
+    lent = lent_to(pair, Namespace(bytes(range(16))))
+    with closing(enter(lent)):  # beside the reader's own
+        with pytest.raises(QuotaExceededError, match="streams_per_session"):
+            enter(lent)
+        keys = store(pair.writer, 1, CHUNKS)
+        other = client_of(pair.second)
+        pair.find(keys)
+        assert_reads(other, keys)
+        assert pair.loaded() == CHUNKS
+
+
+def test_a_guest_who_asks_as_an_engine_of_the_server_is_hung_up_on(pair: Pair) -> None:
+    keys = store(pair.writer, 1, 1)
+    lent = lent_to(pair, Namespace(keys[0][:16]))
+    with closing(enter(lent)) as stream:
+        with pytest.raises(KVStoreError):
+            frames_of(stream, lent, keys, flags=0)
+        assert eventually(stream.is_broken)
+
+
+def test_the_token_covers_all_that_a_guest_says() -> None:
+    secret = bytes(range(16))
+    word = bulk.Guest(0, 5, bytes(16), 300, guest_token(secret, 5, bytes(16), 300))
+    assert word.token.hex() == "d95a743a562c0880b2ae25034b0959e9"
+    tokens = {
+        guest_token(secret, 5, bytes(16), 300),
+        guest_token(secret, 6, bytes(16), 300),
+        guest_token(secret, 5, bytes(15) + b"x", 300),
+        guest_token(secret, 5, bytes(16), 301),
+        guest_token(bytes(16), 5, bytes(16), 300),
+    }
+    assert len(tokens) == 5
