@@ -117,7 +117,7 @@ class TierSide:
     def _load(self, job: tuple[tuple[ChunkInfo, Bytes], Bytes]) -> None:
         (info, _), out = job
         check = FrameCheck(out, info.key, header_bytes(info.layout))
-        assert check.follow(self._tier.read_steps(info.key, out))
+        assert check.follow(self._tier.read_checked(info.key, out, check))
         check.finish()
 
     def run(self, side: Side, repeats: int) -> None:

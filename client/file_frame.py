@@ -15,6 +15,7 @@ from kvstore.codecs.base import AnyPart, AnyTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.file_sums import read_summed
 from kvstore.proto.frame import FrameHeader, check_segment
 
 _RAW = RawCodec()
@@ -85,13 +86,30 @@ class FileFrame:
         check_room(header.layout, out)
         starts = header.segments["offset"].tolist()
         sizes = header.segments["stored_bytes"].tolist()
-        for index, _, parts in each_wanted(header.layout, out):
+        layers = [(index, parts) for index, _, parts in each_wanted(header.layout, out)]
+        flats = [_flat(parts) for _, parts in layers]
+        sums = self._sums_at_once([starts[index] for index, _ in layers], flats)
+        for (index, parts), flat, found in zip(layers, flats, sums, strict=True):
             start, size = starts[index], sizes[index]
-            flat = _flat(parts)
             if flat is None:
                 _RAW.decode_checked(header, index, self[start : start + size], parts)
             else:
-                check_segment(header, index, self._read_summed(start, flat))
+                summed = self._read_summed(start, flat) if found is None else found
+                check_segment(header, index, summed)
+
+    def _sums_at_once(
+        self, starts: Sequence[int], flats: Sequence[list[Bytes] | None]
+    ) -> Sequence[int | None]:
+        """Fill all of *flats*, each from its start, and return their checksums; None for those
+        that are still to be read.
+        """
+        groups = [
+            (self._offset + start, flat)
+            for start, flat in zip(starts, flats, strict=True)
+            if flat is not None
+        ]
+        sums = read_summed(self._file.descriptor, groups) if len(groups) == len(flats) else None
+        return [None] * len(flats) if sums is None else sums
 
     def _read_summed(self, start: int, out: Sequence[Bytes]) -> int:
         """Fill *out* from *start*, each step summed while it is in cache; return the checksum."""

@@ -235,15 +235,12 @@ def check_parts(component: Component, parts: Sequence[AnyPart]) -> None:
     """Raise LayoutMismatchError unless *parts* are one layer of *component*."""
     if len(parts) != component.parts:
         raise LayoutMismatchError("parts", len(parts), f"give {component.parts}")
+    shape, item_bytes = component.shape, component.dtype.item_bytes
     for part in parts:
-        _check_part(component, part)
-
-
-def _check_part(component: Component, part: AnyPart) -> None:
-    if part.shape != component.shape:
-        raise LayoutMismatchError("shape", part.shape, f"give {component.shape}")
-    if part.dtype.itemsize != component.dtype.item_bytes:
-        raise LayoutMismatchError("dtype", str(part.dtype), f"give {component.dtype.name}")
+        if part.shape != shape:
+            raise LayoutMismatchError("shape", part.shape, f"give {shape}")
+        if part.dtype.itemsize != item_bytes:
+            raise LayoutMismatchError("dtype", str(part.dtype), f"give {component.dtype.name}")
 
 
 def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from xxhash import xxh3_64
@@ -27,12 +28,14 @@ class FrameCheck:
     def __init__(self, frame: Bytes, key: ChunkKey, header_bytes: int) -> None:
         self._frame = frame
         self._key = key
-        self._header_bytes = min(header_bytes, len(frame))
+        self.header_bytes = min(header_bytes, len(frame))
         self._header: FrameHeader | None = None
         self._bounds: list[tuple[int, int, int]] = []
         """Of each segment: where it starts and stops, and its checksum."""
         self._segment = 0
         self._digest = xxh3_64()
+        self._sums: deque[int] = deque()
+        """Of the next segments, where whoever read them summed them."""
         self._done = 0
         self._failure: InvalidFrameError | ChunkCorruptError | None = None
 
@@ -51,6 +54,26 @@ class FrameCheck:
                     self._failure = error
         return is_found
 
+    def following(self, start: int, limit_bytes: int) -> list[tuple[int, int]]:
+        """Return where the next segments begin and end, *limit_bytes* in all but at least one.
+
+        None unless those before *start* were checked, and these follow with nothing between.
+        """
+        segments: list[tuple[int, int]] = []
+        if self._failure is None and start == self._done:
+            for begin, stop, _ in self._bounds[self._segment :]:
+                if begin != start or (segments and stop - segments[0][0] > limit_bytes):
+                    break
+                segments.append((begin, stop))
+                start = stop
+        return segments
+
+    def take_sums(self, sums: Iterable[int]) -> None:
+        """Believe *sums* of the next segments, made of what is in the frame, and say so ahead of
+        the step that they come with.
+        """
+        self._sums.extend(sums)
+
     def finish(self) -> FrameHeader:
         """Return the header of the whole frame, checked. Raises as ``check_frame`` does."""
         if self._failure is not None:
@@ -61,21 +84,21 @@ class FrameCheck:
 
     def _advance(self, arrived: int) -> None:
         if self._header is None:
-            if arrived < self._header_bytes:
+            if arrived < self.header_bytes:
                 return
             stated = stated_header_bytes(self._frame)
-            self._header_bytes = max(self._header_bytes, min(stated, len(self._frame)))
-            if arrived < self._header_bytes:
+            self.header_bytes = max(self.header_bytes, min(stated, len(self._frame)))
+            if arrived < self.header_bytes:
                 return
             self._open()
         while self._header is not None and self._segment < len(self._bounds):
             start, stop, wanted = self._bounds[self._segment]
             begin, end = max(start, self._done), min(stop, arrived)
-            if begin < end:
+            if begin < end and not self._sums:
                 self._digest.update(self._frame[begin:end])  # type: ignore[arg-type]
             if arrived < stop:
                 break
-            found = self._digest.intdigest()
+            found = self._sums.popleft() if self._sums else self._digest.intdigest()
             if found != wanted:
                 check_segment(self._header, self._segment, found)
             self._segment += 1
@@ -83,7 +106,7 @@ class FrameCheck:
         self._done = arrived
 
     def _open(self) -> None:
-        header = parse_header(self._frame[: self._header_bytes])
+        header = parse_header(self._frame[: self.header_bytes])
         check_identity(header, len(self._frame), self._key)
         rows = header.segments.tolist()
         self._bounds = [(start, start + size, wanted) for *_, start, size, wanted in rows]

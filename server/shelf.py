@@ -121,7 +121,7 @@ class Shelf:
         check = FrameCheck(out, info.key, header_bytes(info.layout))
 
         def steps() -> Iterator[int]:
-            with closing(self.tier.read_steps(info.key, out)) as parts:  # type: ignore[type-var]
+            with closing(self.tier.read_checked(info.key, out, check)) as parts:  # type: ignore[type-var]
                 for arrived in parts:
                     if 2 * arrived < len(out) and is_given_up():  # else it is better done
                         raise DeadlineError(f"load from {self.name}: nobody waits for it any more")

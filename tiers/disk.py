@@ -14,6 +14,8 @@ from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.file_sums import LOOP_FROM_BYTES
+from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, FilePlace, Reservation, Tier, TierStats
 from kvstore.tiers.disk_commit import GroupCommit, Seal
@@ -32,6 +34,9 @@ STEP_BYTES = 1 << 19
 """A step of a read that is checked as it comes: larger ones have left a core's own cache by then,
 smaller ones cost more calls than they gain.
 """
+
+RUN_BYTES = 2 << 20
+"""What is read and summed at once: whoever gives up a load waits for no more."""
 
 
 class _Place:
@@ -234,11 +239,37 @@ class DiskTier(Tier):
             if found is None:
                 return
             check_range(found.size_bytes, 0, len(out))
-            for start in range(0, max(1, len(out) - STEP_BYTES // 2), STEP_BYTES):
-                # A short rest comes with the last step: one more read costs more than it is worth.
-                stop = start + STEP_BYTES if start + 3 * STEP_BYTES // 2 < len(out) else len(out)
-                self._extents.read(found.extent, found.offset + start, [out[start:stop]])
-                yield stop
+            yield from self._steps(found, out, 0)
+
+    @override
+    def read_checked(self, key: ChunkKey, out: Bytes, check: FrameCheck) -> Iterator[int]:
+        with self._reading(key) as found:
+            if found is None:
+                return
+            check_range(found.size_bytes, 0, len(out))
+            done = 0
+            if len(out) >= LOOP_FROM_BYTES and self._extents.can_sum():
+                done = check.header_bytes
+                self._extents.read(found.extent, found.offset, [out[:done]])
+                yield done
+            while segments := check.following(done, RUN_BYTES):
+                groups = [(found.offset + a, [out[a:b]]) for a, b in segments]
+                sums = self._extents.read_summed(found.extent, groups)
+                if sums is None:
+                    break
+                check.take_sums(sums)
+                done = segments[-1][1]
+                yield done
+            if done < len(out):
+                yield from self._steps(found, out, done)
+
+    def _steps(self, found: Located, out: Bytes, first: int) -> Iterator[int]:
+        """Fill *out* from *first* on, step by step."""
+        for start in range(first, max(first + 1, len(out) - STEP_BYTES // 2), STEP_BYTES):
+            # A short rest comes with the last step: one more read costs more than it is worth.
+            stop = start + STEP_BYTES if start + 3 * STEP_BYTES // 2 < len(out) else len(out)
+            self._extents.read(found.extent, found.offset + start, [out[start:stop]])
+            yield stop
 
     @contextmanager
     def _reading(self, key: ChunkKey) -> Iterator[Located | None]:

@@ -14,6 +14,7 @@ from kvstore.proto.errors import (
     PermissionDeniedError,
     TierUnavailableError,
 )
+from kvstore.proto.file_sums import FileGroups
 from kvstore.tiers.arena import Holes
 from kvstore.tiers.disk_folder import GRANULE_BYTES, TIER, ExtentFolder
 from kvstore.tiers.disk_io import FileIO, no_direct
@@ -213,6 +214,14 @@ class Extents:
             is_partial = self._has_others(extent.folder)
             raise TierUnavailableError(TIER, f"{file} ends early", is_partial=is_partial)
 
+    def can_sum(self) -> bool:
+        """Whether ``read_summed`` is worth asking."""
+        return self._io.can_sum()
+
+    def read_summed(self, extent: Extent, groups: FileGroups) -> list[int] | None:
+        """Fill *groups* and return their sums; None: ``read`` them, which says what is wrong."""
+        return self._io.read_summed(extent.fd, groups)
+
     def write(self, extent: Extent, offset: int, data: Bytes) -> None:
         """Put *data* at *offset*. Raises TierUnavailableError."""
         try:
@@ -223,7 +232,7 @@ class Extents:
 
     def read_ahead(self, extent: Extent, offset: int, size_bytes: int) -> None:
         """Tell the kernel that these bytes are read soon; it may not care."""
-        if self._io.reads_ahead:
+        if self._io.reads_ahead and not self._io.is_near(extent.fd, offset, size_bytes):
             with suppress(OSError):
                 os.posix_fadvise(extent.fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from contracts.chunks import make_frame
+from contracts.chunks import make_frame, make_representation
 
 from kvstore.client.file_frame import FileFrame, OpenFile
 from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.raw import RawCodec
+from kvstore.proto import file_sums
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -24,9 +25,18 @@ from kvstore.proto.frame import parse_header
 OFFSET = 4096 + 64
 
 
-@pytest.fixture
-def frame() -> Bytes:
-    return make_frame(1)[1]
+@pytest.fixture(params=["small", "large", "large, by the loop"])
+def frame(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bytes:
+    """A frame that is read step by step, or at once where there is a loop for that."""
+    made = None
+    if "loop" in request.param:
+        pytest.importorskip("llvmlite")
+        made = file_sums._best_loop.wait()
+        assert made is not None
+    monkeypatch.setattr(file_sums, "_best_loop", lambda: made)
+    if request.param == "small":
+        return make_frame(1)[1]
+    return make_frame(1, 256, representation=make_representation(3, 2, 128))[1]
 
 
 @pytest.fixture

@@ -6,10 +6,18 @@ import os
 
 import numpy as np
 import pytest
-from contracts.chunks import make_info, payload
+from contracts.chunks import make_frame, make_info, make_representation, payload
 from contracts.shelf import assert_holds, bytes_of, put
 
-from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
+from kvstore.proto import file_sums
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    PermissionDeniedError,
+)
+from kvstore.proto.frame import header_bytes
+from kvstore.proto.frame_check import FrameCheck
 from kvstore.tiers.base import Tier
 
 _BYTES = 20_011
@@ -65,6 +73,32 @@ class TierReads:
         out = np.full(64, 7, np.uint8)
         assert list(tier.read_steps(make_info(1, 64).key, out)) == []
         assert (out == 7).all()
+
+    @pytest.mark.parametrize("has_loop", [True, False])
+    @pytest.mark.parametrize("flipped", [None, 0, 100, 300_000, -1])
+    def test_a_checked_read_gets_the_frame_or_finds_what_is_wrong(
+        self, tier: Tier, monkeypatch: pytest.MonkeyPatch, flipped: int | None, has_loop: bool
+    ) -> None:
+        loop = file_sums._best_loop.wait() if has_loop else None
+        monkeypatch.setattr(file_sums, "_best_loop", lambda: loop)
+        info, frame = make_frame(1, 256, representation=make_representation(3, 2, 128))
+        if info.size_bytes > tier.max_frame_bytes():
+            pytest.skip("larger than its frames")
+        stored = frame.copy()
+        if flipped is not None:
+            stored[flipped] ^= 1
+        put(tier, info, stored)
+        out = np.zeros(len(frame), np.uint8)
+        check = FrameCheck(out, info.key, header_bytes(info.layout))
+        assert check.follow(tier.read_checked(info.key, out, check))
+        if flipped is None:
+            assert check.finish().info() == info
+        else:
+            with pytest.raises((ChunkCorruptError, InvalidFrameError)):
+                check.finish()
+        assert np.array_equal(out, stored)
+        absent = FrameCheck(out, make_info(2, 64).key, 64)
+        assert not absent.follow(tier.read_checked(make_info(2, 64).key, out, absent))
 
     def test_reading_ahead_changes_nothing_that_can_be_seen(self, tier: Tier) -> None:
         infos = [make_info(seed, _BYTES) for seed in range(3)]

@@ -8,9 +8,9 @@ from contracts.chunks import make_frame, make_representation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
-from kvstore.proto.frame import check_frame, header_bytes
+from kvstore.proto.frame import check_frame, header_bytes, parse_header
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkKey
 
@@ -85,3 +85,39 @@ def test_another_frame_and_a_cut_one_are_not_right(size: int) -> None:
     frame[: min(size, len(OTHER_FRAME))] = OTHER_FRAME[:size]
     assert not verdict(frame, INFO.key, [size // 2]).startswith("right")
     assert not verdict(FRAME, OTHER.key, []).startswith("right")
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 30])
+@pytest.mark.parametrize("wrong", [None, 0, 3])
+def test_sums_that_a_reader_brings_along_get_the_verdict_that_ours_would(
+    limit: int, wrong: int | None
+) -> None:
+    frame = FRAME.copy()
+    if wrong is not None:
+        frame[int(parse_header(FRAME).segments[wrong]["offset"])] ^= 1
+    check = FrameCheck(frame, INFO.key, HEADER_BYTES)
+    told: list[tuple[int, int]] = []
+
+    def arriving() -> Iterator[int]:
+        assert check.following(0, limit) == []
+        yield HEADER_BYTES
+        assert check.following(HEADER_BYTES + 1, limit) == []
+        while segments := check.following(max((b for _, b in told), default=HEADER_BYTES), limit):
+            check.take_sums(checksum(frame[start:stop]) for start, stop in segments)
+            told.extend(segments)
+            yield segments[-1][1]
+
+    assert check.follow(arriving())
+    if wrong is None:
+        assert check.finish().key == INFO.key
+        assert told[-1][1] == len(frame)
+    else:
+        with pytest.raises(ChunkCorruptError) as found:
+            check.finish()
+        assert str(found.value) == whole_verdict(frame, INFO.key)
+
+
+def test_sums_are_taken_of_no_frame_that_is_not_right_so_far() -> None:
+    check = FrameCheck(FRAME, OTHER.key, HEADER_BYTES)
+    assert check.follow([HEADER_BYTES])
+    assert check.following(HEADER_BYTES, 1 << 30) == []

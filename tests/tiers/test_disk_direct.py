@@ -9,15 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from contracts.chunks import make_info
+from contracts.chunks import make_frame, make_info, make_representation
 from contracts.shelf import assert_holds, bytes_of, open_files, put
 from contracts.tier import TierContract
 from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.proto import file_sums
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.frame import header_bytes
+from kvstore.proto.frame_check import FrameCheck
+from kvstore.tiers import disk_io
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_folder import GRANULE_BYTES
@@ -185,6 +189,7 @@ def test_reading_ahead_is_left_to_the_page_cache(
 ) -> None:
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, how: told.append((at, size)))
+    monkeypatch.setattr(CachedIO, "is_near", lambda *_: False)
     for tier, count in ((open_disk(tmp_path / "a"), 3), (open_direct(tmp_path / "b"), 0)):
         infos = [make_info(seed, 9_000) for seed in range(3)]
         for info in infos:
@@ -193,3 +198,45 @@ def test_reading_ahead_is_left_to_the_page_cache(
         assert len(told) == count
         told.clear()
         tier.close()
+
+
+def test_what_the_page_cache_has_is_not_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing: set[int] = set()
+    told: list[tuple[int, int]] = []
+    read = os.preadv
+
+    def preadv(fd: int, outs: list[memoryview], at: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT and at in missing:
+            raise BlockingIOError(errno.EAGAIN, "it is not there")
+        return read(fd, outs, at)  # a file system of the test's may not know RWF_NOWAIT
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, how: told.append((at, size)))
+    monkeypatch.setattr(disk_io, "PROBE_BYTES", 4096)
+    tier, info = open_disk(tmp_path / "a"), make_info(0, 9_000)
+    put(tier, info, bytes_of(info))
+    tier.prefetch([info.key])
+    assert not told
+    for at in (0, 4096, 8192, 8999):
+        missing = {at}
+        tier.prefetch([info.key])
+        assert told.pop() == (0, 9_000)
+    tier.close()
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 200_000, 500_000])
+def test_a_checked_read_of_a_file_that_was_cut_says_so(tmp_path: Path, kept_bytes: int) -> None:
+    file_sums._best_loop.wait()
+    info, frame = make_frame(1, 256, representation=make_representation(3, 2, 128))
+    tier = open_disk(tmp_path / "a")
+    put(tier, info, frame)
+    place = tier.file_place(info.key)
+    assert place is not None
+    os.truncate(tmp_path / "a" / "extents" / f"{place.extent:04}.kv", place.offset + kept_bytes)
+    out = np.empty_like(frame)
+    check = FrameCheck(out, info.key, header_bytes(info.layout))
+    with pytest.raises(TierUnavailableError, match="ends early"):
+        check.follow(tier.read_checked(info.key, out, check))
+    tier.close()
