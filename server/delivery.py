@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -101,8 +101,9 @@ class Delivery:
         self._on_read = on_read
         self._loose_bytes = 0
         self._reads = SecondRead(REMEMBERED_READS)
-        self._due: deque[tuple[ChunkKey, str, str]] = deque(maxlen=MAX_DUE)
-        self._lock = threading.Lock()  # guards _loose_bytes and _reads
+        self._due: OrderedDict[ChunkKey, tuple[str, str]] = OrderedDict()
+        """Whose and from where."""
+        self._lock = threading.Lock()  # guards the three above
 
     def get(
         self,
@@ -253,7 +254,7 @@ class Delivery:
         placement, cpu = self._transfers.placement, self._transfers.cpu
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
-            self._due.append((key, session.tenant, name))
+            self._promote_soon(key, session.tenant, name)
         if wants_gpu and gpu and placement.promotes(key, cpu, gpu):
             self._transfers.copy_up(key, session.tenant)
 
@@ -261,14 +262,23 @@ class Delivery:
         """It was deleted: what comes by its name has been read by nobody."""
         with self._lock:
             self._reads.forget(key)
+            self._due.pop(key, None)
+
+    def _promote_soon(self, key: ChunkKey, tenant: str, name: str) -> None:
+        with self._lock:
+            self._due[key] = (tenant, name)
+            if len(self._due) > MAX_DUE:
+                self._due.popitem(last=False)
 
     def promote_due(self) -> None:
         """Begin to copy to CPU memory what was read elsewhere twice, or past a lesser copy.
 
         Called at every tick.
         """
-        for _ in range(len(self._due)):
-            key, tenant, name = self._due.popleft()
+        with self._lock:
+            due = list(self._due.items())
+            self._due.clear()
+        for key, (tenant, name) in due:
             if name in self._catalog.holders(key):
                 self._transfers.load(key, self._transfers.shelves[name], tenant)
 
@@ -302,7 +312,7 @@ class Delivery:
             try:
                 self._mover.wait(ticket, deadline)
                 if self._is_barred(key, near.least):
-                    self._due.append((key, session.tenant, name))
+                    self._promote_soon(key, session.tenant, name)
                     return self._loose(index, key, name, deadline)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
                 return self._loose(index, key, name, deadline)
