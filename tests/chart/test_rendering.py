@@ -340,7 +340,11 @@ def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None
     (out,) = [rule for rule in policy["egress"] if rule.get("to") == pods]
     wanted = {ports[name] for name in ("grpc", "zmq", "peer")}
     assert {port["port"] for port in out["ports"]} == wanted
+    clients = [{"podSelector": {"matchLabels": {"kvstore.io/client": "true"}}}]
     others = [rule for rule in policy["ingress"] if rule is not into]
+    (engines,) = [rule for rule in others if rule["from"] == clients]
+    assert {port["port"] for port in engines["ports"]} == {"grpc", "zmq", "peer"}
+    others.remove(engines)
     assert "peer" not in {port["port"] for rule in others for port in rule["ports"]}
     (by_pod,) = [one for one in of_kind(rendered, "Service") if one["spec"].get("clusterIP")]
     assert {"zmq", "peer"} <= {port["targetPort"] for port in by_pod["spec"]["ports"]}
