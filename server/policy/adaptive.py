@@ -22,11 +22,15 @@ from kvstore.server.policy.hit_density import HitDensityEviction
 from kvstore.server.policy.leaves import LeafFirstEviction
 from kvstore.server.policy.mirror import Mirror
 from kvstore.server.policy.radix import Rows
-from kvstore.server.policy.registry import make_policy
+from kvstore.server.policy.registry import UNGUARDED, make_policy
 from kvstore.server.policy.shadow import NODES, Asked, Cast, ShadowSet
 
-CANDIDATES = ("hit_density", "lru", "s3fifo", "lfu")
-"""The policies that are tried; the first is followed until another has shown itself better."""
+CANDIDATES = ("hit_density", UNGUARDED, "lru", "s3fifo", "lfu")
+"""The policies that are tried; the first is followed until another has shown itself better.
+
+By hit density there are two: its guard against LRU lets it go on only when what it lost is a
+small share again, and here is seen sooner what it would hit.
+"""
 
 ROUND_CHUNKS = 256
 """Sampled chunks asked for between two decisions."""
@@ -50,6 +54,8 @@ _AWAITED = 1 << 14
 
 _SHARES = 16
 """Parts that a small cache is shared out in."""
+
+_BY_DENSITY = ("hit_density", UNGUARDED, "lru")  # as each of these it can name victims
 
 _STEP = 7
 """Odd, and far from a divisor: batches one after the other fall into shares evenly."""
@@ -91,7 +97,7 @@ class AdaptiveEviction(EvictionPolicy):
 
     How large the cache is shows when a victim is first asked for: what is here then is what
     fits. Until then all candidates would hit the same. Thirteen bytes a row, and the candidates';
-    LRU has no columns of its own where hit density is, which can name victims as LRU does.
+    those that hit density can name victims as have no columns of their own where it is.
     """
 
     def __init__(
@@ -106,16 +112,13 @@ class AdaptiveEviction(EvictionPolicy):
                 "candidates", list(candidates), "name policies to choose from"
             )
         self._names = tuple(candidates)
+        self._history = history
         self._density = None
         if "hit_density" in candidates:
             self._density = HitDensityEviction(history)
-        self._of_name: dict[str, EvictionPolicy] = {}
-        for name in candidates:
-            stand_in = self._density_for(name)
-            self._of_name[name] = make_policy(name, history) if stand_in is None else stand_in
+        self._of_name = {name: self._made(name) for name in candidates}
         self._policies = list(dict.fromkeys(self._of_name.values()))
-        """What is told of events: one for each candidate but for LRU beside hit density."""
-        self._history = history
+        """What is told of events: for those of ``_BY_DENSITY`` one, where hit density is there."""
         self._mirror = Mirror(history, lambda: self._shadows.rate)
         shadowed = [make_policy(name, self._mirror) for name in candidates]
         self._shadow_density = next(
@@ -133,7 +136,7 @@ class AdaptiveEviction(EvictionPolicy):
         """In which share of a small cache each chunk is."""
         self._owners = [0] * _SHARES
         """The candidate that has a say in each share."""
-        self._hedge = Hedge(len(candidates))
+        self._hedge = Hedge(len(candidates), 2 if UNGUARDED in candidates[:2] else 1)
         self._batch, self._latest = 0, NO_ROW
         self._used_bytes = 0
         self._full_bytes = 0.0
@@ -141,14 +144,10 @@ class AdaptiveEviction(EvictionPolicy):
         """Sampled rows that were asked for while not here: when they come, it was counted."""
         self._strays: set[int] = set()
         """Chunks here that the shadow of their owner has not, while that has all it would have."""
-        self._chosen = 0
-        self._since_s = 0.0
-        self._switches = 0
-        self._round = [0.0] * len(candidates)
-        self._round_asked = 0
+        self._chosen, self._switches, self._since_s = 0, 0, 0.0
+        self._round, self._round_asked = [0.0] * len(candidates), 0
         self._lesson, self._lesson_asked = [0.0] * len(candidates), 0
-        self._hits = [0.0] * len(candidates)
-        self._asked = 0.0
+        self._hits, self._asked = [0.0] * len(candidates), 0.0
 
     def why(self) -> Choice:
         """Return what is followed now, and what it was chosen by."""
@@ -163,9 +162,10 @@ class AdaptiveEviction(EvictionPolicy):
             self._shadows.rate, int(asked),
         )  # fmt: skip
 
-    def _density_for(self, name: str) -> EvictionPolicy | None:
-        """Return the policy by hit density where that can stand in for the one of *name*."""
-        return self._density if name in ("hit_density", "lru") else None
+    def _made(self, name: str) -> EvictionPolicy:
+        if self._density is not None and name in _BY_DENSITY:
+            return self._density
+        return make_policy(name, self._history)
 
     # --- events
 
@@ -282,8 +282,7 @@ class AdaptiveEviction(EvictionPolicy):
 
     def _follow(self, rows: Rows) -> None:
         """Bring what was hinted of chunks to their shadows."""
-        known = {row: self._shadows.row(row) for row in rows.tolist()}
-        known = {row: theirs for row, theirs in known.items() if theirs}
+        known = {row: theirs for row in rows.tolist() if (theirs := self._shadows.row(row))}
         self._mirror.follow(list(known), list(known.values()))
 
     def _watch(self, report: Report) -> None:
@@ -306,8 +305,7 @@ class AdaptiveEviction(EvictionPolicy):
         """End a round: age what was counted, and follow another if it is better by enough."""
         self._hits = [old * _KEPT + new for old, new in zip(self._hits, self._round, strict=True)]
         self._asked = self._asked * _KEPT + self._round_asked
-        self._round = [0.0] * len(self._names)
-        self._round_asked = 0
+        self._round, self._round_asked = [0.0] * len(self._names), 0
         best = max(range(len(self._names)), key=lambda at: (self._hits[at], -at))
         ours = self._hits[self._chosen]
         more = self._hits[best] - ours
@@ -364,6 +362,8 @@ class AdaptiveEviction(EvictionPolicy):
         policy = self._of_name[self._names[at]]
         if isinstance(policy, HitDensityEviction) and self._names[at] == "lru":
             return policy.victims_by_use(keep, now_s)
+        if isinstance(policy, HitDensityEviction) and self._names[at] == UNGUARDED:
+            return policy.victims_unguarded(keep, now_s)
         return policy.victims(keep, now_s)
 
     def _name_as_shadow(

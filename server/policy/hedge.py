@@ -21,16 +21,19 @@ class Hedge:
     exp(rate x gains), where the rate falls with what was lost so far to not having known better
     (the mixability gap). So nothing is to be set by hand: where one is always ahead all weight is
     soon on it, and where they take turns the weights stay near each other. Ours departs in two
-    ways. The first expert has as much weight to begin with as all others together; and what was
-    gained and lost counts a 256th less with every round.
+    ways. The first experts, the *leaders*, have as much weight to begin with as all others
+    together; and what was gained and lost counts a 256th less with every round.
     """
 
-    def __init__(self, experts: int) -> None:
-        """Raises InvalidRequestError for no experts."""
+    def __init__(self, experts: int, leaders: int = 1) -> None:
+        """Raises InvalidRequestError for no experts, no leaders, or more leaders than experts."""
         if experts < 1:
             raise InvalidRequestError("experts", experts, "at least 1")
-        others = experts - 1
-        self.weights = [1.0] if not others else [0.5] + [0.5 / others] * others
+        if not 1 <= leaders <= experts:
+            raise InvalidRequestError("leaders", leaders, f"1 to {experts}")
+        others = experts - leaders
+        half = 0.5 if others else 1.0
+        self.weights = [half / leaders] * leaders + [half / max(1, others)] * others
         self._priors = tuple(self.weights)
         self._scale = -math.log(min(self._priors))
         self._gains = [0.0] * experts

@@ -46,6 +46,7 @@ class HitDensityEviction(LeafFirstEviction):
         history: History,
         *,
         weighs_flops: bool = False,
+        is_guarded: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class HitDensityEviction(LeafFirstEviction):
         self._tick = 0
         self._flops = self._flops_bytes = 0.0
         self.fallbacks = 0
-        self._guard = RegretGuard()
+        self._guard = RegretGuard(has_budget=is_guarded)
         self._is_full = False
         history.followers.append(self._requeue)
         history.watchers.append(self._compare)
@@ -226,6 +227,11 @@ class HitDensityEviction(LeafFirstEviction):
         """Yield whom LRU would evict, in order; else as ``victims``."""
         return self._named(VictimChoice(self, self._history.time_s(now_s), is_lru=True), keep)
 
+    def victims_unguarded(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        """Yield whom to evict by hit density even while LRU would hit more; else as ``victims``."""
+        is_lru = not self._guard.is_warm
+        return self._named(VictimChoice(self, self._history.time_s(now_s), is_lru=is_lru), keep)
+
     @override
     def first_victims(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
         if self._clock is not None:
@@ -368,3 +374,14 @@ class HitDensityEviction(LeafFirstEviction):
                 and last_s[parent] == since_s
             )
             row = parent if is_same else choice.take_after(row)
+
+
+class UnguardedHitDensityEviction(HitDensityEviction):
+    """As HitDensityEviction, but for the guard that does as LRU does while LRU would hit more.
+
+    For who compares it with LRU himself, and knows what it would hit while it is not followed:
+    the guard knows that of LRU alone, and so is slow to let go.
+    """
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history, is_guarded=False)

@@ -25,6 +25,11 @@ _PLACES = {
 POLICIES = tuple(_PLACES)
 """The names there are."""
 
+UNGUARDED = "hit_density_unguarded"
+"""Nobody's policy by itself, as it may hit less than LRU: one of those that are chosen among."""
+
+_PLACES[UNGUARDED] = "hit_density:UnguardedHitDensityEviction"
+
 
 _HAVE_DEADLINES = {"hit_density", "learned"}
 
@@ -35,8 +40,8 @@ def make_policy(
     """Return a new policy, which ranks by *history*.
 
     Decisions that may take long end in the order of LRU where *clock*, in seconds, says that
-    they do; without one they take the time they take, and are the same in every run. Raises
-    InvalidRequestError.
+    they do; without one they take the time they take, and are the same in every run.
+    ``UNGUARDED`` is made too. Raises InvalidRequestError.
     """
     place = _PLACES.get(name)
     if place is None:

@@ -16,7 +16,7 @@ from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.adaptive import AdaptiveEviction
 from kvstore.server.policy.history import NO_FACTS, Facts, History
 from kvstore.server.policy.mirror import Mirror
-from kvstore.server.policy.registry import make_policy
+from kvstore.server.policy.registry import UNGUARDED, make_policy
 from kvstore.server.policy.replay import BlockReplay
 from kvstore.server.policy.shadow import ShadowSet
 
@@ -80,7 +80,7 @@ def replay(
 def test_it_starts_with_the_first_and_says_that_nothing_is_known() -> None:
     why = AdaptiveEviction(History()).why()
     assert (why.policy, why.switches, why.sampled, why.sample_rate) == ("hit_density", 0, 0, 1.0)
-    assert why.hit_ratios == dict.fromkeys(("hit_density", "lru", "s3fifo", "lfu"))
+    assert why.hit_ratios == dict.fromkeys(("hit_density", UNGUARDED, "lru", "s3fifo", "lfu"))
 
 
 @pytest.mark.parametrize("limit_nodes", [1 << 13, 16])
@@ -244,6 +244,41 @@ def test_it_names_the_victims_of_the_one_it_follows() -> None:
             made.insert(row, NO_ROW, 1, 0.0)
         made.touch(np.array([1]), 1.0)
     assert list(policy.victims(keep_none, 2.0)) == list(alone.victims(keep_none, 2.0)) == [2, 3, 1]
+
+
+def test_it_names_victims_by_hit_density_where_the_guard_would_not() -> None:
+    history = History()
+    policy = AdaptiveEviction(history, ("hit_density", UNGUARDED))
+    for row in (1, 2):
+        history.seen(row, NO_ROW, NO_FACTS, float(row))
+        policy.insert(row, NO_ROW, 1, float(row))
+    history.asked(np.array([1]), 1, 3.0)
+    policy.touch(np.array([1]), 3.0)
+    for row, promise in ((1, 0.001), (2, 0.5)):
+        history.table.values[history.class_of(row)] = promise
+    history.table.version += 1
+    assert policy._density is not None
+    policy._density._guard.is_warm = True
+    assert list(policy._victims_of(0, keep_none, 4.0)) == [2, 1]
+    assert list(policy._victims_of(1, keep_none, 4.0)) == [1, 2]
+
+
+def test_a_guard_that_holds_to_lru_for_long_does_not_hold_it_back() -> None:
+    """LRU hits nothing here: the guard of hit density prefers it all the same, once behind."""
+    history = History()
+    policy = AdaptiveEviction(history)
+    cache = BlockReplay(policy, history, 20)
+    guards = [one.policy._guard for one in policy._shadows._shadows[:2]]  # type: ignore[attr-defined]
+    for at, chain in enumerate(hot_set_and_scan(3000)):
+        guards[0]._behind = 1e9
+        cache.request(chain, 1, float(at))
+    assert guards[0].prefers_lru
+    assert not guards[1].prefers_lru
+    unguarded, guarded = (policy.why().hit_ratios[name] for name in (UNGUARDED, "hit_density"))
+    assert unguarded is not None
+    assert guarded is not None
+    assert unguarded > guarded + 0.1
+    assert policy._hedge.weights[1] > policy._hedge.weights[0]
 
 
 @pytest.mark.parametrize("names", [(), ("adaptive",), ("lru", "adaptive"), ("best",)])

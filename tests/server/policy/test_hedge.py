@@ -16,6 +16,17 @@ def test_the_first_begins_with_as_much_as_all_others() -> None:
     assert Hedge(1).weights == [1.0]
 
 
+def test_leaders_have_half_of_the_weight_between_them() -> None:
+    assert Hedge(5, 2).weights == [0.25, 0.25, 0.5 / 3, 0.5 / 3, 0.5 / 3]
+    assert Hedge(2, 2).weights == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("wrong", [0, 4])
+def test_there_are_no_more_leaders_than_experts(wrong: int) -> None:
+    with pytest.raises(InvalidRequestError, match="leaders"):
+        Hedge(3, wrong)
+
+
 @pytest.mark.parametrize("wrong", [0, -1])
 def test_there_has_to_be_an_expert(wrong: int) -> None:
     with pytest.raises(InvalidRequestError, match="experts"):

@@ -7,12 +7,18 @@ import pytest
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.history import History
 from kvstore.server.policy.hit_density import HitDensityEviction
-from kvstore.server.policy.registry import POLICIES, make_policy
+from kvstore.server.policy.registry import POLICIES, UNGUARDED, make_policy
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_name_makes_a_policy_that_knows_nothing_yet(name: str) -> None:
     assert len(make_policy(name, History())) == 0
+
+
+def test_hit_density_without_its_guard_is_made_but_not_offered() -> None:
+    assert UNGUARDED not in POLICIES
+    policy = make_policy(UNGUARDED, History())
+    assert isinstance(policy, HitDensityEviction)
 
 
 def test_a_clock_reaches_the_policy_whose_decisions_have_a_deadline() -> None:
