@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.server.arrival import Arrival
 from kvstore.server.mover import Ticket
 from kvstore.server.policy.promotion import SecondRead
 from kvstore.server.sessions import Session
@@ -30,9 +31,6 @@ from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
-
-if TYPE_CHECKING:  # its file loads zmq
-    from kvstore.server.cluster.peer_tier import PeerTier
 
 READ_AHEAD_CHUNKS = 8
 """Of the chain, which media are told of at once that can use that."""
@@ -46,25 +44,6 @@ MAX_DUE = 1024
 """Promotions that wait for the next tick; the oldest are forgotten beyond them."""
 IN_MEMORY = frozenset({Reach.memory})
 _NOT_HERE: Bytes = np.empty(0, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A chunk in reach of its reader. ``tier`` is where it was when asked for.
-
-    ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
-    in a file, in the arena of a device or on another server comes without the frame's bytes.
-    """
-
-    index: int
-    tier: str
-    frame: Bytes
-    place: SlabPlace | FilePlace | PeerPlace | None
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the frame, wherever it is."""
-        return len(self.frame) if self.place is None else self.place.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +128,11 @@ class Delivery:
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
     def in_place(
-        self, keys: Sequence[ChunkKey], reach: Collection[Reach], least: Fidelity
+        self,
+        keys: Sequence[ChunkKey],
+        reach: Collection[Reach],
+        least: Fidelity,
+        peers: Collection[int] = (),
     ) -> NDArray[Any]:
         """Return where the longest prefix of leased *keys* is that the reader can read in place.
 
@@ -164,35 +147,54 @@ class Delivery:
         rows = np.frombuffer(transfers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
         rows["reach"][~in_cpu] = Reach.none
         held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
-        rows = rows[: self._add_files(keys, rows, held)]
+        rows = rows[: self._add_others(keys, rows, held, least, peers)]
+        rows["tier"][rows["reach"] == Reach.peer] = len(self.place_names(reach))
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
 
-    def place_names(self, reach: Collection[Reach]) -> list[str]:
-        """Return the tiers that a reader of *reach* reads in place, but for a device's."""
-        filed = self._transfers.filed if Reach.file in reach else None
-        return [shelf.name for shelf in (self._transfers.cpu, filed) if shelf is not None]
+    def place_names(self, reach: Collection[Reach], peers: Collection[int] = ()) -> list[str]:
+        """Return the tiers that a reader of *reach* and *peers* reads in place, but for a device's.
 
-    def _add_files(
-        self, keys: Sequence[ChunkKey], rows: NDArray[Any], held: NDArray[np.bool_]
+        That of peers is the last.
+        """
+        filed = self._transfers.filed if Reach.file in reach else None
+        there = (self._transfers.cpu, filed, self._transfers.peers if peers else None)
+        return [shelf.name for shelf in there if shelf is not None]
+
+    def _add_others(
+        self,
+        keys: Sequence[ChunkKey],
+        rows: NDArray[Any],
+        held: NDArray[np.bool_],
+        least: Fidelity,
+        peers: Collection[int],
     ) -> int:
-        """Fill the *rows* of those *held* in files, up to the first that is nowhere; return where
-        that is.
+        """Fill the *rows* of those *held* in files, and of what *peers* have, up to the first that
+        is nowhere; return where that is.
         """
         filed = self._transfers.filed
         for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
             place = None
             if filed is not None and held[index] and not filed.breaker.is_open:
                 place = filed.tier.file_place(keys[index])
-            if place is None:
+            if place is not None:
+                rows[index] = (place.extent, Reach.file, 1, place.offset, place.size_bytes, 0)
+                continue
+            holders = self._catalog.holders(keys[index], least) if peers else ()
+            lent = self._transfers.lent_place(keys[index], holders, peers)
+            if lent is None:
                 return int(index)
-            rows[index] = (place.extent, Reach.file, 1, place.offset, place.size_bytes, 0)
+            rows[index] = (lent.number, Reach.peer, 0, 0, lent.size_bytes, 0)
+            self._counters.add("peer_lent_chunks")
         return len(rows)
 
     def were_told(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
         """The reader of *keys* begins to read *rows*: what follows from reading files."""
-        filed = self._transfers.filed
+        filed, peers = self._transfers.filed, self._transfers.peers
+        if peers is not None:
+            for index in np.flatnonzero(rows["reach"] == Reach.peer).tolist():
+                self._promote_if_due(session, keys[index], peers.name)
         told = [keys[index] for index in np.flatnonzero(rows["reach"] == Reach.file).tolist()]
         if filed is None or not told:
             return
@@ -224,13 +226,7 @@ class Delivery:
         holders = self._catalog.holders(key, least)
         if any(_is_in_place(shelf, key, holders) for shelf in self._near(reach)):
             return True
-        nearest = self._transfers.nearest(key, holders)[:1] if peers else []
-        return any(self._transfers.peer_place(shelf, key, peers) is not None for shelf in nearest)
-
-    def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
-        """Return the numbers of other servers from which readers may read some of *keys*."""
-        shelf = self._transfers.peers
-        return set() if shelf is None else cast("PeerTier", shelf.tier).lenders(keys)
+        return self._transfers.lent_place(key, holders, peers) is not None
 
     def _near(self, reach: Collection[Reach]) -> list[Shelf]:
         """Return the shelves that the reader reads in place, nearest first."""

@@ -273,6 +273,17 @@ class Reclaim(ABC):
             return None
         return cast("PeerTier", shelf.tier).peer_place(key, peers)
 
+    def lent_place(
+        self, key: ChunkKey, holders: Sequence[str], peers: Collection[int]
+    ) -> PeerPlace | None:
+        """Return the same of the nearest of *holders*; None where that is another tier."""
+        nearest = self.nearest(key, holders)[:1] if peers else []
+        return next((self.peer_place(shelf, key, peers) for shelf in nearest), None)
+
+    def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
+        """Return the numbers of other servers from which readers may read some of *keys*."""
+        return set() if self.peers is None else cast("PeerTier", self.peers.tier).lenders(keys)
+
     def lower_shelves(self) -> list[Shelf]:
         """Return the shelves below CPU memory that can be written, fastest first."""
         return self._below(self.cpu)

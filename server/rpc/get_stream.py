@@ -13,7 +13,8 @@ from kvstore.proto.places import Place, Reach, pack_places
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.server.delivery import IN_MEMORY, Arrival
+from kvstore.server.arrival import Arrival
+from kvstore.server.delivery import IN_MEMORY
 from kvstore.server.manager import TierManager
 from kvstore.server.rpc.layered import LayeredGet, LayerPart
 from kvstore.server.rpc.ranged import RangedRead, Span
@@ -92,9 +93,9 @@ class GetStream:
             for arrival in gets.get(self.session, keys, self.deadline, IN_MEMORY, self.least):
                 yield from self._parts(arrival)
             return
-        rows = gets.in_place(keys, reach, self.least)
+        rows = gets.in_place(keys, reach, self.least, peers)
         if len(rows):
-            yield self._places(0, rows.tobytes(), gets.place_names(reach))
+            yield self._places(0, rows.tobytes(), gets.place_names(reach, peers))
             gets.were_told(self.session, keys, rows)
         if len(rows) < len(keys):
             yield from self._loaded(keys, len(rows), reach, peers)
@@ -109,7 +110,7 @@ class GetStream:
         """Yield the chunks from *first* on; what is there without a load is told together."""
         gets, least = self.manager.gets, self.least
         there: list[Arrival] = []
-        lenders = gets.lenders(keys[first:])
+        lenders = self.manager.transfers.lenders(keys[first:])
         for one in gets.get(self.session, keys[first:], self.deadline, reach, least, peers):
             arrival = replace(one, index=one.index + first)
             if arrival.place is None:

@@ -17,7 +17,7 @@ from slow_device import SlowDevice
 from kvstore.proto.places import Reach
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import PutOutcome
-from kvstore.server.delivery import Arrival
+from kvstore.server.arrival import Arrival
 from kvstore.server.sessions import Session
 from kvstore.tiers.device import HostDevice
 from kvstore.tiers.gpu import GpuTier
