@@ -10,12 +10,9 @@ from xxhash import xxh3_64
 from kvstore.codecs.base import AnyTensors, ChunkTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk_reading import Here, Incoming, Payload
+from kvstore.proto.bulk_reading import Here, Payload
 from kvstore.proto.errors import ChunkCorruptError, LayoutMismatchError
 from kvstore.proto.frame import FrameHeader, check_segment
-
-STEP_BYTES = 1 << 18
-"""Filled before it is summed: larger steps have left the cache by then."""
 
 
 class _Run(NamedTuple):
@@ -71,7 +68,8 @@ class DirectFrame:
             first, last = max(run.start, at), min(run.stop, end)
             if first < last:
                 coming.skip(first - at)
-                self._fill(run.out[first - run.start : last - run.start], coming)
+                # What is summed is what lies in the tensors, while it is in cache.
+                coming.summed(run.out[first - run.start : last - run.start], self._digest)
                 at = last
             if end < run.stop:
                 break
@@ -79,12 +77,6 @@ class DirectFrame:
             if run.ends:
                 self._end_segment(run.segment)
         coming.skip(end - at)
-
-    def _fill(self, out: Bytes, coming: Incoming) -> None:
-        for start in range(0, len(out), STEP_BYTES):
-            step = out[start : start + STEP_BYTES]
-            coming.into(step)
-            self._digest.update(step)  # type: ignore[arg-type,unused-ignore]
 
     def _end_segment(self, segment: int) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
+from xxhash import xxh3_64
 
 from kvstore.client.connection import SLACK_S
 from kvstore.client.session import SessionTerms
@@ -129,6 +130,10 @@ class FrameStream:
         """Fill *out* with the next bytes of a part. Raises as ``receive``."""
         self._try(deadline, lambda: self._wire.fill(out))
 
+    def fill_summed(self, out: Bytes, digest: xxh3_64, deadline: float) -> None:
+        """Do the same, and add the bytes to *digest*."""
+        self._try(deadline, lambda: self._wire.fill_summed(out, digest))
+
     def give_up(self) -> None:
         """Have whoever waits on this stream wait no more. For any thread."""
         self._is_given_up = True
@@ -178,6 +183,10 @@ class _Coming:
     def into(self, out: Bytes) -> None:
         """Receive the next bytes where they are to stay."""
         self._stream.fill(out, self._deadline)
+
+    def summed(self, out: Bytes, digest: xxh3_64) -> None:
+        """The same, and add them to *digest*."""
+        self._stream.fill_summed(out, digest, self._deadline)
 
     def skip(self, size_bytes: int) -> None:
         """Receive so many for nobody."""

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+from xxhash import xxh3_64
 
 from kvstore.proto import bulk
-from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed
 from kvstore.proto.credit import Window
 from kvstore.proto.errors import InvalidFrameError
 
@@ -21,6 +22,9 @@ class Incoming(Protocol):
 
     def into(self, out: Bytes, /) -> None:
         """Fill *out* with the next of them."""
+
+    def summed(self, out: Bytes, digest: xxh3_64, /) -> None:
+        """Fill *out* with the next of them, and add what is there then to *digest*."""
 
     def skip(self, size_bytes: int, /) -> None:
         """Pass the next *size_bytes* by."""
@@ -39,6 +43,11 @@ class Here:
     def into(self, out: Bytes, /) -> None:
         """Copy the next bytes to *out*."""
         copy_bytes(out, self._data[self._at : self._at + len(out)])
+        self._at += len(out)
+
+    def summed(self, out: Bytes, digest: xxh3_64, /) -> None:
+        """Copy the next bytes to *out*, and add what is there then to *digest*."""
+        copy_summed(out, self._data[self._at : self._at + len(out)], digest)
         self._at += len(out)
 
     def skip(self, size_bytes: int, /) -> None:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 
 import numpy as np
+from xxhash import xxh3_64
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, as_bytes
@@ -20,6 +21,8 @@ from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavail
 MAX_HEADER_BYTES = 256
 MAX_REASON_BYTES = 1 << 16
 """Of a payload that is no part of a frame."""
+STEP_BYTES = 1 << 16
+"""Received before it is summed."""
 _LENGTHS = struct.Struct("<HI")
 _NO_PAYLOAD = 0xFFFFFFFF
 _TIMEVAL = struct.Struct("@ll")
@@ -125,6 +128,18 @@ class StreamWire:
         left = out.data if isinstance(out, np.ndarray) else out
         while len(left):
             left = left[self._guarded(self._link.recv_into, left, 0, self._flags) :]
+
+    def fill_summed(self, out: Bytes, digest: xxh3_64) -> None:
+        """Fill *out* with the next bytes, and add them to *digest* while they are in cache.
+
+        Steps are small: the sender goes on while one is summed, and a core's own cache holds it.
+        """
+        left = out.data
+        while len(left):
+            step = left[:STEP_BYTES]
+            got = self._guarded(self._link.recv_into, step, 0, self._flags)
+            digest.update(step[:got])
+            left = left[got:]
 
     def _guarded(self, call: Callable[..., int], *terms: object) -> int:
         """Return how many bytes *call* moved."""
