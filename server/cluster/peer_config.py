@@ -53,6 +53,11 @@ class PeerSettings(BaseModel):
     peer_ca: OwnFile = Field(
         default=None, description="who signs peers' certificates, in PEM; with it over TLS"
     )
+    peer_name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$"), "NAME"] = Field(
+        default=None,
+        description="name that peers' certificates have, where it is not that of their address;"
+        " with --peer-ca",
+    )
     peer_port: Annotated[int, Field(ge=0, le=65535), "PORT"] = Field(
         default=0,
         description="port of the streams that peers and, for whole chunks, clients read through,"

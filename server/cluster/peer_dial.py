@@ -33,7 +33,8 @@ Dial = Callable[[str, str, float], LetIn]
 @dataclass(frozen=True, slots=True)
 class PeerAccess:
     """``token_file`` has an API key of role peer. With ``ca`` only peers that it signed are
-    believed; ``cert`` and ``key`` are our own, for peers that ask for one. ``insecure`` lets the
+    believed, under ``name`` whatever their address where there is one; ``cert`` and ``key`` are our
+    own, for peers that ask for one. ``insecure`` lets the
     key travel to other hosts in plain text.
     """
 
@@ -42,6 +43,7 @@ class PeerAccess:
     cert: Path | None = None
     key: Path | None = None
     insecure: bool = False
+    name: str = ""
 
     def dial(self, address: str, node_id: str, within_s: float) -> LetIn:
         """Have the peer at *address*, host:port, open a session for us.
@@ -99,7 +101,8 @@ class PeerAccess:
         credentials = grpc.ssl_channel_credentials(
             *(None if path is None else _read(name, path) for name, path in parts)
         )
-        return grpc.secure_channel(address, credentials, options=_OPTIONS)
+        named = [("grpc.ssl_target_name_override", self.name)] if self.name else []
+        return grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
 
 
 def _read(field: str, path: Path) -> bytes:

@@ -37,7 +37,12 @@ def with_peers(
     from kvstore.server.cluster.peers import Peers, PeersTerms
 
     access = PeerAccess(
-        config.peer_key, config.peer_ca, config.tls_cert, config.tls_key, config.insecure
+        config.peer_key,
+        config.peer_ca,
+        config.tls_cert,
+        config.tls_key,
+        config.insecure,
+        config.peer_name or "",
     )
     for address in config.peer_addresses:
         access.check(address)

@@ -135,6 +135,12 @@ def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
         (("--set", "config.directory=true"), "config.directory"),
         (("--set", "config.peers=directory"), "zmq.enabled"),
         (("--set", "config.peer_port=7500"), "ports.peer"),
+        (("--set", "config.peers=a:1,auth.existingSecret.name=k"), "peers.existingSecret.name"),
+        (
+            ("--set", "config.peers=a:1,tls.existingSecret=t,tls.hasCA=false"),
+            "tls.hasCA",
+        ),
+        (("--set", "peers.existingSecret.name=p"), "config.peers"),
         (
             ("--set", "tiers.redis.enabled=true,redis.existingSecret.name=r,redis.auth.username=u"),
             "redis.auth.existingSecret.name",
@@ -348,6 +354,23 @@ def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None
     assert "peer" not in {port["port"] for rule in others for port in rule["ports"]}
     (by_pod,) = [one for one in of_kind(rendered, "Service") if one["spec"].get("clusterIP")]
     assert {"zmq", "peer"} <= {port["targetPort"] for port in by_pod["spec"]["ports"]}
+
+
+def test_pods_that_ask_who_calls_show_each_other_a_key_and_know_a_name(helm4: Helm) -> None:
+    rendered = helm4.of_values(CHART / "ci" / "secure-peers-values.yaml")
+    told = settings(rendered)
+    assert told["peer_key"] == "/etc/kvstore/peer/key"
+    assert told["peer_ca"] == "/etc/kvstore/tls/ca.crt"
+    names = {f"{one['metadata']['name']}.kv.svc" for one in of_kind(rendered, "Service")}
+    assert told["peer_name"] in names
+    mounts = {one["name"]: one["mountPath"] for one in container(rendered)["volumeMounts"]}
+    assert mounts["peer"] == "/etc/kvstore/peer"
+    volumes = workload(rendered)["spec"]["template"]["spec"]["volumes"]
+    (volume,) = [one for one in volumes if one["name"] == "peer"]
+    assert volume["secret"]["secretName"] == "kvstore-peer"
+    assert volume["secret"]["items"] == [{"key": "key", "path": "key"}]
+    in_the_open = settings(helm4.of_values(CHART / "ci" / "peers-values.yaml"))
+    assert in_the_open.keys().isdisjoint({"peer_key", "peer_ca", "peer_name"})
 
 
 def test_what_engines_are_told_is_what_connectors_take(helm4: Helm) -> None:

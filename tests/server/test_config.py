@@ -113,6 +113,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "tracing_endpoint": "http://127.0.0.1:4317", "tracing_share": "0.5",
         "peers": "127.0.0.1:7420,directory", "peer_key": write(tmp_path / "peer-key", "kvs_"),
         "peer_ca": write(tmp_path / "peer-ca", "..."), "peer_bytes": "64MiB", "peer_port": "7422",
+        "peer_name": "kv.svc",
         "directory": "true", "directory_ttl_ms": "700", "node_id": "node-a",
         "advertise": "a.example", "redis_prefix": "team:a", "redis_username": "me",
         "redis_password_file": write(tmp_path / "password", "secret\n"),

@@ -149,6 +149,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- if $v.encryption.existingSecret.name }}{{ $_ := set $s "encryption_keys" "/etc/kvstore/encryption/keys" }}{{ end }}
 {{- if $v.namespaceSalt.existingSecret.name }}{{ $_ := set $s "secret_file" "/etc/kvstore/salt/salt" }}{{ end }}
+{{- if $v.peers.existingSecret.name }}{{ $_ := set $s "peer_key" "/etc/kvstore/peer/key" }}{{ end }}
+{{- if and $v.config.peers (include "kvstore.hasTLS" .) }}
+{{- $_ := set $s "peer_ca" "/etc/kvstore/tls/ca.crt" }}
+{{- $_ := set $s "peer_name" (printf "%s.%s.svc" (include "kvstore.fullname" .) .Release.Namespace) }}
+{{- end }}
 {{- if $v.insecure }}{{ $_ := set $s "insecure" true }}{{ end }}
 {{- toYaml (mergeOverwrite $s $v.config) }}
 {{- end }}
@@ -175,6 +180,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if hasKey $.Values.config $name }}{{ fail (printf "config.%s: all pods would have the same; leave it out, each pod gets its own" $name) }}{{ end }}
 {{- end }}
 {{- if and .Values.config.directory (not .Values.tiers.redis.enabled) }}{{ fail "config.directory: the directory is in Redis; enable tiers.redis" }}{{ end }}
+{{- if .Values.config.peers }}
+{{- if and (include "kvstore.hasAuth" .) (not .Values.tls.clientCA) (not .Values.peers.existingSecret.name) }}{{ fail "peers.existingSecret.name: name the secret with the API key of role peer that pods show each other" }}{{ end }}
+{{- if and (include "kvstore.hasTLS" .) (not .Values.tls.hasCA) }}{{ fail "config.peers: pods believe who ca.crt signed; the secret of tls needs it, and tls.hasCA" }}{{ end }}
+{{- end }}
+{{- if and .Values.peers.existingSecret.name (not .Values.config.peers) }}{{ fail "peers.existingSecret: is shown to peers; set config.peers, or leave it out" }}{{ end }}
 {{- if hasKey .Values.config "peer_port" }}{{ fail "config.peer_port: set ports.peer, which opens it as well" }}{{ end }}
 {{- if and (contains "directory" (toString .Values.config.peers)) (not .Values.zmq.enabled) }}{{ fail "config.peers: pods ask each other over zmq; set zmq.enabled" }}{{ end }}
 {{- if and .Values.hostSocket.enabled (ne .Values.mode "daemonset") }}{{ fail "hostSocket.enabled: engines share memory with a server on their node: use mode: daemonset" }}{{ end }}

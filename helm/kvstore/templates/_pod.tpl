@@ -201,6 +201,9 @@ spec:
         {{- if $v.namespaceSalt.existingSecret.name }}
         - {name: salt, mountPath: /etc/kvstore/salt, readOnly: true}
         {{- end }}
+        {{- if $v.peers.existingSecret.name }}
+        - {name: peer, mountPath: /etc/kvstore/peer, readOnly: true}
+        {{- end }}
   volumes:
     - name: config
       configMap:
@@ -265,6 +268,9 @@ spec:
     {{- end }}
     {{- if $v.namespaceSalt.existingSecret.name }}
     {{- include "kvstore.secretVolume" (dict "name" "salt" "secret" $v.namespaceSalt.existingSecret "path" "salt") | nindent 4 }}
+    {{- end }}
+    {{- if $v.peers.existingSecret.name }}
+    {{- include "kvstore.secretVolume" (dict "name" "peer" "secret" $v.peers.existingSecret "path" "key") | nindent 4 }}
     {{- end }}
   {{- with $v.nodeSelector }}
   nodeSelector:

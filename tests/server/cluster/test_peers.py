@@ -273,6 +273,22 @@ def test_over_tls_only_a_peer_that_the_authority_signed_is_shown_the_key(
         PeerAccess(tmp_path / "shown", wrong.path).dial(first.address, "second", 20.0)
 
 
+def test_a_peer_that_is_reached_by_a_pods_address_is_known_by_its_name(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    rows, authority = KeyRing(tmp_path / "keys"), Authority(tmp_path)
+    cert, key = authority.issue("first", hosts=("kv.kv.svc",))
+    (tmp_path / "shown").write_text(rows.make("fleet", "peer"))
+    proofs = ("--tls-cert", str(cert), "--tls-key", str(key), "--auth-keys", str(tmp_path / "keys"))
+    first = node(make_server, *proofs)
+    shown = ("--peer-key", str(tmp_path / "shown"), "--peer-ca", str(authority.path))
+    for name, is_let_in in (("other.svc", False), ("kv.kv.svc", True)):
+        second = node(make_server, "--peers", first.address, *shown, "--peer-name", name)
+        (known,) = tier_of(second).peers.known()
+        assert eventually(partial(_is_decided, known))
+        assert known.is_up is is_let_in
+
+
 def test_a_key_does_not_travel_in_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("kvs_secret")
