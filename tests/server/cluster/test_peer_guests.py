@@ -16,7 +16,7 @@ import pytest
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, assert_reads, keys_of, store
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client, ClientOptions, peer_reads
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.options import TransportName
 from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
@@ -38,6 +38,7 @@ from kvstore.proto.peer_words import pack_wanted
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.cluster import peer_streams
 from kvstore.server.cluster.peer import MAX_LIES, Lent
+from kvstore.server.cluster.peer_desk import PeerDesk
 from kvstore.server.cluster.peer_tier import PeerTier
 
 BOTH_WAYS = pytest.mark.parametrize("pair", ["plain", "tls"], indirect=True)
@@ -56,6 +57,12 @@ def tier_of(server: LocalServer) -> PeerTier:
     shelf = server.node.manager.transfers.peers
     assert shelf is not None
     return cast("PeerTier", shelf.tier)
+
+
+def desk_of(server: LocalServer) -> PeerDesk:
+    streams = server.node.streams
+    assert streams is not None
+    return streams._terms.service.desk
 
 
 def reads_of(client: Client) -> PeerReads:
@@ -91,6 +98,12 @@ class Pair:
     def loaded(self) -> int:
         """How many chunks the second read itself, but for the acquaintance's."""
         return self.second.counter("peer_read_chunks") - 1
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have readers wait for a machine that is busy."""
+    monkeypatch.setattr(peer_reads, "SILENCE_S", SOON_S)
 
 
 @pytest.fixture
@@ -218,10 +231,10 @@ def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_s
 ) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    streams = pair.first.node.streams
-    assert streams is not None
+    for stream in reads_of(pair.reader)._lenders[1].streams._idle:
+        stream._silence_s = SILENCE_S
     resumed = threading.Event()
-    desk = streams._terms.service.desk
+    desk = desk_of(pair.first)
     answer = desk.get
 
     def hang_once(work: object, payload: bytes) -> None:
@@ -248,9 +261,7 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
 ) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    streams = pair.first.node.streams
-    assert streams is not None
-    desk = streams._terms.service.desk
+    desk = desk_of(pair.first)
     pieces = desk._pieces
 
     def two(*terms: object) -> Iterator[object]:
