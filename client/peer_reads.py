@@ -1,7 +1,8 @@
 """PeerReads: chunks in the memory of other servers, read from there and not by way of our own.
 
-Our own server says which they are and lets us in to the others; it stays the one to ask for
-whatever does not come. No get waits for a connection: what is not there yet is read by its way.
+Our own server says who there are and lets us in to them, before we read anything where they are
+few; it stays the one to ask for whatever does not come. No get waits for a connection: what is
+not there yet is read by its way.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class PeerReads:
 
     def numbers(self) -> list[int]:
         """Return those to which there is a connection now."""
+        self.note(self._session.peers)
         with self._lock:
             lenders = list(self._lenders.items())
         self.note(number for number, one in lenders if self._clock() >= one.renewed_at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.client.connection import Connection
@@ -75,6 +75,8 @@ class Session:
             options.deadline_ms,
             pb.OpenSessionResponse,
         )
+        self.peers: Sequence[int] = list(reply.peers)
+        """Other servers that this one would let us in to, as far as is known by now."""
         self.terms = SessionTerms(
             reply.session_id,
             reply.server.boot_id,
@@ -124,6 +126,7 @@ class Session:
         reply = self.connection.call(
             "Heartbeat", request, self.options.deadline_ms, pb.HeartbeatResponse
         )
+        self.peers = list(reply.peers)
         return reply.draining
 
     def measure_pace(self, kept: float = _FADES) -> None:

@@ -99,6 +99,8 @@ class ShmTransport(Transport):
         self.calls = LocalLink(session.terms, session.connection)
         self.slabs = Slabs(self._socket)
         self._peers = PeerReads(session)
+        if session.options.read_peers:
+            self._peers.note(session.peers)
         # One put at a time owns the staging memory, over its copies by design.
         self._put_lock = threading.Lock()
 

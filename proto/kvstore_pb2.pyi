@@ -118,7 +118,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes", "stream_address", "stream_certificate")
+    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes", "stream_address", "stream_certificate", "peers")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class OpenSessionResponse(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STREAM_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     server: Server
     session_id: int
     key_namespace: bytes
@@ -153,7 +154,8 @@ class OpenSessionResponse(_message.Message):
     arena_bytes: int
     stream_address: str
     stream_certificate: bytes
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ...) -> None: ...
+    peers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenPeerRequest(_message.Message):
     __slots__ = ("node_id",)
@@ -201,12 +203,14 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("server", "draining")
+    __slots__ = ("server", "draining", "peers")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     server: Server
     draining: bool
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    peers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., draining: bool = ..., peers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

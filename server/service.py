@@ -133,6 +133,7 @@ class KVStoreService(
             codecs=list(CODECS),
             arena_device=gpu.device.identity if gpu and plane else "",
             arena_bytes=gpu.capacity_bytes if gpu and plane else 0,
+            peers=self._lent(),
         )
 
     @override
@@ -140,7 +141,8 @@ class KVStoreService(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatResponse:
         self._explain.heard(request, self._sessions.get(request.session_id))
-        return pb.HeartbeatResponse(server=self._stamp, draining=self._sessions.is_draining)
+        draining = self._sessions.is_draining
+        return pb.HeartbeatResponse(server=self._stamp, draining=draining, peers=self._lent())
 
     @override
     def CloseSession(

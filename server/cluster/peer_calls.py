@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvstore.server.sessions import SessionTable
 
 MAX_NODE_ID_CHARS = 128
+MAX_TOLD_PEERS = 16
+"""Of those that are there; clients learn of further ones as they read what these have."""
 
 
 class PeerCalls:
@@ -53,6 +55,11 @@ class PeerCalls:
             stream_address=self._identity.stream_address,
             stream_certificate=self._identity.stream_certificate,
         )
+
+    def _lent(self) -> list[int]:
+        """Return the other servers that a client had better know before it reads from them."""
+        shelf = self._manager.transfers.peers
+        return cast("PeerTier", shelf.tier).lent()[:MAX_TOLD_PEERS] if shelf else []
 
     def LendPeer(
         self, request: pb.LendPeerRequest, context: grpc.ServicerContext

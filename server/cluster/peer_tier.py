@@ -156,6 +156,10 @@ class PeerTier(Tier):
 
     # --- reading by others
 
+    def lent(self) -> list[int]:
+        """Return the numbers of all whom readers may ask."""
+        return [peer.number for peer in self.peers.known() if peer.is_lent]
+
     def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
         """Return the numbers of those who have some of *keys*, and whom readers may ask."""
         offers = filter(None, map(self._offer, keys))

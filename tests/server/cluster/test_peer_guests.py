@@ -86,18 +86,15 @@ class Pair:
         assert (match.ready, set(match.tiers)) == (len(keys), {"peer"})
 
     def acquaint(self) -> None:
-        """Have the reader read something by way of its server, and connected to the first then."""
-        keys = store(self.writer, 99, 1)
-        self.find(keys)
-        assert_reads(self.reader, keys)
+        """Have the reader connected to the first."""
         assert eventually(lambda: reads_of(self.reader).numbers() == [1])
 
     def lent(self) -> int:
         return self.second.counter("peer_lent_chunks")
 
     def loaded(self) -> int:
-        """How many chunks the second read itself, but for the acquaintance's."""
-        return self.second.counter("peer_read_chunks") - 1
+        """How many chunks the second read itself."""
+        return self.second.counter("peer_read_chunks")
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +129,7 @@ def test_what_a_peer_has_comes_straight_from_it_and_the_own_server_reads_nothing
     pair.find(keys)
     assert_reads(pair.reader, keys)
     assert (pair.lent(), pair.loaded()) == (CHUNKS, 0)
-    assert pair.first.counter("peer_served_chunks") == CHUNKS + 1
+    assert pair.first.counter("peer_served_chunks") == CHUNKS
     for server in (pair.first, pair.second):
         assert server.settled().held == 0
 
@@ -143,7 +140,7 @@ def test_under_a_lease_nothing_is_loaded_ahead_of_who_reads_it_there(pair: Pair)
     with pair.reader.lease(keys) as lease:
         assert len(lease.get()) == CHUNKS
     assert (pair.lent(), pair.loaded()) == (CHUNKS, 0)
-    assert pair.second.counter("prefetched_chunks") <= 1  # before they were acquainted
+    assert pair.second.counter("prefetched_chunks") == 0
 
 
 def test_what_is_read_a_second_time_is_kept_by_the_own_server(pair: Pair) -> None:
@@ -315,6 +312,39 @@ def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair
     ask.number = 1
     with pytest.raises(TierUnavailableError, match="not up"):
         session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
+
+
+def test_a_server_that_is_learnt_of_by_a_get_is_read_from_at_the_next(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PeerTier, "lent", lambda _: [])
+    reader = client_of(pair.second)
+    reads = reads_of(reader)
+    for number, (lent, loaded) in enumerate([(0, CHUNKS), (CHUNKS, CHUNKS)]):
+        keys = store(pair.writer, number, CHUNKS)
+        pair.find(keys)
+        assert_reads(reader, keys)
+        assert (pair.lent(), pair.loaded()) == (lent, loaded)
+        assert eventually(lambda: reads.numbers() == [1])
+
+
+def test_a_heartbeat_tells_of_servers_that_came_up_since(pair: Pair) -> None:
+    session = pair.reader._connected().session
+    session.peers = []
+    session.heartbeat()
+    assert session.peers == [1]
+
+
+def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:
+    options = ClientOptions(
+        "shm", chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS, read_peers=False
+    )
+    reader = pair.second.connect("shm", MEDIUM, options)
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    assert_reads(reader, keys)
+    assert (pair.lent(), pair.loaded()) == (0, CHUNKS)
+    assert reads_of(reader)._lenders == {}
 
 
 # --- a guest that asks for more
