@@ -256,7 +256,6 @@ class PeerStreams:
             return
         with self._lock:
             self._strangers.discard(stranger)
-            self._streams.add(stream)
         self._wait_again(stream)
 
     def _attached(self, wire: StreamWire, origin: str) -> _Stream:
@@ -269,24 +268,29 @@ class PeerStreams:
             stream = _Stream(wire, session, origin, guest)
             if not _is_genuine(session, word) or self._is_over(stream):
                 raise UnauthenticatedError("token: not this session's; open a session first")
-            self._check_room(stream)
+            self._take_room(stream)
         except KVStoreError as error:
             _refuse(wire, word, error)
             raise
-        wire.send(bulk.Attached(word.request))
+        try:
+            wire.send(bulk.Attached(word.request))
+        except KVStoreError:
+            self._drop(stream)
+            raise
         return stream
 
-    def _check_room(self, stream: _Stream) -> None:
+    def _take_room(self, stream: _Stream) -> None:
+        """Count it from now on: two who come at once do not both have the last place."""
         session = stream.session
         most = STREAMS_PER_SESSION if stream.guest is None else GUEST_STREAMS_PER_SESSION
         with self._lock:
-            others = list(self._streams)
-        alike = [one for one in others if one.session is session]
-        if sum((one.guest is None) is (stream.guest is None) for one in alike) >= most:
-            raise QuotaExceededError("streams_per_session", most, session.client)
-        is_full = sum(one.is_client for one in others) >= MAX_CLIENT_STREAMS
-        if is_full and stream.is_client:
-            raise QuotaExceededError("client_streams", MAX_CLIENT_STREAMS, session.client)
+            alike = [one for one in self._streams if one.session is session]
+            if sum((one.guest is None) is (stream.guest is None) for one in alike) >= most:
+                raise QuotaExceededError("streams_per_session", most, session.client)
+            is_full = sum(one.is_client for one in self._streams) >= MAX_CLIENT_STREAMS
+            if is_full and stream.is_client:
+                raise QuotaExceededError("client_streams", MAX_CLIENT_STREAMS, session.client)
+            self._streams.add(stream)
 
     def _serve(self, stream: _Stream) -> None:
         """Answer one request; who does not ask as agreed is hung up on."""
