@@ -48,7 +48,7 @@ class _Lender:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class LentRun:
     """Chunks *first* to *first* + len(*keys*) of a get, that server *number* has."""
 
     number: int
@@ -135,7 +135,7 @@ class PeerReads:
         if lender is not None:
             lender.streams.close()
 
-    def read(self, lent: Lent, direct: Direct, deadline: float) -> Iterator[Arrived]:
+    def read(self, lent: LentRun, direct: Direct, deadline: float) -> Iterator[Arrived]:
         """Yield the frames of *lent* in order, up to the first that does not come. Raises nothing.
 
         *direct* as ``Transport.get_layers_of`` has it; *deadline* in monotonic seconds.
@@ -157,7 +157,7 @@ class PeerReads:
             lender.streams.give_back(stream, is_clean=is_clean)
 
     def _frames(
-        self, stream: FrameStream, session_id: int, lent: Lent, direct: Direct, deadline: float
+        self, stream: FrameStream, session_id: int, lent: LentRun, direct: Direct, deadline: float
     ) -> Iterator[Arrived]:
         def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes | DirectFrame:
             taker = direct(lent.first + chunk, size_bytes, start)

@@ -21,7 +21,7 @@ from kvstore.client.layer_sink import PutTerms
 from kvstore.client.leased_views import LeasedViews
 from kvstore.client.liveness import hangs, peer_pid
 from kvstore.client.local_link import LocalLink
-from kvstore.client.peer_reads import Lent, PeerReads
+from kvstore.client.peer_reads import LentRun, PeerReads
 from kvstore.client.put_pipeline import PutPipeline
 from kvstore.client.session import Session
 from kvstore.client.slabs import Slabs
@@ -164,9 +164,8 @@ class ShmTransport(Transport):
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[Arrived]]:
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
-        with self._leased_replies(request) as (replies, leases):
-            yield self._arriving(replies, leases)
+        with self.get_layers_of(None, digests, lease_id, deadline_ms, least) as arriving:
+            yield arriving
 
     @override
     @contextmanager
@@ -188,7 +187,7 @@ class ShmTransport(Transport):
 
             def read(number: int, first: int, count: int) -> Iterator[Arrived]:
                 keys = [chunk_key(space, digest) for digest in digests[first : first + count]]
-                return self._peers.read(Lent(number, first, keys), direct, until)
+                return self._peers.read(LentRun(number, first, keys), direct, until)
 
         with ExitStack() as stack:
             yield self._with_lent(stack, request, read)
