@@ -217,6 +217,8 @@ def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> No
     (peer,) = tier_of(pair.second).peers.known()
     assert eventually(lambda: peer._lies == 1)
     del frame
+    assert_reads(pair.reader, keys[:1])  # a second time: it is there when the peer is barred
+    assert eventually(lambda: set(pair.reader.lookup(keys[:1]).tiers) == {"cpu"})
     for _ in range(2 * MAX_LIES):
         pair.reader.lookup(keys)
         assert len(pair.reader.get(keys)) == 1
