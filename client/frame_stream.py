@@ -1,12 +1,11 @@
-"""A FrameStream: one TCP connection of a session, over which whole frames come."""
+"""A FrameStream: one TCP connection of a session, over which whole frames come and go."""
 
 from __future__ import annotations
 
 import math
-import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -54,12 +53,12 @@ class Entrance:
 
 
 class FrameStream:
-    """Connected and attached at birth; one get at a time, used by one thread.
+    """Connected and attached at birth; one get or put at a time, used by one thread.
 
-    What ZeroMQ would keep goes from the socket to its place. Raises TierUnavailableError or
-    DeadlineError when *entrance* does not let us in within *within_s* seconds, the server's own
-    errors. A get that does not come to its end, or of which nothing comes for *silence_s*, leaves
-    it of no use.
+    What ZeroMQ would keep goes from the socket to its place, and from its place to the socket.
+    Raises TierUnavailableError or DeadlineError when *entrance* does not let us in within
+    *within_s* seconds, the server's own errors. A request that does not come to its end, or of
+    which nothing comes for *silence_s*, leaves it of no use.
     """
 
     def __init__(
@@ -94,6 +93,15 @@ class FrameStream:
         """Send a message. Raises as ``receive``."""
         self._by(deadline)
         self._try(deadline, lambda: self._wire.send(word, payload))
+
+    def send_part(self, word: bulk.Part, pieces: Sequence[Bytes], deadline: float) -> None:
+        """Send a part of what is put, from where it lies. Raises as ``receive``."""
+        self._by(deadline)
+        self._try(deadline, lambda: self._wire.send_pieces(word, pieces))
+
+    def has_more(self) -> bool:
+        """Whether there is a message to receive, or the server hung up."""
+        return self._wire.has_more()
 
     def hear(self, deadline: float) -> None:
         """Wait for the next message, which ``receive`` will return. Raises as that."""
@@ -141,11 +149,7 @@ class FrameStream:
 
     def is_broken(self) -> bool:
         """Whether the server hung up, said what nobody asked for, or is waited for no more."""
-        if self._is_given_up or self._wire.fileno() < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._wire.fileno(), select.POLLIN)
-        return bool(poll.poll(0))
+        return self._is_given_up or self._wire.fileno() < 0 or self._wire.has_more()
 
     def close(self) -> None:
         """Hang up. Idempotent."""

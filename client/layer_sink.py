@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.outgoing import Outgoing
+from kvstore.client.outgoing import Outgoing, cut_header
 from kvstore.codecs.base import AnyPart
 from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
@@ -60,6 +60,11 @@ class EncodedChunk(Outgoing):
     @override
     def encode(self, out: Bytes, flags: int = 0) -> None:
         copy_bytes(out, self.frame)
+
+    @override
+    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+        """Return the frame as it is; *room* is not needed."""
+        return cut_header(self.frame)
 
 
 class RawFrames:

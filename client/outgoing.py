@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from typing_extensions import override
@@ -10,7 +11,7 @@ from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.portions import encode_portion, portion_frame_bytes
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_bytes
 from kvstore.proto.portion import Portion
 from kvstore.proto.types import KVLayout
 
@@ -39,6 +40,19 @@ class Outgoing:
         template = replace(self.template, flags=flags) if flags else self.template
         RAW.encode(template, self.tensors, out)
 
+    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+        """Return the raw frame in pieces, the first of which is its header.
+
+        They are what the tensors have; where that is strided or in blocks, it is encoded into
+        *room* of so many bytes.
+        """
+        return RAW.pieces(self.template, self.tensors) or self._encoded(room)
+
+    def _encoded(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+        frame = room(self.frame_bytes)
+        self.encode(frame)
+        return cut_header(frame)
+
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPortion(Outgoing):
@@ -60,3 +74,14 @@ class OutgoingPortion(Outgoing):
     def encode(self, out: Bytes, flags: int = 0) -> None:
         """Write the frame, always summed and without *flags*."""
         encode_portion(self.template, self.portion, self.tensors, out)
+
+    @override
+    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+        """Return the frame in pieces, encoded into *room*."""
+        return self._encoded(room)
+
+
+def cut_header(frame: Bytes) -> list[Bytes]:
+    """Return the header of a whole frame, and what follows."""
+    end = stated_header_bytes(frame)
+    return [frame[:end], frame[end:]]

@@ -18,6 +18,7 @@ from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.part_feed import PartFeed
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
+from kvstore.client.stream_upload import StreamUpload
 from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
 from kvstore.client.zmq_link import ZmqLink, endpoint
 from kvstore.client.zmq_links import ZmqLinks
@@ -45,7 +46,7 @@ IDLE_FRAME_BYTES = 128 << 20
 
 
 class ZmqTransport(Transport):
-    """Gets and puts over DEALER sockets, one request at a time each; whole frames over a
+    """Gets and puts over DEALER sockets, one request at a time each; those of whole frames over a
     FrameStream where the server has streams and one is there.
 
     Raises TierUnavailableError at birth when the server does not take part.
@@ -235,26 +236,46 @@ class ZmqTransport(Transport):
     ) -> list[Put]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
         # The bulk channel has no place for hints.
-        link = self._links.take(deadline) if hints == NO_HINTS else None
+        if hints != NO_HINTS:
+            return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
+        word = bulk.Put(
+            0, self.session.terms.session_id, deadline_ms, bulk.DURABLE if durable else 0
+        )
+        upload = self._begin_upload(word, deadline)
+        if upload is not None:
+            with self._leaving(upload.stream):
+                return upload.run(chunks)
+        link = self._links.take(deadline)
         if link is None:
             return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
+        with self._leaving(link):
+            word = word._replace(request=link.next_request())
+            return BulkUpload(link, deadline).run(word, chunks)
+
+    def _begin_upload(self, word: bulk.Put, deadline: float) -> StreamUpload | None:
+        """Return a put that a stream takes; None where none does."""
+        self.session.connection.gate.check()
+        stream = self._streams.take()
+        if stream is None:
+            return None
+        upload = StreamUpload(stream, deadline)
+        try:
+            with self._noted_lateness(), self._dropped_if_it_fails(stream):
+                upload.begin(word)
+        except TierUnavailableError:  # it has too many at once, or has just started anew
+            return None
+        return upload
+
+    @contextmanager
+    def _leaving(self, link: Link) -> Iterator[None]:
+        """Give *link* back; after an error there may be parts on the way that nobody asked for."""
         is_over = False
         try:
             with self._noted():
-                results = BulkUpload(link, deadline).run(
-                    bulk.Put(
-                        link.next_request(),
-                        self.session.terms.session_id,
-                        deadline_ms,
-                        bulk.DURABLE if durable else 0,
-                    ),
-                    chunks,
-                )
+                yield
             is_over = True
         finally:
-            # After an error there may be parts on the way that nobody asked for any more.
             self._give_back(link, is_clean=is_over)
-        return results
 
     # --- links
 
@@ -263,6 +284,14 @@ class ZmqTransport(Transport):
         try:
             yield
         except (DeadlineError, TierUnavailableError) as error:
+            self.session.connection.gate.note(error)
+            raise
+
+    @contextmanager
+    def _noted_lateness(self) -> Iterator[None]:
+        try:
+            yield
+        except DeadlineError as error:
             self.session.connection.gate.note(error)
             raise
 
@@ -283,14 +312,12 @@ class ZmqTransport(Transport):
         if stream is None:
             return None
         try:
-            reading = ask(stream)
-            with self._dropped_if_it_fails(stream):
-                stream.hear(deadline)
+            with self._noted_lateness():
+                reading = ask(stream)
+                with self._dropped_if_it_fails(stream):
+                    stream.hear(deadline)
         except TierUnavailableError:  # it has too many at once, or has just started anew
             return None
-        except DeadlineError as error:
-            self.session.connection.gate.note(error)
-            raise
         return stream, reading
 
     def _ask_link(

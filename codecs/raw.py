@@ -125,6 +125,32 @@ class RawCodec(Codec):
         copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
         return header
 
+    def pieces(self, template: FrameTemplate, tensors: AnyTensors) -> list[Bytes] | None:
+        """Return the frame that ``encode`` writes as its header, then what lies in *tensors*.
+
+        Nothing is copied: they are what is summed. None where a part is in blocks or strided.
+        Raises as ``encode`` does.
+        """
+        layout = template.layout
+        check_tensors(layout, tensors)
+        check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
+        starts = iter(_raw_rows(layout)["offset"].tolist())
+        end = header_bytes(layout)
+        found: list[Bytes] = []
+        checksums = []
+        for component, layers in zip(layout.components, tensors, strict=True):
+            for parts in layers:
+                flat = _flat(parts)
+                if flat is None:
+                    return None
+                start = next(starts)
+                if end < start:
+                    found.append(_GAP[: start - end])
+                end = start + component.layer_bytes
+                found += flat
+                checksums.append(_checksum(flat))
+        return [as_bytes(pack_header(raw_header(template, checksums))), *found]
+
     def encode_segment(self, parts: Sequence[AnyPart], component: Component, out: Bytes) -> int:
         """Copy one layer into *out* and return its ``layer_bytes``."""
         for room, data in _encode_layer(parts, component, out[: component.layer_bytes]):
@@ -195,6 +221,16 @@ class RawCodec(Codec):
             ]
             for component in header.layout.components
         ]
+
+
+_GAP = np.zeros(ALIGN_BYTES, np.uint8)
+
+
+def _checksum(pieces: Sequence[Bytes]) -> int:
+    digest = xxh3_64()
+    for piece in pieces:
+        digest.update(piece)  # type: ignore[arg-type]
+    return digest.intdigest()
 
 
 def _is_dense(component: Component) -> bool:

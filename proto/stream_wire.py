@@ -7,9 +7,10 @@ memory to memory here, and the kernel's buffers are their credit.
 from __future__ import annotations
 
 import math
+import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from xxhash import xxh3_64
@@ -21,6 +22,8 @@ from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavail
 MAX_HEADER_BYTES = 256
 MAX_REASON_BYTES = 1 << 16
 """Of a payload that is no part of a frame."""
+MAX_PIECES = 512
+"""Of one message: the kernel takes twice as many at once."""
 STEP_BYTES = 1 << 16
 """Received before it is summed."""
 _LENGTHS = struct.Struct("<HI")
@@ -78,25 +81,43 @@ class StreamWire:
 
     def send(self, word: bulk.Word, payload: bytes | Bytes | None = None) -> None:
         """Send a message whole."""
+        self.send_pieces(word, None if payload is None else [as_bytes(payload)])
+
+    def send_pieces(self, word: bulk.Word, pieces: Sequence[Bytes] | None) -> None:
+        """Send a message whose payload is *pieces*, MAX_PIECES at most, one behind the other."""
         header = bulk.pack(word)
-        size_bytes = _NO_PAYLOAD if payload is None else len(payload)
-        head = _LENGTHS.pack(len(header), size_bytes) + header
-        data = as_bytes(b"" if payload is None else payload).data
+        size_bytes = _NO_PAYLOAD if pieces is None else sum(map(len, pieces))
+        head = memoryview(_LENGTHS.pack(len(header), size_bytes) + header)
+        parts = [head, *(piece.data for piece in pieces or () if len(piece))]
         if self._is_encrypted:
-            self._guarded(self._all, head)
-            self._guarded(self._all, data)
+            for part in parts:
+                self._guarded(self._all, part)
             return
-        sent = self._guarded(self._link.sendmsg, [head, data])
-        for piece in (memoryview(head), data):
-            left = piece[min(sent, len(piece)) :]
-            sent -= len(piece) - len(left)
+        sent = self._guarded(self._link.sendmsg, parts)
+        for part in parts:
+            left = part[min(sent, len(part)) :]
+            sent -= len(part) - len(left)
             while len(left):
                 left = left[self._guarded(self._link.send, left) :]
 
-    def _all(self, data: bytes | memoryview) -> int:
-        if len(data):
-            self._link.sendall(data)
+    def _all(self, data: memoryview) -> int:
+        self._link.sendall(data)
         return 1
+
+    def has_more(self) -> bool:
+        """Whether something came that is not received yet, or the other end hung up."""
+        poll = select.poll()
+        poll.register(self._link.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def drain(self, limit_bytes: int) -> None:
+        """Receive for nobody, up to *limit_bytes*, until the other end hangs up or is late."""
+        room = memoryview(bytearray(STEP_BYTES))
+        try:
+            while limit_bytes > 0:
+                limit_bytes -= self._guarded(self._link.recv_into, room)
+        except (DeadlineError, TierUnavailableError):
+            return
 
     def receive(self) -> tuple[bulk.Word, int]:
         """Return the next word, and how long the payload is that is to be taken or filled from.

@@ -19,6 +19,7 @@ from kvstore.proto.errors import (
     ShuttingDownError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
+from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.assembly import Assembly, Piece, PortionTicket
@@ -214,17 +215,20 @@ class Intake:
         """Whether the chunk will be kept without its state, unless it ends its put."""
         return isinstance(ticket, PutTicket) and self._landing.may_lose_state(ticket.reservation)
 
-    def commit(self, ticket: AnyTicket, *, is_end: bool = False) -> PutResult:
+    def commit(
+        self, ticket: AnyTicket, check: FrameCheck | None = None, *, is_end: bool = False
+    ) -> PutResult:
         """Verify what was written into a claimed put and make it visible, or abort it.
 
-        *is_end*: it turned out that nothing of the put continues it.
+        *check* followed what was written, where its writer has no hand on it. *is_end*: it turned
+        out that nothing of the put continues it.
         Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
         for frames that are not what was reserved; nothing of them stays.
         """
         if isinstance(ticket, PutTicket):
             if is_end:
                 self._landing.keep_state(ticket.reservation)
-            return self._finish(ticket, check_frame)
+            return self._finish(ticket, check_frame if check is None else partial(_found, check))
         return self.assembly.take(ticket, self.view(ticket))
 
     def _finish(
@@ -290,6 +294,10 @@ class Intake:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+
+def _found(check: FrameCheck, view: Bytes, key: ChunkKey) -> FrameHeader:
+    return check.finish()
 
 
 def _copy_from(frame: Bytes, view: Bytes, key: ChunkKey) -> FrameHeader:

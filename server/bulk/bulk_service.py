@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from kvstore.server.rpc.ranged import RangedRead, Span
 from kvstore.server.sessions import Session, SessionTable
 
 if TYPE_CHECKING:
+    from kvstore.server.cluster.stream_put import StreamPut
     from kvstore.server.tracing import Tracing
 
 
@@ -65,9 +66,12 @@ class BulkService:
 
     def new_put(self, session: Session, word: bulk.Put) -> PutWork:
         """Return a put about to run. Raises InvalidRequestError."""
+        return PutWork(session, word, self.checked_put(word), self._checks.clock)
+
+    def checked_put(self, word: bulk.Put) -> float:
+        """Return the deadline of a put. Raises InvalidRequestError."""
         _check_flags(word.flags, bulk.DURABLE)
-        deadline = self._checks.deadline(word.deadline_ms)
-        return PutWork(session, word, deadline, self._checks.clock)
+        return self._checks.deadline(word.deadline_ms)
 
     def find(self, word: bulk.Find, wanted: bytes) -> bytes:
         """Return the answer to a peer's find. Raises InvalidRequestError."""
@@ -170,21 +174,37 @@ class BulkService:
 
         Raises as ``PutStream`` does; frames before a bad one stay stored.
         """
-        stream = PutStream(self._manager, self._sessions, self._checks)
-        with self._traced("Put"), stream:
-            durable = bool(work.word.flags & bulk.DURABLE)
-            stream.open(durable=durable, deadline_ms=work.word.deadline_ms)
+        with self._putting(work.word) as stream:
             for part, data in work.parts():
-                if (part.chunk, part.offset) != (stream.frames, stream.received_bytes):
-                    raise InvalidFrameError(
-                        "offset", (part.chunk, part.offset), "parts must follow each other"
-                    )
-                session = self._sessions.get(work.word.session_id)
+                session = self._next(stream, part, work.word)
                 stream.take(session, 0 if part.offset else part.frame_bytes, data)
                 credit_bytes = work.consume(len(data))
                 if credit_bytes:
                     grant(credit_bytes)
             return stream.finish()
+
+    def put_over(self, put: StreamPut) -> list[PutResult]:
+        """Do the same of a put whose parts are received where they stay. Raises as ``put``."""
+        with self._putting(put.word) as stream:
+            for part, size_bytes in put.parts():
+                put.land(stream, self._next(stream, part, put.word), part, size_bytes)
+            return stream.finish()
+
+    @contextmanager
+    def _putting(self, word: bulk.Put) -> Iterator[PutStream]:
+        stream = PutStream(self._manager, self._sessions, self._checks)
+        with self._traced("Put"), stream:
+            durable = bool(word.flags & bulk.DURABLE)
+            stream.open(durable=durable, deadline_ms=word.deadline_ms)
+            yield stream
+
+    def _next(self, stream: PutStream, part: bulk.Part, word: bulk.Put) -> Session:
+        """Return whose part it is. Raises InvalidFrameError unless it is the next."""
+        if (part.chunk, part.offset) != (stream.frames, stream.received_bytes):
+            raise InvalidFrameError(
+                "offset", (part.chunk, part.offset), "parts must follow each other"
+            )
+        return self._sessions.get(word.session_id)
 
 
 def _check_flags(flags: int, known: int) -> None:

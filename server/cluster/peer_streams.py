@@ -1,4 +1,5 @@
-"""PeerStreams: TCP connections over which other servers read this one's memory, and clients frames.
+"""PeerStreams: TCP connections over which other servers read this one's memory, and clients get and
+put whole frames.
 
 One thread waits for all who say nothing; threads answer who asked. Who has not said yet whose
 connection it is has threads of his own to be slow with, and so have clients, those of other
@@ -8,12 +9,10 @@ servers, their guests, among them.
 from __future__ import annotations
 
 import hmac
-import math
 import os
 import selectors
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,17 +23,15 @@ from kvstore.proto import bulk
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
-    PermissionDeniedError,
     QuotaExceededError,
     TierUnavailableError,
     UnauthenticatedError,
 )
 from kvstore.proto.guest_token import is_genuine
 from kvstore.proto.stream_wire import StreamWire
-from kvstore.server.bulk.bulk_service import BulkService
-from kvstore.server.bulk.zmq_peer import Door
-from kvstore.server.cluster.stream_work import SILENCE_S, StreamWork
-from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.cluster.stream_answers import Caller, StreamAnswers, StreamTerms, refuse
+from kvstore.server.cluster.stream_work import SILENCE_S
+from kvstore.server.sessions import Session
 
 if TYPE_CHECKING:
     import ssl
@@ -49,30 +46,10 @@ MAX_CLIENT_STREAMS = 512
 STREAMS_PER_SESSION = 16
 GUEST_STREAMS_PER_SESSION = 128
 """Of the clients of one other server, all together."""
-GUEST_GET_S = 60.0
-"""What a guest's get takes at most."""
 HELLO_THREADS = 2
 _SWEEP_S = 1.0
 
 logger = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    wire: StreamWire
-    session: Session
-    origin: str
-    """The address that it came from."""
-    guest: bulk.Guest | None = None
-    """What a client of the session's server was let in by; None: it is that server, or a client
-    of this one.
-    """
-    is_served: bool = False
-
-    @property
-    def is_client(self) -> bool:
-        """Whether it is of an engine, not of another server."""
-        return self.guest is not None or not self.session.is_peer
 
 
 @dataclass(slots=True, eq=False)
@@ -82,23 +59,8 @@ class _Stranger:
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTerms:
-    """Who is let in and what is done for them. ``pause`` is called between parts of a frame for
-    another server; ``threads`` answer those, ``client_threads`` clients.
-    """
-
-    sessions: SessionTable
-    door: Door
-    service: BulkService
-    threads: int
-    client_threads: int
-    clock: Callable[[], float]
-    pause: Callable[[], None]
-
-
 class PeerStreams:
-    """Serves gets of peers and clients on *listener*; over TLS with *tls*.
+    """Serves gets of peers, and gets and puts of clients, on *listener*; over TLS with *tls*.
 
     ``address`` is what they connect to, with ``*`` for the host when every interface is bound.
     """
@@ -109,11 +71,12 @@ class PeerStreams:
         self.address = address
         self._tls = tls
         self._terms = terms
+        self._answers = StreamAnswers(terms)
         self._listener = listener
         listener.setblocking(False)
-        self._streams: set[_Stream] = set()
+        self._streams: set[Caller] = set()
         self._strangers: set[_Stranger] = set()
-        self._back: list[_Stream] = []
+        self._back: list[Caller] = []
         """Answered, and to be waited for again."""
         self._getting = 0
         """Gets of clients that are answered now."""
@@ -186,7 +149,7 @@ class PeerStreams:
             else:
                 self._serve_client(key.data)
 
-    def _serve_client(self, stream: _Stream) -> None:
+    def _serve_client(self, stream: Caller) -> None:
         """Hang up when all threads are at work: readers that are slow to take keep them so.
 
         The client asks through the bulk channel then, where nobody waits for another.
@@ -195,7 +158,7 @@ class PeerStreams:
             is_full = self._getting >= self._terms.client_threads
             self._getting += not is_full
         if is_full:
-            self._note(stream, "QuotaExceededError", 0)
+            self._answers.note(stream, "Get", "QuotaExceededError", 0)
             self._drop(stream)
         else:
             self._getters.submit(self._serve, stream)
@@ -227,14 +190,9 @@ class PeerStreams:
             if isinstance(key.data, _Stranger) and now >= key.data.until:
                 waiting.unregister(key.fileobj)
                 self._forget(key.data)
-            elif isinstance(key.data, _Stream) and self._is_over(key.data):
+            elif isinstance(key.data, Caller) and self._answers.is_over(key.data):
                 waiting.unregister(key.fileobj)
                 self._drop(key.data)
-
-    def _is_over(self, stream: _Stream) -> bool:
-        guest = stream.guest
-        until_s = math.inf if guest is None else stream.session.opened_at + guest.until_s
-        return stream.session.is_closed or self._terms.clock() >= until_s
 
     # --- threads that answer
 
@@ -258,19 +216,19 @@ class PeerStreams:
             self._strangers.discard(stranger)
         self._wait_again(stream)
 
-    def _attached(self, wire: StreamWire, origin: str) -> _Stream:
+    def _attached(self, wire: StreamWire, origin: str) -> Caller:
         word, _ = wire.receive()
         try:
             if not isinstance(word, bulk.Attach | bulk.Guest):
                 raise UnauthenticatedError("say first whose connection it is")
             session = self._terms.sessions.get(word.session_id)
             guest = word if isinstance(word, bulk.Guest) else None
-            stream = _Stream(wire, session, origin, guest)
-            if not _is_genuine(session, word) or self._is_over(stream):
+            stream = Caller(wire, session, origin, guest)
+            if not _is_genuine(session, word) or self._answers.is_over(stream):
                 raise UnauthenticatedError("token: not this session's; open a session first")
             self._take_room(stream)
         except KVStoreError as error:
-            _refuse(wire, word, error)
+            refuse(wire, word, error)
             raise
         try:
             wire.send(bulk.Attached(word.request))
@@ -279,7 +237,7 @@ class PeerStreams:
             raise
         return stream
 
-    def _take_room(self, stream: _Stream) -> None:
+    def _take_room(self, stream: Caller) -> None:
         """Count it from now on: two who come at once do not both have the last place."""
         session = stream.session
         most = STREAMS_PER_SESSION if stream.guest is None else GUEST_STREAMS_PER_SESSION
@@ -292,23 +250,24 @@ class PeerStreams:
                 raise QuotaExceededError("client_streams", MAX_CLIENT_STREAMS, session.client)
             self._streams.add(stream)
 
-    def _serve(self, stream: _Stream) -> None:
+    def _serve(self, stream: Caller) -> None:
         """Answer one request; who does not ask as agreed is hung up on."""
         stream.is_served, is_answered = True, False
         try:
             stream.wire.patience(SILENCE_S, self._terms.clock() + SILENCE_S)
             word, size_bytes = stream.wire.receive()
             payload = stream.wire.take(size_bytes)
-            if not isinstance(word, bulk.Get):
-                raise InvalidRequestError("kind", type(word).__name__, "streams are for gets")
-            if bool(word.flags & bulk.PEER) != stream.session.is_peer:
-                raise PermissionDeniedError("flags: servers ask as servers, clients as clients")
-            self._answer(stream, word, payload)
+            if isinstance(word, bulk.Get):
+                self._answers.send(stream, word, payload)
+            elif isinstance(word, bulk.Put):
+                self._answers.take(stream, word)
+            else:
+                raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
             is_answered = True
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
                 logger.info("refused", method="stream", reason=str(error))
-                self._note(stream, type(error).__name__, 0)
+                self._answers.note(stream, "Get", type(error).__name__, 0)
         finally:
             with self._lock:
                 self._getting -= stream.is_client
@@ -318,66 +277,13 @@ class PeerStreams:
         if is_answered:
             self._wait_again(stream)
 
-    def _answer(self, stream: _Stream, word: bulk.Get, payload: bytes) -> None:
-        terms = self._terms
-        work: StreamWork | None = None
-        try:
-            session = terms.sessions.get(stream.session.session_id)
-            if word.session_id != session.session_id:
-                raise UnauthenticatedError("session_id: ask on the connection of your session")
-            terms.door.admit(session, "OpenPeer" if session.is_peer else "Get")
-            until = terms.clock() + word.deadline_ms / 1000
-            if stream.guest is not None:
-                until = min(until, terms.clock() + GUEST_GET_S)
-                work = StreamWork(stream.wire, word, until, terms.pause)
-                self._get_for_guest(stream, stream.guest, work, payload)
-            elif session.is_peer:
-                work = StreamWork(stream.wire, word, until, terms.pause, is_for_client=False)
-                self._get_for_peer(work, payload)
-            else:
-                work = StreamWork(stream.wire, word, terms.service.checked(word))
-                terms.service.get(work, payload)
-        except KVStoreError as error:
-            if work is not None and work.is_broken:
-                raise
-            self._note(stream, type(error).__name__, 0)
-            stream.wire.patience(SILENCE_S)
-            _refuse(stream.wire, word, error)
-            return
-        if work.is_broken:
-            raise TierUnavailableError("peer", "it did not take what it asked for")
-        self._note(stream, "OK", work.frames_sent)
-        stream.wire.patience(SILENCE_S)  # whoever asked for more than came in time hears of it
-        stream.wire.send(bulk.Done(word.request, work.frames_sent), b"")
-
-    def _get_for_peer(self, work: StreamWork, payload: bytes) -> None:
-        desk = self._terms.service.desk
-        desk.enter(work.word)
-        try:
-            desk.get(work, payload)
-        finally:
-            desk.leave(work.word)
-
-    def _get_for_guest(
-        self, stream: _Stream, guest: bulk.Guest, work: StreamWork, payload: bytes
-    ) -> None:
-        """Not counted at the desk: its own threads are what bounds it, as other clients."""
-        if self._is_over(stream):
-            raise UnauthenticatedError("until_s: over; ask your server to be let in again")
-        if payload[: len(guest.namespace)] != guest.namespace or work.word.flags != bulk.PEER:
-            raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
-        self._terms.service.desk.get(work, payload)
-
-    def _note(self, stream: _Stream, outcome: str, frames: int) -> None:
-        self._terms.door.note(stream.session, "Get", outcome, frames, stream.origin)
-
-    def _wait_again(self, stream: _Stream) -> None:
+    def _wait_again(self, stream: Caller) -> None:
         with self._lock:
             self._back.append(stream)
             if not self._closed:
                 os.eventfd_write(self._wakeup, 1)
 
-    def _drop(self, stream: _Stream) -> None:
+    def _drop(self, stream: Caller) -> None:
         with self._lock:
             self._streams.discard(stream)
         stream.wire.close()
@@ -392,7 +298,3 @@ def _is_genuine(session: Session, word: bulk.Attach | bulk.Guest) -> bool:
     if isinstance(word, bulk.Attach):
         return hmac.compare_digest(session.attach_token, word.token)
     return session.is_peer and is_genuine(word, session.attach_token)
-
-
-def _refuse(wire: StreamWire, word: bulk.Word, error: KVStoreError) -> None:
-    wire.send(bulk.Failed(word.request), bulk.pack_failure(type(error).__name__, str(error)))

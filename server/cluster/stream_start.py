@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.bulk.zmq_peer import Door
-from kvstore.server.cluster.peer_streams import PeerStreams, StreamTerms
+from kvstore.server.cluster.peer_streams import PeerStreams
+from kvstore.server.cluster.stream_answers import StreamTerms
 from kvstore.server.config import ServerConfig
 from kvstore.server.sessions import SessionTable
 from kvstore.server.settings.units import parse_endpoint

@@ -11,10 +11,11 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.proto.frame import parse_header
+from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.wire import hints_from_message
-from kvstore.server.intake import AnyTicket, PutResult
+from kvstore.server.intake import AnyTicket, PutResult, PutTicket
 from kvstore.server.landing import Said
 from kvstore.server.manager import TierManager
 from kvstore.server.rpc.checks import Checks
@@ -27,6 +28,9 @@ class _Incoming:
 
     ticket: AnyTicket | None
     frame_bytes: int
+    room: Bytes | None = None
+    check: FrameCheck | None = None
+    """None: it is checked when it is whole."""
     received_bytes: int = 0
 
 
@@ -43,7 +47,7 @@ class PutStream:
         self._results: list[PutResult] = []
         self._keys: list[ChunkKey] = []
         self._incoming: _Incoming | None = None
-        self._held: AnyTicket | None = None
+        self._held: _Incoming | None = None
         """A whole frame whose state is kept only if the next one does not continue it."""
         self._durable = False
         self._deadline_ms = 0
@@ -93,7 +97,42 @@ class PutStream:
         """
         if self._incoming is None:
             self._begin(session, frame_bytes, data)
-        self._write(data)
+        room = self.room(len(data))
+        if room is not None:
+            copy_bytes(room, data)
+        self.landed(len(data))
+
+    def room(self, size_bytes: int) -> Bytes | None:
+        """Return where the next bytes of a frame that has begun go; None: nowhere, they are
+        skipped.
+
+        Say how many came with ``landed``. Raises InvalidFrameError when the frame has not so many.
+        """
+        incoming = self._incoming
+        if incoming is None:
+            raise InvalidFrameError("data", size_bytes, "no frame has begun")
+        stop = incoming.received_bytes + size_bytes
+        if not size_bytes or stop > incoming.frame_bytes:
+            raise InvalidFrameError("data", stop, f"the frame has {incoming.frame_bytes} bytes")
+        return None if incoming.room is None else incoming.room[incoming.received_bytes : stop]
+
+    def landed(self, size_bytes: int) -> None:
+        """Take note that so many bytes more are in their ``room``, and check them while in cache.
+
+        A frame that is whole is committed: raises what is wrong with it.
+        """
+        incoming = self._incoming
+        assert incoming is not None
+        incoming.received_bytes += size_bytes
+        if incoming.check is not None:
+            incoming.check.follow((incoming.received_bytes,))
+        if incoming.received_bytes < incoming.frame_bytes:
+            return
+        self._incoming = None
+        if incoming.ticket is not None:
+            self._held = incoming
+            if not self._manager.puts.may_lose_state(incoming.ticket):
+                self._commit_held(is_end=False)
 
     def finish(self) -> list[PutResult]:
         """Return what became of each frame, durable where that was asked for."""
@@ -123,9 +162,10 @@ class PutStream:
         self._incoming = None
 
     def _commit_held(self, *, is_end: bool) -> None:
-        ticket, self._held = self._held, None
-        if ticket is not None:
-            self._results.append(self._manager.puts.commit(ticket, is_end=is_end))
+        held, self._held = self._held, None
+        if held is not None and held.ticket is not None:
+            puts = self._manager.puts
+            self._results.append(puts.commit(held.ticket, held.check, is_end=is_end))
 
     def _begin(self, session: Session, frame_bytes: int, data: Bytes) -> None:
         if not frame_bytes:
@@ -133,8 +173,8 @@ class PutStream:
         self._checks.batch("frames", len(self._keys) + 1)
         header = parse_header(data, takes_portions=True)
         info, piece = self._checks.header(session, header, frame_bytes)
-        if self._held is not None:
-            self._commit_held(is_end=info.parent_key != self._held.key)
+        if self._held is not None and self._held.ticket is not None:
+            self._commit_held(is_end=info.parent_key != self._held.ticket.key)
         said = Said(self._hints, is_end=None)
         begun = self._manager.puts.begin_as(session, info, self._deadline, said, piece)
         self._keys.append(info.key)
@@ -144,21 +184,7 @@ class PutStream:
         else:
             # Ours from here on: the end of the session must not free what we write into.
             ticket = self._manager.puts.claim(session, begun.ticket_id)
-            self._incoming = _Incoming(ticket, frame_bytes)
-
-    def _write(self, data: Bytes) -> None:
-        incoming = self._incoming
-        assert incoming is not None
-        stop = incoming.received_bytes + len(data)
-        if not len(data) or stop > incoming.frame_bytes:
-            raise InvalidFrameError("data", stop, f"the frame has {incoming.frame_bytes} bytes")
-        if incoming.ticket is not None:
-            view = self._manager.puts.view(incoming.ticket)
-            copy_bytes(view[incoming.received_bytes : stop], data)
-        incoming.received_bytes = stop
-        if stop == incoming.frame_bytes:
-            self._incoming = None
-            if incoming.ticket is not None:
-                self._held = incoming.ticket
-                if not self._manager.puts.may_lose_state(incoming.ticket):
-                    self._commit_held(is_end=False)
+            room = self._manager.puts.view(ticket)
+            is_whole = isinstance(ticket, PutTicket)
+            check = FrameCheck(room, info.key, header.header_bytes) if is_whole else None
+            self._incoming = _Incoming(ticket, frame_bytes, room, check)

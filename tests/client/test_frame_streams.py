@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -16,25 +16,28 @@ import numpy as np
 import pytest
 from contracts.bulk_channel import ZMQ, BulkChannelContract, ServerMaker, digests
 from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, assert_reads, keys_of, store
+from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
 from kvstore.client.session import Session, SessionTerms
+from kvstore.client.stream_upload import StreamUpload
 from kvstore.client.zmq_link import ZmqLink
 from kvstore.client.zmq_transport import ZmqTransport
 from kvstore.proto import bulk
 from kvstore.proto.bulk_reading import BulkReading
 from kvstore.proto.errors import (
+    ChunkCorruptError,
     DeadlineError,
     InvalidFrameError,
     KVStoreError,
+    QuotaExceededError,
     TierUnavailableError,
 )
 from kvstore.proto.stream_wire import StreamWire
-from kvstore.proto.types import ChunkKey, Namespace
-from kvstore.server.cluster.peer_streams import PeerStreams
+from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
+from kvstore.server.cluster.stream_answers import StreamAnswers
 
 SOON_S = 20.0
 
@@ -106,6 +109,90 @@ def test_gets_come_over_the_stream_and_nothing_of_them_through_zeromq(
     assert_reads(client, keys)
     assert_reads(client, keys)
     assert server.settled().leases == 0
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_puts_go_over_the_stream_and_nothing_of_them_through_zeromq(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    clients = [server.connect("zmq"), server.connect("zmq", MEDIUM), large_chunks(server)]
+    assert all(map(transport_of, clients))
+    monkeypatch.setattr(ZmqLink, "send", _forbidden)
+    for client in clients:
+        keys = keys_of(client, 3, 3)
+        for outcome in (PutOutcome.stored, PutOutcome.exists):
+            puts = client.put(chunks_of(client, keys), durable=durable)
+            assert [put.outcome for put in puts] == [outcome] * 3
+        assert_reads(client, keys)
+    assert server.settled().open_puts == 0
+
+
+def large_chunks(server: LocalServer) -> Client:
+    """Return a client whose frames are of several messages."""
+    options = ClientOptions("zmq", chunk_tokens=300, deadline_ms=DEADLINE_MS)
+    return server.connect("zmq", MEDIUM, options)
+
+
+def test_tensors_that_are_strided_go_over_the_stream_too(server: LocalServer) -> None:
+    client = server.connect("zmq", MEDIUM)
+    keys = keys_of(client, 4, 2)
+    chunks = [
+        replace(
+            chunk,
+            tensors=[
+                [[_strided(part) for part in parts] for parts in layers] for layers in chunk.tensors
+            ],
+        )
+        for chunk in chunks_of(client, keys)
+    ]
+    first = chunks[0].tensors[0][0][0]
+    assert isinstance(first, np.ndarray)
+    assert not first.flags.c_contiguous
+    assert [put.outcome for put in client.put(chunks)] == [PutOutcome.stored] * 2
+    assert_reads(client, keys)
+
+
+def _strided(part: object) -> np.ndarray:
+    assert isinstance(part, np.ndarray)
+    return np.ascontiguousarray(part.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def test_a_put_that_finds_no_thread_goes_through_zeromq(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*ZMQ)
+    client = server.connect("zmq")
+    streams = server.node.streams
+    assert streams is not None
+    store(client, 1, 2)
+    monkeypatch.setattr(streams, "_getting", streams._terms.client_threads)
+    store(client, 2, 2)
+    assert not _streams_idle(client)  # it was hung up on
+
+
+def test_a_frame_damaged_on_its_way_is_refused_and_the_next_put_goes_on(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = large_chunks(server)
+    keys = keys_of(client, 1, 3)
+    send = FrameStream.send_part
+
+    def damaged(stream: FrameStream, word: bulk.Part, pieces: Sequence[Any], until: float) -> None:
+        if word.chunk == 1 and word.offset:
+            pieces = [pieces[0] ^ 1, *pieces[1:]]
+        send(stream, word, pieces, until)
+
+    monkeypatch.setattr(FrameStream, "send_part", damaged)
+    with pytest.raises(ChunkCorruptError):
+        client.put(chunks_of(client, keys))
+    monkeypatch.undo()
+    assert server.settled().tiers[0][1].chunks == 1
+    assert [put.outcome for put in client.put(chunks_of(client, keys))] == [
+        PutOutcome.exists,
+        PutOutcome.stored,
+        PutOutcome.stored,
+    ]
+    assert_reads(client, keys)
 
 
 def _forbidden(*_: object) -> None:
@@ -220,14 +307,14 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
     streams = server.node.streams
     assert streams is not None
     began, go_on = threading.Event(), threading.Event()
-    answer = PeerStreams._answer
+    answer = StreamAnswers.send
 
     def held_up(*terms: Any) -> None:
         began.set()
         assert go_on.wait(SOON_S)
         answer(*terms)
 
-    monkeypatch.setattr(PeerStreams, "_answer", held_up)
+    monkeypatch.setattr(StreamAnswers, "send", held_up)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(slow.get, keys)
         assert began.wait(SOON_S)
@@ -236,7 +323,7 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
         assert len(_streams_idle(other)) == 0  # it was hung up on
         go_on.set()
         assert len(held.result(SOON_S)) == 2
-    monkeypatch.setattr(PeerStreams, "_answer", answer)
+    monkeypatch.setattr(StreamAnswers, "send", answer)
     monkeypatch.setattr(ZmqLink, "send", _forbidden)
     for _ in range(3):  # and its threads are there for all again
         assert_reads(slow, keys)
@@ -323,6 +410,54 @@ def answered(words: Words, within_s: float = SOON_S, *, hangs_up: bool = False) 
         stream = FrameStream(Entrance.of(other.where, other.terms), lambda: False, SOON_S)
         with closing(stream):
             return read(stream, within_s)
+
+
+def put_to(words: Words, *, hangs_up: bool = False, within_s: float = SOON_S) -> object:
+    """Put nothing to a server that says *words*; return what it made of it."""
+    with closing(Answerer(words, hangs_up=hangs_up)) as other:
+        stream = FrameStream(Entrance.of(other.where, other.terms), lambda: False, SOON_S)
+        with closing(stream):
+            upload = StreamUpload(stream, time.monotonic() + within_s)
+            upload.begin(bulk.Put(0, 7, 1000, 0))
+            return upload.run([])
+
+
+GO_ON: tuple[bulk.Word, bytes | None] = (bulk.Credit(1, 1), None)
+
+
+def test_a_put_ends_with_its_outcomes() -> None:
+    assert put_to([GO_ON, (bulk.Done(1, 0), b"")]) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [(bulk.Done(1, 0), b"")],
+        [(bulk.Credit(2, 1), None)],
+        [part(0, 500)],
+        [GO_ON, GO_ON],
+        [GO_ON, (bulk.Done(1, 1), bytes(3))],
+        [GO_ON, (bulk.Done(2, 0), b"")],
+    ],
+)
+def test_what_is_no_answer_to_a_put_is_refused(words: Words) -> None:
+    with pytest.raises(InvalidFrameError):
+        put_to(words)
+
+
+def test_a_put_ends_by_the_server_s_error_by_its_end_or_by_the_deadline() -> None:
+    refused: tuple[bulk.Word, bytes | None] = (
+        bulk.Failed(1),
+        bulk.pack_failure("QuotaExceededError", "chunks=9: too many"),
+    )
+    for words in ([refused], [GO_ON, refused]):
+        with pytest.raises(QuotaExceededError, match="too many"):
+            put_to(words)
+    for words in ([], [GO_ON]):
+        with pytest.raises(TierUnavailableError):
+            put_to(words, hangs_up=True)
+        with pytest.raises(DeadlineError):
+            put_to(words, within_s=0.2)
 
 
 def test_a_frame_comes_in_parts_of_any_size() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from contracts.bad_puts import BAD_PUTS, parts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
@@ -16,7 +17,6 @@ from prompts import MEDIUM, SMALL, assert_reads, frame_of, keys_of, store
 from kvstore.client import Client, ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.credit import cost
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chunk_key
@@ -342,18 +342,6 @@ def test_a_client_that_never_reads_costs_what_is_under_way_and_hinders_nobody(
 # --- puts
 
 
-def parts_of(
-    frame: Bytes, request: int = 1, chunk: int = 0, cut: int = 1000
-) -> list[tuple[bulk.Part, bytes]]:
-    return [
-        (
-            bulk.Part(request, len(frame), start, chunk, bytes(8)),
-            frame[start : start + cut].tobytes(),
-        )
-        for start in range(0, len(frame), cut)
-    ]
-
-
 def test_frames_that_come_in_parts_are_stored(
     server: LocalServer, peer: Peer, terms: pb.OpenSessionResponse
 ) -> None:
@@ -366,31 +354,6 @@ def test_frames_that_come_in_parts_are_stored(
     outcomes = bytes([PutOutcome.stored, PutOutcome.exists])
     assert peer.hear() == (bulk.Done(1, 2), bulk.pack_outcomes(outcomes, ["", ""]))
     assert server.settled().tiers[0][1].chunks == 1
-
-
-Parts = list[tuple[bulk.Part, bytes]]
-
-BAD_PUTS: dict[str, tuple[Callable[[Parts], Parts], int, str]] = {
-    "out of order": (lambda p: [p[0], p[2], p[1]], 1, "InvalidFrameError\0offset"),
-    "the second frame first": (
-        lambda p: [(word._replace(chunk=1), data) for word, data in p], 1, "offset=(1, 0)",
-    ),
-    "a part twice": (lambda p: [p[0], p[0]], 1, "InvalidFrameError\0offset"),
-    "a start in the middle": (lambda p: p[1:], 1, "InvalidFrameError\0offset=(0, 1000)"),
-    "an offset of 2^63": (
-        lambda p: [p[0], (p[1][0]._replace(offset=1 << 63), p[1][1])], 1, "offset",
-    ),
-    "a frame of 2^63 bytes": (
-        lambda p: [(p[0][0]._replace(frame_bytes=1 << 63), p[0][1])], 1, "frame_bytes",
-    ),
-    "no data": (lambda p: [p[0], (p[1][0], b"")], 1, "InvalidFrameError\0data"),
-    "rubbish": (lambda p: [(p[0][0], bytes(1000))], 1, "InvalidFrameError\0magic"),
-    "an end inside the frame": (lambda p: p[:1], 1, "the stream ended inside it"),
-    "fewer frames than it says": (lambda p: p, 2, "InvalidFrameError\0frames=2: 1 came"),
-    "a damaged byte": (
-        lambda p: [*p[:-1], (p[-1][0], p[-1][1][:-1] + b"\xff")], 1, "ChunkCorruptError",
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BAD_PUTS)

@@ -1,0 +1,274 @@
+"""Puts over a stream, by a writer with every message of its own making."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+from contracts.bad_puts import BAD_PUTS, parts_of
+from local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from prompts import MEDIUM, SMALL, assert_reads, frame_of, store
+
+from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import KVStoreError, TierUnavailableError
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
+from kvstore.server.cluster import stream_answers, stream_put
+
+ServerMaker = Callable[..., LocalServer]
+SOON_S = 20.0
+GO_ON = bulk.Credit(1, bulk.MAX_CREDIT_BYTES)
+
+
+class Writer:
+    """A process at the other end of a stream."""
+
+    def __init__(self, terms: pb.OpenSessionResponse) -> None:
+        host, _, port = terms.stream_address.rpartition(":")
+        link = socket.create_connection((host.removeprefix("tcp://"), int(port)))
+        self.wire = StreamWire(link, "server", time.monotonic, is_encrypted=False)
+        self.wire.patience(SOON_S)
+        self.say(bulk.Attach(0, terms.session_id, terms.attach_token))
+        assert self.hear() == (bulk.Attached(0), b"")
+
+    def say(self, word: bulk.Word, payload: bytes | None = None) -> None:
+        self.wire.send(word, payload)
+
+    def hear(self) -> tuple[bulk.Word, bytes]:
+        word, size_bytes = self.wire.receive()
+        return word, self.wire.take(size_bytes)
+
+    def is_refused(self, message: str) -> bool:
+        """Whether the next message is an error that has *message* in it."""
+        word, payload = self.hear()
+        assert message in payload.decode(), payload
+        return word == bulk.Failed(1)
+
+    def is_hung_up_on(self) -> bool:
+        """Whether nothing more comes."""
+        with pytest.raises(TierUnavailableError):
+            self.wire.receive()
+        return True
+
+    def close(self) -> None:
+        """Hang up."""
+        self.wire.close()
+
+
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    return make_server("--zmq", "127.0.0.1:0")
+
+
+@pytest.fixture
+def terms(server: LocalServer) -> pb.OpenSessionResponse:
+    return open_session(server.dial())
+
+
+@pytest.fixture
+def writer(terms: pb.OpenSessionResponse) -> Iterator[Writer]:
+    with closing(Writer(terms)) as one:
+        yield one
+
+
+def put_word(terms: pb.OpenSessionResponse, **other: int) -> bulk.Put:
+    return bulk.Put(1, terms.session_id, DEADLINE_MS, 0)._replace(**other)
+
+
+def key_of(terms: pb.OpenSessionResponse, seed: int = 1) -> ChunkKey:
+    return chunk_key(Namespace(terms.key_namespace), ChainDigest(bytes([seed]) * 16))
+
+
+def leaves_nothing(server: LocalServer) -> bool:
+    usage = server.settled()
+    cpu = usage.tiers[0][1]
+    return (usage.open_puts, usage.pending_puts, cpu.reservations, cpu.chunks) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("cut", [700, 2000, 1 << 20])
+def test_frames_are_stored_and_answered_for_one_by_one(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, cut: int
+) -> None:
+    frames = [frame_of(key_of(terms, seed), SMALL) for seed in (1, 2, 1)]
+    writer.say(put_word(terms))
+    assert writer.hear() == (GO_ON, b"")
+    for chunk, frame in enumerate(frames):
+        for word, data in parts_of(frame, chunk=chunk, cut=cut):
+            writer.say(word, data)
+    writer.say(bulk.Finish(1, 3))
+    answer, payload = writer.hear()
+    assert answer == bulk.Done(1, 3)
+    found, _ = bulk.unpack_outcomes(3, payload)
+    stored, exists = PutOutcome.stored, PutOutcome.exists
+    assert list(map(PutOutcome, found)) == [stored, stored, exists]
+    cpu = server.node.manager.transfers.cpu_tier
+    for frame, seed in zip(frames[:2], (1, 2), strict=True):
+        out = frame * 0
+        assert cpu.read_into(key_of(terms, seed), out)
+        assert out.tobytes() == frame.tobytes()
+
+
+@pytest.mark.parametrize("what", BAD_PUTS)
+def test_a_bad_put_is_refused_leaves_nothing_and_ends_its_stream_alone(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, what: str
+) -> None:
+    other = server.connect("zmq")
+    change, frames, message = BAD_PUTS[what]
+    writer.say(put_word(terms))
+    writer.hear()
+    for word, data in change(parts_of(frame_of(key_of(terms), SMALL))):
+        writer.say(word, data)
+    writer.say(bulk.Finish(1, frames))
+    assert writer.is_refused(message)
+    writer.wire.hang_up()
+    if what == "fewer frames than it says":
+        assert server.settled().tiers[0][1].chunks == 1
+    else:
+        assert leaves_nothing(server)
+    assert_reads(other, store(other, 7, 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([(bulk.Finish(2, 0), None)], "request=2"),
+        ([(bulk.Get(1, 1, 0, 0, 1, 0), bytes(16))], "kind='Get'"),
+        ([(bulk.Part(1, 1000, 0, 0, bytes(8)), b"")], "InvalidFrameError"),
+    ],
+)
+def test_what_is_no_part_of_a_put_ends_it(
+    server: LocalServer,
+    writer: Writer,
+    terms: pb.OpenSessionResponse,
+    words: list[tuple[bulk.Word, bytes | None]],
+    message: str,
+) -> None:
+    writer.say(put_word(terms))
+    writer.hear()
+    for word, payload in words:
+        writer.say(word, payload)
+    assert writer.is_refused(message)
+    writer.wire.hang_up()
+    assert leaves_nothing(server)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"session_id": 1}, "UnauthenticatedError"),
+        ({"flags": 2}, "flags"),
+    ],
+)
+def test_a_put_that_may_not_begin_is_refused_and_the_stream_goes_on(
+    server: LocalServer,
+    writer: Writer,
+    terms: pb.OpenSessionResponse,
+    other: dict[str, int],
+    message: str,
+) -> None:
+    writer.say(put_word(terms, **other))
+    assert writer.is_refused(message)
+    writer.say(put_word(terms))
+    assert writer.hear() == (GO_ON, b"")
+    writer.say(bulk.Finish(1, 0))
+    assert writer.hear() == (bulk.Done(1, 0), b"")
+    assert leaves_nothing(server)
+
+
+def test_a_drained_server_refuses_puts(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse
+) -> None:
+    server.node.manager.puts.drain()
+    writer.say(put_word(terms))
+    writer.hear()
+    writer.say(*parts_of(frame_of(key_of(terms), SMALL))[0])
+    assert writer.is_refused("ShuttingDownError")
+    writer.wire.hang_up()
+    assert leaves_nothing(server)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_writer_that_dies_leaves_nothing(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, steps: int
+) -> None:
+    writer.say(put_word(terms))
+    writer.hear()
+    for word, data in parts_of(frame_of(key_of(terms), SMALL))[:steps]:
+        writer.say(word, data)
+    if steps:
+        assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts > 0)
+    writer.close()
+    assert leaves_nothing(server)
+    assert server.node.streams is not None
+    streams = server.node.streams
+    assert eventually(lambda: not streams._streams)
+
+
+def test_a_writer_that_falls_silent_is_hung_up_on(
+    server: LocalServer,
+    writer: Writer,
+    terms: pb.OpenSessionResponse,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_put, "SILENCE_S", 0.2)
+    monkeypatch.setattr(stream_answers, "REFUSED_S", 0.1)
+    writer.say(put_word(terms))
+    writer.hear()
+    writer.say(*parts_of(frame_of(key_of(terms), SMALL))[0])
+    assert writer.is_refused("DeadlineError")
+    assert writer.is_hung_up_on()
+    assert leaves_nothing(server)
+
+
+def test_a_writer_that_goes_on_after_it_was_refused_is_cut_off(
+    server: LocalServer,
+    writer: Writer,
+    terms: pb.OpenSessionResponse,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_answers, "REFUSED_BYTES", 1 << 20)
+    writer.say(put_word(terms))
+    writer.hear()
+    with pytest.raises(KVStoreError):
+        say_for_ever(writer, bulk.Part(1, 1 << 30, 5, 0, bytes(8)))
+    assert leaves_nothing(server)
+
+
+def say_for_ever(writer: Writer, part: bulk.Part) -> None:
+    for _ in range(10_000):
+        writer.say(part, bytes(bulk.MAX_PAYLOAD_BYTES))
+
+
+def test_the_end_of_a_session_ends_its_put_and_is_said(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse
+) -> None:
+    first, *rest = parts_of(frame_of(key_of(terms), SMALL))
+    writer.say(put_word(terms))
+    writer.hear()
+    writer.say(*first)
+    assert eventually(lambda: server.usage().pending_puts == 1)
+    server.node.sessions.close(terms.session_id)
+    writer.say(*rest[0])
+    assert writer.is_refused("LeaseExpiredError")
+    writer.wire.hang_up()
+    assert leaves_nothing(server)
+
+
+def test_a_large_frame_that_is_there_is_skipped(server: LocalServer) -> None:
+    terms = open_session(server.dial(), MEDIUM)
+    frame = frame_of(key_of(terms), MEDIUM, 64)
+    with closing(Writer(terms)) as writer:
+        for outcome in (PutOutcome.stored, PutOutcome.exists):
+            writer.say(put_word(terms))
+            writer.hear()
+            for word, data in parts_of(frame, cut=200_000):
+                writer.say(word, data)
+            writer.say(bulk.Finish(1, 1))
+            answer, payload = writer.hear()
+            assert answer == bulk.Done(1, 1)
+            assert payload[0] == outcome
