@@ -60,9 +60,9 @@ class PeerSettings(BaseModel):
     )
     peer_port: Annotated[int, Field(ge=0, le=65535), "PORT"] = Field(
         default=0,
-        description="port of the streams that peers and, for whole chunks, clients read through,"
-        " on the host of --zmq; 0: any that is free. Who does not reach it reads through the bulk"
-        " channel",
+        description="port of the streams that peers read through and clients read and write whole "
+        "chunks through, on the host of --zmq; 0: any that is free. Who does not reach it uses "
+        "the bulk channel",
     )
     peer_requests: Count = Field(
         default=8, description="requests of peers that are answered at once; more are misses"
