@@ -11,7 +11,9 @@ from kvstore.client.transport import Outgoing, Put, read_outcomes
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.stream_wire import MAX_PIECES
+from kvstore.proto.wire import hints_to_message
 
 SMALL_FRAME_BYTES = 1 << 17
 """Goes in one part; of a larger one the header goes ahead, and the server takes the rest to where
@@ -35,8 +37,11 @@ class StreamUpload:
         if not isinstance(answer, bulk.Credit):
             raise InvalidFrameError("kind", type(answer).__name__, "not an answer to a put")
 
-    def run(self, chunks: Sequence[Outgoing]) -> list[Put]:
+    def run(self, chunks: Sequence[Outgoing], hints: Hints = NO_HINTS) -> list[Put]:
         """Put *chunks*; return what became of each. Raises the server's errors."""
+        said = hints_to_message(hints)
+        if said is not None:
+            self.stream.send(bulk.Hint(self._request), self._deadline, said.SerializeToString())
         for index, chunk in enumerate(chunks):
             self._send(index, chunk.frame_bytes, chunk.pieces(self._room_of))
         self.stream.send(bulk.Finish(self._request, len(chunks)), self._deadline)

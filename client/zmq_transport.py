@@ -235,17 +235,15 @@ class ZmqTransport(Transport):
         hints: Hints = NO_HINTS,
     ) -> list[Put]:
         deadline = time.monotonic() + deadline_ms / 1000 + SLACK_S
-        # The bulk channel has no place for hints.
-        if hints != NO_HINTS:
-            return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
         word = bulk.Put(
             0, self.session.terms.session_id, deadline_ms, bulk.DURABLE if durable else 0
         )
         upload = self._begin_upload(word, deadline)
         if upload is not None:
             with self._leaving(upload.stream):
-                return upload.run(chunks)
-        link = self._links.take(deadline)
+                return upload.run(chunks, hints)
+        # Over ZeroMQ there is no place for hints.
+        link = self._links.take(deadline) if hints == NO_HINTS else None
         if link is None:
             return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
         with self._leaving(link):

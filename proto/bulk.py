@@ -64,6 +64,8 @@ PEER = 1 << 5
 """Flag of a get by another server: its digests follow their namespace, and only frames in memory
 are meant."""
 
+MAX_HINTS_BYTES = 4096
+
 _HEAD = struct.Struct("<4sHHQ")
 _COUNT = struct.Struct("<I")
 _RANGE = struct.Struct("<IQQ")
@@ -87,6 +89,7 @@ class Kind(IntEnum):
     failed = 10
     find = 11
     guest = 12
+    hint = 13
 
 
 class Attach(NamedTuple):
@@ -147,6 +150,14 @@ class Put(NamedTuple):
     flags: int
 
 
+class Hint(NamedTuple):
+    """What the writer of a put says of all of its chunks, before the first. Payload: a ``Hints``
+    of kvstore.proto. Over streams alone.
+    """
+
+    request: int
+
+
 class Part(NamedTuple):
     """Payload: the bytes of frame number ``chunk`` of the request, from ``offset``.
 
@@ -202,7 +213,8 @@ class Failed(NamedTuple):
 
 
 Word: TypeAlias = (
-    Attach | Guest | Attached | Get | Put | Part | Credit | Cancel | Finish | Done | Failed | Find
+    Attach | Guest | Attached | Get | Put | Hint | Part | Credit | Cancel | Finish | Done | Failed
+    | Find
 )  # fmt: skip
 
 
@@ -229,6 +241,7 @@ SHAPES: dict[int, _Shape] = {
     Kind.done: _shape(Done, "I", MAX_PAYLOAD_BYTES),
     Kind.failed: _shape(Failed, "", 4096),
     Kind.find: _shape(Find, "QI", MAX_PAYLOAD_BYTES),
+    Kind.hint: _shape(Hint, "", MAX_HINTS_BYTES),
     Kind.guest: _shape(Guest, f"Q{DIGEST_BYTES}sI{TOKEN_BYTES}s"),
 }
 _KINDS = {shape.kind: (number, shape.body) for number, shape in SHAPES.items()}

@@ -186,8 +186,11 @@ class BulkService:
     def put_over(self, put: StreamPut) -> list[PutResult]:
         """Do the same of a put whose parts are received where they stay. Raises as ``put``."""
         with self._putting(put.word) as stream:
-            for part, size_bytes in put.parts():
-                put.land(stream, self._next(stream, part, put.word), part, size_bytes)
+            for word, size_bytes in put.words():
+                if isinstance(word, bulk.Hint):
+                    stream.hint(put.hints(size_bytes))
+                else:
+                    put.land(stream, self._next(stream, word, put.word), word, size_bytes)
             return stream.finish()
 
     @contextmanager

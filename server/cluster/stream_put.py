@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.hints import Hints
 from kvstore.proto.stream_wire import STEP_BYTES, StreamWire
+from kvstore.proto.wire import hints_from_message
 from kvstore.server.cluster.stream_work import SILENCE_S
 from kvstore.server.rpc.put_stream import PutStream
 from kvstore.server.sessions import Session
@@ -29,10 +33,11 @@ class StreamPut:
         self._room = np.empty(STEP_BYTES, np.uint8)
         wire.patience(SILENCE_S, deadline)
 
-    def parts(self) -> Iterator[tuple[bulk.Part, int]]:
+    def words(self) -> Iterator[tuple[bulk.Part | bulk.Hint, int]]:
         """Have frames sent, and yield their parts as they come, each with its length: ``land`` it.
 
-        Raises InvalidFrameError, InvalidRequestError, and as StreamWire does.
+        What is said of them comes before: take its ``hints``. Raises InvalidFrameError,
+        InvalidRequestError, and as StreamWire does.
         """
         self._wire.send(bulk.Credit(self.word.request, bulk.MAX_CREDIT_BYTES))
         self.has_begun = True
@@ -43,12 +48,24 @@ class StreamPut:
                 raise InvalidFrameError("request", word.request, f"{self.word.request} is a put")
             if isinstance(word, bulk.Finish):
                 break
-            if not isinstance(word, bulk.Part):
+            if not isinstance(word, bulk.Part | bulk.Hint):
                 raise InvalidRequestError("kind", type(word).__name__, "a put has parts")
-            frames = word.chunk + 1
+            if isinstance(word, bulk.Part):
+                frames = word.chunk + 1
             yield word, size_bytes
         if frames != word.frames:
             raise InvalidFrameError("frames", word.frames, f"{frames} came")
+
+    def hints(self, size_bytes: int) -> Hints:
+        """Receive what is said. Raises InvalidRequestError."""
+        message = pb.Hints()
+        try:
+            message.ParseFromString(self._wire.take(size_bytes))
+        except DecodeError as error:
+            raise InvalidRequestError(
+                "hints", str(error), "send a Hints of kvstore.proto"
+            ) from None
+        return hints_from_message(message)
 
     def land(self, stream: PutStream, session: Session, part: bulk.Part, size_bytes: int) -> None:
         """Receive a part: the first of a frame, which says where it stays, or more of it there."""

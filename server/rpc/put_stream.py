@@ -80,6 +80,12 @@ class PutStream:
         self._durable, self._deadline_ms, self._hints = durable, deadline_ms, hints
         self._deadline = self._checks.deadline(deadline_ms)
 
+    def hint(self, hints: Hints) -> None:
+        """Take what the writer says of all frames. Raises InvalidRequestError once one has come."""
+        if self._keys:
+            raise InvalidRequestError("hints", len(self._keys), "say them before the first frame")
+        self._hints = hints
+
     @property
     def frames(self) -> int:
         """The number of the frame that the next piece belongs to."""

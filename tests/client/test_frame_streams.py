@@ -22,6 +22,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
 from kvstore.client.session import Session, SessionTerms
+from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
 from kvstore.client.zmq_link import ZmqLink
 from kvstore.client.zmq_transport import ZmqTransport
@@ -35,9 +36,11 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     TierUnavailableError,
 )
+from kvstore.proto.hints import Hints, Reuse
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.cluster.stream_answers import StreamAnswers
+from kvstore.server.intake import Intake
 
 SOON_S = 20.0
 
@@ -125,6 +128,24 @@ def test_puts_go_over_the_stream_and_nothing_of_them_through_zeromq(
             assert [put.outcome for put in puts] == [outcome] * 3
         assert_reads(client, keys)
     assert server.settled().open_puts == 0
+
+
+def test_hints_go_over_the_stream(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = server.connect("zmq")
+    _ = transport_of(client)
+    monkeypatch.setattr(ZmqLink, "send", _forbidden)
+    monkeypatch.setattr(StreamTransport, "put", _forbidden)
+    taken: list[Hints] = []
+    begin_as = Intake.begin_as
+
+    def noted(intake: Intake, *terms: Any, **others: Any) -> object:
+        taken.append(terms[3].hints)
+        return begin_as(intake, *terms, **others)
+
+    monkeypatch.setattr(Intake, "begin_as", noted)
+    hints = Hints(Reuse.keep, priority=3, ttl_ms=60_000, category="code")
+    assert_reads(client, store(client, 1, 2, hints))
+    assert taken == [hints] * 2
 
 
 def large_chunks(server: LocalServer) -> Client:

@@ -37,6 +37,7 @@ WORDS: st.SearchStrategy[Word] = st.one_of(
     st.builds(bulk.Finish, U64, U32),
     st.builds(bulk.Done, U64, U32),
     st.builds(bulk.Failed, U64),
+    st.builds(bulk.Hint, U64),
 )
 
 
@@ -80,7 +81,7 @@ def test_rubbish_is_refused_cleanly(header: bytes, payload_bytes: int | None) ->
         unpack(header, payload_bytes)
 
 
-@pytest.mark.parametrize(("version", "kind"), [(2, 7), (0, 7), (1, 0), (1, 13), (65535, 65535)])
+@pytest.mark.parametrize(("version", "kind"), [(2, 7), (0, 7), (1, 0), (1, 14), (65535, 65535)])
 def test_unknown_versions_and_kinds_are_refused(version: int, kind: int) -> None:
     header = struct.pack("<4sHHQ", bulk.MAGIC, version, kind, 1)
     with pytest.raises(InvalidRequestError, match="speak version 1"):
@@ -102,6 +103,7 @@ def test_the_vectors_of_the_bulk_channel_are_what_the_code_sends() -> None:
         "bulk_cancel": bulk.Cancel(1),
         "bulk_done": bulk.Done(1, 1),
         "bulk_put": bulk.Put(2, session, 2000, bulk.DURABLE),
+        "bulk_hint": bulk.Hint(2),
         "bulk_finish": bulk.Finish(2, 2),
         "bulk_failed": bulk.Failed(2),
     }

@@ -157,6 +157,37 @@ def test_what_is_no_part_of_a_put_ends_it(
     assert leaves_nothing(server)
 
 
+def test_hints_come_before_the_frames_or_not_at_all(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse
+) -> None:
+    said = pb.Hints(category="code", ttl_ms=60_000).SerializeToString()
+    parts = parts_of(frame_of(key_of(terms), SMALL))
+    writer.say(put_word(terms))
+    writer.hear()
+    writer.say(bulk.Hint(1), said)
+    for word, data in parts:
+        writer.say(word, data)
+    writer.say(bulk.Hint(1), said)
+    assert writer.is_refused("hints=1: say them before the first frame")
+    writer.wire.hang_up()
+    assert server.settled().tiers[0][1].chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [(b"\xff" * 9, "hints="), (pb.Hints(reuse=7).SerializeToString(), "hints.reuse")],  # type: ignore[arg-type]
+)
+def test_hints_that_make_no_sense_end_the_put(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, said: bytes, message: str
+) -> None:
+    writer.say(put_word(terms))
+    writer.hear()
+    writer.say(bulk.Hint(1), said)
+    assert writer.is_refused(message)
+    writer.wire.hang_up()
+    assert leaves_nothing(server)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
