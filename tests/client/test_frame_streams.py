@@ -186,6 +186,7 @@ def test_a_put_that_finds_no_thread_goes_through_zeromq(
     streams = server.node.streams
     assert streams is not None
     store(client, 1, 2)
+    assert eventually(lambda: streams._getting == 0)  # its thread is done a little after its answer
     monkeypatch.setattr(streams, "_getting", streams._terms.client_threads)
     store(client, 2, 2)
     assert not _streams_idle(client)  # it was hung up on
