@@ -1,4 +1,4 @@
-"""The FrameStreams of one session: connected beside the gets, kept for the next."""
+"""The FrameStreams of one session: connected beside its calls, kept for the next."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.proto.errors import KVStoreError
 
 MAX_STREAMS = 8
-"""Gets at once; more go through ZeroMQ. Below what a server allows one session."""
+"""Gets and puts at once; more go through ZeroMQ. Below what a server allows one session."""
 DIAL_S = 2.0
-"""For a connection, which no get waits for."""
+"""For a connection, which no call waits for."""
 _JOIN_S = 0.2
 
 
 class FrameStreams:
     """Thread-safe. There are none where *entrance* leads nowhere; *silence_s* as theirs.
 
-    A get takes one that is there, or does without, and the next finds one: a port that a firewall
+    A call takes one that is there, or does without, and the next finds one: a port that a firewall
     keeps shut delays nobody. After a server that does not let us in no more are tried.
     """
 
@@ -37,13 +37,13 @@ class FrameStreams:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a get would find one now; else, and if that may help, one is connected."""
+        """Whether a call would find one now; else, and if that may help, one is connected."""
         if not self._idle:
             self._dial_if_due()
         return bool(self._idle)
 
     def take(self) -> FrameStream | None:
-        """Return a stream of our own for one get; None when there is none yet."""
+        """Return a stream of our own for one call; None when there is none yet."""
         while True:
             with self._lock:
                 stream = self._idle.pop() if self._idle else None
@@ -57,7 +57,7 @@ class FrameStreams:
             self.give_back(stream, is_clean=False)
 
     def give_back(self, stream: FrameStream, *, is_clean: bool) -> None:
-        """Take back a stream; one whose get did not come to its end is closed."""
+        """Take back a stream; one whose call did not come to its end is closed."""
         with self._lock:
             self._busy.discard(stream)
             if is_clean and not self._is_closed:
@@ -72,7 +72,7 @@ class FrameStreams:
                 stream.give_up()
 
     def close(self) -> None:
-        """Hang up on all; gets at work end. Idempotent."""
+        """Hang up on all; calls at work end. Idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []

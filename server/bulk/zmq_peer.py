@@ -21,7 +21,6 @@ METHODS: dict[type[bulk.Word], str] = {
     bulk.Cancel: "Get",
     bulk.Find: "Lookup",
     bulk.Put: "Put",
-    bulk.Hint: "Put",
     bulk.Part: "Put",
     bulk.Finish: "Put",
 }

@@ -29,6 +29,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.guest_token import is_genuine
 from kvstore.proto.stream_wire import StreamWire
+from kvstore.server.bulk.zmq_peer import METHODS
 from kvstore.server.cluster.stream_answers import Caller, StreamAnswers, StreamTerms, refuse
 from kvstore.server.cluster.stream_work import SILENCE_S
 from kvstore.server.sessions import Session
@@ -79,7 +80,7 @@ class PeerStreams:
         self._back: list[Caller] = []
         """Answered, and to be waited for again."""
         self._getting = 0
-        """Gets of clients that are answered now."""
+        """Calls of clients that are answered now."""
         self._closed = False
         # Guards the four above.
         self._lock = threading.Lock()
@@ -150,7 +151,7 @@ class PeerStreams:
                 self._serve_client(key.data)
 
     def _serve_client(self, stream: Caller) -> None:
-        """Hang up when all threads are at work: readers that are slow to take keep them so.
+        """Hang up when all threads are at work: who is slow to take or to send keeps them so.
 
         The client asks through the bulk channel then, where nobody waits for another.
         """
@@ -253,9 +254,11 @@ class PeerStreams:
     def _serve(self, stream: Caller) -> None:
         """Answer one request; who does not ask as agreed is hung up on."""
         stream.is_served, is_answered = True, False
+        method = METHODS[bulk.Get]
         try:
             stream.wire.patience(SILENCE_S, self._terms.clock() + SILENCE_S)
             word, size_bytes = stream.wire.receive()
+            method = METHODS.get(type(word), method)
             payload = stream.wire.take(size_bytes)
             if isinstance(word, bulk.Get):
                 self._answers.send(stream, word, payload)
@@ -267,7 +270,7 @@ class PeerStreams:
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
                 logger.info("refused", method="stream", reason=str(error))
-                self._answers.note(stream, "Get", type(error).__name__, 0)
+                self._answers.note(stream, method, type(error).__name__, 0)
         finally:
             with self._lock:
                 self._getting -= stream.is_client

@@ -223,6 +223,11 @@ def test_reads_and_who_is_not_let_in_are_written_down(
     with closing(reached(terms)) as link:
         read(link, info)
     assert eventually(lambda: came(rpc="Get", outcome="OK", chunks=1, peer="stream:127.0.0.1"))
+    with closing(reached(terms)) as link:
+        wire_of(link).send(bulk.Put(1, terms.session_id, 1000, 0))
+        with pytest.raises(TierUnavailableError):
+            wire_of(link).receive()
+    assert eventually(lambda: came(rpc="Put", outcome="PermissionDeniedError"))
     with pytest.raises(UnauthenticatedError):
         reached(replace(terms, token=bytes(16)))
     assert eventually(lambda: came(rpc="Attach", outcome="UnauthenticatedError"))

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from contracts.bad_puts import BAD_PUTS, parts_of
@@ -19,6 +20,7 @@ from kvstore.proto.keys import chunk_key
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
 from kvstore.server.cluster import stream_answers, stream_put
+from kvstore.server.trust.audit_log import audit_files, read_chain
 
 ServerMaker = Callable[..., LocalServer]
 SOON_S = 20.0
@@ -88,6 +90,58 @@ def leaves_nothing(server: LocalServer) -> bool:
     usage = server.settled()
     cpu = usage.tiers[0][1]
     return (usage.open_puts, usage.pending_puts, cpu.reservations, cpu.chunks) == (0, 0, 0, 0)
+
+
+def test_the_audit_log_says_that_a_put_was_one_however_it_ended(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    log = tmp_path / "audit"
+    server = make_server("--zmq", "127.0.0.1:0", "--audit-log", str(log), "--audit-reads")
+    terms = open_session(server.dial())
+    parts = parts_of(frame_of(key_of(terms), SMALL))
+    with closing(Writer(terms)) as writer:
+        writer.say(put_word(terms))
+        writer.hear()
+        for word, data in parts:
+            writer.say(word, data)
+        writer.say(bulk.Finish(1, 1))
+        assert writer.hear()[0] == bulk.Done(1, 1)
+        writer.say(put_word(terms, flags=2))
+        assert writer.is_refused("flags")
+        writer.say(put_word(terms))
+        writer.hear()
+        writer.say(*parts[1])
+        assert writer.is_refused("offset")
+    wanted = [("Put", "OK", 1), ("Put", "InvalidRequestError", 0), ("Put", "InvalidFrameError", 0)]
+    assert eventually(lambda: told(log) == wanted), told(log)
+
+
+def told(log: Path) -> list[tuple[object, ...]]:
+    """Return what the audit log has of requests over streams."""
+    lines = [line for line, _ in read_chain(audit_files(log))]
+    ours = [line for line in lines if line.get("peer") == "stream:127.0.0.1"]
+    return [(line["rpc"], line["outcome"], line.get("chunks", 0)) for line in ours]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_server_that_stops_in_the_midst_of_a_put_ends_it_and_is_clean(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, steps: int
+) -> None:
+    writer.say(put_word(terms))
+    writer.hear()
+    for word, data in parts_of(frame_of(key_of(terms), SMALL))[:steps]:
+        writer.say(word, data)
+    if steps:
+        assert eventually(lambda: server.usage().pending_puts == 1)
+    server.stop()
+    with pytest.raises(KVStoreError):
+        hear_for_ever(writer)
+    assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts == 0)
+
+
+def hear_for_ever(writer: Writer) -> None:
+    while True:
+        writer.hear()
 
 
 @pytest.mark.parametrize("cut", [700, 2000, 1 << 20])
