@@ -42,6 +42,7 @@ from kvstore.proto.types import (
     Representation,
     RopeParameters,
 )
+from kvstore.server.mover import MAX_ALONG
 from kvstore.tiers.base import Tier
 
 DEADLINE_MS = 20_000
@@ -81,14 +82,15 @@ class TierSide:
     """One of our tiers in this process, as a peer's benchmark has its adapter.
 
     Frames go in verified, as the mover copies them, and come out as it loads them: verified
-    step by step, into memory that is there. All of them are asked for at once, and *threads*
-    work them off.
+    step by step, into memory that is there, and in rows where the tier wants them so. All of them
+    are asked for at once, and *threads* work them off.
     """
 
     def __init__(self, tier: Tier, frames: Sequence[tuple[ChunkInfo, Bytes]], threads: int) -> None:
         self._tier = tier
         self._frames = frames
         self.out = [np.zeros_like(frame) for _, frame in frames]
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads)
 
     def store_s(self) -> float:
@@ -109,13 +111,30 @@ class TierSide:
         for out in self.out:
             out[:] = 0
         jobs = list(zip(self._frames, self.out, strict=True))
-        seconds = best_s(lambda: list(self._pool.map(self._load, jobs)), 1)
+        is_kin = self._tier.kin(self._frames[0][0].key) is not None
+        length = MAX_ALONG if is_kin else 1
+        rows = [jobs[at : at + length] for at in range(0, len(jobs), length)]
+
+        def load() -> None:
+            left = iter(rows)
+            list(self._pool.map(self._load_rows, [left] * self._threads))
+
+        seconds = best_s(load, 1)
         for (_, frame), out in jobs:
             assert np.array_equal(frame, out), "wrong bytes"
         return seconds
 
-    def _load(self, job: tuple[tuple[ChunkInfo, Bytes], Bytes]) -> None:
-        (info, _), out = job
+    def _load_rows(self, rows: Iterator[Sequence[tuple[tuple[ChunkInfo, Bytes], Bytes]]]) -> None:
+        for row in rows:
+            keys = [info.key for (info, _), _ in row]
+            for at, ((info, _), out) in enumerate(row):
+                if len(row) > 1:
+                    self._tier.expect(keys[at:])
+                self._load(info, out)
+            if len(row) > 1:
+                self._tier.expect(())
+
+    def _load(self, info: ChunkInfo, out: Bytes) -> None:
         check = FrameCheck(out, info.key, header_bytes(info.layout))
         assert check.follow(self._tier.read_checked(info.key, out, check))
         check.finish()

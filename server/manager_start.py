@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from kvstore.proto.types import ChunkKey
 from kvstore.server.auto_codec import LANE
 from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.peer_start import with_peers
@@ -26,9 +27,6 @@ from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
 from kvstore.server.tier_start import open_tiers
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Tier
-
-if TYPE_CHECKING:  # its file loads zmq
-    from kvstore.server.cluster.peer_tier import PeerTier
 
 PIN_LIMIT_PERCENT = 50
 WORKERS_PER_WAITER = 4
@@ -69,11 +67,8 @@ def build_manager(
     leases = LeaseTable(config.max_leases_per_session, new_id)
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
     catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.knowledge)
-    mover = Mover(lanes, config.mover_queue, clock, _sharers())
-    for shelf in shelves:
-        if shelf.name == "peer":
-            tier = cast("PeerTier", shelf.tier)
-            tier.following, mover.after_run = mover.following, tier.peers.runs.end
+    expect = {f"load-{shelf.name}": partial(_expect, shelf.tier) for shelf in shelves}
+    mover = Mover(lanes, config.mover_queue, clock, _sharers(), expect)
     closers.append(mover.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
     transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
@@ -111,8 +106,12 @@ def _shelf(
     )  # fmt: skip
 
 
+def _expect(tier: Tier, names: Sequence[bytes]) -> None:
+    tier.expect([ChunkKey(name) for name in names])
+
+
 def _sharers() -> int:
-    """Return how many threads share chunks that one peer is asked for in a row: of more than there
-    are cores for, all would be late.
+    """Return how many threads share chunks that one server is asked for in a row: of more than
+    there are cores for, all would be late.
     """
     return len(os.sched_getaffinity(0))

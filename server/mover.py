@@ -19,6 +19,8 @@ import structlog
 from kvstore.proto.errors import DeadlineError
 
 Work = Callable[[], object]
+Expect = Callable[[Sequence[bytes]], object]
+"""Told what a thread does next."""
 
 MAX_ALONG = 16
 """Tickets that a worker takes at once, of one kin."""
@@ -49,7 +51,9 @@ class Mover:
 
     With ``workers`` of 0 for every lane nothing runs by itself: ``step`` is driven by a test,
     and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds. Tickets of one
-    kin that wait are shared between *sharers* workers, at most.
+    kin that wait are shared between *sharers* workers, at most. *expect* is called by a worker of
+    its lane before each of a row of one kin, with the names of what it does next, and with none
+    after the last. It raises nothing.
     """
 
     def __init__(
@@ -58,10 +62,10 @@ class Mover:
         limit_per_lane: int,
         clock: Callable[[], float],
         sharers: int = 1,
+        expect: Mapping[str, Expect] | None = None,
     ) -> None:
-        self.after_run: Callable[[], object] = bool
-        """Called by each worker that has done what it took along of one kin. Raises nothing."""
         self._sharers = sharers
+        self._expect = expect or {}
         self._idle = dict.fromkeys(lanes, 0)
         self._limit = limit_per_lane
         self._clock = clock
@@ -105,7 +109,7 @@ class Mover:
         has a caller who waits for it, and callers are bounded. Work of a name that still
         waits or runs in the lane is joined, not repeated. What is *claimed* goes on only until
         each who claimed it has called ``let_go``, unless somebody else submits it too. A worker
-        takes several of the same *kin* along, in order, and ``following`` tells the work which.
+        takes several of the same *kin* along, in order, and says so to the lane's ``expect``.
         """
         with self._changed:
             known = self._open.get((lane, name))
@@ -145,10 +149,6 @@ class Mover:
                     self._open.pop((ticket.lane, ticket.name), None)
                     self._changed.notify_all()
             return True
-
-    def following(self) -> list[bytes]:
-        """Return the names of what this thread does next, after the work that it does now."""
-        return [one.name for one in getattr(self._at_work, "next", ()) if not one.done]
 
     def is_given_up(self) -> bool:
         """Whether nobody wants the work that this thread does; from then on nobody joins it."""
@@ -268,23 +268,31 @@ class Mover:
                     self._queued[lane].wait()
                     self._idle[lane] -= 1
                     ticket = self._take(lane)
-                along = deque(self._take_along(ticket))
-            kin, self._at_work.next = ticket.kin, along
-            self._do(ticket)
-            while along:
-                ticket = along.popleft()
-                with self._changed:
-                    is_wanted = ticket in self._along
-                    if is_wanted:
-                        self._along.remove(ticket)
+                row = deque([ticket, *self._take_along(ticket)])
+            if ticket.kin is None:
+                self._do(ticket)
+            else:
+                self._do_row(lane, row)
+
+    def _do_row(self, lane: str, row: deque[Ticket]) -> None:
+        """Do what this worker took along of one kin, as far as it is still wanted."""
+        expect = self._expect.get(lane, bool)
+        kin = row[0].kin
+        is_wanted = True  # the first was never in the queue of what is taken along
+        while row:
+            if is_wanted:
+                expect([one.name for one in row if not one.done])
+                self._do(row[0])
+            row.popleft()
+            with self._changed:
+                is_wanted = bool(row) and row[0] in self._along
                 if is_wanted:
-                    self._do(ticket)
-            if kin is not None:
-                self._leave(lane, kin)
+                    self._along.remove(row[0])
+        expect(())
+        self._leave(lane, kin)
 
     def _leave(self, lane: str, kin: object) -> None:
         """This thread is at no work of *kin* any more."""
-        self.after_run()
         with self._changed:
             self._at_kin[kin] -= 1
             if not self._at_kin[kin]:

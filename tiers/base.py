@@ -166,9 +166,16 @@ class Tier(ABC):
     def kin(self, key: ChunkKey) -> object:
         """Return what *key* has in common with others that are best read in a row, by one thread.
 
-        None: nothing.
+        None: nothing. Who reads a row says so to ``expect``.
         """
         return None
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - a medium may not care
+        """Take note that this thread reads *keys* next, each whole and in this order; of none, that
+        it has read its row.
+
+        What is read in another order, or not at all, costs time alone. Never raises.
+        """
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - a medium may not care
         """Take note that these chunks are read next, in this order. Never raises for absent ones.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from typing import ClassVar
 import numpy as np
 import structlog
 from redis.exceptions import OutOfMemoryError
+from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 from kvstore.tiers.redis_account import RedisAccount
@@ -75,6 +78,19 @@ class _Draft:
         return frame
 
 
+class _Telling:
+    """Has a check follow what comes."""
+
+    def __init__(self, check: FrameCheck) -> None:
+        self.is_told = False
+        self._check = check
+
+    def __call__(self, size_bytes: int) -> None:
+        """So much of the frame has come, from its start."""
+        self.is_told = True
+        self._check.follow((size_bytes,))
+
+
 class RedisTier(Tier):
     """Frames in a Redis that other nodes put into as well.
 
@@ -126,6 +142,8 @@ class RedisTier(Tier):
         self._remote = RemoteChunks(self._link, KeyNames(prefix), ttl_s)
         self._account = RedisAccount(capacity_bytes, self.allocated_bytes)
         self._listed = False
+        self._of_thread = threading.local()
+        """``row``: the keys of what the calling thread reads, now and next."""
         with contextlib.suppress(TierUnavailableError):
             self._list()
 
@@ -215,9 +233,27 @@ class RedisTier(Tier):
                 raise
             return False
 
-    def _read_into(self, key: ChunkKey, out: Bytes, offset: int) -> bool:
+    @override
+    def read_checked(self, key: ChunkKey, out: Bytes, check: FrameCheck) -> Iterator[int]:
+        """Do what ``read_into`` does, while *check* follows what comes."""
+        try:
+            is_here = self._read_into(key, out, 0, _Telling(check))
+        except TierUnavailableError as error:
+            if not error.is_partial:
+                raise
+            return
+        if is_here:
+            yield len(out)
+
+    def _read_into(
+        self, key: ChunkKey, out: Bytes, offset: int, telling: _Telling | None = None
+    ) -> bool:
         known = self._account.known(key)
-        if known and known.covers(offset, len(out)) and self._remote.pull(known, out, offset):
+        if (
+            known
+            and known.covers(offset, len(out))
+            and self._remote.pull(known, out, offset, self._following(key), telling)
+        ):
             return True
         (current,) = self._look([key])
         if current is None:
@@ -226,12 +262,31 @@ class RedisTier(Tier):
             raise InvalidRequestError(
                 "offset", offset, f"{len(out)} bytes from there exceed {current.info.size_bytes}"
             )
-        if self._remote.pull(current, out, offset):
+        # What was checked of one read says nothing of another: there is no second then.
+        is_told = telling is not None and telling.is_told
+        if not is_told and self._remote.pull(current, out, offset, arrived=telling):
             return True
-        with contextlib.suppress(TierUnavailableError):
-            self._remote.remove(key, current.raw)
-        self._account.forget(key, [current])
+        if not is_told or current == known:
+            with contextlib.suppress(TierUnavailableError):
+                self._remote.remove(key, current.raw)
+            self._account.forget(key, [current])
         return False
+
+    @override
+    def kin(self, key: ChunkKey) -> object:
+        """Return the tier: one server sends what one thread reads over one connection."""
+        return None if self._link.is_cluster else self
+
+    @override
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        self._of_thread.row = tuple(keys)
+        if not keys:
+            self._remote.end_row()
+
+    def _following(self, key: ChunkKey) -> Manifest | None:
+        """Return what this thread reads after *key*, if that is known."""
+        row: tuple[ChunkKey, ...] = getattr(self._of_thread, "row", ())
+        return self._account.known(row[1]) if row[:1] == (key,) and len(row) > 1 else None
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         """Return what is known of each key, whoever put it; one round trip for 512 keys.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import zip_longest
 from socket import socket
 
@@ -15,10 +16,13 @@ from redis.exceptions import (
     ReadOnlyError,
     TimeoutError,
 )
+from typing_extensions import override
 
+from kvstore.tiers.redis_fill import FillTalk, Step
 from kvstore.tiers.redis_lines import Lines
 from kvstore.tiers.redis_reply import MovedError, MovingError, Reply, SlotLostError
-from kvstore.tiers.redis_wire import AskTalk, Command, FillTalk, Step, Talk
+from kvstore.tiers.redis_row import Rows
+from kvstore.tiers.redis_wire import AskTalk, Command, Talk
 
 LINES_PER_CALL = 4
 """Connections that one large call uses, as far as they are free."""
@@ -51,6 +55,11 @@ class Exchange(ABC):
 
     def open(self, deadline: float) -> None:
         """Take connections."""
+        self._borrow(deadline)
+        count = len(self._held)
+        self.talks = [self._talk(line, at, count) for at, line in enumerate(self._held)]
+
+    def _borrow(self, deadline: float) -> None:
         try:
             self._held.append(self.lines.borrow(deadline))
         except UNREACHED as error:
@@ -63,17 +72,18 @@ class Exchange(ABC):
                 if spare is None:
                     break
                 self._held.append(spare)
-        count = len(self._held)
-        self.talks = [self._talk(line, at, count) for at, line in enumerate(self._held)]
 
     def close(self) -> None:
         """Give the connections back, and keep why a talk failed."""
         for line, talk in zip_longest(self._held, self.talks):
             is_clean = talk is not None and talk.is_done and talk.error is None
-            self.lines.give_back(line, is_clean=is_clean)
+            self._give_back(line, is_clean=is_clean)
             if talk is not None and self.error is None:
                 self.error = talk.error
         self._held.clear()
+
+    def _give_back(self, line: socket, *, is_clean: bool) -> None:
+        self.lines.give_back(line, is_clean=is_clean)
 
     @property
     def is_unsent(self) -> bool:
@@ -98,6 +108,7 @@ class Asking(Exchange):
         self._reply_bytes = reply_bytes
         self._asked: list[tuple[AskTalk, Sequence[tuple[int, Command]]]] = []
 
+    @override
     def _talk(self, sock: socket, share: int, shares: int) -> AskTalk:
         part = self.commands[share::shares]
         limit_bytes = self._reply_bytes * len(part)
@@ -111,17 +122,79 @@ class Asking(Exchange):
             yield from zip((number for number, _ in part), talk.replies, strict=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Steps, and the *rooms* of those that bring payload.
+
+    Where all comes over one connection, *arrived* is told how much payload has come, and *ahead*
+    is asked at the end: the calling thread's next fill begins with that.
+    """
+
+    steps: Sequence[Step]
+    rooms: Sequence[memoryview]
+    ahead: Sequence[Step] = ()
+    arrived: Callable[[int], object] | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of payload."""
+        return sum(map(len, self.rooms))
+
+    def share(self, number: int, shares: int) -> Fill:
+        """Return what one of several connections has to do: its slices; the rest the first does."""
+        rooms = iter(self.rooms)
+        mine: list[Step] = []
+        room_of: list[memoryview] = []
+        for at, step in enumerate(self.steps):
+            room = next(rooms) if step.payload_bytes else None
+            if (at % shares if room is not None else 0) == number:
+                mine.append(step)
+                room_of += [] if room is None else [room]
+        return Fill(mine, room_of)
+
+
 class Filling(Exchange):
-    """Steps with known replies; those that bring payload are dealt to all connections."""
+    """A Fill; what brings payload is dealt to all connections.
 
-    def __init__(self, lines: Lines, steps: Sequence[Step]) -> None:
-        super().__init__(lines, sum(len(step.room) for step in steps if step.room is not None))
-        self._steps = steps
+    *rows* keep the connection on which the next fill has been asked for.
+    """
 
+    def __init__(self, lines: Lines, fill: Fill, rows: Rows) -> None:
+        super().__init__(lines, fill.payload_bytes)
+        self._fill = fill
+        self._rows = rows
+        self._asked = 0
+        self._fills: list[FillTalk] = []
+
+    @override
+    def _borrow(self, deadline: float) -> None:
+        kept = self._rows.take(self.lines, self._fill.steps)
+        if kept is None:
+            super()._borrow(deadline)
+        else:
+            line, self._asked = kept
+            self._held.append(line)
+
+    @override
     def _talk(self, sock: socket, share: int, shares: int) -> FillTalk:
-        mine = [
-            step
-            for at, step in enumerate(self._steps)
-            if (at % shares if step.room is not None else 0) == share
-        ]
-        return FillTalk(sock, mine)
+        fill = self._fill if shares == 1 else self._fill.share(share, shares)
+        talk = FillTalk(
+            sock, fill.steps, fill.rooms, asked=self._asked, ahead=fill.ahead, arrived=fill.arrived
+        )
+        self._fills.append(talk)
+        return talk
+
+    @override
+    def _give_back(self, line: socket, *, is_clean: bool) -> None:
+        asked = self._fills[0].asked_ahead if is_clean else 0
+        if asked:
+            self._rows.keep(self.lines, line, self._fill.ahead[:asked])
+        else:
+            super()._give_back(line, is_clean=is_clean)
+
+    @property
+    @override
+    def is_unsent(self) -> bool:
+        """As of any exchange; but what somebody was told has come is not asked for again."""
+        is_told = self._fill.arrived is not None and any(t.filled_bytes for t in self._fills)
+        return super().is_unsent and not is_told

@@ -29,15 +29,18 @@ from kvstore.tiers.redis_exchange import (
     UNREACHED,
     Asking,
     Exchange,
+    Fill,
     Filling,
 )
+from kvstore.tiers.redis_fill import FillTalk
 from kvstore.tiers.redis_lines import MAX_CONNECTIONS, Lines
 from kvstore.tiers.redis_open import LineOptions, tls_context
 from kvstore.tiers.redis_reply import SlotLostError, WrongTypeError
+from kvstore.tiers.redis_row import Rows
 from kvstore.tiers.redis_sentinel import SentinelMaster
 from kvstore.tiers.redis_topology import SingleServer, Topology
 from kvstore.tiers.redis_url import RedisUrl, parse_redis_url
-from kvstore.tiers.redis_wire import Command, Step, converse
+from kvstore.tiers.redis_wire import Command, converse
 
 SLOWEST_BYTES_PER_S = 16 << 20
 """A call ends after the timeout and what its payload takes at this rate."""
@@ -111,6 +114,7 @@ class RedisLink:
         self._topology = _open_topology(parsed, self._timeout_s, connections)
         self.is_cluster: Final = parsed.mode == "cluster"
         self._is_closed = False
+        self._rows = Rows()
 
     def run(self, name: bytes, commands: Sequence[Command]) -> list[Any]:
         """Send *commands* about the key called *name*, in order, and return their replies.
@@ -170,10 +174,14 @@ class RedisLink:
             else:
                 groups.setdefault(lines, []).append((at, command))
         askings = [Asking(lines, group, reply_bytes) for lines, group in groups.items()]
-        self._carry_on(askings, deadline)
+        self._ask_all(askings, deadline)
         for asking in askings:
             failed |= self._take_in(asking, replies)
         return failed
+
+    def _ask_all(self, askings: Sequence[Asking], deadline: float) -> None:
+        self._rows.end()  # lest it wait for a line while it keeps one
+        self._carry_on(askings, deadline)
 
     def _carry_on(self, exchanges: Sequence[Exchange], deadline: float) -> None:
         try:
@@ -181,7 +189,11 @@ class RedisLink:
             for exchange in sorted(exchanges, key=lambda exchange: exchange.lines.address):
                 exchange.open(deadline)
             talks = [talk for exchange in exchanges for talk in exchange.talks]
-            converse(talks, deadline, self._timeout_s, self._clock)
+            match talks:
+                case [FillTalk(runs_alone=True) as talk]:
+                    talk.run(deadline, self._timeout_s, self._clock)
+                case _:
+                    converse(talks, deadline, self._timeout_s, self._clock)
         finally:
             for exchange in exchanges:
                 exchange.close()
@@ -202,17 +214,19 @@ class RedisLink:
                 replies[at] = None if isinstance(reply, WrongTypeError) else reply
         return failed
 
-    def fill(self, name: bytes, steps: Sequence[Step]) -> bool:
-        """Carry out *steps* on the server of the key called *name*.
+    def fill(self, name: bytes, fill: Fill) -> bool:
+        """Carry out *fill* on the server of the key called *name*.
 
-        Return False when a reply is another than expected. Raises TierUnavailableError.
+        Where something is to be asked ahead, the calling thread fills from that next, or calls
+        ``end_row``. Return False when a reply is another than expected. Raises
+        TierUnavailableError.
         """
         self._check_open()
-        deadline = self._deadline(sum(len(s.room) for s in steps if s.room is not None))
+        deadline = self._deadline(fill.payload_bytes)
         try:
-            failure = self._fill_once(name, steps, deadline)
+            failure = self._fill_once(name, fill, deadline)
             if failure and failure.is_unsent and self._may_try_again(deadline):
-                failure = self._fill_once(name, steps, deadline)
+                failure = self._fill_once(name, fill, deadline)
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
         if failure is not None:
@@ -221,9 +235,9 @@ class RedisLink:
             raise self._given_up(failure.error)
         return True
 
-    def _fill_once(self, name: bytes, steps: Sequence[Step], deadline: float) -> _Failure | None:
+    def _fill_once(self, name: bytes, fill: Fill, deadline: float) -> _Failure | None:
         try:
-            filling = Filling(self._topology.lines_of(name, deadline), steps)
+            filling = Filling(self._topology.lines_of(name, deadline), fill, self._rows)
         except UNREACHED as error:
             return _Failure(error, is_unsent=True)
         self._carry_on([filling], deadline)
@@ -233,6 +247,10 @@ class RedisLink:
         if isinstance(why, (*UNREACHED, *ELSEWHERE)):
             self._topology.note_failure(filling.lines, why)
         return _Failure(why, filling.is_unsent)
+
+    def end_row(self) -> None:
+        """The calling thread reads nothing of what it had asked ahead."""
+        self._rows.end()
 
     def masters(self) -> list[Lines]:
         """Return the servers that hold keys. Raises TierUnavailableError."""
@@ -248,7 +266,7 @@ class RedisLink:
         asking = Asking(master, [(0, command)], MAX_LISTING_BYTES)
         replies: list[Any] = [None]
         try:
-            self._carry_on([asking], self._deadline(0))
+            self._ask_all([asking], self._deadline(0))
             failed = self._take_in(asking, replies)
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None

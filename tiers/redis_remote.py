@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError
@@ -12,10 +13,12 @@ from redis.exceptions import OutOfMemoryError
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
+from kvstore.tiers.redis_exchange import Fill
+from kvstore.tiers.redis_fill import FILL_WINDOW, Step, slice_steps
 from kvstore.tiers.redis_lines import Lines
 from kvstore.tiers.redis_link import Call, Lost, RedisLink
 from kvstore.tiers.redis_manifest import MAX_MANIFEST_BYTES, KeyNames, Manifest, parse_manifest
-from kvstore.tiers.redis_wire import Command, Step
+from kvstore.tiers.redis_wire import Command, pack_words
 
 PART_SLACK_S = 600
 """Parts outlive their manifest by this much, less the time a writer takes to send them."""
@@ -27,10 +30,6 @@ MAX_REMAINS = 1024
 """Failed writes remembered for clean-up; older ones end by their lifetime."""
 SWEEP_WRITES = 64
 """Failed writes cleaned up at one time."""
-SLICE_BYTES = 2 << 20
-"""Parts are asked for in slices of this size, so that Redis never has to hold much that it has
-copied but not sent."""
-
 _TAKE = b"""
 local held = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[1])
 if type(held) == 'table' then held = '' end
@@ -68,31 +67,48 @@ class RemoteChunks:
                 self._link.ask(damaged)
         return found
 
-    def pull(self, manifest: Manifest, out: Bytes, offset: int) -> bool:
+    def pull(
+        self,
+        manifest: Manifest,
+        out: Bytes,
+        offset: int,
+        following: Manifest | None = None,
+        arrived: Callable[[int], object] | None = None,
+    ) -> bool:
         """Fill *out* from the parts of *manifest*. False when it or a part is not there whole.
 
-        A read from the chunk's start gives it its whole life again.
+        A read from the chunk's start gives it its whole life again. The calling thread reads
+        *following* next, whole, or calls ``end_row``; *arrived* is told as by ``RedisLink.fill``.
         """
+        steps = list(self._steps(manifest, offset, len(out)))
+        sizes = [step.payload_bytes for step in steps if step.payload_bytes]
+        stops, view = list(accumulate(sizes)), out.data
+        rooms = [view[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+        ahead: list[Step] = []
+        if following is not None:
+            whole = self._steps(following, 0, following.info.size_bytes)
+            ahead = list(islice(whole, 1 + FILL_WINDOW))
         name = self._names.manifest(manifest.info.key)
+        return self._link.fill(name, Fill(steps, rooms, ahead, arrived))
+
+    def _steps(self, manifest: Manifest, offset: int, size_bytes: int) -> Iterator[Step]:
+        """Yield what brings *size_bytes* of a frame."""
+        name, raw = self._names.manifest(manifest.info.key), manifest.raw
         parts = self._names.parts(manifest)
-        view, at = out.data, 0
-        steps = [
-            Step(
-                self._peek(manifest.info.key), b"$%d\r\n%b\r\n" % (len(manifest.raw), manifest.raw)
-            )
-        ]
-        for part, start, stop in manifest.cut(offset, len(out)):
-            for first in range(start, stop, SLICE_BYTES):
-                size = min(SLICE_BYTES, stop - first)
-                command = (b"GETRANGE", parts[part], first, first + size - 1)
-                steps.append(Step.fill(command, view[at : at + size]))
-                at += size
+        peek = pack_words(b"GETRANGE", name, b"0", b"%d" % MAX_MANIFEST_BYTES)
+        yield Step(peek, b"$%d\r\n%b\r\n" % (len(raw), raw))
+        for part, start, stop in manifest.cut(offset, size_bytes):
+            yield from slice_steps(parts[part], start, stop)
         if offset == 0:
             # the manifest last: as ever, it promises that its parts are there
-            life_s = self._ttl_s + PART_SLACK_S
-            steps += [Step((b"EXPIRE", part, life_s), b":1\r\n") for part in parts]
-            steps.append(Step((b"EXPIRE", name, self._ttl_s), b":1\r\n"))
-        return self._link.fill(name, steps)
+            life_s = b"%d" % (self._ttl_s + PART_SLACK_S)
+            asks = [pack_words(b"EXPIRE", part, life_s) for part in parts]
+            asks.append(pack_words(b"EXPIRE", name, b"%d" % self._ttl_s))
+            yield Step(b"".join(asks), b":1\r\n" * len(asks))
+
+    def end_row(self) -> None:
+        """The calling thread reads nothing of what was to follow."""
+        self._link.end_row()
 
     def publish(self, manifest: Manifest, frame: Bytes) -> bool:
         """Send the parts, then the manifest unless its key has one. Return whether it had none.

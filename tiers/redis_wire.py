@@ -12,30 +12,19 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil
-from socket import SO_RCVLOWAT, SOL_SOCKET, socket
+from socket import socket
 from typing import TypeAlias
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
-from kvstore.tiers.redis_reply import Reply, error_of, parse_reply
+from kvstore.tiers.redis_reply import Reply, parse_reply
 
 Argument: TypeAlias = bytes | int | memoryview
 Command: TypeAlias = Sequence[Argument]
 
-FILL_WINDOW = 2
-"""Payloads asked for and not yet here, on one line. Redis answers all it was asked before it
-sends: more of them would only pile up in its memory and leave its caches (measured: all 4
-parts of 2 MiB at once come at 0.9 GB/s, 2 at a time at 1.5)."""
-
-LOW_WATER_BYTES = 1 << 20
-"""Payload that is worth a wake-up: at the slowest rate allowed it comes in 64 ms."""
-
 _SEND_BUFFERS = 64
-_RECEIVE_BUFFERS = 8
 _RECEIVE_BYTES = 64 << 10
-_MAX_ERROR_BYTES = 512
 
 
 def pack(command: Command) -> list[bytes | memoryview]:
@@ -50,6 +39,11 @@ def pack(command: Command) -> list[bytes | memoryview]:
             data = argument if isinstance(argument, bytes) else b"%d" % argument
             text.append(b"$%d\r\n%b\r\n" % (len(data), data))
     return [*packed, b"".join(text)]
+
+
+def pack_words(*words: bytes) -> bytes:
+    """Return the command of *words* as it is sent."""
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(w), w) for w in words])
 
 
 class Talk(ABC):
@@ -150,119 +144,6 @@ class AskTalk(Talk):
         del self._buffer[:at]
         if self.is_done and self._buffer:
             raise InvalidResponse("more replies than commands")
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A command with a known reply: ``expected`` before ``room`` is filled, CRLF after it."""
-
-    command: Command
-    expected: bytes
-    room: memoryview | None = None
-
-    @classmethod
-    def fill(cls, command: Command, room: memoryview) -> Step:
-        """Return a step whose reply is as many bytes as *room* has."""
-        return cls(command, b"$%d\r\n" % len(room), room)
-
-
-class FillTalk(Talk):
-    """Commands whose replies are known but for payload, which is read into its place.
-
-    ``is_other`` says that a reply was of another size or content; the line is of no use then.
-    """
-
-    def __init__(self, sock: socket, steps: Sequence[Step], window: int = FILL_WINDOW) -> None:
-        super().__init__(sock)
-        self.is_other = False
-        self._steps = deque(steps)
-        self._window = window
-        self._places: list[memoryview] = []
-        self._expected: list[bytes] = []
-        self._at = 0
-        self._low = 1
-        self._lay_out(steps)
-        self._ask_on()
-
-    def _lay_out(self, steps: Sequence[Step]) -> None:
-        """Put what is expected and where payload goes in the order of their coming."""
-        text = b""
-        for step in steps:
-            text += step.expected
-            if step.room is not None:
-                self._place(memoryview(bytearray(len(text))), text)
-                self._place(step.room, b"")
-                text = b"\r\n"
-        self._place(memoryview(bytearray(len(text))), text)
-
-    def _place(self, place: memoryview, expected: bytes) -> None:
-        if len(place):
-            self._places.append(place)
-            self._expected.append(expected)
-
-    def _ask_on(self) -> None:
-        """Ask for what comes next, up to as many payloads as the window allows."""
-        commands = b""
-        while self._steps and (self._window or self._steps[0].room is None):
-            step = self._steps.popleft()
-            self._window -= step.room is not None
-            commands += b"".join(pack(step.command))
-        if commands:
-            self._outbox.append(commands)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every reply is here."""
-        return self._at == len(self._places)
-
-    def _receive(self) -> None:
-        places = self._places[self._at : self._at + _RECEIVE_BUFFERS]
-        if self._is_tls:
-            count = self.sock.recv_into(places[0])
-        else:
-            count = self.sock.recvmsg_into(places)[0]
-        if not count:
-            raise ConnectionError("the server hung up")
-        while count:
-            count -= self._advance(count)
-        if self._outbox:
-            self.send()
-        if not self._is_tls:
-            self._wake_at()
-
-    def _wake_at(self) -> None:
-        """Let the kernel wake us once there is much to copy, if much is certain to come."""
-        low = 1
-        if not self.is_done and not self._expected[self._at]:
-            low = min(LOW_WATER_BYTES, len(self._places[self._at]))
-        if low != self._low:
-            self._low = low
-            self.sock.setsockopt(SOL_SOCKET, SO_RCVLOWAT, low)
-
-    def _advance(self, count: int) -> int:
-        """Take note of *count* more bytes, as far as one place goes; return how many."""
-        place, expected = self._places[self._at], self._expected[self._at]
-        taken = min(count, len(place))
-        if expected and place[:taken] != expected[:taken]:
-            self._fail(count)
-        if taken < len(place):
-            self._places[self._at] = place[taken:]
-            self._expected[self._at] = expected[taken:]
-            return taken
-        self._at += 1
-        if not expected:
-            self._window += 1
-            self._ask_on()
-        return taken
-
-    def _fail(self, count: int) -> None:
-        """Raise what the server sent in place of what was expected."""
-        self.is_other = True
-        got = b"".join(bytes(p[:_MAX_ERROR_BYTES]) for p in self._places[self._at : self._at + 3])
-        got, expected = got[:count], self._expected[self._at]
-        same = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), 0)
-        text, _, _ = got[same:_MAX_ERROR_BYTES].partition(b"\r\n")
-        raise error_of(text) if text.startswith(b"-") else InvalidResponse("another reply")
 
 
 def converse(

@@ -49,8 +49,6 @@ class PeerTier(Tier):
 
     def __init__(self, peers: Peers, counters: Counters, clock: Callable[[], float]) -> None:
         self.peers = peers
-        self.following: Callable[[], Sequence[bytes]] = list
-        """Returns the keys of what the calling thread reads next."""
         self._counters = counters
         self._clock = clock
         self._offers: OrderedDict[ChunkKey, tuple[Offer, float]] = OrderedDict()
@@ -62,6 +60,8 @@ class PeerTier(Tier):
         self._were_up: set[Peer] = set()
         # Guards the five above.
         self._lock = threading.Lock()
+        self._of_thread = threading.local()
+        """``row``: the keys of what the calling thread reads, now and next."""
         peers.after_step = self.ask_again
 
     # --- what is known
@@ -184,12 +184,20 @@ class PeerTier(Tier):
         offer = self._offer(key)
         return offer.peers if offer is not None else None
 
+    @override
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        self._of_thread.row = tuple(keys)
+        if not keys:
+            self.peers.runs.end()
+
     def _next_offers(self, key: ChunkKey) -> list[Offer]:
         """Return what was offered of the chunks that this thread reads after *key*."""
-        keys = [ChunkKey(one) for one in self.following()]
+        row: tuple[ChunkKey, ...] = getattr(self._of_thread, "row", ())
+        if row[:1] != (key,):
+            return []
         space = key[:DIGEST_BYTES]
         with self._lock:
-            known = [self._offers.get(one) for one in keys if one[:DIGEST_BYTES] == space]
+            known = [self._offers.get(one) for one in row[1:] if one[:DIGEST_BYTES] == space]
         return [found[0] for found in known if found is not None]
 
     @override

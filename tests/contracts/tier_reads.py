@@ -100,6 +100,27 @@ class TierReads:
         absent = FrameCheck(out, make_info(2, 64).key, 64)
         assert not absent.follow(tier.read_checked(make_info(2, 64).key, out, absent))
 
+    @pytest.mark.parametrize("read", [[0, 1, 2, 3], [0, 2, 1, 3], [1, 1], [0, 9, 1], [0], []])
+    def test_whatever_is_read_of_an_expected_row_comes_right(
+        self, tier: Tier, read: list[int]
+    ) -> None:
+        infos = {seed: make_info(seed, _BYTES + 1000 * seed) for seed in range(4)}
+        for info in infos.values():
+            put(tier, info, bytes_of(info))
+        infos[9] = make_info(9, _BYTES)
+        for _ in range(2):
+            for at, seed in enumerate(read):
+                rest = [infos[each].key for each in range(4)][at:]
+                tier.expect(rest)
+                if seed == 9:
+                    assert not tier.read_into(infos[seed].key, np.empty(_BYTES, np.uint8))
+                else:
+                    assert_holds(tier, infos[seed], bytes_of(infos[seed]))
+                    ranges = [(5, np.empty(70, np.uint8))]
+                    assert tier.read_ranges(infos[seed].key, ranges)
+            tier.expect([])
+        assert tier.find([infos[9].key, infos[0].key]) == [None, infos[0]]
+
     def test_reading_ahead_changes_nothing_that_can_be_seen(self, tier: Tier) -> None:
         infos = [make_info(seed, _BYTES) for seed in range(3)]
         for info in infos:

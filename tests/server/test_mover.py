@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,7 +13,7 @@ from local_server import eventually
 from simulation.clock import FakeClock
 
 from kvstore.proto.errors import DeadlineError, TierFullError
-from kvstore.server.mover import Mover, Ticket
+from kvstore.server.mover import Expect, Mover, Ticket
 
 FOREVER = 1e12
 PATIENCE_S = 20.0
@@ -28,8 +28,10 @@ def stepped(limit: int = 100, clock: Callable[[], float] = time.monotonic) -> Mo
 
 
 @contextmanager
-def running(lanes: dict[str, int], limit: int = 100) -> Iterator[Mover]:
-    mover = Mover(lanes, limit, time.monotonic)
+def running(
+    lanes: dict[str, int], limit: int = 100, expect: Mapping[str, Expect] | None = None
+) -> Iterator[Mover]:
+    mover = Mover(lanes, limit, time.monotonic, expect=expect)
     try:
         yield mover
     finally:
@@ -287,38 +289,40 @@ def test_depth_counts_what_waits_and_idle_means_that_nothing_runs_either() -> No
 
 
 def test_a_worker_takes_along_what_is_of_one_kin_and_says_what_follows() -> None:
-    seen: list[tuple[str, list[bytes]]] = []
+    seen: list[str | list[bytes]] = []
     started, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
         started.set()
         assert go_on.wait(PATIENCE_S)
 
-    with running({"up": 2}) as mover:
+    with running({"up": 2}, expect={"up": lambda names: seen.append(list(names))}) as mover:
         submit_kin(mover, "hold", hold, "a")
         assert started.wait(PATIENCE_S)
         for name in ("one", "two", "other", "three"):
             kin = "b" if name == "other" else "a"
-            work = partial(lambda name: seen.append((name, mover.following())), name)
-            tickets = [submit_kin(mover, name, work, kin)]
-        assert eventually(lambda: seen == [("other", [])]), "another kin's does not wait"
+            tickets = [submit_kin(mover, name, partial(seen.append, name), kin)]
+        other = [[b"hold"], [b"other"], "other", []]
+        assert eventually(lambda: seen == other), "another kin's does not wait"
         go_on.set()
         for ticket in tickets:
             mover.wait(ticket, in_time())
-    assert seen[1:] == [("one", [b"two", b"three"]), ("two", [b"three"]), ("three", [])]
+        assert eventually(lambda: seen[-2:] == ["three", []])
+    row = [[b"one", b"two", b"three"], "one", [b"two", b"three"], "two", [b"three"], "three", []]
+    assert seen[4:] == [[], *row]
 
 
 def test_what_was_taken_along_ends_when_nobody_wants_it_any_more() -> None:
     done: list[str] = []
     started, go_on = threading.Event(), threading.Event()
-    ran: list[bool] = []
+    expected: list[list[bytes]] = []
 
     def hold() -> None:
         started.set()
         assert go_on.wait(PATIENCE_S)
 
-    with running({"up": 1, "down": 1}) as mover:
-        mover.after_run = lambda: ran.append(True)
+    lanes = {"up": 1, "down": 1}
+    with running(lanes, expect={"up": lambda names: expected.append(list(names))}) as mover:
         submit(mover, "busy", hold)
         assert started.wait(PATIENCE_S)
         started.clear()
@@ -334,8 +338,9 @@ def test_what_was_taken_along_ends_when_nobody_wants_it_any_more() -> None:
             mover.wait(tickets[1], in_time())
         go_on.set()
         mover.wait(tickets[2], in_time())
-        assert eventually(lambda: ran == [True])
+        assert eventually(lambda: expected[-1] == [])
     assert done == ["third"]
+    assert expected == [[b"first", b"second", b"third"], [b"third"], []]
 
 
 def test_workers_share_one_kin_where_they_are_let() -> None:

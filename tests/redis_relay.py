@@ -1,0 +1,98 @@
+"""A relay before a Redis that can be told to spoil what it answers."""
+
+from __future__ import annotations
+
+import select
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvstore.proto.errors import TierUnavailableError
+
+Spoil = Callable[[socket.socket, bytes], None]
+
+
+def drip(client: socket.socket, reply: bytes) -> None:
+    """Send byte after byte, never silent for long, for as long as somebody listens."""
+    while not select.select([client], [], [], 0.01)[0]:
+        client.sendall(b"$")
+
+
+def hang_up_inside(client: socket.socket, reply: bytes) -> None:
+    client.sendall(reply[: 2 * len(reply) // 3])
+
+
+def stay_silent_inside(client: socket.socket, reply: bytes) -> None:
+    client.sendall(reply[: 2 * len(reply) // 3])
+    select.select([client], [], [])
+
+
+def sending(answer: bytes) -> Spoil:
+    def spoil(client: socket.socket, reply: bytes) -> None:
+        client.sendall(answer)
+        select.select([client], [], [])
+
+    return spoil
+
+
+SPOILS: dict[str, Spoil] = {
+    "drips": drip,
+    "hangs up": lambda client, reply: None,
+    "hangs up inside": hang_up_inside,
+    "goes silent inside": stay_silent_inside,
+    "other size": sending(b"$5\r\nhello\r\n" * 40),
+    "size of nothing": sending(b"$0\r\n\r\n" * 40),
+    "nil": sending(b"$-1\r\n" * 40),
+    "giant value": sending(b"$9223372036854775807\r\n"),
+    "giant list": sending(b"*2147483647\r\n" * 40),
+    "deep list": sending(b"*1\r\n" * 4000),
+    "negative size": sending(b"$-7\r\n" * 40),
+    "no number": sending(b"$1_0\r\n0123456789\r\n" * 40),
+    "endless line": sending(b"$" + b"1" * 100_000),
+    "another protocol": sending(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"),
+    "an error": sending(b"-ERR out of sorts\r\n" * 40),
+    "wrong end": sending(b"$4\r\nrubbish\r\n" * 40),
+}
+
+
+class _Relay(socketserver.BaseRequestHandler):
+    """Hand everything on between a client and the Redis at ``port``, until told to spoil it."""
+
+    port: int
+    spoil: Spoil | None = None
+
+    def handle(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.port)) as upstream:
+            while True:
+                for ready in select.select([self.request, upstream], [], [])[0]:
+                    data = ready.recv(1 << 20)
+                    spoil = type(self).spoil
+                    if not data:
+                        return
+                    if ready is upstream and spoil is not None:
+                        spoil(self.request, data)
+                        return
+                    (upstream if ready is self.request else self.request).sendall(data)
+
+
+@contextmanager
+def relay(port: int) -> Iterator[tuple[str, type[_Relay]]]:
+    """Run a relay to *port*; yield its URL and the handler whose ``spoil`` can be set."""
+    handler = type("Handler", (_Relay,), {"port": port})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"redis://127.0.0.1:{server.server_address[1]}", handler
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        return str(call())
+    except TierUnavailableError:
+        return "unavailable"

@@ -1,0 +1,266 @@
+"""Frames that one thread reads in a row from Redis: each is asked for before the last has come."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+from contracts.chunks import make_frame, make_representation
+from contracts.shelf import get, put
+from redis_process import RedisProcess
+from redis_relay import SPOILS, outcome, relay
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, TierUnavailableError
+from kvstore.proto.frame import header_bytes
+from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis_fill import FILL_WINDOW, SLICE_BYTES
+from kvstore.tiers.redis_manifest import Manifest
+
+RedisTierMaker = Callable[..., RedisTier]
+Frame = tuple[ChunkInfo, Bytes]
+
+REPRESENTATION = make_representation(3, 4, 128)
+COUNT = 6
+PART_BYTES = SLICE_BYTES + 4096
+"""So that frames have slices of all sizes, and several parts."""
+
+
+def make_row(count: int = COUNT) -> list[Frame]:
+    """Return frames of different sizes, each of several slices."""
+    return [
+        make_frame(seed, 256 + 8 * seed, representation=REPRESENTATION) for seed in range(count)
+    ]
+
+
+def load(tier: RedisTier, info: ChunkInfo) -> Bytes | None:
+    """Load as the server does: checked as it comes. Return the frame, None when it is absent."""
+    out = np.zeros(info.size_bytes, np.uint8)
+    check = FrameCheck(out, info.key, header_bytes(info.layout))
+    if not check.follow(tier.read_checked(info.key, out, check)):
+        return None
+    assert check.finish().info() == info
+    return out
+
+
+def load_row(tier: RedisTier, row: Sequence[Frame]) -> None:
+    """Load the frames one after the other, as a worker of the server does."""
+    keys = [info.key for info, _ in row]
+    for at, (info, frame) in enumerate(row):
+        tier.expect(keys[at:])
+        out = load(tier, info)
+        assert out is not None
+        assert np.array_equal(out, frame)
+    tier.expect([])
+
+
+def stored(redis: RedisProcess, tier: RedisTier, count: int = COUNT) -> list[Frame]:
+    row = make_row(count)
+    for info, frame in row:
+        assert put(tier, info, frame)
+    redis.client.config_resetstat()
+    return row
+
+
+def calls(redis: RedisProcess, verb: str) -> int:
+    """Return how often the server was asked for *verb*."""
+    stats = redis.client.info("commandstats").get(f"cmdstat_{verb}", {})
+    return int(stats.get("calls", 0))
+
+
+def slices(row: Sequence[Frame], part_bytes: int = PART_BYTES) -> int:
+    """Return how many slices the frames have, each part cut for itself."""
+    parts = [
+        min(part_bytes, len(frame) - at)
+        for _, frame in row
+        for at in range(0, len(frame), part_bytes)
+    ]
+    return sum(-(-size // SLICE_BYTES) for size in parts)
+
+
+def test_a_row_comes_over_one_connection_and_nothing_is_asked_twice(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1)
+    row = stored(redis, tier)
+    assert min(len(frame) for _, frame in row) > FILL_WINDOW * SLICE_BYTES
+    load_row(tier, row)
+    assert calls(redis, "getrange") == COUNT + slices(row)
+    assert int(redis.client.info("stats")["total_connections_received"]) == 0
+    load_row(tier, row[::-1])
+    assert calls(redis, "getrange") == 2 * (COUNT + slices(row))
+
+
+def test_the_next_frame_is_asked_for_before_the_last_has_come(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES)
+    row = stored(redis, tier, 2)
+    tier.expect([info.key for info, _ in row])
+    assert load(tier, row[0][0]) is not None
+    time.sleep(0.1)
+    assert calls(redis, "getrange") == 1 + slices(row[:1]) + 1 + FILL_WINDOW
+    tier.expect([])
+
+
+@pytest.mark.parametrize("read", [[0, 2, 1], [0, 1], [0], [3, 3, 0]])
+def test_a_row_that_is_left_costs_no_connection(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker, read: list[int]
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1, timeout_ms=2000)
+    row = stored(redis, tier)
+    keys = [info.key for info, _ in row]
+    for _ in range(5):
+        for at, each in enumerate(read):
+            tier.expect(keys[at:])
+            out = load(tier, row[each][0])
+            assert out is not None
+            assert np.array_equal(out, row[each][1])
+        tier.expect([])
+        assert tier.find(keys) == [info for info, _ in row]
+    assert len(redis.client.client_list()) <= 2
+
+
+def test_asking_something_else_in_a_row_waits_for_no_connection(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1, timeout_ms=5000)
+    row = stored(redis, tier)
+    keys = [info.key for info, _ in row]
+    started = time.monotonic()
+    for verb in (
+        lambda: tier.find(keys),
+        lambda: tier.delete(keys[-1]),
+        lambda: get(tier, row[3][0]),
+        lambda: tier.read_into(keys[1], np.empty(77, np.uint8), 1000),
+        lambda: load(tier, row[-1][0]),
+        lambda: list(tier.scan()),
+    ):
+        tier.expect(keys)
+        assert load(tier, row[0][0]) is not None
+        verb()
+        tier.expect(keys[1:])
+        assert load(tier, row[1][0]) is not None
+        tier.expect([])
+    assert time.monotonic() - started < 5
+
+
+def test_what_is_gone_of_a_row_is_absent_and_the_rest_is_not(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES)
+    row = stored(redis, tier)
+    gone = {1: b":m", 3: b":0", 4: b":2"}  # the manifest, the first part, a later one
+    for at, end in gone.items():
+        stem = row[at][0].key.hex().encode()
+        (name,) = (each for each in redis.names() if stem in each and each.endswith(end))
+        redis.client.unlink(name)
+    keys = [info.key for info, _ in row]
+    for at, (info, frame) in enumerate(row):
+        tier.expect(keys[at:])
+        out = load(tier, info)
+        assert (out is None) == (at in gone)
+        assert out is None or np.array_equal(out, frame)
+    tier.expect([])
+    assert tier.find(keys) == [None if at in gone else info for at, (info, _) in enumerate(row)]
+    assert tier.stats().chunks == COUNT - len(gone)
+
+
+def test_bytes_of_two_reads_are_never_checked_as_one(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES)
+    other = open_redis_tier(redis.url, part_bytes=PART_BYTES)
+    ((info, frame),) = stored(redis, tier, 1)
+    (last,) = (name for name in redis.names() if name.endswith(b":2"))
+    redis.client.unlink(last)  # it ends in the midst of the frame
+    spoilt = frame.copy()
+    spoilt[header_bytes(info.layout) + 5] ^= 1  # in what the first read had right
+    look = tier._look
+
+    def others_put_first(keys: Sequence[ChunkKey]) -> list[Manifest | None]:
+        monkeypatch.setattr(tier, "_look", look)
+        assert other.delete(info.key)
+        assert put(other, info, spoilt)
+        return look(keys)
+
+    monkeypatch.setattr(tier, "_look", others_put_first)
+    assert load(tier, info) is None
+    assert tier._look is look
+    with pytest.raises((ChunkCorruptError, InvalidFrameError)):
+        load(tier, info)
+    assert tier.find([info.key]) == [info], "what others put is theirs"
+
+
+@pytest.mark.parametrize("spoilt", SPOILS)
+def test_a_reply_that_is_wrong_in_a_row_harms_no_other_frame(
+    redis: RedisProcess, no_leaks: None, spoilt: str
+) -> None:
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=PART_BYTES)
+        row = make_row(4)
+        for info, frame in row:
+            put(tier, info, frame)
+        keys = [info.key for info, _ in row]
+        tier.expect(keys)
+        assert load(tier, row[0][0]) is not None
+        handler.spoil = staticmethod(SPOILS[spoilt])
+        started = time.monotonic()
+        for at in (1, 2):
+            tier.expect(keys[at:])
+            assert outcome(partial(load, tier, row[at][0])) in ("None", "unavailable")
+        assert time.monotonic() - started < 2 * (3 * 0.3 + 1)
+        handler.spoil = None
+        tier.expect(keys[3:])
+        out = load(tier, row[3][0])
+        assert out is not None
+        assert np.array_equal(out, row[3][1])
+        tier.expect([])
+        tier.close()
+
+
+def test_a_server_that_stops_in_a_row_is_given_up_in_time(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, timeout_ms=300)
+    row = stored(redis, tier)
+    keys = [info.key for info, _ in row]
+    tier.expect(keys)
+    assert load(tier, row[0][0]) is not None
+    with redis.frozen():
+        started = time.monotonic()
+        tier.expect(keys[1:])
+        # The first slices of the second are here already, the rest of it is not.
+        with pytest.raises(TierUnavailableError, match="no answer in time"):
+            load(tier, row[1][0])
+        assert time.monotonic() - started < 1.5
+    tier.expect([])
+    load_row(tier, row)
+
+
+def test_threads_read_rows_beside_each_other(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4)
+    row = stored(redis, tier)
+    with ThreadPoolExecutor(4) as pool:
+        work = [pool.submit(load_row, tier, row[at:] + row[:at]) for at in (0, 1, 2, 3) * 3]
+        for each in work:
+            each.result()
+
+
+def test_chunks_of_one_server_are_kin_and_those_of_a_cluster_are_not(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url)
+    one, other = ChunkKey(bytes(32)), ChunkKey(bytes(31) + b"1")
+    assert tier.kin(one) == tier.kin(other) is not None
+    cluster = open_redis_tier(re.sub("^redis:", "redis+cluster:", redis.url), timeout_ms=100)
+    assert cluster.kin(one) is None
