@@ -32,12 +32,12 @@ from bench.peer_ours import (
 from bench.peer_process import PeerSkippedError
 from bench.peer_run import BARS, Run, Side
 from bench.peer_survival import lmcache_burst, lmcache_readable, measure_burst, measure_readable
-from bench.redis_gets import BARE_LINES, bare_gets
+from bench.redis_gets import bare_gets
 from bench.report import Report, best_s
 from bench.workload import MIB, redis_server
 from kvstore.cli.plot import bar_chart
 from kvstore.server.main import keep_freed_memory
-from kvstore.server.manager_start import LOADS_AT_ONCE
+from kvstore.server.manager_start import kin_sharers
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.redis import RedisTier
 
@@ -92,10 +92,10 @@ def compare_redis(run: Run, peer: LMCache) -> None:
     """The same through one Redis: our tier, LMCache's adapter, and redis-py's GET."""
     ours, theirs = Side("Redis tier in process, verified"), Side("resp in process")
     plain = Side("redis-py GET of the same parts")
-    bare = Side(f"GET of the same parts over {BARE_LINES} bare sockets, nothing verified")
+    bare = Side("GETRANGE of the same over one bare socket, nothing verified")
     with run.scratch("redis") as folder, redis_server(folder) as port:
         tier = RedisTier(f"redis://127.0.0.1:{port}/1", 1 << 30, timeout_ms=5000)
-        side = TierSide(tier, make_frames(OBJECTS, 2), LOADS_AT_ONCE["redis"])
+        side = TierSide(tier, make_frames(OBJECTS, 2), kin_sharers()["load-redis"])
         adapter: Adapter = {"type": "resp", "host": "127.0.0.1", "port": port}
         client = redis.Redis(port=port, db=1)
         try:

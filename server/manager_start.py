@@ -68,7 +68,7 @@ def build_manager(
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
     catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.knowledge)
     expect = {f"load-{shelf.name}": partial(_expect, shelf.tier) for shelf in shelves}
-    mover = Mover(lanes, config.mover_queue, clock, _sharers(), expect)
+    mover = Mover(lanes, config.mover_queue, clock, kin_sharers(), expect)
     closers.append(mover.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
     transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
@@ -110,8 +110,11 @@ def _expect(tier: Tier, names: Sequence[bytes]) -> None:
     tier.expect([ChunkKey(name) for name in names])
 
 
-def _sharers() -> int:
-    """Return how many threads share chunks that one server is asked for in a row: of more than
-    there are cores for, all would be late.
+def kin_sharers() -> dict[str, int]:
+    """Return how many threads share chunks that one server is asked for in a row, by lane.
+
+    Of more than there are cores for, all would be late. A Redis on the same host takes a core for
+    each that is at it.
     """
-    return len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    return {"load-peer": cores, "load-redis": max(1, cores // 2)}

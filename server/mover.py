@@ -51,9 +51,9 @@ class Mover:
 
     With ``workers`` of 0 for every lane nothing runs by itself: ``step`` is driven by a test,
     and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds. Tickets of one
-    kin that wait are shared between *sharers* workers, at most. *expect* is called by a worker of
-    its lane before each of a row of one kin, with the names of what it does next, and with none
-    after the last. It raises nothing.
+    kin that wait are shared between as many workers as *sharers* says of their lane, else one.
+    *expect* is called by a worker of its lane before each of a row of one kin, with the names of
+    what it does next, and with none after the last. It raises nothing.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Mover:
         lanes: Mapping[str, int],
         limit_per_lane: int,
         clock: Callable[[], float],
-        sharers: int = 1,
+        sharers: Mapping[str, int] | None = None,
         expect: Mapping[str, Expect] | None = None,
     ) -> None:
-        self._sharers = sharers
+        self._sharers = dict.fromkeys(lanes, 1) | dict(sharers or {})
         self._expect = expect or {}
         self._idle = dict.fromkeys(lanes, 0)
         self._limit = limit_per_lane
@@ -222,7 +222,7 @@ class Mover:
         for name in self._queues if lane is None else (lane,):
             for queue in (self._urgent[name], self._queues[name]):
                 for ticket in queue:
-                    if self._at_kin.get(ticket.kin, 0) < self._sharers:
+                    if self._at_kin.get(ticket.kin, 0) < self._sharers[name]:
                         queue.remove(ticket)
                         return ticket
         return None
@@ -250,7 +250,7 @@ class Mover:
             return []
         self._at_kin[first.kin] = 1 + self._at_kin.get(first.kin, 0)
         alike = list(takewhile(lambda one: one.kin == first.kin, queue))
-        share = min(self._sharers, 1 + self._idle[first.lane])
+        share = min(self._sharers[first.lane], 1 + self._idle[first.lane])
         mine = alike[share - 1 :: share][: MAX_ALONG - 1]
         for ticket in mine:
             queue.remove(ticket)

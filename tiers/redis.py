@@ -274,8 +274,12 @@ class RedisTier(Tier):
 
     @override
     def kin(self, key: ChunkKey) -> object:
-        """Return the tier: one server sends what one thread reads over one connection."""
-        return None if self._link.is_cluster else self
+        """Return the tier: one server sends what one thread reads over one connection.
+
+        What is to be decoded is better spread over threads, and a Cluster's chunks over servers.
+        """
+        known = None if self._link.is_cluster else self._account.known(key)
+        return self if known is not None and not known.info.codec_id else None
 
     @override
     def expect(self, keys: Sequence[ChunkKey]) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from socket import MSG_WAITALL, SO_RCVLOWAT, SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socket
 from typing import NamedTuple
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
 from kvstore.tiers.redis_reply import error_of
-from kvstore.tiers.redis_wire import Talk, pack_words
+from kvstore.tiers.redis_wire import Talk
 
 SLICE_BYTES = 1 << 18
 """Payload is asked for in slices of this size."""
@@ -40,13 +41,24 @@ class Step(NamedTuple):
     payload_bytes: int = 0
 
 
-def slice_steps(name: bytes, start: int, stop: int) -> Iterator[Step]:
-    """Yield what brings the bytes from *start* to *stop* of the value called *name*, by slices."""
+def slice_steps(name: bytes, start: int, stop: int) -> list[Step]:
+    """Return what brings the bytes from *start* to *stop* of the value called *name*, by slices."""
+    head = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(name), name)
+    steps = []
     for first in range(start, stop, SLICE_BYTES):
-        last = min(first + SLICE_BYTES, stop) - 1
-        size = last + 1 - first
-        ask = pack_words(b"GETRANGE", name, b"%d" % first, b"%d" % last)
-        yield Step(ask, b"$%d\r\n" % size, size)
+        end = min(first + SLICE_BYTES, stop)
+        span, expected = _span(first, end)
+        steps.append(Step(head + span, expected, end - first))
+    return steps
+
+
+@lru_cache(maxsize=1024)
+def _span(first: int, end: int) -> tuple[bytes, bytes]:
+    """Return what asks for bytes of a value, and how long their reply says it is."""
+    words = (b"%d" % first, b"%d" % (end - 1))
+    return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words), (
+        b"$%d\r\n" % (end - first)
+    )
 
 
 class FillTalk(Talk):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError
@@ -14,7 +13,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
 from kvstore.tiers.redis_exchange import Fill
-from kvstore.tiers.redis_fill import FILL_WINDOW, Step, slice_steps
+from kvstore.tiers.redis_fill import FILL_WINDOW, SLICE_BYTES, Step, slice_steps
 from kvstore.tiers.redis_lines import Lines
 from kvstore.tiers.redis_link import Call, Lost, RedisLink
 from kvstore.tiers.redis_manifest import MAX_MANIFEST_BYTES, KeyNames, Manifest, parse_manifest
@@ -80,31 +79,40 @@ class RemoteChunks:
         A read from the chunk's start gives it its whole life again. The calling thread reads
         *following* next, whole, or calls ``end_row``; *arrived* is told as by ``RedisLink.fill``.
         """
-        steps = list(self._steps(manifest, offset, len(out)))
-        sizes = [step.payload_bytes for step in steps if step.payload_bytes]
-        stops, view = list(accumulate(sizes)), out.data
-        rooms = [view[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+        steps = self._steps(manifest, offset, len(out))
+        rooms, view, at = [], out.data, 0
+        for step in steps:
+            if step.payload_bytes:
+                rooms.append(view[at : at + step.payload_bytes])
+                at += step.payload_bytes
         ahead: list[Step] = []
         if following is not None:
-            whole = self._steps(following, 0, following.info.size_bytes)
-            ahead = list(islice(whole, 1 + FILL_WINDOW))
+            begins = min(FILL_WINDOW * SLICE_BYTES, following.info.size_bytes)
+            ahead = self._slices(following, 0, begins)[: 1 + FILL_WINDOW]
         name = self._names.manifest(manifest.info.key)
         return self._link.fill(name, Fill(steps, rooms, ahead, arrived))
 
-    def _steps(self, manifest: Manifest, offset: int, size_bytes: int) -> Iterator[Step]:
-        """Yield what brings *size_bytes* of a frame."""
-        name, raw = self._names.manifest(manifest.info.key), manifest.raw
-        parts = self._names.parts(manifest)
-        peek = pack_words(b"GETRANGE", name, b"0", b"%d" % MAX_MANIFEST_BYTES)
-        yield Step(peek, b"$%d\r\n%b\r\n" % (len(raw), raw))
-        for part, start, stop in manifest.cut(offset, size_bytes):
-            yield from slice_steps(parts[part], start, stop)
+    def _steps(self, manifest: Manifest, offset: int, size_bytes: int) -> list[Step]:
+        """Return what brings *size_bytes* of a frame."""
+        steps = self._slices(manifest, offset, size_bytes)
         if offset == 0:
             # the manifest last: as ever, it promises that its parts are there
             life_s = b"%d" % (self._ttl_s + PART_SLACK_S)
-            asks = [pack_words(b"EXPIRE", part, life_s) for part in parts]
+            asks = [pack_words(b"EXPIRE", part, life_s) for part in self._names.parts(manifest)]
+            name = self._names.manifest(manifest.info.key)
             asks.append(pack_words(b"EXPIRE", name, b"%d" % self._ttl_s))
-            yield Step(b"".join(asks), b":1\r\n" * len(asks))
+            steps.append(Step(b"".join(asks), b":1\r\n" * len(asks)))
+        return steps
+
+    def _slices(self, manifest: Manifest, offset: int, size_bytes: int) -> list[Step]:
+        """Return the manifest's step, whether it still stands, and those of its parts."""
+        name, raw = self._names.manifest(manifest.info.key), manifest.raw
+        peek = pack_words(b"GETRANGE", name, b"0", b"%d" % MAX_MANIFEST_BYTES)
+        steps = [Step(peek, b"$%d\r\n%b\r\n" % (len(raw), raw))]
+        parts = self._names.parts(manifest)
+        for part, start, stop in manifest.cut(offset, size_bytes):
+            steps += slice_steps(parts[part], start, stop)
+        return steps
 
     def end_row(self) -> None:
         """The calling thread reads nothing of what was to follow."""

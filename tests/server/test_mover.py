@@ -345,7 +345,7 @@ def test_what_was_taken_along_ends_when_nobody_wants_it_any_more() -> None:
 
 def test_workers_share_one_kin_where_they_are_let() -> None:
     both = threading.Barrier(2, timeout=PATIENCE_S)
-    mover = Mover({"up": 4}, 100, time.monotonic, sharers=2)
+    mover = Mover({"up": 4}, 100, time.monotonic, {"up": 2})
     try:
         for ticket in [submit_kin(mover, name, both.wait, "a") for name in "wxyz"]:
             mover.wait(ticket, in_time())

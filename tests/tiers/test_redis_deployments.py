@@ -278,7 +278,7 @@ def test_sentinels_that_are_down_or_know_nothing_are_named(
         dead.find([make_info(1, 1).key])
     first_dead = running_sentinel.url.replace("://", "://127.0.0.1:1,")
     with closing(RedisTier(first_dead, 1 << 20)) as both:
-        assert both.find([make_info(1, 1).key]) == [None]
+        assert both.find([make_info(4711, 1).key]) == [None]
 
 
 def test_single_server_that_is_no_cluster_says_so(

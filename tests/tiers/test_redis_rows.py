@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -256,11 +256,17 @@ def test_threads_read_rows_beside_each_other(
             each.result()
 
 
-def test_chunks_of_one_server_are_kin_and_those_of_a_cluster_are_not(
+def test_raw_chunks_of_one_server_are_kin_and_others_are_not(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
     tier = open_redis_tier(redis.url)
-    one, other = ChunkKey(bytes(32)), ChunkKey(bytes(31) + b"1")
-    assert tier.kin(one) == tier.kin(other) is not None
-    cluster = open_redis_tier(re.sub("^redis:", "redis+cluster:", redis.url), timeout_ms=100)
-    assert cluster.kin(one) is None
+    coded, *raw = (info for info, _ in make_row(3))
+    coded = replace(coded, codec_id=7)
+    for info in (coded, *raw):
+        put(tier, info, np.zeros(info.size_bytes, np.uint8))
+    assert tier.kin(raw[0].key) == tier.kin(raw[1].key) is not None
+    assert tier.kin(coded.key) is None, "decoded by as many threads as there are"
+    assert tier.kin(make_row(4)[3][0].key) is None
+    url = redis.url.replace("redis:", "redis+cluster:").removesuffix("/0")
+    cluster = open_redis_tier(url, timeout_ms=100)
+    assert cluster.kin(raw[0].key) is None
