@@ -107,7 +107,11 @@ class TierSide:
         assert self._tier.seal(reservation)
 
     def load_s(self) -> float:
-        """Seconds of loading and verifying all frames."""
+        """Seconds of loading and verifying all frames, once what was stored is on its medium.
+
+        Files of fs_native are not brought there at all.
+        """
+        self._tier.flush()
         for out in self.out:
             out[:] = 0
         jobs = list(zip(self._frames, self.out, strict=True))
@@ -138,6 +142,10 @@ class TierSide:
         check = FrameCheck(out, info.key, header_bytes(info.layout))
         assert check.follow(self._tier.read_checked(info.key, out, check))
         check.finish()
+
+    def warm_up(self) -> None:
+        """Store and load once, as the peer's benchmark does first."""
+        self.run(Side("warm-up"), 1)
 
     def run(self, side: Side, repeats: int) -> None:
         """Store and load *repeats* times."""

@@ -36,8 +36,9 @@ from bench.redis_gets import bare_gets
 from bench.report import Report, best_s
 from bench.workload import MIB, redis_server
 from kvstore.cli.plot import bar_chart
+from kvstore.proto.background import make_at_once
 from kvstore.server.main import keep_freed_memory
-from kvstore.server.manager_start import kin_sharers
+from kvstore.server.manager_start import LOADS_AT_ONCE, kin_sharers
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.redis import RedisTier
 
@@ -48,8 +49,8 @@ ROUNDS = 3
 OBJECTS = 64
 OBJECT_BYTES = 2 * MIB
 REQUESTS = 8
-DISK_THREADS = 4
-"""As many as fs_native has."""
+DISK_THREADS = LOADS_AT_ONCE["disk"]
+"""As many as the server has; fs_native has four."""
 PARTS = ("disk", "redis", "shm", "mooncake", "infinistore", "readable", "burst")
 DISK_KEYS = ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native")
 DISK_LIMIT_KEYS = ("disk_load_limit_vs_lmcache_fs_native",)
@@ -70,6 +71,7 @@ def compare_disk(run: Run, peer: LMCache) -> None:
         tier = DiskTier(folder / "disk", OBJECTS * (OBJECT_BYTES + MIB))
         side = TierSide(tier, make_frames(OBJECTS, 1), DISK_THREADS)
         try:
+            side.warm_up()
             for _ in range(ROUNDS):
                 side.run(ours, ROUNDS)
                 bare.load_s += bare_loads_s(folder / "disk", side.out, DISK_THREADS, ROUNDS)
@@ -99,6 +101,7 @@ def compare_redis(run: Run, peer: LMCache) -> None:
         adapter: Adapter = {"type": "resp", "host": "127.0.0.1", "port": port}
         client = redis.Redis(port=port, db=1)
         try:
+            side.warm_up()
             for _ in range(ROUNDS):
                 side.run(ours, ROUNDS)
                 plain.load_s.append(_get_all_s(client))
@@ -253,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios as an SVG")
     flags = parser.parse_args(argv)
     keep_freed_memory()  # as the server, whose tiers run in this process here
+    make_at_once()  # what is measured is not what stands in for it
     report = Report("peers")
     with tempfile.TemporaryDirectory() as name:
         measure(Run(Path(name), report), flags.venvs.absolute(), flags.only)

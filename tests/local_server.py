@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,7 @@ from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.speed import make_sample, measure
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.types import Representation
+from kvstore.proto.types import ChunkKey, Representation
 from kvstore.proto.wire import representation_to_message
 from kvstore.server.config import load_config
 from kvstore.server.node import Node
@@ -142,6 +142,13 @@ class LocalServer:
     def counter(self, name: str) -> int:
         """Return one of the server's counts."""
         return self.node.counters[name]
+
+    def leave_memory(self, keys: Sequence[ChunkKey]) -> None:
+        """Have the next read of chunks that nobody holds come from below CPU memory."""
+        transfers = self.node.manager.transfers
+        for key in keys:
+            if transfers.catalog.cast_out("cpu", key, even_if_held=False):
+                transfers.delete_from(transfers.cpu, key)
 
     def stop(self) -> bool:
         """Stop the server, leaving clients alone. Idempotent; return whether it was clean."""

@@ -23,14 +23,6 @@ PROMPTS = 8
 KINDS = ("flip", "torn", "zeros", "cut", "swapped")
 
 
-def leave_memory(server: LocalServer, keys: list[ChunkKey]) -> None:
-    """Have the next read come from below."""
-    transfers = server.node.manager.transfers
-    for key in keys:
-        if transfers.catalog.cast_out("cpu", key, even_if_held=False):
-            transfers.delete_from(transfers.cpu, key)
-
-
 def frames_in(path: Path) -> dict[ChunkKey, tuple[int, int]]:
     """Return where the frames of an extent lie: offset and size by key."""
     data, found = path.read_bytes(), {}
@@ -100,7 +92,7 @@ def test_no_edit_of_a_disk_file_is_ever_a_hit_and_each_is_counted(
                 spoilt.update(two)
         before = server.counter("corrupt_chunks")
         for keys in prompts:
-            leave_memory(server, keys)
+            server.leave_memory(keys)
             good = next((i for i, key in enumerate(keys) if key in spoilt), len(keys))
             assert verified(client, keys) == good
             for key in keys[good:]:
@@ -150,7 +142,7 @@ def test_no_edit_of_a_value_in_redis_is_ever_wrong_bytes(
         redis_edits(own_redis, draw, 15)
         done += 15
         for keys in prompts:
-            leave_memory(server, keys)
+            server.leave_memory(keys)
             for key in keys:
                 read += verified(client, [key])
         seed = PROMPTS * done + 7_000_000

@@ -85,7 +85,7 @@ def test_what_a_slow_redis_has_is_a_miss_by_the_deadline_and_a_hit_once_it_is_we
     server = behind(make_server, redis_proxy, "--breaker-failures", "1000")  # it is asked always
     writer = server.connect("grpc")
     kept = kept_on_redis(writer)
-    leave_memory(server, kept)
+    server.leave_memory(kept)
     client = server.connect(options=DEADLINE)
     assert in_time(lambda: client.lookup(keys_of(client, 999, 1)))
     redis_proxy.to_client = TROUBLES[kind]
@@ -106,7 +106,7 @@ def test_a_silent_redis_is_left_alone_and_used_again(
     server = behind(make_server, redis_proxy, "--redis-timeout-ms", "500")
     client = server.connect("grpc")
     kept = kept_on_redis(client)
-    leave_memory(server, kept)
+    server.leave_memory(kept)
     redis_proxy.to_client = TROUBLES["silent"]
     seeds = count(100)
 
@@ -122,13 +122,6 @@ def test_a_silent_redis_is_left_alone_and_used_again(
     assert eventually(lambda: verified(client, kept) == CHUNKS)
 
 
-def leave_memory(server: LocalServer, keys: list[ChunkKey]) -> None:
-    transfers = server.node.manager.transfers
-    for key in keys:
-        if transfers.catalog.cast_out("cpu", key, even_if_held=False):
-            transfers.delete_from(transfers.cpu, key)
-
-
 def test_bytes_that_a_network_changes_on_their_way_from_redis_are_never_delivered(
     make_server: ServerMaker, redis_proxy: FaultProxy, amount: Callable[[int, int], int]
 ) -> None:
@@ -137,7 +130,7 @@ def test_bytes_that_a_network_changes_on_their_way_from_redis_are_never_delivere
     kept = kept_on_redis(client)
     read = 0
     for turn in range(amount(3, 2_000)):
-        leave_memory(server, kept)
+        server.leave_memory(kept)
         place = (1_500 + 2_977 * turn) % 9_000
         redis_proxy.to_client = Trouble(flip_at=place) if turn % 3 else Trouble(cut_at=place)
         read += sum(verified(client, [key]) for key in kept)
@@ -164,7 +157,7 @@ def test_a_slow_disk_costs_a_get_its_deadline_and_no_other_get_anything(
     low, high = store(writer, 1, CHUNKS), store(writer, 2, CHUNKS)
     assert in_time(lambda: client.lookup(high))
     server.settled()
-    leave_memory(server, low)
+    server.leave_memory(low)
     read = CachedIO.read
     is_well = threading.Event()
 

@@ -1,0 +1,67 @@
+"""A server that loads raw chunks from Redis reads them in rows, and asks for nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from conftest import ServerMaker
+from local_server import DEADLINE_MS, eventually
+from prompts import LARGE, is_right, store
+from redis_process import RedisProcess
+
+from kvstore.client import ClientOptions
+from kvstore.proto.buffers import Bytes
+from kvstore.tiers.redis_fill import SLICE_BYTES
+from kvstore.tiers.redis_manifest import Manifest
+from kvstore.tiers.redis_remote import RemoteChunks
+
+CHUNKS = 12
+TOKENS = 128
+
+
+def test_what_is_loaded_together_comes_in_rows(
+    make_server: ServerMaker, own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[bool] = []
+    pull = RemoteChunks.pull
+
+    def watched(
+        self: RemoteChunks,
+        manifest: Manifest,
+        out: Bytes,
+        offset: int,
+        following: Manifest | None = None,
+        arrived: Callable[[int], object] | None = None,
+    ) -> bool:
+        # All are waiting before the first is read: what does not wait yet is in no row.
+        mover = server.node.manager.transfers.mover
+        assert followed or eventually(lambda: all(map(mover.named, keys)))
+        followed.append(following is not None)
+        return pull(self, manifest, out, offset, following, arrived)
+
+    own_redis.start()
+    server = make_server(
+        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-codec", "raw"),
+        *("--cpu", "32MiB", "--redis-timeout-ms", "20000"),
+    )
+    client = server.connect(
+        representation=LARGE, options=ClientOptions("grpc", TOKENS, DEADLINE_MS)
+    )
+    keys = store(client, 1, CHUNKS)
+    assert eventually(
+        lambda: all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys))
+    )
+    server.leave_memory(keys)
+    monkeypatch.setattr(RemoteChunks, "pull", watched)
+    own_redis.client.config_resetstat()
+    found = client.get(keys)
+    assert len(found) == CHUNKS
+    assert all(is_right(client, key, each) for key, each in zip(keys, found, strict=True))
+    assert len(followed) == CHUNKS
+    assert followed.count(True) >= CHUNKS // 2
+    # Nothing was asked for in vain: a lookup's manifests, each frame's, and each slice once.
+    parts = [name for name in own_redis.names() if not name.endswith(b":m")]
+    slices = sum(-(-own_redis.client.strlen(name) // SLICE_BYTES) for name in parts)
+    calls = own_redis.client.info("commandstats")["cmdstat_getrange"]["calls"]
+    assert slices + CHUNKS <= calls <= slices + 2 * CHUNKS
