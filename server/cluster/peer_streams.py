@@ -207,9 +207,8 @@ class PeerStreams:
             wire = StreamWire(link, "peer", self._terms.clock, is_encrypted=self._tls is not None)
             wire.patience(HELLO_S, stranger.until + HELLO_S)
             stream = self._attached(wire, stranger.origin)
-        except (OSError, KVStoreError) as error:
-            logger.info("refused", method="stream", reason=str(error))
-            self._terms.door.note(None, "Attach", type(error).__name__, 0, stranger.origin)
+        except Exception as error:  # noqa: BLE001 - else it would keep its place for ever
+            self._terms.door.note(None, "Attach", _logged(error, "Attach"), 0, stranger.origin)
             self._forget(stranger)
             link.close()
             return
@@ -267,10 +266,10 @@ class PeerStreams:
             else:
                 raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
             is_answered = True
-        except KVStoreError as error:
-            if not isinstance(error, TierUnavailableError):  # it hung up, which it may
-                logger.info("refused", method="stream", reason=str(error))
-                self._answers.note(stream, method, type(error).__name__, 0)
+        except TierUnavailableError:
+            pass  # it hung up, which it may
+        except Exception as error:  # noqa: BLE001 - of a pool's thread nobody would hear it
+            self._answers.note(stream, method, _logged(error, method), 0)
         finally:
             with self._lock:
                 self._getting -= stream.is_client
@@ -295,6 +294,15 @@ class PeerStreams:
         with self._lock:
             self._strangers.discard(stranger)
         stranger.link.close()
+
+
+def _logged(error: Exception, method: str) -> str:
+    """Log why a stream ends, a refusal or something of ours that is broken; return its outcome."""
+    if isinstance(error, OSError | KVStoreError):
+        logger.info("refused", method=f"stream {method}", reason=str(error))
+        return type(error).__name__
+    logger.error("internal error", method=f"stream {method}", exc_info=error)
+    return "KVStoreError"
 
 
 def _is_genuine(session: Session, word: bulk.Attach | bulk.Guest) -> bool:

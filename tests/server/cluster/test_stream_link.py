@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, store
+from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
 from kvstore.proto import bulk
@@ -32,6 +33,7 @@ from kvstore.proto.stream_tls import make_tls
 from kvstore.proto.stream_wire import MAX_HEADER_BYTES, StreamWire
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.cluster import peer_streams
+from kvstore.server.cluster.peer_desk import PeerDesk
 from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
 from kvstore.server.cluster.peer_streams import MAX_STRANGERS, STREAMS_PER_SESSION
@@ -39,6 +41,7 @@ from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import Offer, Peers, PeersTerms
 from kvstore.server.cluster.stream_link import StreamLink
 from kvstore.server.metrics import Counters
+from kvstore.server.sessions import SessionTable
 from kvstore.server.trust.audit_log import audit_files, read_chain
 
 ServerMaker = Callable[..., LocalServer]
@@ -231,6 +234,38 @@ def test_reads_and_who_is_not_let_in_are_written_down(
     with pytest.raises(UnauthenticatedError):
         reached(replace(terms, token=bytes(16)))
     assert eventually(lambda: came(rpc="Attach", outcome="UnauthenticatedError"))
+
+
+@pytest.mark.parametrize("server", ["plain"], indirect=True)
+def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
+    server: LocalServer,
+    infos: list[ChunkInfo],
+    terms: PeerTerms,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    with closing(reached(terms)) as before:
+        for owner, name, ask in (
+            (PeerDesk, "get", lambda: read(before, infos[0])),
+            (SessionTable, "get", lambda: reached(terms)),
+        ):
+            with monkeypatch.context() as patch, capture_logs() as logs:
+                patch.setattr(owner, name, broken)
+                with pytest.raises((LeaseExpiredError, TierUnavailableError)):
+                    ask()
+                assert eventually(
+                    lambda: any(
+                        line["event"] == "internal error" and line["log_level"] == "error"
+                        for line in logs
+                    )
+                )
+    streams = server.node.streams
+    assert streams is not None
+    assert eventually(lambda: not streams._streams and not streams._strangers)
+    with closing(reached(terms)) as link:
+        read(link, infos[0])
 
 
 def test_a_session_has_so_many_streams_and_no_more(terms: PeerTerms) -> None:
