@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.limits import bare_read
+from bench.loads import loading
 from bench.peer_run import Side
 from bench.report import best_s
 from bench.workload import SMALL, check, chunk_bytes, make_chunks, serving
@@ -26,8 +27,7 @@ from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.frame import FrameTemplate, check_frame, header_bytes, raw_frame_bytes
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame import FrameTemplate, check_frame, raw_frame_bytes
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -42,7 +42,6 @@ from kvstore.proto.types import (
     Representation,
     RopeParameters,
 )
-from kvstore.server.mover import MAX_ALONG
 from kvstore.tiers.base import Tier
 
 DEADLINE_MS = 20_000
@@ -81,17 +80,15 @@ def make_frames(count: int, seed: int) -> list[tuple[ChunkInfo, Bytes]]:
 class TierSide:
     """One of our tiers in this process, as a peer's benchmark has its adapter.
 
-    Frames go in verified, as the mover copies them, and come out as it loads them: verified
-    step by step, into memory that is there, and in rows where the tier wants them so. All of them
-    are asked for at once, and *threads* work them off.
+    Frames go in verified, as the mover copies them, by *writers* threads, and come out as it loads
+    them: verified step by step, into memory that is there.
     """
 
-    def __init__(self, tier: Tier, frames: Sequence[tuple[ChunkInfo, Bytes]], threads: int) -> None:
+    def __init__(self, tier: Tier, frames: Sequence[tuple[ChunkInfo, Bytes]], writers: int) -> None:
         self._tier = tier
         self._frames = frames
         self.out = [np.zeros_like(frame) for _, frame in frames]
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads)
+        self._pool = ThreadPoolExecutor(writers)
 
     def store_s(self) -> float:
         """Seconds of storing all frames, none of which is there before."""
@@ -114,34 +111,12 @@ class TierSide:
         self._tier.flush()
         for out in self.out:
             out[:] = 0
-        jobs = list(zip(self._frames, self.out, strict=True))
-        is_kin = self._tier.kin(self._frames[0][0].key) is not None
-        length = MAX_ALONG if is_kin else 1
-        rows = [jobs[at : at + length] for at in range(0, len(jobs), length)]
-
-        def load() -> None:
-            left = iter(rows)
-            list(self._pool.map(self._load_rows, [left] * self._threads))
-
-        seconds = best_s(load, 1)
-        for (_, frame), out in jobs:
+        infos = [info for info, _ in self._frames]
+        with loading(self._tier, list(zip(infos, self.out, strict=True))) as load_all:
+            seconds = best_s(load_all, 1)
+        for (_, frame), out in zip(self._frames, self.out, strict=True):
             assert np.array_equal(frame, out), "wrong bytes"
         return seconds
-
-    def _load_rows(self, rows: Iterator[Sequence[tuple[tuple[ChunkInfo, Bytes], Bytes]]]) -> None:
-        for row in rows:
-            keys = [info.key for (info, _), _ in row]
-            for at, ((info, _), out) in enumerate(row):
-                if len(row) > 1:
-                    self._tier.expect(keys[at:])
-                self._load(info, out)
-            if len(row) > 1:
-                self._tier.expect(())
-
-    def _load(self, info: ChunkInfo, out: Bytes) -> None:
-        check = FrameCheck(out, info.key, header_bytes(info.layout))
-        assert check.follow(self._tier.read_checked(info.key, out, check))
-        check.finish()
 
     def warm_up(self) -> None:
         """Store and load once, as the peer's benchmark does first."""

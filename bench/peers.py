@@ -38,7 +38,7 @@ from bench.workload import MIB, redis_server
 from kvstore.cli.plot import bar_chart
 from kvstore.proto.background import make_at_once
 from kvstore.server.main import keep_freed_memory
-from kvstore.server.manager_start import LOADS_AT_ONCE, kin_sharers
+from kvstore.server.manager_start import LOADS_AT_ONCE
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.redis import RedisTier
 
@@ -49,8 +49,9 @@ ROUNDS = 3
 OBJECTS = 64
 OBJECT_BYTES = 2 * MIB
 REQUESTS = 8
+STORE_THREADS = 4
+"""As many as fs_native has; the server stores with one for each medium."""
 DISK_THREADS = LOADS_AT_ONCE["disk"]
-"""As many as the server has; fs_native has four."""
 PARTS = ("disk", "redis", "shm", "mooncake", "infinistore", "readable", "burst")
 DISK_KEYS = ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native")
 DISK_LIMIT_KEYS = ("disk_load_limit_vs_lmcache_fs_native",)
@@ -69,7 +70,7 @@ def compare_disk(run: Run, peer: LMCache) -> None:
     bare = Side("preadv with as many threads, nothing verified")
     with run.scratch("disk") as folder:
         tier = DiskTier(folder / "disk", OBJECTS * (OBJECT_BYTES + MIB))
-        side = TierSide(tier, make_frames(OBJECTS, 1), DISK_THREADS)
+        side = TierSide(tier, make_frames(OBJECTS, 1), STORE_THREADS)
         try:
             side.warm_up()
             for _ in range(ROUNDS):
@@ -97,7 +98,7 @@ def compare_redis(run: Run, peer: LMCache) -> None:
     bare = Side("GETRANGE of the same over one bare socket, nothing verified")
     with run.scratch("redis") as folder, redis_server(folder) as port:
         tier = RedisTier(f"redis://127.0.0.1:{port}/1", 1 << 30, timeout_ms=5000)
-        side = TierSide(tier, make_frames(OBJECTS, 2), kin_sharers()["load-redis"])
+        side = TierSide(tier, make_frames(OBJECTS, 2), STORE_THREADS)
         adapter: Adapter = {"type": "resp", "host": "127.0.0.1", "port": port}
         client = redis.Redis(port=port, db=1)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
@@ -117,6 +118,17 @@ def told(
         except Exception as error:  # noqa: BLE001
             name, _, message = _describe(error, method)
             yield failure(name, message)
+
+
+@contextmanager
+def known_errors(method: str) -> Iterator[None]:
+    """Log an error that is none of ours, and raise what callers are told in its place."""
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except Exception as error:
+        raise KVStoreError(_describe(error, method)[2]) from error
 
 
 def _describe(error: Exception, method: str) -> tuple[str, str, str]:

@@ -32,6 +32,7 @@ from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.zmq_peer import METHODS
 from kvstore.server.cluster.stream_answers import Caller, StreamAnswers, StreamTerms, refuse
 from kvstore.server.cluster.stream_work import SILENCE_S
+from kvstore.server.interceptors import known_errors
 from kvstore.server.sessions import Session
 
 if TYPE_CHECKING:
@@ -206,9 +207,11 @@ class PeerStreams:
                 link = self._tls.wrap_socket(link, server_side=True)
             wire = StreamWire(link, "peer", self._terms.clock, is_encrypted=self._tls is not None)
             wire.patience(HELLO_S, stranger.until + HELLO_S)
-            stream = self._attached(wire, stranger.origin)
-        except Exception as error:  # noqa: BLE001 - else it would keep its place for ever
-            self._terms.door.note(None, "Attach", _logged(error, "Attach"), 0, stranger.origin)
+            with known_errors("stream Attach"):
+                stream = self._attached(wire, stranger.origin)
+        except (OSError, KVStoreError) as error:
+            logger.info("refused", method="stream", reason=str(error))
+            self._terms.door.note(None, "Attach", type(error).__name__, 0, stranger.origin)
             self._forget(stranger)
             link.close()
             return
@@ -258,18 +261,13 @@ class PeerStreams:
             stream.wire.patience(SILENCE_S, self._terms.clock() + SILENCE_S)
             word, size_bytes = stream.wire.receive()
             method = METHODS.get(type(word), method)
-            payload = stream.wire.take(size_bytes)
-            if isinstance(word, bulk.Get):
-                self._answers.send(stream, word, payload)
-            elif isinstance(word, bulk.Put):
-                self._answers.take(stream, word)
-            else:
-                raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
+            with known_errors(f"stream {method}"):
+                self._answer(stream, word, stream.wire.take(size_bytes))
             is_answered = True
-        except TierUnavailableError:
-            pass  # it hung up, which it may
-        except Exception as error:  # noqa: BLE001 - of a pool's thread nobody would hear it
-            self._answers.note(stream, method, _logged(error, method), 0)
+        except KVStoreError as error:
+            if not isinstance(error, TierUnavailableError):  # it hung up, which it may
+                logger.info("refused", method="stream", reason=str(error))
+                self._answers.note(stream, method, type(error).__name__, 0)
         finally:
             with self._lock:
                 self._getting -= stream.is_client
@@ -278,6 +276,14 @@ class PeerStreams:
         stream.is_served = False
         if is_answered:
             self._wait_again(stream)
+
+    def _answer(self, stream: Caller, word: bulk.Word, payload: bytes) -> None:
+        if isinstance(word, bulk.Get):
+            self._answers.send(stream, word, payload)
+        elif isinstance(word, bulk.Put):
+            self._answers.take(stream, word)
+        else:
+            raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
 
     def _wait_again(self, stream: Caller) -> None:
         with self._lock:
@@ -294,15 +300,6 @@ class PeerStreams:
         with self._lock:
             self._strangers.discard(stranger)
         stranger.link.close()
-
-
-def _logged(error: Exception, method: str) -> str:
-    """Log why a stream ends, a refusal or something of ours that is broken; return its outcome."""
-    if isinstance(error, OSError | KVStoreError):
-        logger.info("refused", method=f"stream {method}", reason=str(error))
-        return type(error).__name__
-    logger.error("internal error", method=f"stream {method}", exc_info=error)
-    return "KVStoreError"
 
 
 def _is_genuine(session: Session, word: bulk.Attach | bulk.Guest) -> bool:
