@@ -24,6 +24,8 @@ Expect = Callable[[Sequence[bytes]], object]
 
 MAX_ALONG = 16
 """Tickets that a worker takes at once, of one kin."""
+STUCK_S = 0.1
+"""A worker that has been at one ticket for so long leaves its kin to others, too."""
 
 logger = structlog.get_logger(__name__)
 
@@ -51,7 +53,8 @@ class Mover:
 
     With ``workers`` of 0 for every lane nothing runs by itself: ``step`` is driven by a test,
     and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds. Tickets of one
-    kin that wait are shared between as many workers as *sharers* says of their lane, else one.
+    kin that wait are shared between as many workers as *sharers* says of their lane, else one; who
+    has been at one for STUCK_S is not counted, and what it has taken along goes to others.
     *expect* is called by a worker of its lane before each of a row of one kin, with the names of
     what it does next, and with none after the last. It raises nothing.
     """
@@ -74,8 +77,8 @@ class Mover:
         self._open: dict[tuple[str, bytes], Ticket] = {}
         self._along: deque[Ticket] = deque()
         """Taken by workers that are still at what was before."""
-        self._at_kin: dict[object, int] = {}
-        """How many workers are at each kin that is worked on; None is never counted."""
+        self._at_kin: dict[object, dict[int, float]] = {}
+        """Which threads are at each kin that is worked on, and since when at one ticket of it."""
         self._closed = False
         self._stepped = not any(lanes.values())
         self._at_work = threading.local()
@@ -220,12 +223,23 @@ class Mover:
     def _take(self, lane: str | None) -> Ticket | None:
         """Take the first ticket of whose kin not as many are at work as may be."""
         for name in self._queues if lane is None else (lane,):
-            for queue in (self._urgent[name], self._queues[name]):
+            for queue in (self._urgent[name], self._queues[name], self._along):
                 for ticket in queue:
-                    if self._at_kin.get(ticket.kin, 0) < self._sharers[name]:
+                    if ticket.lane == name and self._may_take(ticket, queue is self._along):
                         queue.remove(ticket)
                         return ticket
         return None
+
+    def _may_take(self, ticket: Ticket, is_others: bool) -> bool:
+        """Whether one more may be at the ticket's kin; what others took along, only if all of those
+        at it are stuck.
+        """
+        at_it = self._at_kin.get(ticket.kin)
+        if not at_it:
+            return not is_others
+        stuck_since = self._clock() - STUCK_S
+        moving = sum(since > stuck_since for since in at_it.values())
+        return moving < (1 if is_others else self._sharers[ticket.lane])
 
     def _do(self, ticket: Ticket) -> None:
         outer = getattr(self._at_work, "ticket", None)  # who waits may step, one in another
@@ -248,7 +262,7 @@ class Mover:
         queue = self._queues[first.lane]
         if first.kin is None:
             return []
-        self._at_kin[first.kin] = 1 + self._at_kin.get(first.kin, 0)
+        self._at_kin.setdefault(first.kin, {})[threading.get_ident()] = self._clock()
         alike = list(takewhile(lambda one: one.kin == first.kin, queue))
         share = min(self._sharers[first.lane], 1 + self._idle[first.lane])
         mine = alike[share - 1 :: share][: MAX_ALONG - 1]
@@ -265,7 +279,9 @@ class Mover:
                     if self._closed:
                         return
                     self._idle[lane] += 1
-                    self._queued[lane].wait()
+                    # Those that wait, or were taken along, may be others' to do in a while.
+                    has_more = self._queues[lane] or self._urgent[lane] or self._along
+                    self._queued[lane].wait(STUCK_S if has_more else None)
                     self._idle[lane] -= 1
                     ticket = self._take(lane)
                 row = deque([ticket, *self._take_along(ticket)])
@@ -275,26 +291,39 @@ class Mover:
                 self._do_row(lane, row)
 
     def _do_row(self, lane: str, row: deque[Ticket]) -> None:
-        """Do what this worker took along of one kin, as far as it is still wanted."""
+        """Do what this worker took along of one kin, as far as it is still its to do."""
         expect = self._expect.get(lane, bool)
-        kin = row[0].kin
-        is_wanted = True  # the first was never in the queue of what is taken along
-        while row:
-            if is_wanted:
-                expect([one.name for one in row if not one.done])
-                self._do(row[0])
-            row.popleft()
-            with self._changed:
-                is_wanted = bool(row) and row[0] in self._along
-                if is_wanted:
-                    self._along.remove(row[0])
-        expect(())
-        self._leave(lane, kin)
+        ticket = row.popleft()
+        kin = ticket.kin
+        try:
+            while True:
+                with self._changed:
+                    self._at_kin[kin][threading.get_ident()] = self._clock()
+                    names = [ticket.name, *(one.name for one in row if one in self._along)]
+                expect(names)
+                self._do(ticket)
+                following = self._next_of(row)
+                if following is None:
+                    break
+                ticket = following
+            expect(())
+        finally:
+            self._leave(lane, kin)
+
+    def _next_of(self, row: deque[Ticket]) -> Ticket | None:
+        """Take the next of *row* that is wanted and that nobody else has taken."""
+        with self._changed:
+            while row:
+                ticket = row.popleft()
+                if ticket in self._along:
+                    self._along.remove(ticket)
+                    return ticket
+        return None
 
     def _leave(self, lane: str, kin: object) -> None:
         """This thread is at no work of *kin* any more."""
         with self._changed:
-            self._at_kin[kin] -= 1
+            del self._at_kin[kin][threading.get_ident()]
             if not self._at_kin[kin]:
                 del self._at_kin[kin]
             self._queued[lane].notify()  # who found too many at what waits

@@ -47,6 +47,11 @@ logger = structlog.get_logger(__name__)
 CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
 
+LINES_FOR_ROWS = 4
+"""With fewer connections none is kept from one frame to the next: three threads load, and while
+they wait for room another may have to store.
+"""
+
 
 def _random_write_id() -> bytes:
     return os.urandom(WRITE_ID_BYTES)
@@ -138,6 +143,7 @@ class RedisTier(Tier):
         self.capacity_bytes = capacity_bytes
         self._part_bytes = part_bytes
         self._stamps = stamps or Stamps()
+        self._keeps_lines = connections >= LINES_FOR_ROWS
         self._link = RedisLink(self.name, url, timeout_ms, connections)
         self._remote = RemoteChunks(self._link, KeyNames(prefix), ttl_s)
         self._account = RedisAccount(capacity_bytes, self.allocated_bytes)
@@ -262,14 +268,13 @@ class RedisTier(Tier):
             raise InvalidRequestError(
                 "offset", offset, f"{len(out)} bytes from there exceed {current.info.size_bytes}"
             )
-        # What was checked of one read says nothing of another: there is no second then.
         is_told = telling is not None and telling.is_told
-        if not is_told and self._remote.pull(current, out, offset, arrived=telling):
-            return True
-        if not is_told or current == known:
-            with contextlib.suppress(TierUnavailableError):
-                self._remote.remove(key, current.raw)
-            self._account.forget(key, [current])
+        if self._remote.pull(current, out, offset, arrived=None if is_told else telling):
+            # What was checked of one read says nothing of another: a miss, for once.
+            return not is_told
+        with contextlib.suppress(TierUnavailableError):
+            self._remote.remove(key, current.raw)
+        self._account.forget(key, [current])
         return False
 
     @override
@@ -290,7 +295,9 @@ class RedisTier(Tier):
     def _following(self, key: ChunkKey) -> Manifest | None:
         """Return what this thread reads after *key*, if that is known."""
         row: tuple[ChunkKey, ...] = getattr(self._of_thread, "row", ())
-        return self._account.known(row[1]) if row[:1] == (key,) and len(row) > 1 else None
+        if row[:1] != (key,) or len(row) == 1 or not self._keeps_lines:
+            return None
+        return self._account.known(row[1])
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         """Return what is known of each key, whoever put it; one round trip for 512 keys.

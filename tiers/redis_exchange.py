@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import zip_longest
 from socket import socket
 
@@ -18,7 +17,7 @@ from redis.exceptions import (
 )
 from typing_extensions import override
 
-from kvstore.tiers.redis_fill import FillTalk, Step
+from kvstore.tiers.redis_fill import FILL_WINDOW, MAX_FILL_WINDOW, Fill, FillTalk
 from kvstore.tiers.redis_lines import Lines
 from kvstore.tiers.redis_reply import MovedError, MovingError, Reply, SlotLostError
 from kvstore.tiers.redis_row import Rows
@@ -76,7 +75,8 @@ class Exchange(ABC):
     def close(self) -> None:
         """Give the connections back, and keep why a talk failed."""
         for line, talk in zip_longest(self._held, self.talks):
-            is_clean = talk is not None and talk.is_done and talk.error is None
+            # With half a command on it, a line is of no use to the next.
+            is_clean = talk is not None and talk.is_done and not talk.is_sending and not talk.error
             self._give_back(line, is_clean=is_clean)
             if talk is not None and self.error is None:
                 self.error = talk.error
@@ -122,37 +122,6 @@ class Asking(Exchange):
             yield from zip((number for number, _ in part), talk.replies, strict=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Steps, and the *rooms* of those that bring payload.
-
-    Where all comes over one connection, *arrived* is told how much payload has come, and *ahead*
-    is asked at the end: the calling thread's next fill begins with that.
-    """
-
-    steps: Sequence[Step]
-    rooms: Sequence[memoryview]
-    ahead: Sequence[Step] = ()
-    arrived: Callable[[int], object] | None = None
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(map(len, self.rooms))
-
-    def share(self, number: int, shares: int) -> Fill:
-        """Return what one of several connections has to do: its slices; the rest the first does."""
-        rooms = iter(self.rooms)
-        mine: list[Step] = []
-        room_of: list[memoryview] = []
-        for at, step in enumerate(self.steps):
-            room = next(rooms) if step.payload_bytes else None
-            if (at % shares if room is not None else 0) == number:
-                mine.append(step)
-                room_of += [] if room is None else [room]
-        return Fill(mine, room_of)
-
-
 class Filling(Exchange):
     """A Fill; what brings payload is dealt to all connections.
 
@@ -178,9 +147,8 @@ class Filling(Exchange):
     @override
     def _talk(self, sock: socket, share: int, shares: int) -> FillTalk:
         fill = self._fill if shares == 1 else self._fill.share(share, shares)
-        talk = FillTalk(
-            sock, fill.steps, fill.rooms, asked=self._asked, ahead=fill.ahead, arrived=fill.arrived
-        )
+        window = self.lines.slices_ahead(FILL_WINDOW, MAX_FILL_WINDOW)
+        talk = FillTalk(sock, fill, self._asked, window)
         self._fills.append(talk)
         return talk
 
@@ -192,9 +160,26 @@ class Filling(Exchange):
         else:
             super()._give_back(line, is_clean=is_clean)
 
+    @override
+    def close(self) -> None:
+        super().close()
+        for fill in self._fills:
+            if fill.first_s is not None:
+                self.lines.note_first(fill.first_s)
+
     @property
     @override
     def is_unsent(self) -> bool:
         """As of any exchange; but what somebody was told has come is not asked for again."""
-        is_told = self._fill.arrived is not None and any(t.filled_bytes for t in self._fills)
-        return super().is_unsent and not is_told
+        return super().is_unsent and not self._is_told
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the line was kept from the fill before, and was gone when it was to be used."""
+        is_gone = isinstance(self.error, OSError | ConnectionError)
+        return is_gone and self._asked > 0 and not self._fills[0].filled_bytes
+
+    @property
+    def _is_told(self) -> bool:
+        arrived = self._fill.arrived if len(self._fills) == 1 else None
+        return arrived is not None and self._fills[0].filled_bytes > 0

@@ -9,8 +9,10 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from socket import MSG_WAITALL, SO_RCVLOWAT, SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socket
+from socket import MSG_WAITALL, SO_RCVLOWAT, SO_RCVTIMEO, SOL_SOCKET, socket
 from typing import NamedTuple
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
@@ -24,6 +26,8 @@ FILL_WINDOW = 2
 """Slices asked for and not yet here, on one line. Redis copies all that it is asked for before it
 sends, and the kernel what the reader has not taken: two slices stay in the processor's caches
 from one end to the other (measured: 4.3 GB/s on one line, 1.9 with four)."""
+MAX_FILL_WINDOW = 16
+"""Of a server that is far: what is on its way there and back is not in anybody's cache."""
 LOW_WATER_BYTES = 1 << 20
 """Payload that is worth a wake-up: at the slowest rate allowed it comes in 64 ms."""
 
@@ -61,36 +65,61 @@ def _span(first: int, end: int) -> tuple[bytes, bytes]:
     )
 
 
-class FillTalk(Talk):
-    """Steps on one line, whose payloads fill *rooms*.
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Steps, and the *rooms* of those that bring payload.
 
-    The first *asked* of them were asked by the talk before this one. *ahead* are the next one's,
-    and asked for at the end of this one. *arrived* is told, after each slice, how much payload has
-    come. A reply of another size or content is an ``error``; the line is of no use then.
+    Where all comes over one connection, *arrived* is told, after each slice, how much payload has
+    come, and *ahead* is asked at the end: the calling thread's next fill begins with that.
     """
 
-    def __init__(
-        self,
-        sock: socket,
-        steps: Sequence[Step],
-        rooms: Sequence[memoryview],
-        *,
-        asked: int = 0,
-        ahead: Sequence[Step] = (),
-        arrived: Callable[[int], object] | None = None,
-    ) -> None:
+    steps: Sequence[Step]
+    rooms: Sequence[memoryview]
+    ahead: Sequence[Step] = ()
+    arrived: Callable[[int], object] | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of payload."""
+        return sum(map(len, self.rooms))
+
+    def share(self, number: int, shares: int) -> Fill:
+        """Return what one of several connections has to do: its slices; the rest the first does."""
+        rooms = iter(self.rooms)
+        mine: list[Step] = []
+        room_of: list[memoryview] = []
+        for at, step in enumerate(self.steps):
+            room = next(rooms) if step.payload_bytes else None
+            if (at % shares if room is not None else 0) == number:
+                mine.append(step)
+                room_of += [] if room is None else [room]
+        return Fill(mine, room_of)
+
+
+class FillTalk(Talk):
+    """A Fill on one line.
+
+    The first *asked* of its steps were asked by the talk before this one. *window* slices are on
+    their way at most. A reply of another size or content is an ``error``; the line is of no use
+    then.
+    """
+
+    def __init__(self, sock: socket, fill: Fill, asked: int = 0, window: int = FILL_WINDOW) -> None:
         super().__init__(sock)
         self.filled_bytes = 0
-        self._arrived = arrived or bool
-        self._unasked = deque(steps[asked:])
-        self._unasked.extend(ahead)
-        self._ahead = len(ahead)
-        self._window = FILL_WINDOW - sum(step.payload_bytes > 0 for step in steps[:asked])
+        self.first_s: float | None = None
+        """How long the first bytes took to come, where ``run`` asked for them."""
+        self._is_begun = asked > 0
+        self._arrived = fill.arrived or bool
+        self._unasked = deque(fill.steps[asked:])
+        self._unasked.extend(fill.ahead)
+        self._ahead = len(fill.ahead)
+        self._window = window - sum(step.payload_bytes > 0 for step in fill.steps[:asked])
         self._places: list[memoryview] = []
         self._expected: list[bytes] = []
         self._at = 0
         self._low = 1
-        self._lay_out(steps, rooms)
+        self._lay_out(fill.steps, fill.rooms)
         self._ask_on()
 
     def _lay_out(self, steps: Sequence[Step], rooms: Sequence[memoryview]) -> None:
@@ -161,39 +190,39 @@ class FillTalk(Talk):
     def run(self, deadline: float, silence_s: float, clock: Callable[[], float]) -> None:
         """Carry on until all is here or there is an ``error``, on a line in plain text.
 
-        As ``converse`` does, but that the kernel waits for all of a slice: one call for it.
+        As ``converse`` does, but that the kernel waits for all of a slice: one call for it. What is
+        not taken at once is left to that: who sends and receives in turns could wait for ever.
+        Silence is noticed up to a quarter of *silence_s* later than it lasts that.
         """
-        waits_s = 0.0
+        waits_s, began = 0.0, clock()
+        heard = began
         self.sock.setblocking(True)
         try:
             while self._at < len(self._places):
-                left_s = min(silence_s, deadline - clock())
-                if left_s <= 0:
+                self.send()
+                if self._outbox:
+                    return
+                left_s = min(silence_s / 4, deadline - clock())
+                if left_s <= 0 or clock() - heard >= silence_s:
                     raise TimeoutError("no answer in time")
                 if left_s != waits_s:
                     waits_s = left_s
                     self._wait_at_most(left_s)
-                if self._outbox:
-                    self._send_all()
-                self._receive_more()
-        except BlockingIOError:
-            self.error = TimeoutError("no answer in time")
+                with suppress(BlockingIOError):
+                    self._receive_more()
+                    heard = clock()
+                    if not self._is_begun:
+                        self._is_begun, self.first_s = True, heard - began
         except (OSError, RedisError) as error:
             self.error = error
         finally:
             self.sock.setblocking(False)
 
     def _wait_at_most(self, seconds: float) -> None:
-        """Have every call to the kernel end by then."""
+        """Have every receiving call to the kernel end by then."""
         whole = int(seconds)
         interval = _TIMEVAL.pack(whole, max(1000, int(1e6 * (seconds - whole))))
         self.sock.setsockopt(SOL_SOCKET, SO_RCVTIMEO, interval)
-        self.sock.setsockopt(SOL_SOCKET, SO_SNDTIMEO, interval)
-
-    def _send_all(self) -> None:
-        self.send()
-        if self._outbox:
-            raise TimeoutError("nothing is taken in time")
 
     def _receive_more(self) -> None:
         """Receive what is there, up to the end of a slice, or wait for that.

@@ -17,6 +17,9 @@ from kvstore.tiers.redis_url import HostPort
 DEFAULT_CONNECTIONS = 16
 MAX_CONNECTIONS = 64
 """The most that may be configured for one server."""
+NEAR_S = 0.001
+"""A server whose first bytes come so soon is on this host, or in the same rack."""
+_BELIEVED = 0.1
 
 
 class Lines:
@@ -39,6 +42,23 @@ class Lines:
         self._idle: deque[socket] = deque()
         self._is_closed = False
         self._rests_until = 0.0
+        self._first_s = 0.0
+
+    def note_first(self, seconds: float) -> None:
+        """Take note how long the first bytes of a reply took: a server's distance, and its rest.
+
+        One that is quick says how near the server is; those that are slow are believed by and by.
+        """
+        known = self._first_s
+        self._first_s = seconds if seconds < known else known + _BELIEVED * (seconds - known)
+
+    def slices_ahead(self, near: int, far: int) -> int:
+        """Return how many slices are to be on their way on a line: more than *near* when what a
+        slice takes is little beside the way, and *far* at most.
+        """
+        if self._options.tls is not None:
+            return far  # encryption leaves no more in the caches than that
+        return min(far, near * max(1, round(self._first_s / NEAR_S)))
 
     def __str__(self) -> str:
         return "{}:{}".format(*self.address)

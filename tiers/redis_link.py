@@ -29,10 +29,9 @@ from kvstore.tiers.redis_exchange import (
     UNREACHED,
     Asking,
     Exchange,
-    Fill,
     Filling,
 )
-from kvstore.tiers.redis_fill import FillTalk
+from kvstore.tiers.redis_fill import Fill, FillTalk
 from kvstore.tiers.redis_lines import MAX_CONNECTIONS, Lines
 from kvstore.tiers.redis_open import LineOptions, tls_context
 from kvstore.tiers.redis_reply import SlotLostError, WrongTypeError
@@ -192,8 +191,8 @@ class RedisLink:
             match talks:
                 case [FillTalk(runs_alone=True) as talk]:
                     talk.run(deadline, self._timeout_s, self._clock)
-                case _:
-                    converse(talks, deadline, self._timeout_s, self._clock)
+                    talks = [] if talk.is_done or talk.error else [talk]
+            converse(talks, deadline, self._timeout_s, self._clock)
         finally:
             for exchange in exchanges:
                 exchange.close()
@@ -225,6 +224,8 @@ class RedisLink:
         deadline = self._deadline(fill.payload_bytes)
         try:
             failure = self._fill_once(name, fill, deadline)
+            if failure and failure.is_stale:
+                failure = self._fill_once(name, fill, deadline)
             if failure and failure.is_unsent and self._may_try_again(deadline):
                 failure = self._fill_once(name, fill, deadline)
         except (RedisError, OSError) as error:
@@ -244,9 +245,9 @@ class RedisLink:
         why = filling.error
         if why is None:
             return None
-        if isinstance(why, (*UNREACHED, *ELSEWHERE)):
+        if isinstance(why, (*UNREACHED, *ELSEWHERE)) and not filling.is_stale:
             self._topology.note_failure(filling.lines, why)
-        return _Failure(why, filling.is_unsent)
+        return _Failure(why, filling.is_unsent, filling.is_stale)
 
     def end_row(self) -> None:
         """The calling thread reads nothing of what it had asked ahead."""
@@ -310,10 +311,13 @@ class RedisLink:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why a call has no reply; *is_unsent* when nothing of it was done."""
+    """Why a call has no reply; *is_unsent* when nothing of it was done, *is_stale* when that was
+    over a connection that was gone before.
+    """
 
     error: Exception
     is_unsent: bool
+    is_stale: bool = False
 
 
 def _payload_bytes(command: Command) -> int:

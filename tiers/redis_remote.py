@@ -12,8 +12,7 @@ from redis.exceptions import OutOfMemoryError
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.tiers.redis_exchange import Fill
-from kvstore.tiers.redis_fill import FILL_WINDOW, SLICE_BYTES, Step, slice_steps
+from kvstore.tiers.redis_fill import FILL_WINDOW, SLICE_BYTES, Fill, Step, slice_steps
 from kvstore.tiers.redis_lines import Lines
 from kvstore.tiers.redis_link import Call, Lost, RedisLink
 from kvstore.tiers.redis_manifest import MAX_MANIFEST_BYTES, KeyNames, Manifest, parse_manifest

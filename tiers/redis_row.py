@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from socket import socket
+from weakref import finalize
 
 from kvstore.tiers.redis_fill import Step
 from kvstore.tiers.redis_lines import Lines
 
 
-@dataclass(frozen=True, slots=True)
 class _Kept:
-    lines: Lines
-    line: socket
-    asked: Sequence[Step]
+    """A borrowed line, given back at the latest when the thread has ended that keeps it."""
+
+    def __init__(self, lines: Lines, line: socket, asked: Sequence[Step]) -> None:
+        self.lines, self.line, self.asked = lines, line, asked
+        self._end = finalize(self, lines.give_back, line, is_clean=False)
+        self._end.atexit = False
+
+    def release(self) -> socket:
+        """Return the line to whoever goes on with it."""
+        self._end.detach()
+        return self.line
+
+    def end(self) -> None:
+        """Hang up."""
+        self._end()
 
 
 class Rows:
@@ -39,7 +50,7 @@ class Rows:
         count = len(kept.asked)
         if kept.lines is lines and steps[:count] == kept.asked:
             self._of_thread.kept = None
-            return kept.line, count
+            return kept.release(), count
         self.end()
         return None
 
@@ -48,4 +59,4 @@ class Rows:
         kept: _Kept | None = getattr(self._of_thread, "kept", None)
         if kept is not None:
             self._of_thread.kept = None
-            kept.lines.give_back(kept.line, is_clean=False)
+            kept.end()

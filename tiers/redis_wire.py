@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import ceil
-from socket import socket
+from socket import MSG_DONTWAIT, socket
 from typing import TypeAlias
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
@@ -86,9 +86,8 @@ class Talk(ABC):
     def _send_some(self) -> int:
         if self._is_tls:
             return self.sock.send(self._outbox[0])
-        return self.sock.sendmsg(
-            [self._outbox[at] for at in range(min(_SEND_BUFFERS, len(self._outbox)))]
-        )
+        parts = [self._outbox[at] for at in range(min(_SEND_BUFFERS, len(self._outbox)))]
+        return self.sock.sendmsg(parts, (), MSG_DONTWAIT)
 
     def receive(self) -> None:
         """Take in what is there. Raises when the server hung up or answers out of turn."""
@@ -160,7 +159,10 @@ def converse(
     poll = select.poll()
     going: dict[int, Talk] = {}
     for talk in talks:
-        if _try(talk.send, talk) and not talk.is_done:
+        alive = _try(talk.send, talk)
+        if alive and isinstance(talk.sock, ssl.SSLSocket) and talk.sock.pending():
+            alive = _try(talk.receive, talk)  # read ahead by the talk before
+        if alive and not talk.is_done:
             going[talk.sock.fileno()] = talk
             poll.register(talk.sock, _wanted(talk))
     while going:

@@ -210,10 +210,10 @@ class PeerStreams:
             with known_errors("stream Attach"):
                 stream = self._attached(wire, stranger.origin)
         except (OSError, KVStoreError) as error:
-            logger.info("refused", method="stream", reason=str(error))
-            self._terms.door.note(None, "Attach", type(error).__name__, 0, stranger.origin)
             self._forget(stranger)
             link.close()
+            logger.info("refused", method="stream", reason=str(error))
+            self._terms.door.note(None, "Attach", type(error).__name__, 0, stranger.origin)
             return
         with self._lock:
             self._strangers.discard(stranger)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,10 +13,15 @@ from local_server import eventually
 from simulation.clock import FakeClock
 
 from kvstore.proto.errors import DeadlineError, TierFullError
-from kvstore.server.mover import Expect, Mover, Ticket
+from kvstore.server.mover import STUCK_S, Expect, Mover, Ticket
 
 FOREVER = 1e12
 PATIENCE_S = 20.0
+
+
+def standing() -> float:
+    """Return a time that nobody is late or stuck by."""
+    return 0.0
 
 
 def nothing() -> None:
@@ -29,9 +34,12 @@ def stepped(limit: int = 100, clock: Callable[[], float] = time.monotonic) -> Mo
 
 @contextmanager
 def running(
-    lanes: dict[str, int], limit: int = 100, expect: Mapping[str, Expect] | None = None
+    lanes: dict[str, int],
+    limit: int = 100,
+    expect: Mapping[str, Expect] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Mover]:
-    mover = Mover(lanes, limit, time.monotonic, expect=expect)
+    mover = Mover(lanes, limit, clock, expect=expect)
     try:
         yield mover
     finally:
@@ -296,7 +304,8 @@ def test_a_worker_takes_along_what_is_of_one_kin_and_says_what_follows() -> None
         started.set()
         assert go_on.wait(PATIENCE_S)
 
-    with running({"up": 2}, expect={"up": lambda names: seen.append(list(names))}) as mover:
+    expect = {"up": lambda names: seen.append(list(names))}
+    with running({"up": 2}, expect=expect, clock=standing) as mover:
         submit_kin(mover, "hold", hold, "a")
         assert started.wait(PATIENCE_S)
         for name in ("one", "two", "other", "three"):
@@ -365,10 +374,78 @@ def test_else_one_worker_is_at_it_and_the_others_leave_it_to_that() -> None:
         if is_alone:
             at_work.release()
 
-    with running({"up": 4}) as mover:
+    with running({"up": 4}, clock=standing) as mover:
         for ticket in [submit_kin(mover, str(number), alone, "a") for number in range(40)]:
             mover.wait(ticket, in_time())
     assert clashes == [False] * 40
+
+
+class Holds:
+    """Work that begins, and ends when it is let."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.ended.wait(PATIENCE_S)
+
+
+def test_who_is_stuck_leaves_its_kin_to_others() -> None:
+    clock, stuck = FakeClock(), Holds()
+    done: list[str] = []
+    with running({"up": 2}, clock=clock) as mover:
+        first = submit_kin(mover, "first", stuck, "a")
+        assert stuck.begun.wait(PATIENCE_S)
+        tickets = [submit_kin(mover, name, partial(done.append, name), "a") for name in "xyz"]
+        time.sleep(2 * STUCK_S)
+        assert not done, "it is at work"
+        clock.advance(STUCK_S)
+        for ticket in tickets:
+            mover.wait(ticket, in_time())
+        assert not first.done
+        stuck.ended.set()
+        mover.wait(first, in_time())
+        mover.wait(submit_kin(mover, "later", partial(done.append, "later"), "a"), in_time())
+        assert eventually(mover.is_idle)
+    assert done == ["x", "y", "z", "later"]
+
+
+def test_what_a_stuck_worker_took_along_goes_to_others_and_is_done_once() -> None:
+    clock, other, before, stuck = FakeClock(), Holds(), Holds(), Holds()
+    done: list[str] = []
+    with running({"up": 2}, clock=clock) as mover:
+        submit(mover, "other", other)
+        submit_kin(mover, "before", before, "a")
+        assert other.begun.wait(PATIENCE_S)
+        assert before.begun.wait(PATIENCE_S)
+        first = submit_kin(mover, "first", stuck, "a")
+        tickets = [submit_kin(mover, name, partial(done.append, name), "a") for name in "xyz"]
+        before.ended.set()
+        assert stuck.begun.wait(PATIENCE_S)
+        assert mover.depth() == {"up": 0}, "all were taken along"
+        other.ended.set()
+        time.sleep(2 * STUCK_S)
+        assert not done
+        clock.advance(STUCK_S)
+        for ticket in tickets:
+            mover.wait(ticket, in_time())
+        stuck.ended.set()
+        mover.wait(first, in_time())
+        assert eventually(mover.is_idle)
+        time.sleep(0.05)  # for whoever might do one again
+    assert done == ["x", "y", "z"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_row_that_is_told_wrong_things_ends_its_worker_and_leaves_the_kin_to_others() -> None:
+    def broken(_: Sequence[bytes]) -> None:
+        raise SystemExit
+
+    with running({"up": 2}, expect={"up": broken}) as mover:
+        submit_kin(mover, "first", nothing, "a")
+        assert eventually(lambda: not mover.is_alive())
+        assert not mover._at_kin
 
 
 def submit_kin(mover: Mover, name: str, work: Callable[[], object], kin: str) -> Ticket:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_representation
 from contracts.shelf import get, put
+from local_server import eventually
 from redis_process import RedisProcess
 from redis_relay import SPOILS, outcome, relay
 
@@ -20,8 +24,9 @@ from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, TierUnava
 from kvstore.proto.frame import header_bytes
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis_fill import FILL_WINDOW, SLICE_BYTES
+from kvstore.tiers.redis import LINES_FOR_ROWS, RedisTier
+from kvstore.tiers.redis_fill import FILL_WINDOW, SLICE_BYTES, Step
+from kvstore.tiers.redis_lines import Lines
 from kvstore.tiers.redis_manifest import Manifest
 
 RedisTierMaker = Callable[..., RedisTier]
@@ -88,7 +93,7 @@ def slices(row: Sequence[Frame], part_bytes: int = PART_BYTES) -> int:
 def test_a_row_comes_over_one_connection_and_nothing_is_asked_twice(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1)
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=LINES_FOR_ROWS)
     row = stored(redis, tier)
     assert min(len(frame) for _, frame in row) > FILL_WINDOW * SLICE_BYTES
     load_row(tier, row)
@@ -114,7 +119,7 @@ def test_the_next_frame_is_asked_for_before_the_last_has_come(
 def test_a_row_that_is_left_costs_no_connection(
     redis: RedisProcess, open_redis_tier: RedisTierMaker, read: list[int]
 ) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1, timeout_ms=2000)
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4, timeout_ms=2000)
     row = stored(redis, tier)
     keys = [info.key for info, _ in row]
     for _ in range(5):
@@ -128,10 +133,13 @@ def test_a_row_that_is_left_costs_no_connection(
     assert len(redis.client.client_list()) <= 2
 
 
+@pytest.mark.parametrize("connections", [1, 4])
 def test_asking_something_else_in_a_row_waits_for_no_connection(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker
+    redis: RedisProcess, open_redis_tier: RedisTierMaker, connections: int
 ) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1, timeout_ms=5000)
+    tier = open_redis_tier(
+        redis.url, part_bytes=PART_BYTES, connections=connections, timeout_ms=5000
+    )
     row = stored(redis, tier)
     keys = [info.key for info, _ in row]
     started = time.monotonic()
@@ -243,6 +251,107 @@ def test_a_server_that_stops_in_a_row_is_given_up_in_time(
         assert time.monotonic() - started < 1.5
     tier.expect([])
     load_row(tier, row)
+
+
+def test_with_few_connections_none_is_kept_from_who_stores(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=LINES_FOR_ROWS - 1)
+    row = stored(redis, tier, 2)
+    tier.expect([info.key for info, _ in row])
+    assert load(tier, row[0][0]) is not None
+    time.sleep(0.1)
+    assert calls(redis, "getrange") == 1 + slices(row[:1])
+    tier.expect([])
+
+
+def test_a_connection_that_went_between_two_frames_is_made_anew(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=LINES_FOR_ROWS)
+    row = stored(redis, tier)
+    rows = tier._link._rows
+    take = rows.take
+    gone = 0
+
+    def take_dead(lines: Lines, steps: Sequence[Step]) -> tuple[socket.socket, int] | None:
+        nonlocal gone
+        kept = take(lines, steps)
+        if kept is None:
+            return None
+        kept[0].close()
+        gone += 1
+        ours, others = socket.socketpair()
+        others.close()
+        return ours, kept[1]
+
+    monkeypatch.setattr(rows, "take", take_dead)
+    load_row(tier, row)
+    assert gone == COUNT - 1
+
+
+def test_a_connection_that_goes_in_the_midst_is_never_mixed_with_another(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=LINES_FOR_ROWS)
+    row = stored(redis, tier)
+    keys = [info.key for info, _ in row]
+    for _ in range(3):
+        for at, (info, frame) in enumerate(row):
+            tier.expect(keys[at:])
+            with suppress(TierUnavailableError):  # what had come was told already
+                out = load(tier, info)
+                assert out is not None
+                assert np.array_equal(out, frame)
+            redis.client.client_kill_filter(_type="normal", skipme=True)
+    tier.expect([])
+    load_row(tier, row)
+
+
+def test_a_thread_that_ends_in_a_row_gives_its_connection_back(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4, timeout_ms=1000)
+    row = stored(redis, tier)
+
+    def leave() -> None:
+        tier.expect([info.key for info, _ in row])
+        assert load(tier, row[0][0]) is not None
+
+    for _ in range(6):
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+    assert eventually(lambda: len(redis.client.client_list()) <= 2)
+    load_row(tier, row)
+
+
+def test_a_frame_that_is_broken_off_once_is_missed_once_and_kept(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES)
+    ((info, frame),) = stored(redis, tier, 1)
+    pull = tier._remote.pull
+
+    def broken_off(
+        manifest: Manifest,
+        out: Bytes,
+        offset: int,
+        following: Manifest | None = None,
+        arrived: Callable[[int], object] | None = None,
+    ) -> bool:
+        monkeypatch.setattr(tier._remote, "pull", pull)
+        assert arrived is not None
+        out[:SLICE_BYTES] = 1
+        arrived(SLICE_BYTES)
+        return False
+
+    monkeypatch.setattr(tier._remote, "pull", broken_off)
+    assert load(tier, info) is None
+    assert tier.find([info.key]) == [info], "its parts are all there"
+    out = load(tier, info)
+    assert out is not None
+    assert np.array_equal(out, frame)
 
 
 def test_threads_read_rows_beside_each_other(
