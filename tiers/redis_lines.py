@@ -19,7 +19,7 @@ MAX_CONNECTIONS = 64
 """The most that may be configured for one server."""
 NEAR_S = 0.001
 """A server whose first bytes come so soon is on this host, or in the same rack."""
-_BELIEVED = 0.1
+_FIRSTS = 32
 
 
 class Lines:
@@ -43,14 +43,17 @@ class Lines:
         self._is_closed = False
         self._rests_until = 0.0
         self._first_s = 0.0
+        self._firsts: deque[float] = deque(maxlen=_FIRSTS)
+        self._lock = threading.Lock()  # guards the two above
 
     def note_first(self, seconds: float) -> None:
-        """Take note how long the first bytes of a reply took: a server's distance, and its rest.
+        """Take note how long the first bytes of a reply took: the server's distance, and its rest.
 
-        One that is quick says how near the server is; those that are slow are believed by and by.
+        The quickest of the last ones says how far it is: the others waited for a processor.
         """
-        known = self._first_s
-        self._first_s = seconds if seconds < known else known + _BELIEVED * (seconds - known)
+        with self._lock:
+            self._firsts.append(seconds)
+            self._first_s = min(self._firsts)
 
     def slices_ahead(self, near: int, far: int) -> int:
         """Return how many slices are to be on their way on a line: more than *near* when what a
@@ -58,7 +61,7 @@ class Lines:
         """
         if self._options.tls is not None:
             return far  # encryption leaves no more in the caches than that
-        return min(far, near * max(1, round(self._first_s / NEAR_S)))
+        return min(far, near * max(1, int(self._first_s / NEAR_S)))
 
     def __str__(self) -> str:
         return "{}:{}".format(*self.address)

@@ -162,10 +162,14 @@ def test_what_the_tls_layer_read_ahead_is_taken_before_anybody_waits(tmp_path: P
 def test_a_server_that_is_far_has_more_on_its_way_and_one_that_proves_near_has_not() -> None:
     lines = Lines(("127.0.0.1", 1), LineOptions(1.0, 4, Login("", ""), 0, None))
     assert lines.slices_ahead(2, MAX_FILL_WINDOW) == 2
-    for _ in range(60):
+    lines.note_first(NEAR_S / 3)
+    for _ in range(31):
+        lines.note_first(30 * NEAR_S)
+    assert lines.slices_ahead(2, MAX_FILL_WINDOW) == 2, "the others waited for a processor"
+    lines.note_first(3 * NEAR_S)
+    assert lines.slices_ahead(2, MAX_FILL_WINDOW) == 6
+    for _ in range(32):
         lines.note_first(30 * NEAR_S)
     assert lines.slices_ahead(2, MAX_FILL_WINDOW) == MAX_FILL_WINDOW
     lines.note_first(NEAR_S / 3)
     assert lines.slices_ahead(2, MAX_FILL_WINDOW) == 2
-    lines.note_first(4 * NEAR_S)
-    assert lines.slices_ahead(2, MAX_FILL_WINDOW) == 2, "one that is slow is not believed yet"
