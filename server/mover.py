@@ -68,6 +68,7 @@ class Mover:
         expect: Mapping[str, Expect] | None = None,
     ) -> None:
         self._sharers = dict.fromkeys(lanes, 1) | dict(sharers or {})
+        self._workers = dict(lanes)
         self._expect = expect or {}
         self._idle = dict.fromkeys(lanes, 0)
         self._limit = limit_per_lane
@@ -222,24 +223,36 @@ class Mover:
 
     def _take(self, lane: str | None) -> Ticket | None:
         """Take the first ticket of whose kin not as many are at work as may be."""
+        now = self._clock()
         for name in self._queues if lane is None else (lane,):
-            for queue in (self._urgent[name], self._queues[name], self._along):
-                for ticket in queue:
-                    if ticket.lane == name and self._may_take(ticket, queue is self._along):
+            # Of what a stuck worker took along the last first: the next may be on its way to it.
+            along = [ticket for ticket in reversed(self._along) if ticket.lane == name]
+            for source, queue in (
+                (self._urgent[name], self._urgent[name]),
+                (along, self._along),
+                (self._queues[name], self._queues[name]),
+            ):
+                refused: set[object] = set()
+                for ticket in source:
+                    if ticket.kin in refused:
+                        continue
+                    if self._may_take(ticket, now, is_others=source is along):
                         queue.remove(ticket)
                         return ticket
+                    refused.add(ticket.kin)
         return None
 
-    def _may_take(self, ticket: Ticket, is_others: bool) -> bool:
-        """Whether one more may be at the ticket's kin; what others took along, only if all of those
-        at it are stuck.
+    def _may_take(self, ticket: Ticket, now: float, *, is_others: bool) -> bool:
+        """Whether one more may be at the ticket's kin; for what others took along all of those at
+        it have to be stuck. Those leave a worker of the lane to other kins, however many they are.
         """
         at_it = self._at_kin.get(ticket.kin)
         if not at_it:
-            return not is_others
-        stuck_since = self._clock() - STUCK_S
-        moving = sum(since > stuck_since for since in at_it.values())
-        return moving < (1 if is_others else self._sharers[ticket.lane])
+            return True
+        sharers = self._sharers[ticket.lane]
+        moving = sum(since > now - STUCK_S for since in at_it.values())
+        most = max(sharers, self._workers[ticket.lane] - 1)
+        return len(at_it) < most and moving < (1 if is_others else sharers)
 
     def _do(self, ticket: Ticket) -> None:
         outer = getattr(self._at_work, "ticket", None)  # who waits may step, one in another
@@ -279,9 +292,7 @@ class Mover:
                     if self._closed:
                         return
                     self._idle[lane] += 1
-                    # Those that wait, or were taken along, may be others' to do in a while.
-                    has_more = self._queues[lane] or self._urgent[lane] or self._along
-                    self._queued[lane].wait(STUCK_S if has_more else None)
+                    self._queued[lane].wait(STUCK_S if self._has_more(lane) else None)
                     self._idle[lane] -= 1
                     ticket = self._take(lane)
                 row = deque([ticket, *self._take_along(ticket)])
@@ -289,6 +300,11 @@ class Mover:
                 self._do(ticket)
             else:
                 self._do_row(lane, row)
+
+    def _has_more(self, lane: str) -> bool:
+        """Whether something waits there, or was taken along, that may be others' in a while."""
+        is_waiting = bool(self._queues[lane] or self._urgent[lane])
+        return is_waiting or any(ticket.lane == lane for ticket in self._along)
 
     def _do_row(self, lane: str, row: deque[Ticket]) -> None:
         """Do what this worker took along of one kin, as far as it is still its to do."""
@@ -298,21 +314,21 @@ class Mover:
         try:
             while True:
                 with self._changed:
-                    self._at_kin[kin][threading.get_ident()] = self._clock()
                     names = [ticket.name, *(one.name for one in row if one in self._along)]
                 expect(names)
                 self._do(ticket)
-                following = self._next_of(row)
+                following = self._next_of(row, kin)
                 if following is None:
                     break
                 ticket = following
             expect(())
         finally:
-            self._leave(lane, kin)
+            self._leave(ticket, kin)
 
-    def _next_of(self, row: deque[Ticket]) -> Ticket | None:
+    def _next_of(self, row: deque[Ticket], kin: object) -> Ticket | None:
         """Take the next of *row* that is wanted and that nobody else has taken."""
         with self._changed:
+            self._at_kin[kin][threading.get_ident()] = self._clock()
             while row:
                 ticket = row.popleft()
                 if ticket in self._along:
@@ -320,13 +336,17 @@ class Mover:
                     return ticket
         return None
 
-    def _leave(self, lane: str, kin: object) -> None:
-        """This thread is at no work of *kin* any more."""
+    def _leave(self, last: Ticket, kin: object) -> None:
+        """This thread is at no work of *kin* any more, the *last* of which it did or died of."""
         with self._changed:
             del self._at_kin[kin][threading.get_ident()]
             if not self._at_kin[kin]:
                 del self._at_kin[kin]
-            self._queued[lane].notify()  # who found too many at what waits
+            if not last.done:
+                last.error, last.done = DeadlineError(f"{last.lane}: its worker has ended"), True
+                self._open.pop((last.lane, last.name), None)
+                self._changed.notify_all()
+            self._queued[last.lane].notify()  # who found too many at what waits
 
     def depth(self) -> dict[str, int]:
         """Return how many tickets wait in each lane."""

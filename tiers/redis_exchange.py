@@ -176,7 +176,7 @@ class Filling(Exchange):
     @property
     def is_stale(self) -> bool:
         """Whether the line was kept from the fill before, and was gone when it was to be used."""
-        is_gone = isinstance(self.error, OSError | ConnectionError)
+        is_gone = isinstance(self.error, OSError) or type(self.error) is ConnectionError
         return is_gone and self._asked > 0 and not self._fills[0].filled_bytes
 
     @property

@@ -9,10 +9,9 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from socket import MSG_WAITALL, SO_RCVLOWAT, SO_RCVTIMEO, SOL_SOCKET, socket
+from socket import MSG_DONTWAIT, MSG_WAITALL, SO_RCVLOWAT, SO_RCVTIMEO, SOL_SOCKET, socket
 from typing import NamedTuple
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
@@ -203,16 +202,21 @@ class FillTalk(Talk):
                 if self._outbox:
                     return
                 left_s = min(silence_s / 4, deadline - clock())
-                if left_s <= 0 or clock() - heard >= silence_s:
+                is_silent = clock() - heard >= silence_s
+                if left_s <= 0:
                     raise TimeoutError("no answer in time")
                 if left_s != waits_s:
                     waits_s = left_s
                     self._wait_at_most(left_s)
-                with suppress(BlockingIOError):
-                    self._receive_more()
-                    heard = clock()
-                    if not self._is_begun:
-                        self._is_begun, self.first_s = True, heard - began
+                try:
+                    self._receive_more(MSG_DONTWAIT if is_silent else 0)
+                except BlockingIOError:
+                    if is_silent:
+                        raise TimeoutError("no answer in time") from None
+                    continue
+                heard = clock()
+                if not self._is_begun:
+                    self._is_begun, self.first_s = True, heard - began
         except (OSError, RedisError) as error:
             self.error = error
         finally:
@@ -224,7 +228,7 @@ class FillTalk(Talk):
         interval = _TIMEVAL.pack(whole, max(1000, int(1e6 * (seconds - whole))))
         self.sock.setsockopt(SOL_SOCKET, SO_RCVTIMEO, interval)
 
-    def _receive_more(self) -> None:
+    def _receive_more(self, flags: int) -> None:
         """Receive what is there, up to the end of a slice, or wait for that.
 
         Until a slice is known to come, what comes may be an error, which is shorter.
@@ -232,7 +236,8 @@ class FillTalk(Talk):
         at = self._at
         is_certain = not self._expected[at]
         places = self._places[at : at + (2 if is_certain else 3)]
-        self._take_in(self.sock.recvmsg_into(places, 0, MSG_WAITALL if is_certain else 0)[0])
+        waits = MSG_WAITALL if is_certain else 0
+        self._take_in(self.sock.recvmsg_into(places, 0, flags or waits)[0])
 
     # --- both
 

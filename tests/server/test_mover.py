@@ -394,7 +394,7 @@ class Holds:
 def test_who_is_stuck_leaves_its_kin_to_others() -> None:
     clock, stuck = FakeClock(), Holds()
     done: list[str] = []
-    with running({"up": 2}, clock=clock) as mover:
+    with running({"up": 3}, clock=clock) as mover:
         first = submit_kin(mover, "first", stuck, "a")
         assert stuck.begun.wait(PATIENCE_S)
         tickets = [submit_kin(mover, name, partial(done.append, name), "a") for name in "xyz"]
@@ -412,12 +412,14 @@ def test_who_is_stuck_leaves_its_kin_to_others() -> None:
 
 
 def test_what_a_stuck_worker_took_along_goes_to_others_and_is_done_once() -> None:
-    clock, other, before, stuck = FakeClock(), Holds(), Holds(), Holds()
+    clock, other, idle, before, stuck = FakeClock(), Holds(), Holds(), Holds(), Holds()
     done: list[str] = []
-    with running({"up": 2}, clock=clock) as mover:
+    with running({"up": 3}, clock=clock) as mover:
         submit(mover, "other", other)
+        submit(mover, "idle", idle)
         submit_kin(mover, "before", before, "a")
         assert other.begun.wait(PATIENCE_S)
+        assert idle.begun.wait(PATIENCE_S)
         assert before.begun.wait(PATIENCE_S)
         first = submit_kin(mover, "first", stuck, "a")
         tickets = [submit_kin(mover, name, partial(done.append, name), "a") for name in "xyz"]
@@ -432,20 +434,48 @@ def test_what_a_stuck_worker_took_along_goes_to_others_and_is_done_once() -> Non
             mover.wait(ticket, in_time())
         stuck.ended.set()
         mover.wait(first, in_time())
+        idle.ended.set()
         assert eventually(mover.is_idle)
         time.sleep(0.05)  # for whoever might do one again
-    assert done == ["x", "y", "z"]
+    assert done == ["z", "y", "x"], "the next may be on its way to who is stuck"
+
+
+def test_those_that_are_stuck_leave_a_worker_to_other_kins() -> None:
+    clock, stuck = FakeClock(), Holds()
+    with running({"up": 3}, clock=clock) as mover:
+        held = [submit_kin(mover, str(number), stuck, "a") for number in range(20)]
+        assert stuck.begun.wait(PATIENCE_S)
+        for _ in range(4):
+            time.sleep(1.5 * STUCK_S)
+            clock.advance(STUCK_S)
+        mover.wait(submit_kin(mover, "b", nothing, "b"), in_time())
+        stuck.ended.set()
+        for ticket in held:
+            mover.wait(ticket, in_time())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_row_that_is_told_wrong_things_ends_its_worker_and_leaves_the_kin_to_others() -> None:
-    def broken(_: Sequence[bytes]) -> None:
-        raise SystemExit
+def test_what_a_worker_that_dies_was_at_fails_and_its_row_goes_to_others() -> None:
+    done: list[str] = []
+    before, dies = Holds(), [True]
 
-    with running({"up": 2}, expect={"up": broken}) as mover:
-        submit_kin(mover, "first", nothing, "a")
+    def broken(names: Sequence[bytes]) -> None:
+        if names and names[0] == b"first" and dies.pop():
+            raise SystemExit
+
+    with running({"up": 2, "down": 1}, expect={"up": broken}, clock=standing) as mover:
+        submit_kin(mover, "before", before, "a")
+        assert before.begun.wait(PATIENCE_S)
+        first = submit_kin(mover, "first", nothing, "a")
+        tickets = [submit_kin(mover, name, partial(done.append, name), "a") for name in "xyz"]
+        before.ended.set()
+        with pytest.raises(DeadlineError, match="its worker has ended"):
+            mover.wait(first, in_time())
+        for ticket in tickets:
+            mover.wait(ticket, in_time())
+        assert eventually(mover.is_idle)
         assert eventually(lambda: not mover.is_alive())
-        assert not mover._at_kin
+    assert sorted(done) == ["x", "y", "z"]
 
 
 def submit_kin(mover: Mover, name: str, work: Callable[[], object], kin: str) -> Ticket:
