@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.expected import Expected
 from kvstore.tiers.redis_account import RedisAccount
 from kvstore.tiers.redis_health import concerns
 from kvstore.tiers.redis_lines import DEFAULT_CONNECTIONS
@@ -148,8 +148,7 @@ class RedisTier(Tier):
         self._remote = RemoteChunks(self._link, KeyNames(prefix), ttl_s)
         self._account = RedisAccount(capacity_bytes, self.allocated_bytes)
         self._listed = False
-        self._of_thread = threading.local()
-        """``row``: the keys of what the calling thread reads, now and next."""
+        self._expected = Expected()
         with contextlib.suppress(TierUnavailableError):
             self._list()
 
@@ -258,7 +257,7 @@ class RedisTier(Tier):
         if (
             known
             and known.covers(offset, len(out))
-            and self._remote.pull(known, out, offset, self._following(key), telling)
+            and self._remote.pull(known, out, offset, self._following(key), arrived=telling)
         ):
             return True
         (current,) = self._look([key])
@@ -288,16 +287,14 @@ class RedisTier(Tier):
 
     @override
     def expect(self, keys: Sequence[ChunkKey]) -> None:
-        self._of_thread.row = tuple(keys)
+        self._expected.note(keys)
         if not keys:
             self._remote.end_row()
 
     def _following(self, key: ChunkKey) -> Manifest | None:
         """Return what this thread reads after *key*, if that is known."""
-        row: tuple[ChunkKey, ...] = getattr(self._of_thread, "row", ())
-        if row[:1] != (key,) or len(row) == 1 or not self._keeps_lines:
-            return None
-        return self._account.known(row[1])
+        following = self._expected.after(key) if self._keeps_lines else ()
+        return self._account.known(following[0]) if following else None
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         """Return what is known of each key, whoever put it; one round trip for 512 keys.

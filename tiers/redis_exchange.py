@@ -133,7 +133,7 @@ class Filling(Exchange):
         self._fill = fill
         self._rows = rows
         self._asked = 0
-        self._fills: list[FillTalk] = []
+        self._fill_talks: list[FillTalk] = []
 
     @override
     def _borrow(self, deadline: float) -> None:
@@ -149,12 +149,12 @@ class Filling(Exchange):
         fill = self._fill if shares == 1 else self._fill.share(share, shares)
         window = self.lines.slices_ahead(FILL_WINDOW, MAX_FILL_WINDOW)
         talk = FillTalk(sock, fill, self._asked, window)
-        self._fills.append(talk)
+        self._fill_talks.append(talk)
         return talk
 
     @override
     def _give_back(self, line: socket, *, is_clean: bool) -> None:
-        asked = self._fills[0].asked_ahead if is_clean else 0
+        asked = self._fill_talks[0].asked_ahead if is_clean else 0
         if asked:
             self._rows.keep(self.lines, line, self._fill.ahead[:asked])
         else:
@@ -163,9 +163,9 @@ class Filling(Exchange):
     @override
     def close(self) -> None:
         super().close()
-        for fill in self._fills:
-            if fill.first_s is not None:
-                self.lines.note_first(fill.first_s)
+        for talk in self._fill_talks:
+            if talk.first_s is not None:
+                self.lines.note_first(talk.first_s)
 
     @property
     @override
@@ -177,9 +177,9 @@ class Filling(Exchange):
     def is_stale(self) -> bool:
         """Whether the line was kept from the fill before, and was gone when it was to be used."""
         is_gone = isinstance(self.error, OSError) or type(self.error) is ConnectionError
-        return is_gone and self._asked > 0 and not self._fills[0].filled_bytes
+        return is_gone and self._asked > 0 and not self._fill_talks[0].filled_bytes
 
     @property
     def _is_told(self) -> bool:
-        arrived = self._fill.arrived if len(self._fills) == 1 else None
-        return arrived is not None and self._fills[0].filled_bytes > 0
+        arrived = self._fill.arrived if len(self._fill_talks) == 1 else None
+        return arrived is not None and self._fill_talks[0].filled_bytes > 0

@@ -27,8 +27,6 @@ sends, and the kernel what the reader has not taken: two slices stay in the proc
 from one end to the other (measured: 4.3 GB/s on one line, 1.9 with four)."""
 MAX_FILL_WINDOW = 16
 """Of a server that is far: what is on its way there and back is not in anybody's cache."""
-LOW_WATER_BYTES = 1 << 20
-"""Payload that is worth a wake-up: at the slowest rate allowed it comes in 64 ms."""
 
 _RECEIVE_BUFFERS = 8
 _MAX_ERROR_BYTES = 512
@@ -171,10 +169,10 @@ class FillTalk(Talk):
             self._wake_at()
 
     def _wake_at(self) -> None:
-        """Let the kernel wake us once there is much to copy, if much is certain to come."""
+        """Let the kernel wake us once a slice is there that is certain to come."""
         low = 1
         if not self.is_done and not self._expected[self._at]:
-            low = min(LOW_WATER_BYTES, len(self._places[self._at]))
+            low = len(self._places[self._at])
         if low != self._low:
             self._low = low
             self.sock.setsockopt(SOL_SOCKET, SO_RCVLOWAT, low)

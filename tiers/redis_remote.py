@@ -16,7 +16,7 @@ from kvstore.tiers.redis_fill import FILL_WINDOW, SLICE_BYTES, Fill, Step, slice
 from kvstore.tiers.redis_lines import Lines
 from kvstore.tiers.redis_link import Call, Lost, RedisLink
 from kvstore.tiers.redis_manifest import MAX_MANIFEST_BYTES, KeyNames, Manifest, parse_manifest
-from kvstore.tiers.redis_wire import Command, pack_words
+from kvstore.tiers.redis_wire import Command, pack, pack_words
 
 PART_SLACK_S = 600
 """Parts outlive their manifest by this much, less the time a writer takes to send them."""
@@ -105,9 +105,8 @@ class RemoteChunks:
 
     def _slices(self, manifest: Manifest, offset: int, size_bytes: int) -> list[Step]:
         """Return the manifest's step, whether it still stands, and those of its parts."""
-        name, raw = self._names.manifest(manifest.info.key), manifest.raw
-        peek = pack_words(b"GETRANGE", name, b"0", b"%d" % MAX_MANIFEST_BYTES)
-        steps = [Step(peek, b"$%d\r\n%b\r\n" % (len(raw), raw))]
+        peek, raw = self._peek(manifest.info.key), manifest.raw
+        steps = [Step(b"".join(pack(peek)), b"$%d\r\n%b\r\n" % (len(raw), raw))]
         parts = self._names.parts(manifest)
         for part, start, stop in manifest.cut(offset, size_bytes):
             steps += slice_steps(parts[part], start, stop)

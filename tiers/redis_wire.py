@@ -1,7 +1,7 @@
 """The bytes between this process and Redis: commands out, replies in, several lines at once.
 
-RESP2 (redis.io/docs/reference/protocol-spec). A payload whose size is known goes from the
-socket straight to its place; any other reply is parsed strictly and within limits.
+RESP2 (redis.io/docs/reference/protocol-spec). Replies are
+parsed strictly and within limits; for those whose size is known see ``redis_fill``.
 """
 
 from __future__ import annotations

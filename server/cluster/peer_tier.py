@@ -24,6 +24,7 @@ from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peers import Offer, Peers
 from kvstore.server.metrics import Counters
 from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation, Tier, TierStats
+from kvstore.tiers.expected import Expected
 
 KNOWN_S = 10.0
 MAX_KNOWN_CHUNKS = 1 << 16
@@ -60,8 +61,7 @@ class PeerTier(Tier):
         self._were_up: set[Peer] = set()
         # Guards the five above.
         self._lock = threading.Lock()
-        self._of_thread = threading.local()
-        """``row``: the keys of what the calling thread reads, now and next."""
+        self._expected = Expected()
         peers.after_step = self.ask_again
 
     # --- what is known
@@ -186,18 +186,16 @@ class PeerTier(Tier):
 
     @override
     def expect(self, keys: Sequence[ChunkKey]) -> None:
-        self._of_thread.row = tuple(keys)
+        self._expected.note(keys)
         if not keys:
             self.peers.runs.end()
 
     def _next_offers(self, key: ChunkKey) -> list[Offer]:
         """Return what was offered of the chunks that this thread reads after *key*."""
-        row: tuple[ChunkKey, ...] = getattr(self._of_thread, "row", ())
-        if row[:1] != (key,):
-            return []
+        keys = self._expected.after(key)
         space = key[:DIGEST_BYTES]
         with self._lock:
-            known = [self._offers.get(one) for one in row[1:] if one[:DIGEST_BYTES] == space]
+            known = [self._offers.get(one) for one in keys if one[:DIGEST_BYTES] == space]
         return [found[0] for found in known if found is not None]
 
     @override

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from conftest import ServerMaker
 from local_server import DEADLINE_MS, eventually
@@ -11,10 +9,10 @@ from prompts import LARGE, is_right, store
 from redis_process import RedisProcess
 
 from kvstore.client import ClientOptions
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.types import ChunkKey
+from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_fill import SLICE_BYTES
 from kvstore.tiers.redis_manifest import Manifest
-from kvstore.tiers.redis_remote import RemoteChunks
 
 CHUNKS = 12
 TOKENS = 128
@@ -24,21 +22,15 @@ def test_what_is_loaded_together_comes_in_rows(
     make_server: ServerMaker, own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed: list[bool] = []
-    pull = RemoteChunks.pull
+    following = RedisTier._following
 
-    def watched(
-        self: RemoteChunks,
-        manifest: Manifest,
-        out: Bytes,
-        offset: int,
-        following: Manifest | None = None,
-        arrived: Callable[[int], object] | None = None,
-    ) -> bool:
+    def watched(tier: RedisTier, key: ChunkKey) -> Manifest | None:
         # All are waiting before the first is read: what does not wait yet is in no row.
         mover = server.node.manager.transfers.mover
         assert followed or eventually(lambda: all(map(mover.named, keys)))
-        followed.append(following is not None)
-        return pull(self, manifest, out, offset, following, arrived)
+        found = following(tier, key)
+        followed.append(found is not None)
+        return found
 
     own_redis.start()
     server = make_server(
@@ -53,7 +45,7 @@ def test_what_is_loaded_together_comes_in_rows(
         lambda: all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys))
     )
     server.leave_memory(keys)
-    monkeypatch.setattr(RemoteChunks, "pull", watched)
+    monkeypatch.setattr(RedisTier, "_following", watched)
     own_redis.client.config_resetstat()
     found = client.get(keys)
     assert len(found) == CHUNKS

@@ -123,14 +123,19 @@ def told(log: Path) -> list[tuple[object, ...]]:
     return [(line["rpc"], line["outcome"], line.get("chunks", 0)) for line in ours]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_server_that_stops_in_the_midst_of_a_put_ends_it_and_is_clean(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, steps: int
-) -> None:
+def begin(writer: Writer, terms: pb.OpenSessionResponse, steps: int) -> None:
+    """Begin a put, and send the first *steps* parts of its frame."""
     writer.say(put_word(terms))
     writer.hear()
     for word, data in parts_of(frame_of(key_of(terms), SMALL))[:steps]:
         writer.say(word, data)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_server_that_stops_in_the_midst_of_a_put_ends_it_and_is_clean(
+    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, steps: int
+) -> None:
+    begin(writer, terms, steps)
     if steps:
         assert eventually(lambda: server.usage().pending_puts == 1)
     server.stop()
@@ -281,10 +286,7 @@ def test_a_drained_server_refuses_puts(
 def test_a_writer_that_dies_leaves_nothing(
     server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, steps: int
 ) -> None:
-    writer.say(put_word(terms))
-    writer.hear()
-    for word, data in parts_of(frame_of(key_of(terms), SMALL))[:steps]:
-        writer.say(word, data)
+    begin(writer, terms, steps)
     if steps:
         assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts > 0)
     writer.close()
