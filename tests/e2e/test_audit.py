@@ -12,8 +12,9 @@ import zmq
 from local_server import DEADLINE_MS, eventually, open_session
 from trust_world import World, chunks_for
 
-from kvstore.client import Access
+from kvstore.client import Access, Client, frame_streams
 from kvstore.client.options import TransportName
+from kvstore.client.zmq_transport import ZmqTransport
 from kvstore.proto import bulk, shm
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.server import dataplane
@@ -44,12 +45,19 @@ def world(tmp_path: Path) -> Iterator[Audited]:
     world.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+@pytest.mark.parametrize(
+    ("transport", "origin"),
+    [("shm", "unix"), ("zmq", "zmq:127.0.0.1"), ("zmq", "stream:127.0.0.1"), ("grpc", "ipv")],
+)
 def test_puts_and_gets_are_written_down_with_who_and_of_what(
-    transport: TransportName, world: Audited
+    transport: TransportName, origin: str, world: Audited, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if origin.startswith("zmq"):
+        monkeypatch.setattr(frame_streams, "MAX_STREAMS", 0)
     client = world.client(world.acme, transport)
     keys, chunks = chunks_for(client, 1, CHUNKS)
+    if origin.startswith("stream"):
+        wait_for_stream(client)
     client.put(chunks)
     assert len(client.get(keys)) == CHUNKS
     who = f"key:{world.acme[4:16]}"
@@ -57,9 +65,15 @@ def test_puts_and_gets_are_written_down_with_who_and_of_what(
     wrote = "Reserve" if transport == "shm" else "Put"
     assert eventually(lambda: world.came(rpc=wrote, chunks=CHUNKS, **same))
     assert eventually(lambda: world.came(rpc="Get", chunks=CHUNKS, **same))
-    origins = {line["peer"] for line in world.lines() if line["rpc"] == wrote}
-    expected = {"shm": "unix", "zmq": "zmq:127.0.0.1", "grpc": "ipv"}[transport]
-    assert all(origin.startswith(expected) for origin in origins), origins
+    origins = {line["peer"] for line in world.lines() if line["rpc"] in (wrote, "Get")}
+    assert all(one.startswith(origin) for one in origins), origins
+
+
+def wait_for_stream(client: Client) -> None:
+    """A stream is dialled beside the first calls, which go through ZeroMQ until it is there."""
+    transport = client._connected()
+    assert isinstance(transport, ZmqTransport)
+    assert eventually(lambda: transport._streams.is_ready)
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
