@@ -43,8 +43,8 @@ from kvstore.server.trust.trust import Trust
 from kvstore.server.web.dashboard_view import Subject
 
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
+    from kvstore.server.bulk.stream_plane import StreamPlane
     from kvstore.server.bulk.zmq_plane import ZmqPlane
-    from kvstore.server.cluster.peer_streams import PeerStreams
     from kvstore.server.web.http_start import HttpPort
 
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
@@ -103,7 +103,7 @@ class Node:
             config.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
         )
         checks = Checks(limits, clock)
-        self.streams: PeerStreams | None = None
+        self.streams: StreamPlane | None = None
         self._streams_at = ("", b"")
         self.bulk = self._open_bulk(checks)
         bulk_terms = (self.bulk.address, self.bulk.public_key) if self.bulk else ("", b"")
@@ -209,12 +209,12 @@ class Node:
         if config.zmq == "off":
             return None
         from kvstore.server.bulk.bulk_service import BulkService
+        from kvstore.server.bulk.stream_start import open_streams
         from kvstore.server.bulk.zmq_connections import most_links
         from kvstore.server.bulk.zmq_keys import load_keys
         from kvstore.server.bulk.zmq_peer import Door
         from kvstore.server.bulk.zmq_plane import BulkLimits, ZmqPlane
         from kvstore.server.bulk.zmq_socket import is_private
-        from kvstore.server.cluster.stream_start import open_streams
 
         keys = None if is_private(config.zmq) else load_keys(config.zmq_keys)
         service = BulkService(self.manager, self.sessions, checks, desk_limits(config))

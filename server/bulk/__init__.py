@@ -1,1 +1,1 @@
-"""Bytes over zmq: the ROUTER socket and what it asks of the manager."""
+"""Whole frames over zmq and TCP streams: who connects there, and what is asked of the manager."""

@@ -24,7 +24,7 @@ from kvstore.server.rpc.ranged import RangedRead, Span
 from kvstore.server.sessions import Session, SessionTable
 
 if TYPE_CHECKING:
-    from kvstore.server.cluster.stream_put import StreamPut
+    from kvstore.server.bulk.stream_put import StreamPut
     from kvstore.server.tracing import Tracing
 
 

@@ -39,7 +39,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.hints import Hints, Reuse
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
-from kvstore.server.cluster.stream_answers import StreamAnswers
+from kvstore.server.bulk.stream_answers import StreamAnswers
 from kvstore.server.intake import Intake
 
 SOON_S = 20.0
@@ -186,8 +186,9 @@ def test_a_put_that_finds_no_thread_goes_through_zeromq(
     streams = server.node.streams
     assert streams is not None
     store(client, 1, 2)
-    assert eventually(lambda: streams._getting == 0)  # its thread is done a little after its answer
-    monkeypatch.setattr(streams, "_getting", streams._terms.client_threads)
+    # Its thread is done a little after its answer.
+    assert eventually(lambda: streams._clients_served == 0)
+    monkeypatch.setattr(streams, "_clients_served", streams._terms.client_threads)
     store(client, 2, 2)
     assert not _streams_idle(client)  # it was hung up on
 

@@ -21,11 +21,11 @@ from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkInfo
+from kvstore.server.bulk.stream_plane import StreamPlane
+from kvstore.server.bulk.stream_start import listen
 from kvstore.server.cluster.peer_dial import PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
-from kvstore.server.cluster.peer_streams import PeerStreams
 from kvstore.server.cluster.stream_link import StreamLink
-from kvstore.server.cluster.stream_start import listen
 
 ServerMaker = Callable[..., LocalServer]
 SILENCE_S = 20.0
@@ -162,7 +162,7 @@ def test_without_a_descriptor_it_listens_again_a_little_later(make_server: Serve
     terms = server.node.streams._terms
     told = PeerAccess().dial(server.address, "other", SILENCE_S).terms
     with closing(
-        PeerStreams(cast("socket.socket", listener), listener.address, None, terms)
+        StreamPlane(cast("socket.socket", listener), listener.address, None, terms)
     ) as streams:
         reached(replace(told, stream_address=listener.address)).close()
         assert listener.accepts == 2

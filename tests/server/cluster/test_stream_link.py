@@ -32,11 +32,11 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.stream_tls import make_tls
 from kvstore.proto.stream_wire import MAX_HEADER_BYTES, StreamWire
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.cluster import peer_streams
+from kvstore.server.bulk import stream_plane
+from kvstore.server.bulk.stream_plane import MAX_STRANGERS, STREAMS_PER_SESSION
 from kvstore.server.cluster.peer_desk import PeerDesk
 from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
 from kvstore.server.cluster.peer_link import PeerTerms
-from kvstore.server.cluster.peer_streams import MAX_STRANGERS, STREAMS_PER_SESSION
 from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import Offer, Peers, PeersTerms
 from kvstore.server.cluster.stream_link import StreamLink
@@ -198,7 +198,7 @@ def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
 def test_clients_have_so_many_streams_and_servers_find_room_beside_them(
     server: LocalServer, terms: PeerTerms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_streams, "MAX_CLIENT_STREAMS", 1)
+    monkeypatch.setattr(stream_plane, "MAX_CLIENT_STREAMS", 1)
     reply = open_session(server.dial(), MEDIUM)
     theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
     with closing(reached(theirs)):

@@ -17,9 +17,9 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.bulk_service import BulkService
+from kvstore.server.bulk.stream_put import StreamPut
+from kvstore.server.bulk.stream_work import SILENCE_S, StreamWork
 from kvstore.server.bulk.zmq_peer import METHODS, Door
-from kvstore.server.cluster.stream_put import StreamPut
-from kvstore.server.cluster.stream_work import SILENCE_S, StreamWork
 from kvstore.server.sessions import Session, SessionTable
 
 GUEST_GET_S = 60.0

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.bulk.stream_answers import StreamTerms
+from kvstore.server.bulk.stream_plane import StreamPlane
 from kvstore.server.bulk.zmq_peer import Door
-from kvstore.server.cluster.peer_streams import PeerStreams
-from kvstore.server.cluster.stream_answers import StreamTerms
 from kvstore.server.config import ServerConfig
 from kvstore.server.sessions import SessionTable
 from kvstore.server.settings.units import parse_endpoint
@@ -39,7 +39,7 @@ def open_streams(
     clock: Callable[[], float],
     *,
     is_encrypted: bool,
-) -> tuple[PeerStreams, StreamsAt] | None:
+) -> tuple[StreamPlane, StreamsAt] | None:
     """Return the streams of a server whose bulk channel is at ``config.zmq``; None on a Unix
     socket, which has none.
 
@@ -60,7 +60,7 @@ def open_streams(
 
     threads = config.peer_requests + 1
     terms = StreamTerms(sessions, door, service, threads, config.workers, clock, pause)
-    streams = PeerStreams(listener, address, tls.context if tls else None, terms)
+    streams = StreamPlane(listener, address, tls.context if tls else None, terms)
     return streams, StreamsAt(address, tls.certificate if tls else b"")
 
 

@@ -1,4 +1,4 @@
-"""PeerStreams: TCP connections over which other servers read this one's memory, and clients get and
+"""StreamPlane: TCP connections over which other servers read this one's memory, and clients get and
 put whole frames.
 
 One thread waits for all who say nothing; threads answer who asked. Who has not said yet whose
@@ -29,9 +29,9 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.guest_token import is_genuine
 from kvstore.proto.stream_wire import StreamWire
+from kvstore.server.bulk.stream_answers import Caller, StreamAnswers, StreamTerms, refuse
+from kvstore.server.bulk.stream_work import SILENCE_S
 from kvstore.server.bulk.zmq_peer import METHODS
-from kvstore.server.cluster.stream_answers import Caller, StreamAnswers, StreamTerms, refuse
-from kvstore.server.cluster.stream_work import SILENCE_S
 from kvstore.server.interceptors import known_errors
 from kvstore.server.sessions import Session
 
@@ -61,7 +61,7 @@ class _Stranger:
     origin: str
 
 
-class PeerStreams:
+class StreamPlane:
     """Serves gets of peers, and gets and puts of clients, on *listener*; over TLS with *tls*.
 
     ``address`` is what they connect to, with ``*`` for the host when every interface is bound.
@@ -80,7 +80,7 @@ class PeerStreams:
         self._strangers: set[_Stranger] = set()
         self._back: list[Caller] = []
         """Answered, and to be waited for again."""
-        self._getting = 0
+        self._clients_served = 0
         """Calls of clients that are answered now."""
         self._closed = False
         # Guards the four above.
@@ -88,8 +88,10 @@ class PeerStreams:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hellos = ThreadPoolExecutor(HELLO_THREADS, thread_name_prefix="stream-hello")
         self._workers = ThreadPoolExecutor(terms.threads, thread_name_prefix="stream-work")
-        self._getters = ThreadPoolExecutor(terms.client_threads, thread_name_prefix="stream-get")
-        self._thread = threading.Thread(target=self._run, name="peer-streams", daemon=True)
+        self._for_clients = ThreadPoolExecutor(
+            terms.client_threads, thread_name_prefix="stream-client"
+        )
+        self._thread = threading.Thread(target=self._run, name="stream-plane", daemon=True)
         self._thread.start()
 
     def is_alive(self) -> bool:
@@ -112,7 +114,7 @@ class PeerStreams:
         self._hellos.shutdown(wait=True, cancel_futures=True)
         self._workers.shutdown(wait=True, cancel_futures=True)
         # A client's get may wait for a tier up to its deadline: it closes its stream then.
-        self._getters.shutdown(wait=False, cancel_futures=True)
+        self._for_clients.shutdown(wait=False, cancel_futures=True)
         for stream in streams:
             if not stream.is_served:
                 stream.wire.close()
@@ -157,13 +159,13 @@ class PeerStreams:
         The client asks through the bulk channel then, where nobody waits for another.
         """
         with self._lock:
-            is_full = self._getting >= self._terms.client_threads
-            self._getting += not is_full
+            is_full = self._clients_served >= self._terms.client_threads
+            self._clients_served += not is_full
         if is_full:
             self._answers.note(stream, "Get", "QuotaExceededError", 0)
             self._drop(stream)
         else:
-            self._getters.submit(self._serve, stream)
+            self._for_clients.submit(self._serve, stream)
 
     def _accept(self, waiting: selectors.BaseSelector) -> None:
         try:
@@ -270,7 +272,7 @@ class PeerStreams:
                 self._answers.note(stream, method, type(error).__name__, 0)
         finally:
             with self._lock:
-                self._getting -= stream.is_client
+                self._clients_served -= stream.is_client
             if self._closed or not is_answered:
                 self._drop(stream)
         stream.is_served = False

@@ -14,7 +14,7 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.hints import Hints
 from kvstore.proto.stream_wire import STEP_BYTES, StreamWire
 from kvstore.proto.wire import hints_from_message
-from kvstore.server.cluster.stream_work import SILENCE_S
+from kvstore.server.bulk.stream_work import SILENCE_S
 from kvstore.server.rpc.put_stream import PutStream
 from kvstore.server.sessions import Session
 

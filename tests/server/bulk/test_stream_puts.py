@@ -19,7 +19,7 @@ from kvstore.proto.errors import KVStoreError, TierUnavailableError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
-from kvstore.server.cluster import stream_answers, stream_put
+from kvstore.server.bulk import stream_answers, stream_put
 from kvstore.server.trust.audit_log import audit_files, read_chain
 
 ServerMaker = Callable[..., LocalServer]
