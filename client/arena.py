@@ -13,11 +13,9 @@ import torch
 from kvstore.client.session import SessionTerms
 from kvstore.client.slabs import Slabs
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.cuda import HANDLE_BYTES, import_cupy
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.shm import ARENA_SLAB
-
-HANDLE_BYTES = 64
-"""Of a cudaIpcMemHandle_t (CUDA runtime API, "Memory Management")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +61,7 @@ def _index_of(identity: str) -> int:
 
 
 def _open_cuda(index: int, handle: bytes, size_bytes: int) -> Arena:
-    try:
-        import cupy
-    except ImportError as error:
-        raise TierUnavailableError("cuda", f"needs cupy ({error}): install kvstore[gpu]") from None
+    cupy = import_cupy("cuda")
     runtime: Any = cupy.cuda.runtime
     try:
         with cupy.cuda.Device(index):

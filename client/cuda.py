@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from threading import Lock
+from typing import cast
 
 import numpy as np
-import structlog
 import torch
 from typing_extensions import override
 
@@ -31,6 +31,7 @@ from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import FrameAt, FrameKernels, Sums, check_sums
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.cuda import HOST_REGISTER_READ_ONLY, import_cupy, register_host
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
@@ -48,9 +49,6 @@ BATCHES_AHEAD = 4
 """Batches of frames that the device works on while the host prepares the next."""
 MAX_BATCH_FRAMES = 32
 _WORD_BYTES = 8
-_REGISTER_READ_ONLY = 8
-
-logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,10 @@ class InArena:
 class CudaTransport(ShmTransport):
     """Shared memory, and the memory of the device that the server's gpu tier is on.
 
-    Raises TierUnavailableError at birth when the server shares none, or this process does not
-    see its device.
+    What is mapped of the device stays so until the transport is closed and the last get that was
+    at work then has ended: a kernel that reads what is mapped no more takes the engine's context
+    with it. Raises TierUnavailableError at birth when the server shares none, or this process
+    does not see its device.
     """
 
     name = "cuda"
@@ -78,11 +78,20 @@ class CudaTransport(ShmTransport):
         super().__init__(session)
         self._registered: list[Callable[[], None]] = []
         self._seen: set[int] = set()
+        self._users = 1
+        """Gets at work, and this transport itself until it is closed."""
+        self._is_closed = False
+        # Guards the two above.
+        self._users_lock = Lock()
         try:
             self.arena: Arena = open_arena(session.terms, self.slabs)
-            self.kernels: FrameKernels = open_kernels(self.arena.memory.device)
         except KVStoreError:
             super().close()
+            raise
+        try:
+            self.kernels: FrameKernels = open_kernels(self.arena.memory.device)
+        except KVStoreError:
+            self.close()
             raise
         whole = KVLayout.of(session.representation, session.options.chunk_tokens)
         self._head_bytes = header_bytes(whole)  # the same for shorter chunks
@@ -93,8 +102,33 @@ class CudaTransport(ShmTransport):
     ) -> Iterator[Iterator[InArena | Arrived]]:
         """Enter to iterate frames as ``get`` does, those on the device where they lie."""
         request = self.get_request(digests, 0, deadline_ms, pb.VIA_DEVICE)
-        with self._leased_replies(request) as (replies, leases):
-            yield self._arriving_near(replies, leases)
+        with self._mapped(), self._leased_replies(request) as (replies, leases):
+            try:
+                yield self._arriving_near(replies, leases)
+            finally:
+                # What is queued may read memory of the lease, and writes into the caller's.
+                _wait_for(self.arena.memory.device)
+
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        """Keep what is mapped until this is left. Raises LeaseExpiredError once it is closed."""
+        with self._users_lock:
+            if self._is_closed:
+                raise LeaseExpiredError("the connection to the server was closed; ask once more")
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._users_lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            while self._registered:
+                self._registered.pop()()
+            self.arena.close()
 
     def _arriving_near(
         self, replies: Iterator[pb.GetResponse], leases: set[int]
@@ -153,28 +187,22 @@ class CudaTransport(ShmTransport):
 
     def _register(self, slab_id: int, data: Bytes) -> None:
         """Have the device copy straight out of a slab; without that copies are only slower."""
-        if slab_id in self._seen or not self.arena.memory.is_cuda:
+        device = self.arena.memory.device
+        if slab_id in self._seen or device.type != "cuda":
             return
         self._seen.add(slab_id)
-        cudart: Any = torch.cuda.cudart()
-        status = cudart.cudaHostRegister(data.ctypes.data, len(data), _REGISTER_READ_ONLY)
-        if int(status):
-            logger.warning("cudaHostRegister refused; copies are slower", status=int(status))
-            return
-
-        def unregister(kept: Bytes = data) -> None:
-            cudart.cudaHostUnregister(kept.ctypes.data)
-
-        self._registered.append(unregister)
+        cupy = import_cupy("cuda")
+        unregister = register_host(cupy, device.index or 0, data, HOST_REGISTER_READ_ONLY)
+        if unregister is not None:
+            self._registered.append(unregister)
 
     @override
     def close(self) -> None:
-        with suppress(RuntimeError):  # a device that failed reads nothing any more
-            _wait_for(self.arena.memory.device)
-        while self._registered:
-            self._registered.pop()()
-        self.arena.close()
-        super().close()
+        with self._users_lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            super().close()
+            self._leave()
 
 
 class CudaClient(Client):
@@ -282,9 +310,6 @@ class _Reading:
         except UnknownCodecError:
             self._end()
             self.broken = None  # right for all we know, to a newer client
-        finally:
-            # What is queued may read memory of the lease, and writes into the caller's.
-            _wait_for(self._transport.arena.memory.device)
 
     def _end(self) -> None:
         """Prove what was queued before the chunk that is wrong."""

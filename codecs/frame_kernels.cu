@@ -8,6 +8,7 @@
 // and scrambles them after each block. The sums do not depend on what was accumulated before,
 // so all blocks are summed side by side (sum_blocks, which reads the memory) and only one
 // addition and one scramble a block are done in order (chain_blocks, on a sixteenth of it).
+// Rows that go to pages in words of 16 bytes are summed as they pass (scatter_and_sum).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -138,6 +139,22 @@ __device__ static u64 full_blocks(u64 size) {
 
 __device__ static u64 product(u64 keyed) { return (keyed & 0xFFFFFFFFULL) * (keyed >> 32); }
 
+// What a thread has of a block: two accumulators, 16 bytes of each stripe.
+struct PairOfSums {
+    u64 keys[STRIPES + 1];
+    u64 even = 0, odd = 0;
+
+    __device__ explicit PairOfSums(u32 pair) {
+#pragma unroll
+        for (u32 i = 0; i <= STRIPES; ++i) keys[i] = secret_word(2 * pair + i);
+    }
+
+    __device__ void add(u32 stripe, u128 value) {
+        even += value.high + product(value.low ^ keys[stripe]);
+        odd += value.low + product(value.high ^ keys[stripe + 1]);
+    }
+};
+
 // Grid: (any, segments). Four threads a block of input, two accumulators each, 16 bytes a load.
 extern "C" __global__ void sum_blocks(
     const u8* memory, const u64* offsets, const u64* sizes, const u64* first_blocks, u64* sums
@@ -148,21 +165,15 @@ extern "C" __global__ void sum_blocks(
     const u64 groups = (u64)gridDim.x * blockDim.x / 4;
     const u32 pair = thread % 4;
     const u8* start = memory + offsets[segment] + 16 * pair;
-    u64 keys[STRIPES + 1];
-#pragma unroll
-    for (u32 i = 0; i <= STRIPES; ++i) keys[i] = secret_word(2 * pair + i);
+    PairOfSums mine(pair);
     for (u64 block = thread / 4; block < blocks; block += groups) {
         const u128* data = (const u128*)(start + block * BLOCK_BYTES);
-        u64 even = 0, odd = 0;
+        mine.even = mine.odd = 0;
 #pragma unroll
-        for (u32 stripe = 0; stripe < STRIPES; ++stripe) {
-            const u128 value = data[stripe * (STRIPE_BYTES / 16)];
-            even += value.high + product(value.low ^ keys[stripe]);
-            odd += value.low + product(value.high ^ keys[stripe + 1]);
-        }
+        for (u32 stripe = 0; stripe < STRIPES; ++stripe) mine.add(stripe, data[4 * stripe]);
         u64* out = sums + (first_blocks[segment] + block) * LANES + 2 * pair;
-        out[0] = even;
-        out[1] = odd;
+        out[0] = mine.even;
+        out[1] = mine.odd;
     }
 }
 
@@ -263,3 +274,60 @@ MOVE_BOTH_WAYS(8, u64)
 MOVE_BOTH_WAYS(4, u32)
 MOVE_BOTH_WAYS(2, u16)
 MOVE_BOTH_WAYS(1, u8)
+
+// What scatter_16 and sum_blocks do, in one pass over the memory.
+// Grid: (any, segments of one component). A segment is a layer, one part behind the other. Four
+// threads a block of input; so many stripes are on their way to a thread at once, before it stores
+// any: no load is put off behind a store that might change what it reads.
+static const u32 STRIPES_AHEAD = 8;
+
+extern "C" __global__ void scatter_and_sum(
+    const u8* memory, const u64* offsets, const u64* sizes, const u64* first_blocks, u64* sums,
+    const u64* first_tokens, const u64* pages, const u64* blocks, u32 tokens, u32 heads, u32 parts,
+    u32 row_words, u32 block_tokens, u64 block_stride, u64 token_stride, u64 head_stride
+) {
+    const u32 segment = blockIdx.y;
+    const u64 full = full_blocks(sizes[segment]);
+    const u32 words = sizes[segment] / 16; /* a frame has fewer than 2^30 bytes */
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const u32 step = gridDim.x * blockDim.x / 4 * (BLOCK_BYTES / 16);
+    const u32 pair = thread % 4;
+    const u32 first_token = first_tokens[segment];
+    const u128* data = (const u128*)(memory + offsets[segment]);
+    PairOfSums mine(pair);
+    for (u32 begin = thread / 4 * (BLOCK_BYTES / 16); begin < words; begin += step) {
+        u32 at = begin + pair, row = at / row_words, column = at - row * row_words;
+        u32 line = row / tokens, token = row - line * tokens;
+        u128* place = 0;
+        mine.even = mine.odd = 0;
+        for (u32 stripe = 0; stripe < STRIPES; stripe += STRIPES_AHEAD) {
+            u128 values[STRIPES_AHEAD];
+#pragma unroll
+            for (u32 i = 0; i < STRIPES_AHEAD; ++i)
+                values[i] = at + 4 * i < words ? data[at + 4 * i] : u128{0, 0};
+#pragma unroll
+            for (u32 i = 0; i < STRIPES_AHEAD; ++i, at += 4) {
+                mine.add(stripe + i, values[i]);
+                if (at >= words) continue;
+                if (!place) {
+                    const u32 slot = first_token + token, block = slot / block_tokens;
+                    const u32 part = line / heads, head = line - part * heads;
+                    place = (u128*)(
+                        (u8*)pages[segment * parts + part] + blocks[block] * block_stride
+                        + (slot - block * block_tokens) * token_stride + head * head_stride
+                    );
+                }
+                place[column] = values[i];
+                for (column += 4; column >= row_words; column -= row_words) {
+                    place = 0;
+                    if (++token == tokens) token = 0, ++line;
+                }
+            }
+        }
+        const u64 block = begin / (BLOCK_BYTES / 16);
+        if (block >= full) continue;
+        u64* out = sums + (first_blocks[segment] + block) * LANES + 2 * pair;
+        out[0] = mine.even;
+        out[1] = mine.odd;
+    }
+}

@@ -88,8 +88,8 @@ class Paged:
     pages: tuple[Pages, ...]
     block_ids: Sequence[int]
 
-    def check(self, layout: KVLayout, first_token: int) -> None:
-        """Raise unless a chunk of *layout* that begins at *first_token* has slots of its own.
+    def check(self, layout: KVLayout, first_tokens: Sequence[int]) -> None:
+        """Raise unless chunks of *layout* that begin at *first_tokens* have slots of their own.
 
         LayoutMismatchError for pages of another layout, InvalidRequestError for other slots.
         """
@@ -103,12 +103,13 @@ class Paged:
             count, _, block_tokens, _ = pages.first.shape
             check_block_ids(self.block_ids, count)
             slots = len(self.block_ids) * block_tokens
-            if first_token < 0 or first_token + component.tokens > slots:
-                raise InvalidRequestError(
-                    "first_token", first_token,
-                    f"{component.tokens} tokens do not fit {len(self.block_ids)} blocks"
-                    f" of {block_tokens}",
-                )  # fmt: skip
+            for first_token in first_tokens:
+                if first_token < 0 or first_token + component.tokens > slots:
+                    raise InvalidRequestError(
+                        "first_token", first_token,
+                        f"{component.tokens} tokens do not fit {len(self.block_ids)} blocks"
+                        f" of {block_tokens}",
+                    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +154,16 @@ class FrameKernels(ABC):
         """Copy all rows to the pages, or from them. What is given was checked."""
 
     def scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
-        """Copy frames of one layout into the pages, then begin to sum them: after the copies, so
-        that the sums prove what was copied.
+        """Copy frames of one layout into the pages and begin to sum them: as they are copied, or
+        after that, so that the sums prove what was copied.
 
         Raises LayoutMismatchError, InvalidRequestError, InvalidFrameError, UnknownCodecError
         before any copy.
         """
         check_frames(RAW, memory, frames, paged)
+        return self._scatter(memory, frames, paged)
+
+    def _scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
         self.move(memory, frames, paged, to_pages=True)
         return self.sums(memory, frames)
 
@@ -204,7 +208,7 @@ def check_frames(
             )
         if frame.header.layout != frames[0].header.layout:
             raise LayoutMismatchError("frames", len(frames), "give frames of one layout")
-        paged.check(frame.header.layout, frame.first_token)
+    paged.check(frames[0].header.layout, [frame.first_token for frame in frames])
     for pages in paged.pages:
         if pages.first.device != memory.device:
             raise LayoutMismatchError("pages", str(pages.first.device), f"be on {memory.device}")

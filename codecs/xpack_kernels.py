@@ -117,7 +117,7 @@ class XpackEncoder:
         return header
 
     def _check(self, layout: KVLayout, first_token: int, paged: Paged, out: torch.Tensor) -> None:
-        paged.check(layout, first_token)
+        paged.check(layout, [first_token])
         if any(pages.first.device != out.device for pages in paged.pages):
             raise LayoutMismatchError("pages", str(out.device), "be on the device of out")
         if len(out) < _CODEC.max_frame_bytes(layout) or out.data_ptr() % 16:

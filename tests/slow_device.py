@@ -39,6 +39,7 @@ class SlowEvent:
         self._position = position
 
     def query(self) -> bool:
+        self._stream.check()
         return self._stream.done >= self._position
 
     def synchronize(self) -> None:
@@ -51,6 +52,13 @@ class SlowStream(Stream):
         self._queue: deque[Callable[[], object]] = deque()
         self.done = 0
         """Pieces of work that are over."""
+        self.fails = False
+        """Whether this stream alone does."""
+
+    def check(self) -> None:
+        self._device.check()
+        if self.fails:
+            raise TierUnavailableError("gpu", "fails on purpose")
 
     def _add(self, work: Callable[[], object]) -> None:
         self._device.check()

@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import structlog
 import torch
 from typing_extensions import override
 
 from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.cuda import HANDLE_BYTES, import_cupy, register_host
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.tiers.device import Device, Event, RegisteredRanges, Stream
 
-HANDLE_BYTES = 64
-"""Of a cudaIpcMemHandle_t (CUDA runtime API, "Memory Management")."""
-_HOST_REGISTER_PORTABLE = 1
-
-logger = structlog.get_logger(__name__)
+ARENA_GRANULE_BYTES = 2 << 20
+"""A handle lets others at all of the block that CUDA cut the memory from; one of these is ours."""
 
 
 class CudaDevice(Device):
@@ -38,7 +34,7 @@ class CudaDevice(Device):
                 " install a CUDA build of torch, name another device, or start without gpu",
             )  # fmt: skip
         self._device = torch.device("cuda", index)
-        self._cupy = _import_cupy()
+        self._cupy = import_cupy("gpu")
         with _device_errors():
             self.identity = f"cuda:{torch.cuda.get_device_properties(index).uuid}"
         self._ranges = RegisteredRanges()
@@ -47,10 +43,11 @@ class CudaDevice(Device):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Return memory of its own cudaMalloc: only such a one has an IPC handle of its own."""
         runtime = self._cupy.cuda.runtime
+        granules = -(-size_bytes // ARENA_GRANULE_BYTES)
         with self._cupy.cuda.Device(self._index):
             free_bytes, _ = runtime.memGetInfo()
             try:
-                pointer = runtime.malloc(size_bytes)
+                pointer = runtime.malloc(granules * ARENA_GRANULE_BYTES)
             except runtime.CUDARuntimeError as error:
                 raise TierUnavailableError(
                     "gpu", f"cannot allocate {size_bytes} bytes on {self._device}, where"
@@ -87,25 +84,14 @@ class CudaDevice(Device):
 
     @override
     def register(self, memory: Bytes) -> Callable[[], None] | None:
-        try:
-            cudart: Any = torch.cuda.cudart()
-            with torch.cuda.device(self._device):
-                status = int(
-                    cudart.cudaHostRegister(
-                        memory.ctypes.data, len(memory), _HOST_REGISTER_PORTABLE
-                    )
-                )
-        except RuntimeError as error:
-            logger.warning("cudaHostRegister failed; copies are staged", error=str(error))
-            return None
-        if status:
-            logger.warning("cudaHostRegister refused; copies are staged", status=status)
+        end = register_host(self._cupy, self._index, memory)
+        if end is None:
             return None
         forget = self._ranges.add(memory)
 
         def unregister() -> None:
             forget()
-            cudart.cudaHostUnregister(memory.ctypes.data)
+            end()
 
         return unregister
 
@@ -127,8 +113,10 @@ class CudaStream(Stream):
 
     @override
     def fill(self, out: torch.Tensor, value: int) -> None:
+        # A copy, where fill_ would be a kernel: that waits until the engine's have a pause.
         with _device_errors(), torch.cuda.stream(self._stream):
-            out.fill_(value)
+            values = torch.full(out.shape, value, dtype=out.dtype, pin_memory=True)
+            out.copy_(values, non_blocking=True)
 
     @override
     def record(self) -> Event:
@@ -166,13 +154,3 @@ def _device_errors() -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise TierUnavailableError("gpu", f"{type(error).__name__}: {reason}") from error
-
-
-def _import_cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise TierUnavailableError(
-            "gpu", f"needs cupy ({error}); install kvstore[gpu], or start without gpu"
-        ) from None
-    return cupy

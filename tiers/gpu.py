@@ -150,6 +150,8 @@ class GpuTier(Tier):
         ``seal`` waits for what was queued before the block is left.
         """
         block = self._open(reservation)
+        # Who had the room before may still have copies into it on the way.
+        stream.wait(self._up.record())
         try:
             yield self._slice(block, 0, block.info.size_bytes)
         finally:  # after an error too: what was queued until then still writes
@@ -297,13 +299,12 @@ class GpuTier(Tier):
                 self._free_unread()
 
     def _free_unread(self) -> None:
-        still_read = []
-        for block in self._leaving:
-            if block.is_read():
-                still_read.append(block)
-            else:
+        # All are asked before any is freed: a device that fails answers with an error.
+        asked = [(block, block.is_read()) for block in self._leaving]
+        self._leaving = [block for block, is_read in asked if is_read]
+        for block, is_read in asked:
+            if not is_read:
                 self._allocator.free(block.start)
-        self._leaving = still_read
 
     @override
     def stats(self) -> TierStats:

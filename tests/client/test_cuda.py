@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,15 @@ from contracts.chunks import make_representation
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
 
-from kvstore.client import Chunk, ClientOptions
+from kvstore.client import Chunk, ClientOptions, cuda
+from kvstore.client.arena import Arena, open_arena
 from kvstore.client.client import parents
 from kvstore.client.cuda import MAX_BATCH_FRAMES, CudaClient, CudaTransport
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.pages import PageAxes
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
-from kvstore.codecs.paged import HostKernels
+from kvstore.codecs.paged import FrameKernels, HostKernels
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -318,6 +320,56 @@ def test_a_reader_that_dies_at_work_leaves_nothing_leased(
     transport.close()
     session.close()
     gpu_server.settled()
+
+
+def test_what_is_mapped_stays_so_until_the_last_get_at_work_has_ended(
+    gpu_server: LocalServer, client: CudaClient
+) -> None:
+    keys = store(client, 1, 3)
+    warm(gpu_server, client, keys)
+    session = Session(gpu_server.dial(), SMALL, OPTIONS)
+    transport = CudaTransport(session)
+    unmapped: list[bool] = []
+    transport.arena = replace(transport.arena, close=lambda: unmapped.append(True))
+    digests = [client._digest(key) for key in keys]
+    with (
+        transport.get_on_device(digests, DEADLINE_MS) as first,
+        transport.get_on_device(digests, DEADLINE_MS) as second,
+    ):
+        next(first), next(second)
+        transport.close()
+        transport.close()
+        assert not unmapped
+    assert unmapped == [True]
+    with (
+        pytest.raises(LeaseExpiredError, match="closed"),
+        transport.get_on_device(digests, DEADLINE_MS),
+    ):
+        pass
+    session.close()
+    gpu_server.settled()
+
+
+def test_a_transport_whose_kernels_cannot_be_had_leaves_nothing_mapped(
+    gpu_server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmapped: list[bool] = []
+
+    def mapped(*given: object) -> Arena:
+        return replace(open_arena(*given), close=lambda: unmapped.append(True))  # type: ignore[arg-type]
+
+    def cannot(device: torch.device) -> FrameKernels:
+        raise TierUnavailableError("gpu", "cannot compile")
+
+    monkeypatch.setattr(cuda, "open_arena", mapped)
+    monkeypatch.setattr(cuda, "open_kernels", cannot)
+    with (
+        CudaClient(gpu_server.address, SMALL, OPTIONS) as client,
+        pytest.raises(TierUnavailableError, match="cannot compile"),
+    ):
+        client.keys([1] * 16)
+    assert unmapped == [True]
+    assert eventually(lambda: len(gpu_server.node.sessions) == 0)
 
 
 # --- what cannot be mapped

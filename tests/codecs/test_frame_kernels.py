@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +28,9 @@ from kvstore.codecs.frame_kernels import (
 )
 from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged, Pages
 from kvstore.proto.buffers import Bytes, checksum
+from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
-from kvstore.proto.types import DType
+from kvstore.proto.types import DType, LayerGroup, LayerKind
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -111,6 +115,11 @@ SHAPES = [
     (DType.float32, 1, 2, 3, 20, 8, 5),
     (DType.float16, 2, 5, 5, 17, 4, 3),
     (DType.uint8, 1, 1, 1, 16, 64, 11),
+    # the same in words of 16 bytes: one, three and five a row, in whole blocks of 1 KiB and less
+    (DType.bfloat16, 2, 3, 8, 17, 4, 3),
+    (DType.float16, 1, 1, 24, 16, 16, 0),
+    (DType.bfloat16, 2, 2, 40, 33, 8, 5),
+    (DType.uint8, 2, 1, 16, 16, 4, 1),
 ]
 ORDERS = ["block_major", "layer_major", "heads_first"]
 
@@ -197,15 +206,59 @@ def test_rows_move_on_cuda_as_torch_moves_them(
     assert_rows_move(open_kernels(device), shape, order, device)
 
 
-def test_rows_move_in_the_largest_words_that_fit(compiled: LaunchedKernels) -> None:
+def launched_by(work: Callable[[LaunchedKernels], object]) -> list[str]:
+    """Return the names of the kernels that *work* launches."""
     launched: list[str] = []
 
     def note(name: str, grid: tuple[int, int], arguments: Sequence[Argument]) -> None:
         launched.append(name)
 
-    for shape in SHAPES:
-        assert_rows_named(LaunchedKernels(CPU, note), shape)
-    assert launched == [f"scatter_{size}" for size in (16, 16, 8, 4, 2, 1)]
+    work(LaunchedKernels(CPU, note))
+    return launched
+
+
+def test_rows_move_in_the_largest_words_that_fit() -> None:
+    sizes = (16, 16, 8, 4, 2, 1, 16, 16, 16, 16)
+    for shape, size in zip(SHAPES, sizes, strict=True):
+        memory, frames, paged = paged_frames(shape)
+
+        def move(kernels: LaunchedKernels) -> None:
+            kernels.move(memory, frames, paged, to_pages=True)  # noqa: B023
+
+        assert launched_by(move) == [f"scatter_{size}"]
+
+
+def test_rows_of_the_largest_words_are_summed_as_they_are_copied() -> None:
+    copies = ("scatter_and_sum", "scatter_and_sum", "scatter_8", "scatter_4")
+    for shape, copy in zip(SHAPES[:4], copies, strict=True):
+        memory, frames, paged = paged_frames(shape)
+        launched = launched_by(lambda kernels: kernels.scatter(memory, frames, paged))  # noqa: B023
+        assert launched[0] == copy
+        if copy == "scatter_and_sum":
+            assert launched[1:] == ["chain_blocks", "finish_segments"]
+
+
+def test_components_of_a_frame_go_each_into_pages_of_their_own(compiled: LaunchedKernels) -> None:
+    of_model = make_representation(3, 2, 64)
+    wide = LayerGroup(LayerKind.attention, DType.float16, (3, 4), 1, 24)
+    of_model = replace(of_model, layer_groups=(*of_model.layer_groups, wide))
+    made = [make_frame(seed, 20, representation=of_model)[1] for seed in (5, 6)]
+    second = -(-len(made[0]) // 64) * 64
+    memory = np.zeros(second + len(made[1]), np.uint8)
+    memory[: len(made[0])], memory[second:] = made
+    frames = [FrameAt(0, parse_header(made[0]), 2), FrameAt(second, parse_header(made[1]), 22)]
+
+    def engine() -> Paged:
+        sizes = ((3, 6, 8, 2, 64), (2, 6, 8, 1, 24))
+        dtypes = (DType.bfloat16, DType.float16)
+        pages = [make_pages("layer_major", *one, CPU) for one in zip(sizes, dtypes, strict=True)]
+        return Paged(tuple(pages), (4, 0, 5, 1, 3, 2))
+
+    ours, theirs = engine(), engine()
+    found = compiled.scatter(aligned(memory), frames, ours)()
+    right = HostKernels().scatter(aligned(memory), frames, theirs)()
+    assert found == right == [f.header.segments["checksum"].tolist() for f in frames]
+    assert [*map(bytes_of, ours.pages)] == [*map(bytes_of, theirs.pages)]
 
 
 def test_what_no_grid_holds_takes_several_launches(
@@ -217,14 +270,14 @@ def test_what_no_grid_holds_takes_several_launches(
         assert_rows_move(compiled, SHAPES[1], order, CPU)
 
 
-def assert_rows_named(
-    kernels: LaunchedKernels, shape: tuple[DType, int, int, int, int, int, int]
-) -> None:
+def paged_frames(
+    shape: tuple[DType, int, int, int, int, int, int],
+) -> tuple[torch.Tensor, list[FrameAt], Paged]:
     dtype, layers, heads, dim, tokens, block_tokens, first_token = shape
     memory, frames = two_frames(shape)
     blocks = -(-(first_token + 2 * tokens) // block_tokens)
     pages = make_pages("layer_major", (layers, blocks, block_tokens, heads, dim), dtype, CPU)
-    kernels.move(aligned(memory), frames, Paged((pages,), range(blocks)), to_pages=True)
+    return aligned(memory), frames, Paged((pages,), range(blocks))
 
 
 # --- CUDA's compiler
@@ -236,6 +289,7 @@ def test_cudas_own_compiler_takes_the_source(architecture: str) -> None:
     assert (status, log) == (0, ""), "not even a warning"
     assert b"sum_blocks" in binary
     assert b"scatter_16" in binary
+    assert b"scatter_and_sum" in binary
 
 
 def test_the_cpu_needs_no_compiler() -> None:
@@ -246,3 +300,21 @@ def test_the_cpu_needs_no_compiler() -> None:
 @needs_gpu
 def test_a_device_is_compiled_for_once(device: torch.device) -> None:
     assert cuda_launcher(device.index or 0) is cuda_launcher(device.index or 0)
+
+
+def test_a_compiler_that_refuses_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CompileError(Exception):
+        """cupy's CompileException, which is no RuntimeError."""
+
+    def refuses() -> None:
+        raise CompileError("no such architecture\nand more")
+
+    fake = SimpleNamespace(
+        RawModule=lambda **_: SimpleNamespace(compile=refuses),
+        cuda=SimpleNamespace(
+            Device=lambda _: nullcontext(), compiler=SimpleNamespace(CompileException=CompileError)
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    with pytest.raises(TierUnavailableError, match=r"no such architecture$"):
+        cuda_launcher(77)

@@ -13,7 +13,7 @@ import torch
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, open_files, put
 from contracts.tier import TierContract
-from slow_device import SlowDevice
+from slow_device import SlowDevice, SlowStream
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
@@ -248,6 +248,23 @@ def test_work_of_a_filler_that_failed_still_ends_before_the_room_is_written(
     assert_holds(slow, info, bytes_of(info))
 
 
+def test_a_filler_waits_for_what_is_still_on_its_way_into_the_room(
+    slow: GpuTier, device: SlowDevice
+) -> None:
+    before = slow.reserve(make_info(1, 700))
+    slow.write(before, 0, bytes_of(before.info))
+    slow.abort(before)
+    info = make_info(2, 700)
+    engine = device.stream()
+    assert isinstance(engine, SlowStream)
+    reservation = slow.reserve(info)
+    with slow.filling(reservation, engine) as frame:
+        engine.copy(frame, torch.from_numpy(bytes_of(info)))
+    engine.run()
+    assert slow.seal(reservation)
+    assert_holds(slow, info, bytes_of(info))
+
+
 # --- a device that fails
 
 
@@ -283,6 +300,35 @@ def test_a_device_that_comes_back_is_used_again(slow: GpuTier, device: SlowDevic
         _put(slow, info)
         assert_holds(slow, info, bytes_of(info))
         slow.delete(info.key)
+
+
+def test_a_device_that_fails_when_it_is_asked_who_reads_frees_nothing_twice(
+    slow: GpuTier, device: SlowDevice
+) -> None:
+    infos = [make_info(seed, 700) for seed in (1, 2)]
+    engines = []
+    for info in infos:
+        _put(slow, info)
+        engine = device.stream()
+        with slow.lend(info.key, engine) as frame:
+            assert frame is not None
+            engine.copy(torch.empty(700, dtype=torch.uint8), frame)
+        engines.append(engine)
+        slow.delete(info.key)
+    used_bytes = slow.stats().used_bytes
+    first, last = engines
+    assert isinstance(first, SlowStream)
+    assert isinstance(last, SlowStream)
+    first.run()
+    last.fails = True
+    with pytest.raises(TierUnavailableError):
+        slow.reserve(make_info(3, 700))
+    assert slow.stats().used_bytes == used_bytes
+    last.fails = False
+    last.run()
+    reservation = slow.reserve(make_info(3, 700))
+    slow.abort(reservation)
+    assert_counts(slow, [], [])
 
 
 class _FullDevice(HostDevice):
