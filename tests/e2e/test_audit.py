@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import zmq
-from local_server import DEADLINE_MS, eventually, open_session
+from local_server import DEADLINE_MS, eventually, open_session, wait_for_stream
 from trust_world import World, chunks_for
 
-from kvstore.client import Access, Client, frame_streams
+from kvstore.client import Access, frame_streams
 from kvstore.client.options import TransportName
-from kvstore.client.zmq_transport import ZmqTransport
 from kvstore.proto import bulk, shm
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.server import dataplane
@@ -67,13 +66,6 @@ def test_puts_and_gets_are_written_down_with_who_and_of_what(
     assert eventually(lambda: world.came(rpc="Get", chunks=CHUNKS, **same))
     origins = {line["peer"] for line in world.lines() if line["rpc"] in (wrote, "Get")}
     assert all(one.startswith(origin) for one in origins), origins
-
-
-def wait_for_stream(client: Client) -> None:
-    """A stream is dialled beside the first calls, which go through ZeroMQ until it is there."""
-    transport = client._connected()
-    assert isinstance(transport, ZmqTransport)
-    assert eventually(lambda: transport._streams.is_ready)
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from blend_world import LAYERS, VOCABULARY, make_model
-from local_server import DEADLINE_MS, LocalServer
+from local_server import DEADLINE_MS, LocalServer, wait_for_stream
 from typing_extensions import override
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client, ClientOptions, frame_streams
 from kvstore.client.blend import gate as gate_module
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.gate import GatedBlender
@@ -253,12 +253,23 @@ class _Marked(Outgoing):
     def encode(self, out: Bytes, flags: int = 0) -> None:
         super().encode(out, flags | FLAG_RESTORED)
 
+    @override
+    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+        return self._encoded(room)
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+
+@pytest.mark.parametrize(
+    ("transport", "is_streamed"), [("shm", False), ("grpc", False), ("zmq", False), ("zmq", True)]
+)
 def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
-    server: LocalServer, representation: Representation, transport: TransportName
-) -> None:
+    server: LocalServer, representation: Representation, transport: TransportName,
+    is_streamed: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if not is_streamed:
+        monkeypatch.setattr(frame_streams, "MAX_STREAMS", 0)
     client = connected(server, representation, transport)
+    if is_streamed:
+        wait_for_stream(client)
     one = name_segments(STORED[0], STORED[1], 16)[0].chunks[0]
     layout = KVLayout.of(representation, one.tokens)
     key = ChunkKey(client.namespace + one.digest)
