@@ -201,8 +201,10 @@ class CudaTransport(ShmTransport):
         with self._users_lock:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
-            super().close()
-            self._leave()
+            try:
+                super().close()
+            finally:
+                self._leave()
 
 
 class CudaClient(Client):
