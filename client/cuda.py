@@ -1,8 +1,8 @@
 """The cuda transport: frames from the server's GPU memory, and its CPU memory, into an engine's
 pages on the same device.
 
-Rows go from the mapped arena into the pages in one kernel, without a copy in between, and the
-frame's checksums are computed on the device behind it. torch is imported here.
+Rows go from the mapped arena into the pages in one kernel, without a copy in between, which makes
+the frame's checksums as they pass. torch is imported here.
 """
 
 from __future__ import annotations
