@@ -27,7 +27,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkKey, DType, Representation
+from kvstore.proto.types import ChainDigest, ChunkKey, DType, Representation
 from kvstore.server import config as config_module
 from kvstore.server import tier_start
 from kvstore.server.settings.gpu_config import GpuConfig
@@ -304,34 +304,36 @@ def test_the_rest_of_a_client_works_as_through_shared_memory(client: CudaClient)
     assert client.delete(keys) == 3
 
 
+def a_reader_of_three(
+    server: LocalServer, client: CudaClient
+) -> tuple[CudaTransport, list[ChainDigest]]:
+    """Return a transport with a session of its own, and what it may ask for on the device."""
+    keys = store(client, 1, 3)
+    warm(server, client, keys)
+    transport = CudaTransport(Session(server.dial(), SMALL, OPTIONS))
+    return transport, [client._digest(key) for key in keys]
+
+
 def test_a_reader_that_dies_at_work_leaves_nothing_leased(
     gpu_server: LocalServer, client: CudaClient
 ) -> None:
-    keys = store(client, 1, 3)
-    warm(gpu_server, client, keys)
-    session = Session(gpu_server.dial(), SMALL, OPTIONS)
-    transport = CudaTransport(session)
-    digests = [client._digest(key) for key in keys]
+    transport, digests = a_reader_of_three(gpu_server, client)
     with transport.get_on_device(digests, DEADLINE_MS) as arriving:
         next(arriving)
         assert gpu_server.usage().leases == 1
         transport._socket.close()  # what the kernel does for a process that is killed
         assert eventually(lambda: gpu_server.usage().leases == 0)
     transport.close()
-    session.close()
+    transport.session.close()
     gpu_server.settled()
 
 
 def test_what_is_mapped_stays_so_until_the_last_get_at_work_has_ended(
     gpu_server: LocalServer, client: CudaClient
 ) -> None:
-    keys = store(client, 1, 3)
-    warm(gpu_server, client, keys)
-    session = Session(gpu_server.dial(), SMALL, OPTIONS)
-    transport = CudaTransport(session)
+    transport, digests = a_reader_of_three(gpu_server, client)
     unmapped: list[bool] = []
     transport.arena = replace(transport.arena, close=lambda: unmapped.append(True))
-    digests = [client._digest(key) for key in keys]
     with (
         transport.get_on_device(digests, DEADLINE_MS) as first,
         transport.get_on_device(digests, DEADLINE_MS) as second,
@@ -346,7 +348,7 @@ def test_what_is_mapped_stays_so_until_the_last_get_at_work_has_ended(
         transport.get_on_device(digests, DEADLINE_MS),
     ):
         pass
-    session.close()
+    transport.session.close()
     gpu_server.settled()
 
 

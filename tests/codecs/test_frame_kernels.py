@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -221,10 +222,9 @@ def test_rows_move_in_the_largest_words_that_fit() -> None:
     sizes = (16, 16, 8, 4, 2, 1, 16, 16, 16, 16)
     for shape, size in zip(SHAPES, sizes, strict=True):
         memory, frames, paged = paged_frames(shape)
-
-        def move(kernels: LaunchedKernels) -> None:
-            kernels.move(memory, frames, paged, to_pages=True)  # noqa: B023
-
+        move = partial(
+            LaunchedKernels.move, memory=memory, frames=frames, paged=paged, to_pages=True
+        )
         assert launched_by(move) == [f"scatter_{size}"]
 
 
@@ -232,7 +232,9 @@ def test_rows_of_the_largest_words_are_summed_as_they_are_copied() -> None:
     copies = ("scatter_and_sum", "scatter_and_sum", "scatter_8", "scatter_4")
     for shape, copy in zip(SHAPES[:4], copies, strict=True):
         memory, frames, paged = paged_frames(shape)
-        launched = launched_by(lambda kernels: kernels.scatter(memory, frames, paged))  # noqa: B023
+        launched = launched_by(
+            partial(LaunchedKernels.scatter, memory=memory, frames=frames, paged=paged)
+        )
         assert launched[0] == copy
         if copy == "scatter_and_sum":
             assert launched[1:] == ["chain_blocks", "finish_segments"]
