@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -33,6 +32,8 @@ _LINEAR = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
+_EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+"""Layers that keep nothing; transformers before 5.19 has none."""
 _STATE_DICTS = ("conv_states", "recurrent_states")
 
 
@@ -117,7 +118,7 @@ class CacheShape:
             raise RepresentationError("cache", type(cache).__name__, "use a DynamicCache")
         tokens, states = [], []
         for index, layer in enumerate(cache.layers):
-            if type(layer) not in (*_FULL, *_SLIDING, *_LINEAR, DummyLayer):
+            if type(layer) not in (*_FULL, *_SLIDING, *_LINEAR, *_EMPTY):
                 fix = "layers that this version knows keep every token, a window or a state"
                 raise RepresentationError(f"layers[{index}]", type(layer).__name__, fix)
             if type(layer) in (*_FULL, *_SLIDING):
