@@ -110,7 +110,7 @@ def prompts() -> Iterator[list[ChunkInfo]]:
 @contextmanager
 def cuda_free_tiers(folder: Path) -> Iterator[list[Tier]]:
     """Yield one tier of each kind, the gpu tier last and on the CPU: they stay empty."""
-    from kvstore.tiers.device import HostDevice
+    from kvstore.proto.device import HostDevice
     from kvstore.tiers.disk import DiskTier
     from kvstore.tiers.gpu import GpuTier
     from kvstore.tiers.redis import RedisTier

@@ -62,7 +62,7 @@ class Bench:
         """Fill a tier on the first CUDA device."""
         import torch
 
-        from kvstore.tiers.device import open_device
+        from kvstore.proto.device import open_device
         from kvstore.tiers.gpu import GpuTier
 
         made = [make_frame(seed) for seed in range(CHUNKS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from kvstore.client.session import SessionTerms
 from kvstore.client.slabs import Slabs
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.cuda import HANDLE_BYTES, import_cupy
+from kvstore.proto.device import tensor_over
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.shm import ARENA_SLAB
 
@@ -76,9 +76,3 @@ def _open_cuda(index: int, handle: bytes, size_bytes: int) -> Arena:
             runtime.ipcCloseMemHandle(pointer)
 
     return Arena(torch.as_tensor(array, device=torch.device("cuda", index)), close)
-
-
-def tensor_over(memory: Bytes) -> torch.Tensor:
-    """Return a tensor over *memory*, read-only or not; it does not keep *memory* alive."""
-    pointer = (ctypes.c_uint8 * len(memory)).from_address(memory.ctypes.data)
-    return torch.frombuffer(pointer, dtype=torch.uint8)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from kvstore.client.arena import Arena, open_arena, tensor_over
+from kvstore.client.arena import Arena, open_arena
 from kvstore.client.client import Client
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.layer_feed import in_time
@@ -32,6 +32,7 @@ from kvstore.codecs.paged import FrameAt, FrameKernels, Sums, check_sums
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.cuda import HOST_REGISTER_READ_ONLY, import_cupy, register_host
+from kvstore.proto.device import tensor_over
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,

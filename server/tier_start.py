@@ -64,7 +64,7 @@ def open_gpu_tier(config: GpuConfig) -> GpuTier:
     try:
         import torch
 
-        from kvstore.tiers.device import open_device
+        from kvstore.proto.device import open_device
         from kvstore.tiers.gpu import GpuTier
     except ImportError as error:
         raise TierUnavailableError(

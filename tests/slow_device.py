@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
+from kvstore.proto.device import Event, HostDevice, Stream
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.tiers.device import Event, HostDevice, Stream
 
 
 class SlowDevice(HostDevice):
@@ -22,11 +22,17 @@ class SlowDevice(HostDevice):
         super().__init__()
         self.fails = False
         self.streams: list[SlowStream] = []
+        self.compute = SlowStream(self)
+        """That of the engine, for every thread."""
 
     @override
     def stream(self) -> Stream:
         self.streams.append(SlowStream(self))
         return self.streams[-1]
+
+    @override
+    def current_stream(self) -> Stream:
+        return self.compute
 
     def check(self) -> None:
         if self.fails:
@@ -86,3 +92,7 @@ class SlowStream(Stream):
     @override
     def wait(self, event: Event) -> None:
         self._add(event.synchronize)
+
+    @override
+    def launch(self, work: Callable[[], object]) -> None:
+        self._add(work)

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import torch
 
 from kvstore.proto.buffers import Bytes, copy_bytes
-from kvstore.tiers.device import Device, Event, Stream
+from kvstore.proto.device import Device, Event, Stream
 
 PIECES_PER_LANE = 2
 

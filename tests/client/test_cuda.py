@@ -21,6 +21,7 @@ from kvstore.client.pages import PageAxes
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.paged import FrameKernels, HostKernels
+from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -31,7 +32,6 @@ from kvstore.proto.types import ChainDigest, ChunkKey, DType, Representation
 from kvstore.server import config as config_module
 from kvstore.server import tier_start
 from kvstore.server.settings.gpu_config import GpuConfig
-from kvstore.tiers.device import HostDevice
 from kvstore.tiers.gpu import GpuTier
 
 CHUNK_TOKENS, BLOCK_TOKENS = 16, 8

@@ -14,12 +14,12 @@ from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 from slow_device import SlowDevice
 
+from kvstore.proto.device import HostDevice
 from kvstore.proto.places import Reach
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import PutOutcome
 from kvstore.server.arrival import Arrival
 from kvstore.server.sessions import Session
-from kvstore.tiers.device import HostDevice
 from kvstore.tiers.gpu import GpuTier
 from kvstore.tiers.slab import SlabPlace
 

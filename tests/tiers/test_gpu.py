@@ -16,10 +16,10 @@ from contracts.tier import TierContract
 from slow_device import SlowDevice, SlowStream
 from typing_extensions import override
 
+from kvstore.proto.device import HostDevice, open_device
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Reservation
-from kvstore.tiers.device import HostDevice, open_device
 from kvstore.tiers.gpu import BLOCK_HEADER_BYTES, GRANULE_BYTES, GpuTier
 
 ARENA_BYTES = 64 << 10

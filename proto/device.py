@@ -1,7 +1,7 @@
-"""A device as the gpu tier uses it: memory, streams, events. One class for CUDA, one for the CPU.
+"""A device: memory, streams, events. One class for CUDA, one for the CPU.
 
-The two differ here and nowhere else. torch is imported here, so only who wants a gpu tier
-imports this file.
+The two differ here and nowhere else. torch is imported here, so only who uses a device imports
+this file.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ class Stream(ABC):
     def wait(self, event: Event) -> None:
         """Have what is queued from now on wait for *event*; the host does not."""
 
+    @abstractmethod
+    def launch(self, work: Callable[[], object]) -> None:
+        """Queue what *work* launches on torch's current stream.
+
+        What the launches read and write stays alive and unchanged until they are done.
+        """
+
 
 class Device(ABC):
     """Where an arena lies. ``identity`` names the physical device in every process alike."""
@@ -84,6 +91,10 @@ class Device(ABC):
     @abstractmethod
     def stream(self) -> Stream:
         """Return a new stream."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """Return the stream that torch's work goes to in this thread: an engine's own."""
 
     @abstractmethod
     def export(self, arena: torch.Tensor) -> int:
@@ -175,6 +186,10 @@ class HostDevice(Device):
         return _HostStream()
 
     @override
+    def current_stream(self) -> Stream:
+        return _HostStream()
+
+    @override
     def export(self, arena: torch.Tensor) -> int:
         return os.dup(self._files[arena.data_ptr()])
 
@@ -214,11 +229,15 @@ class _HostStream(Stream):
     def wait(self, event: Event) -> None:
         event.synchronize()
 
+    @override
+    def launch(self, work: Callable[[], object]) -> None:
+        work()
+
 
 def open_device(device: torch.device) -> Device:
     """Return the device called *device*. Raises TierUnavailableError with the fix."""
     if device.type == "cpu":
         return HostDevice()
-    from kvstore.tiers.cuda_device import CudaDevice
+    from kvstore.proto.cuda_device import CudaDevice
 
     return CudaDevice(device.index or 0)

@@ -11,11 +11,11 @@ import torch
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_holds, bytes_of, open_files, put
 
+from kvstore.proto.cuda_device import CudaDevice
+from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.cpu import CpuTier
-from kvstore.tiers.cuda_device import CudaDevice
-from kvstore.tiers.device import Device, HostDevice, open_device
 from kvstore.tiers.gpu import GpuTier
 
 SLAB_BYTES = 64 << 10

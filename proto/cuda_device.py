@@ -12,8 +12,8 @@ from typing_extensions import override
 from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.cuda import HANDLE_BYTES, import_cupy, register_host
+from kvstore.proto.device import Device, Event, RegisteredRanges, Stream
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.tiers.device import Device, Event, RegisteredRanges, Stream
 
 ARENA_GRANULE_BYTES = 2 << 20
 """A handle lets others at all of the block that CUDA cut the memory from; one of these is ours."""
@@ -74,6 +74,11 @@ class CudaDevice(Device):
             return CudaStream(torch.cuda.Stream(self._device))
 
     @override
+    def current_stream(self) -> Stream:
+        with _device_errors():
+            return CudaStream(torch.cuda.current_stream(self._device))
+
+    @override
     def export(self, arena: torch.Tensor) -> int:
         with _device_errors(), self._cupy.cuda.Device(self._index):
             handle: bytes = self._cupy.cuda.runtime.ipcGetMemHandle(arena.data_ptr())
@@ -130,6 +135,11 @@ class CudaStream(Stream):
         assert isinstance(event, _CudaEvent)
         with _device_errors():
             self._stream.wait_event(event.event)
+
+    @override
+    def launch(self, work: Callable[[], object]) -> None:
+        with _device_errors(), torch.cuda.stream(self._stream):
+            work()
 
 
 class _CudaEvent:
