@@ -104,7 +104,7 @@ class ExponentKernels:
             [layer.stored_bytes - least for layer in layers],
             first_tokens(layers),
             page_pointers(layers, pages),
-            list(paged.block_ids),
+            list(paged.tables[0]),
         )
         starts, escapes = (
             torch.empty(count * (tiles + 1), dtype=torch.int64, device=self._device)

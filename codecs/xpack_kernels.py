@@ -156,7 +156,7 @@ class XpackEncoder:
         """
         component, pages = rows.component, rows.pages
         pointers = [view.data_ptr() for views in pages.views for view in views]
-        places, ids = device_table(self._device, pointers, list(rows.paged.block_ids))
+        places, ids = device_table(self._device, pointers, list(rows.paged.tables[0]))
         for cut in grid_cuts(component.layers):
             mine = [_rows_of(each, cut, component.layers) for each in (*of_layers, places)]
             given: list[Argument] = [
@@ -178,7 +178,7 @@ def _copy(rows: _Rows, out: torch.Tensor, bases: Sequence[int]) -> None:
     """Copy layers of types that are not packed."""
     component, block_tokens = rows.component, rows.pages.first.shape[2]
     slots = torch.arange(component.tokens, device=out.device) + rows.first_token
-    ids = torch.tensor(list(rows.paged.block_ids), device=out.device)
+    ids = torch.tensor(list(rows.paged.tables[0]), device=out.device)
     blocks, places = ids[slots // block_tokens], slots % block_tokens
     for base, views in zip(bases, rows.pages.views, strict=True):
         for number, view in enumerate(views):
