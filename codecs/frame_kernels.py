@@ -146,13 +146,13 @@ class LaunchedKernels(FrameKernels):
         return torch.empty(length, dtype=torch.int64, device=self._device)
 
     @override
-    def _scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
+    def start(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
         """Sum words as they are copied, where all rows are made of the largest: each is read once,
         and what was copied is what was summed.
         """
         plan = self._plan(frames[0].header, paged.pages)
         if self._word(plan, memory, frames) != _WORD_BYTES:
-            return super()._scatter(memory, frames, paged)
+            return super().start(memory, frames, paged)
         starts, blocks = self._places(frames, paged)
         segments, counts = plan.segments, [plan.segments.count] * len(frames)
         sums = self._empty(_LANES * segments.blocks * len(frames))
