@@ -82,7 +82,8 @@ class DeviceReader:
         """Give the ring back. Nobody reads any more."""
         with self.lock:
             self.wait()
-            self.device.release(self.ring)
+            ring, self.ring = self.ring, self.ring[:0].clone()
+            self.device.release(ring)
 
 
 class Registration:
