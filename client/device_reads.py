@@ -169,8 +169,8 @@ class Reading:
         after: Event | None = None,
     ) -> None:
         self._transport = transport
-        self._reader = reader
-        self._keys = keys
+        self.reader = reader
+        self.keys = keys
         self._paged = paged
         self._chunk_tokens = transport.session.options.chunk_tokens
         self._frames: list[FrameAt] = []
@@ -209,11 +209,11 @@ class Reading:
                 self._prove(self._queue.popleft())
         except (ChunkCorruptError, InvalidFrameError):
             self._queue.clear()
-        self.broken = self._keys[self.done]
+        self.broken = self.keys[self.done]
 
     def _frame(self, index: int, head: Bytes, size_bytes: int, offset: int) -> FrameAt:
         try:
-            header = check_header(self._transport.session, self._keys[index], head, size_bytes)
+            header = check_header(self._transport.session, self.keys[index], head, size_bytes)
             RAW.check_header(header)
             if header.layout.tokens > self._chunk_tokens:
                 raise InvalidFrameError("tokens", header.layout.tokens, f"<= {self._chunk_tokens}")
@@ -225,7 +225,7 @@ class Reading:
     def _follows(self, frame: FrameAt, *, in_arena: bool) -> None:
         """Flush the run of frames at hand unless *frame* goes with them."""
         run = self._frames
-        most = MAX_BATCH_FRAMES if in_arena else len(self._reader.busy) // 2
+        most = MAX_BATCH_FRAMES if in_arena else len(self.reader.busy) // 2
         is_other = bool(run) and (
             in_arena != bool(self._places) or run[0].header.layout != frame.header.layout
         )
@@ -241,7 +241,7 @@ class Reading:
 
     def _upload(self, arrived: Arrived) -> None:
         """Queue the copy of a frame of host memory into the ring."""
-        reader = self._reader
+        reader = self.reader
         data = arrived.frame[:]
         frame = self._frame(arrived.index, data, len(data), self._next_slot * reader.frame_bytes)
         if len(data) > reader.frame_bytes:
@@ -271,7 +271,7 @@ class Reading:
         slots, self._slots = self._slots, []
         while len(self._queue) >= BATCHES_AHEAD:
             self._prove(self._queue.popleft())
-        reader, arena = self._reader, self._transport.arena
+        reader, arena = self.reader, self._transport.arena
         if places:
             assert arena is not None
             memory = arena.memory
