@@ -61,6 +61,8 @@ class SlowStream(Stream):
         self._queue: deque[Callable[[], object]] = deque()
         self.done = 0
         """Pieces of work that are over."""
+        self.copied: list[int] = []
+        """Bytes of each copy that was queued."""
         self.fails = False
         """Whether this stream alone does."""
 
@@ -84,6 +86,7 @@ class SlowStream(Stream):
 
     @override
     def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        self.copied.append(len(out))
         self._add(lambda: out.copy_(data))
 
     @override

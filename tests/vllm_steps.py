@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from local_server import DEADLINE_MS, eventually
+from slow_device import SlowDevice
 from vllm_pages import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -61,9 +63,16 @@ class Engine:
         role: Role = BOTH,
         shape: EngineShape = SHAPE,
         ranks: Sequence[Rectangle | None] = (None,),
+        device: SlowDevice | None = None,
+        client: type[Client] = Client,
+        zeroes: bool = False,
+        refusing: bool = False,
     ) -> None:
+        """*device*: where pages lie and the forward pass runs, late. *zeroes*: blocks are zeroed
+        when they are given out, before ``handle_preemptions``, as vLLM's V2 runner does."""
         opts = opts or options()
         self.shape = shape
+        self.device, self._zeroes = device, zeroes
         self.packing = packing
         identity = identity or representation(shape=shape)
         lookups = Connector(Client(address, identity, opts))
@@ -71,10 +80,12 @@ class Engine:
         self.workers: list[Any] = []
         self.pages = [empty_pages(shape=shape)] * len(ranks)
         for rank, pages in zip(ranks, self.pages, strict=True):
-            connector = Connector(Client(address, identity, opts), rectangle=rank)
-            self.workers.append(VllmWorker(connector, shape_of_rank(shape, rank), queue_bytes))
+            connector = Connector(client(address, identity, opts), rectangle=rank)
+            own_shape = shape_of_rank(shape, rank)
+            self.workers.append(VllmWorker(connector, own_shape, queue_bytes, device=device))
             own = pages_of_rank(pages, shape, rank)
-            assert self.workers[-1].register(own, writer(packing)) == ""
+            refusal = self.workers[-1].register(own, writer(packing))
+            assert bool(refusal) is refusing, refusal
         self._next_block = 1
 
     def blocks(self, tokens: int) -> list[int]:
@@ -117,15 +128,35 @@ class Engine:
         orders = self.scheduler.orders(
             step([table[new] for table in tables], **{request.request_id: tokens}), lambda _: tables
         )
+        if self._zeroes:
+            self.wipe(tables, new)
         for worker in self.workers:
             worker.begin(orders)
         for worker, pages in zip(self.workers, self.pages, strict=True):
             worker.load(orders)
             known = request.all_token_ids[:stop]
-            compute(pages, self.packing, known, blocks, request.num_computed_tokens, self.shape)
+            self._do(partial(compute, pages, self.packing, known, blocks, start, self.shape))
             worker.store(orders)
         request.num_computed_tokens = stop
         return orders
+
+    def _do(self, work: Callable[[], object]) -> None:
+        """Do what the engine does in pages: at once, or on the device, which is late."""
+        if self.device is None:
+            work()
+        else:
+            self.device.compute.launch(work)
+
+    def wipe(self, tables: Tables, new: slice = slice(None), value: float = 0.0) -> None:
+        """Overwrite blocks, as for another request."""
+        ids = [block for table in tables for block in table[new] if block]
+
+        def write() -> None:
+            for pages in self.pages:
+                for whole in pages.values():
+                    whole[ids] = value
+
+        self._do(write)
 
     def load(self, request: FakeRequest, blocks: Blocks, tokens: int) -> set[int]:
         """Load what ``matched`` promised; return the blocks that failed, as vLLM joins them."""
@@ -159,10 +190,16 @@ class Engine:
             request.num_computed_tokens = hit
         if hit < len(tokens):
             self.step(request, blocks, len(tokens) - hit)
+        self.catch_up()
         assert all(holds(pages, self.packing, tokens, blocks, self.shape) for pages in self.pages)
         self.scheduler.finished(request)
         assert all(worker.settled(20.0) for worker in self.workers)
         return hit
+
+    def catch_up(self) -> None:
+        """Have the device do what the engine queued."""
+        if self.device is not None:
+            self.device.compute.run()
 
     def close(self) -> None:
         self.scheduler.close()

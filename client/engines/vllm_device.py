@@ -85,6 +85,7 @@ class EngineDevicePages:
             ]
             groups.append(Pages(tuple(views), tuple(layer.table for layer in group.layers)))
         self._groups = tuple(groups)
+        self.has_windows_only = all(group.kind in END_KINDS for group in shape.groups)
         self._of_layouts: dict[tuple[bool, ...], tuple[Pages, ...]] = {}
 
     def of(self, layout: KVLayout) -> tuple[Pages, ...]:
@@ -122,7 +123,7 @@ class EngineDevicePages:
         return found
 
     def has_windows(self, tables: BlockTables) -> bool | None:
-        """Return whether the engine still has the windows of a chunk; None: not even the rest."""
+        """Return whether the engine still has the windows of a chunk; None: nothing of it."""
         has_windows = True
         for group in self.shape.groups:
             kept = self.shape.kept_blocks(group, len(tables[0]))
@@ -132,7 +133,7 @@ class EngineDevicePages:
                 if group.kind not in END_KINDS:
                     return None
                 has_windows = False
-        return has_windows
+        return has_windows or (None if self.has_windows_only else False)
 
     def check_ends(self, layout: KVLayout, tables: BlockTables) -> list[bool]:
         """Return which groups a load into *tables* wants of a chunk of *layout*.
@@ -248,7 +249,7 @@ class DeviceSide(Side):
         rectangle = connector.rectangle
         self._layouts = {
             has: _rank_layout(client.representation, rectangle, tokens, has_windows=has)
-            for has in ({True, False} if pages.shape.has_ends else {True})
+            for has in ({True} if pages.has_windows_only else {True, not pages.shape.has_ends})
         }
         pages.of(self._layouts[True])
         self.headers = {layout: _blank_header(layout) for layout in self._layouts.values()}

@@ -1,0 +1,320 @@
+"""The vLLM connector with pages on a device whose work stands still until somebody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from local_server import LocalServer, eventually
+from prompts import tokens as prompt_tokens
+from slow_device import SlowDevice, SlowEvent
+from typing_extensions import override
+from vllm_pages import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    HYBRID,
+    LATENT,
+    SHAPE,
+    SLIDING,
+    holds,
+    representation,
+)
+from vllm_stand_ins import FakeRequest
+from vllm_steps import Engine
+
+from kvstore.client import Client
+from kvstore.client.cuda import CudaClient
+from kvstore.client.engines import vllm_worker
+from kvstore.client.engines.vllm_layout import one_after_the_other, side_by_side
+from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.rectangle import Rectangle
+from kvstore.codecs.paged import HostKernels
+from kvstore.proto.errors import TierUnavailableError
+
+Start = Callable[..., Engine]
+PROMPT = prompt_tokens(1, 200)
+CLIENTS = pytest.mark.parametrize("client", [Client, CudaClient], ids=["host", "straight"])
+
+
+@pytest.fixture
+def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
+    """Start engines with pages on a device of their own, closed in the end."""
+
+    def make(**settings: object) -> Engine:
+        given: dict[str, object] = {"packing": side_by_side, "device": SlowDevice(), **settings}
+        engine = Engine(server.address, **given)  # type: ignore[arg-type]
+        request.addfinalizer(engine.close)
+        return engine
+
+    return make
+
+
+@CLIENTS
+@pytest.mark.parametrize("zeroes", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("packing", [side_by_side, one_after_the_other])
+def test_what_one_engine_computed_another_loads(
+    start: Start, client: type[Client], zeroes: bool, packing: object
+) -> None:
+    assert start(packing=packing, client=client, zeroes=zeroes).run("a", PROMPT) == 0
+    assert start(packing=packing, client=client, zeroes=zeroes).run("b", PROMPT) == 192
+
+
+@pytest.mark.parametrize("shape", [LATENT, HYBRID, SLIDING], ids=["latent", "hybrid", "sliding"])
+def test_latents_and_windows_in_several_tables_are_stored_and_loaded(
+    start: Start, shape: EngineShape
+) -> None:
+    assert start(shape=shape).run("a", PROMPT) == 0
+    assert start(shape=shape).run("b", PROMPT) > 0
+
+
+def test_engines_on_cpus_and_on_devices_share(start: Start) -> None:
+    start().run("a", PROMPT)
+    assert start(device=None).run("b", PROMPT) == 192
+    other = prompt_tokens(2, 200)
+    start(device=None).run("c", other)
+    assert start(client=CudaClient).run("d", other) == 192
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        (Rectangle(kv_heads=((0, 1),)), Rectangle(kv_heads=((1, 2),))),
+        (Rectangle(layers=(0, 1)), Rectangle(layers=(1, 3))),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_ranks_of_a_parallel_engine_store_and_load_their_shards(
+    start: Start, ranks: tuple[Rectangle, ...]
+) -> None:
+    start(ranks=ranks, client=CudaClient).run("a", PROMPT)
+    assert start(ranks=ranks, client=CudaClient).run("b", PROMPT) == 192
+    assert start().run("c", PROMPT) == 192, "and so does an engine of one rank"
+
+
+# --- order
+
+
+def computed(engine: Engine, name: str, prompt: list[int]) -> tuple[FakeRequest, list[int]]:
+    """Compute a prompt in one step; return its request and blocks."""
+    request = FakeRequest(name, list(prompt))
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+    blocks = engine.blocks(len(prompt))
+    engine.step(request, blocks, len(prompt))
+    return request, blocks
+
+
+def test_blocks_may_be_overwritten_as_soon_as_the_step_has_ended(start: Start) -> None:
+    engine = start()
+    request, blocks = computed(engine, "a", PROMPT)
+    engine.wipe([blocks], value=9.0)
+    engine.scheduler.finished(request)
+    assert engine.workers[0].settled(20.0)
+    assert start().run("b", PROMPT) == 192
+
+
+class Watched(SlowDevice):
+    """Counts launches and copies, and who waits for the device in the engine's thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+        self.allocated = 0
+        self._engine = threading.get_ident()
+
+    @override
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        self.allocated += 1
+        return super().allocate(size_bytes)
+
+    def note_wait(self) -> None:
+        self.waits += threading.get_ident() == self._engine
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    device = Watched()
+    synchronize = SlowEvent.synchronize
+
+    def noted(self: SlowEvent) -> None:
+        device.note_wait()
+        synchronize(self)
+
+    monkeypatch.setattr(SlowEvent, "synchronize", noted)
+    return device
+
+
+def test_a_step_is_one_launch_a_chunk_one_copy_and_no_hook_waits_or_allocates(
+    start: Start, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(device=watched)
+    (worker,) = engine.workers
+    launches: list[int] = []
+    move = HostKernels.move
+
+    def noted(self: HostKernels, memory: object, frames: list[object], *a: object, **k: object):
+        launches.append(len(frames))
+        move(self, memory, frames, *a, **k)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HostKernels, "move", noted)
+    copies = [len(stream.copied) for stream in watched.streams]
+    allocated = watched.allocated
+    computed(engine, "a", PROMPT)
+    assert watched.waits == 0
+    assert worker.settled(20.0)
+    assert launches == [3], "all chunks of the step in one launch"
+    after = [len(stream.copied) for stream in watched.streams]
+    assert sum(after) - sum(copies) == 3, "one copy a chunk"
+    assert watched.allocated == allocated
+
+
+def test_a_load_waits_for_the_engines_stream_on_the_device_alone(
+    start: Start, watched: Watched
+) -> None:
+    start().run("a", PROMPT)
+    engine = start(device=watched, client=CudaClient)
+    request = FakeRequest("b", list(PROMPT))
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 192
+    blocks = engine.blocks(len(PROMPT))
+    engine.wipe([blocks], value=5.0)  # zeroing, or a step that still writes to these blocks
+    before = watched.waits
+    assert engine.load(request, blocks, 192) == set()
+    assert watched.waits == before
+    assert holds(engine.pages[0], side_by_side, PROMPT[:192], blocks)
+
+
+# --- room
+
+
+def test_what_finds_no_slot_is_gathered_by_a_later_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)  # two slots, the least
+    engine = start()
+    (worker,) = engine.workers
+    prompt = prompt_tokens(3, 4 * CHUNK_TOKENS + 20)
+    request, blocks = computed(engine, "a", prompt)
+    assert eventually(lambda: worker.counted["stored_chunks"] == 2)
+    request.all_token_ids.append(1)
+    engine.step(request, [*blocks], 1)
+    assert eventually(lambda: worker.counted["stored_chunks"] == 4)
+    engine.scheduler.finished(request)
+    assert start().run("b", prompt) == 4 * CHUNK_TOKENS
+
+
+def test_what_finds_no_slot_before_its_blocks_are_given_away_is_dropped_and_counted(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)
+    engine = start(zeroes=True)
+    (worker,) = engine.workers
+    prompt = prompt_tokens(4, 4 * CHUNK_TOKENS)
+    request, blocks = computed(engine, "a", prompt)
+    engine.scheduler.finished(request)
+    assert worker.settled(20.0)
+    other = FakeRequest("b", prompt_tokens(5, 10))
+    engine.scheduler.arrived(other)
+    assert engine.matched(other) == 0
+    engine.step(other, blocks[-1:], 10)  # its block is of the last chunk
+    assert worker.settled(20.0)
+    assert worker.counted["gone_chunks"] == 1
+    assert worker.counted["stored_chunks"] == 3
+    assert start().run("c", prompt) == 3 * CHUNK_TOKENS
+
+
+def test_a_device_with_little_memory_has_a_smaller_ring(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small(SlowDevice):
+        @override
+        def allocate(self, size_bytes: int) -> torch.Tensor:
+            if size_bytes > 1 << 20:
+                raise TierUnavailableError("gpu", "out of memory")
+            return super().allocate(size_bytes)
+
+    start(device=Small()).run("a", PROMPT)
+    assert start().run("b", PROMPT) == 192
+
+
+# --- bad input: right tokens always, and a counted reason
+
+
+@pytest.fixture
+def refused(server: LocalServer) -> Iterator[Callable[[SlowDevice], str]]:
+    made: list[Engine] = []
+
+    def refusal(device: SlowDevice, packing: object = side_by_side) -> str:
+        engine = Engine(server.address, packing=packing, refusing=True, device=device)  # type: ignore[arg-type]
+        made.append(engine)
+        (worker,) = engine.workers
+        return str(worker._refusal)
+
+    yield refusal
+    for engine in made:
+        engine.close()
+
+
+def test_a_device_without_memory_is_a_reason_to_run_without_the_store(
+    refused: Callable[[SlowDevice], str],
+) -> None:
+    class Full(SlowDevice):
+        @override
+        def allocate(self, size_bytes: int) -> torch.Tensor:
+            raise TierUnavailableError("gpu", "out of memory")
+
+    assert "out of memory" in refused(Full())
+
+
+def test_registration_that_is_refused_costs_speed_alone(start: Start) -> None:
+    class Refusing(SlowDevice):
+        @override
+        def register(self, memory: object, *, read_only: bool = False) -> None:
+            return None
+
+    start(device=Refusing()).run("a", PROMPT)
+    assert start(device=Refusing(), client=CudaClient).run("b", PROMPT) == 192
+
+
+def test_a_device_that_fails_loses_hits_and_no_token(start: Start) -> None:
+    start().run("a", PROMPT)
+    device = SlowDevice()
+    engine = start(device=device, client=CudaClient)
+    request = FakeRequest("b", list(PROMPT))
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 192
+    blocks = engine.blocks(len(PROMPT))
+    for stream in device.streams:
+        stream.fails = True
+    assert engine.load(request, blocks, 192) == set(blocks[: 192 // BLOCK_TOKENS])
+    (worker,) = engine.workers
+    assert worker.counted["lost_chunks"] == 3
+    assert worker._connector.stats().load_errors["TierUnavailableError"]
+    for stream in device.streams:
+        stream.fails = False
+
+
+@CLIENTS
+def test_a_damaged_frame_is_computed_again(
+    start: Start, server: LocalServer, client: type[Client]
+) -> None:
+    engine = start()
+    engine.run("a", PROMPT)
+    keys = Client(server.address, representation(), engine.workers[0]._connector.client.options)
+    with keys:
+        second = keys.keys(PROMPT)[1]
+    transfers = server.node.manager.transfers
+    place = transfers.cpu.locate(second)
+    assert place is not None
+    slab = next(s for s in transfers.cpu._slabs.values() if s.slab_id == place.slab_id)
+    slab.bytes[place.offset + place.size_bytes - 1] ^= 1
+    other = start(client=client)
+    request = FakeRequest("b", list(PROMPT))
+    other.scheduler.arrived(request)
+    assert other.matched(request) == 192
+    blocks = other.blocks(len(PROMPT))
+    failed = other.load(request, blocks, 192)
+    assert failed == set(blocks[CHUNK_TOKENS // BLOCK_TOKENS : 192 // BLOCK_TOKENS])
+    assert holds(other.pages[0], side_by_side, PROMPT[:CHUNK_TOKENS], blocks, SHAPE)
