@@ -7,12 +7,12 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
-from vllm_stand_ins import FullAttentionSpec, SlidingWindowSpec, cache_config, engine_config
 from vllm.config import LoRAConfig, ModelConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm_stand_ins import FullAttentionSpec, SlidingWindowSpec, cache_config, engine_config
 
 from kvstore.client.engines import vllm_identity, vllm_versions
 from kvstore.client.engines.vllm import KVStoreConnector
