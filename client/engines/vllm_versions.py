@@ -13,6 +13,8 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output
+from vllm.v1.kv_offload import base as offload
+from vllm.v1.kv_offload.tiering.base import JobResult
 
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.proto.errors import RepresentationError
@@ -31,6 +33,17 @@ event_keys: Callable[[list[Any]], Any] = getattr(
     kv_cache_utils, "to_event_extra_keys", lambda keys: keys
 )
 """How events write what else names blocks; below 0.31 as it is."""
+
+STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
+"""What a tier below vLLM's offloading says that it is; 0.26 does not ask."""
+
+TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
+"""Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
+
+
+def job_rows(job: Any) -> Any:
+    """Return the places in vLLM's CPU memory of a tier's *job*; below 0.30 they were blocks."""
+    return job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
 
 
 def _known(event: Any) -> Callable[..., Any]:
