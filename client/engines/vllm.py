@@ -100,6 +100,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: VllmWorker | RefusedWorker | None = None
         self._layers = vllm_config.compilation_config.static_forward_context
         self._tables = FollowedTables()
+        self._registered: dict[str, torch.Tensor] = {}
+        self._dropped: dict[str, torch.Tensor] = {}
         if said := untested():
             logger.warning(said)
         is_scheduler = role == KVConnectorRole.SCHEDULER
@@ -191,9 +193,26 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the engine's pages."""
         if self._worker is None:
             return
+        self._registered = kv_caches
         refusal = self._worker.register(kv_caches, self._writer)
         if refusal:
             logger.error("running without the store: %s", refusal)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Pages may be given up and come back; releases below 0.33 do not tell of it."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the pages before they are given up."""
+        if self._worker is not None and self._worker.drop_pages():
+            self._dropped, self._registered = self._registered, {}
+
+    def restore_kv_caches(self) -> None:
+        """Take the pages again once they are back."""
+        if self._dropped:
+            dropped, self._dropped = self._dropped, {}
+            self.register_kv_caches(dropped)
 
     def _writer(self, layer_name: str) -> BlockWriter:
         """Return how the attention backend of a layer writes KV into pages."""

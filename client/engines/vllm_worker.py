@@ -140,6 +140,16 @@ class VllmWorker:
             self.refuse(f"{type(error).__name__}: {error}")
         return self._refusal
 
+    def drop_pages(self) -> bool:
+        """Let go of the engine's pages once nobody uses them; return whether there were any.
+
+        Loads fail and nothing is stored until pages are registered again.
+        """
+        (pages, pool), self._pages, self._pool = (self._pages, self._pool), None, None
+        if self.settled(SHUTDOWN_S) and pool is not None:
+            pool.close()
+        return pages is not None
+
     def refuse(self, reason: str) -> None:
         """Neither load nor store from now on, and have the scheduler told."""
         self._pages = None

@@ -7,6 +7,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.config import LoRAConfig, ModelConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
@@ -81,6 +82,24 @@ def test_an_engine_that_nobody_understands_starts_and_every_request_is_a_counted
         assert said is not None
         assert "model_config" in said.news.refusal
     made.shutdown()
+
+
+def test_pages_given_up_for_a_sleep_are_registered_again_once() -> None:
+    asked: list[str] = []
+    made, pages = connector(), {"layer": torch.zeros(1)}
+    made._registered, made._dropped = {}, {}
+    made._worker = SimpleNamespace(
+        register=lambda caches, _: asked.append(*caches) or "", drop_pages=lambda: bool(asked)
+    )
+    made.unregister_kv_caches()
+    made.restore_kv_caches()
+    assert asked == [], "there were none"
+    made.register_kv_caches(pages)
+    made.unregister_kv_caches()
+    for _ in range(2):
+        made.restore_kv_caches()
+    assert asked == ["layer", "layer"]
+    assert KVStoreConnector.supports_sleep_mode(None)
 
 
 @pytest.mark.parametrize(("installed", "is_known"), [
