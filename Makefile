@@ -9,7 +9,8 @@ APT_INSTALL = $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninter
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-VLLM := build/vllm
+VERSION ?= 0.32
+VLLM := build/vllm-$(VERSION)
 VLLM_STAMP := $(VLLM)/.installed
 SGLANG := build/sglang
 SGLANG_STAMP := $(SGLANG)/.installed
@@ -52,16 +53,16 @@ demo: $(STAMP) ## a real engine's KV survives its process, and its server
 test: $(STAMP) redis chromium ## run the test suite; ARGS=... goes to pytest
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
-vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 1.8 GB in build/vllm
+vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 2 GB in build/vllm-VERSION; VERSION=0.32, 0.29, 0.26
 
-$(VLLM_STAMP): tests/real_vllm/requirements.txt pyproject.toml
+$(VLLM_STAMP): tests/real_vllm/requirements.txt tests/real_vllm/requirements-$(VERSION).txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)/venv
-	$(VLLM)/venv/bin/python -m pip install -q --no-deps -r tests/real_vllm/requirements.txt
+	$(VLLM)/venv/bin/python -m pip install -q --no-deps -r tests/real_vllm/requirements-$(VERSION).txt
 	$(VLLM)/venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-test-vllm: $(VLLM_STAMP) ## a real vLLM with the store and without; ARGS=... goes to pytest
-	$(VLLM)/venv/bin/python -m pytest tests/real_vllm -o filterwarnings=default -o timeout=900 $(ARGS)
+test-vllm: $(VLLM_STAMP) ## a real vLLM with the store and without; VERSION=0.32; ARGS=... goes to pytest
+	VLLM_VERSION=$(VERSION) $(VLLM)/venv/bin/python -m pytest tests/real_vllm -o filterwarnings=default -o timeout=900 $(ARGS)
 
 sglang-env: $(SGLANG_STAMP) ## that of vLLM and SGLang's wheel beside it: 300 MB in build/sglang
 

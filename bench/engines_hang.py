@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(folder).chmod(0o700)
             measure(report, Path(folder))
     else:
-        report.skip(list(KEYS), "no build/vllm: run make vllm-env")
+        report.skip(list(KEYS), "no vLLM: run make vllm-env")
     report.print(only_json=only_json)
     return 0
 

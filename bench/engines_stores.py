@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(folder).chmod(0o700)
             measure(report, Path(folder))
     else:
-        report.skip([STORE_KEY], "no build/vllm: run make vllm-env")
+        report.skip([STORE_KEY], "no vLLM: run make vllm-env")
     report.print(only_json=only_json)
     return 0
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHON = ROOT / "build" / "vllm" / "venv" / "bin" / "python"
+VERSION = os.environ.get("VLLM_VERSION", "0.32")
+PYTHON = ROOT / "build" / f"vllm-{VERSION}" / "venv" / "bin" / "python"
 """The interpreter of the environment that ``make vllm-env`` makes."""
 
 _ENVIRONMENT = {
@@ -22,6 +24,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvstore.client.engines.vllm_tier import StoreTieringSpec
 
 
 class CopyWorker(OffloadingWorker):  # type: ignore[misc]
@@ -85,7 +86,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._region.cleanup()
 
 
-class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
+class CpuTieringSpec(StoreTieringSpec):  # type: ignore[misc]
     """vLLM's spec with a worker for pages in CPU memory."""
 
     def get_worker(self, kv_caches: Any) -> CopyWorker:

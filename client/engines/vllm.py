@@ -16,15 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -38,7 +35,6 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     resolve_block_hashes,
     resolve_kv_cache_block_sizes,
-    to_event_extra_keys,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 
@@ -48,21 +44,27 @@ from kvstore.client.engines.vllm_cost import PrefillCost
 from kvstore.client.engines.vllm_events import EventMaker, KVEvents
 from kvstore.client.engines.vllm_identity import representation_of
 from kvstore.client.engines.vllm_layout import BlockWriter
-from kvstore.client.engines.vllm_orders import MISFITS, StepOrders, WorkerNews
+from kvstore.client.engines.vllm_orders import MISFITS, FollowedTables, StepOrders, WorkerNews
 from kvstore.client.engines.vllm_refused import RefusedScheduler, RefusedWorker
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
 from kvstore.client.engines.vllm_settings import Role, VllmSettings
 from kvstore.client.engines.vllm_shape import EngineShape, shape_of
 from kvstore.client.engines.vllm_stats import StoreMetrics, StoreStats
+from kvstore.client.engines.vllm_versions import (
+    HAS_BLOCK_TABLES,
+    TransferResults,
+    block_removed,
+    block_stored,
+    check_loads_can_fail,
+    event_keys,
+    untested,
+)
 from kvstore.client.engines.vllm_worker import VllmWorker
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, RepresentationError
 from kvstore.proto.types import END_KINDS
 
 __all__ = ["KVStoreConnector"]
-
-TESTED_VERSION = "0.32"
-"""vLLM's interface of connectors changes with its minor versions."""
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -97,12 +99,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: VllmScheduler | RefusedScheduler | None = None
         self._worker: VllmWorker | RefusedWorker | None = None
         self._layers = vllm_config.compilation_config.static_forward_context
-        if not vllm.__version__.startswith(TESTED_VERSION):
-            logger.warning("kvstore is tested with vLLM %s, not %s", TESTED_VERSION,
-                           vllm.__version__)  # fmt: skip
+        self._tables = FollowedTables()
+        self._registered: dict[str, torch.Tensor] = {}
+        self._dropped: dict[str, torch.Tensor] = {}
+        if said := untested():
+            logger.warning(said)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         try:
             shape = shape_of(vllm_config, kv_cache_config)
+            check_loads_can_fail(shape)
             if is_scheduler:
                 self._scheduler = _scheduler(vllm_config, settings, shape, kv_cache_config)
             else:
@@ -144,9 +149,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the orders of a step."""
         if self._scheduler is None:
             return StepMetadata()
-        state = scheduler_output.kv_connector_block_state
-        orders = self._scheduler.orders(scheduler_output, state.get_block_ids)
-        return StepMetadata(orders)
+        if HAS_BLOCK_TABLES:
+            tables_of = scheduler_output.kv_connector_block_state.get_block_ids
+        else:
+            self._tables.follow(scheduler_output)
+            tables_of = self._tables.of
+        return StepMetadata(self._scheduler.orders(scheduler_output, tables_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what workers have to say."""
@@ -185,9 +193,26 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the engine's pages."""
         if self._worker is None:
             return
+        self._registered = kv_caches
         refusal = self._worker.register(kv_caches, self._writer)
         if refusal:
             logger.error("running without the store: %s", refusal)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Pages may be given up and come back; releases below 0.33 do not tell of it."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the pages before they are given up."""
+        if self._worker is not None and self._worker.drop_pages():
+            self._dropped, self._registered = self._registered, {}
+
+    def restore_kv_caches(self) -> None:
+        """Take the pages again once they are back."""
+        if self._dropped:
+            dropped, self._dropped = self._dropped, {}
+            self.register_kv_caches(dropped)
 
     def _writer(self, layer_name: str) -> BlockWriter:
         """Return how the attention backend of a layer writes KV into pages."""
@@ -224,11 +249,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None, None
         return None, self._worker.finished_loads(is_idle=self._orders().is_idle) or None
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the same, and the loads that vLLM has to compute as a whole instead."""
         _, over = self.get_finished(finished_req_ids)
         failed = self._worker.failed_loads() if self._worker is not None else set()
-        return KVConnectorTransferResults(finished_recving=over or set(), failed_recving=failed)
+        return TransferResults(finished_recving=over or set(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that vLLM has to compute after all."""
@@ -321,10 +346,10 @@ def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: EngineShape) ->
 
     def extra_keys(request: Any, start: int, stop: int) -> Any:
         keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
-        return (to_event_extra_keys([keys]) or [None])[0]
+        return (event_keys([keys]) or [None])[0]
 
     groups = [(at, kind.value) for at, kind in enumerate(kinds) if at not in ends]
-    return EventMaker(BlockStored, BlockRemoved, hashes, extra_keys, block_tokens, tuple(groups))
+    return EventMaker(block_stored, block_removed, hashes, extra_keys, block_tokens, tuple(groups))
 
 
 def reason_of(error: Exception) -> str:
@@ -379,6 +404,15 @@ def _connector(
     rectangle = None
     if rank is not None and shape.ranks * shape.stages > 1:
         rectangle = Rectangle.of_rank(identity, rank, shape.ranks, shape.own_layers)
-    client = Client(settings.address, identity, options)
+    client = _client_class(config, rank)(settings.address, identity, options)
     prefill = settings.prefill if rank is None else None
     return Connector(client, durable=settings.durable, prefill=prefill, rectangle=rectangle)
+
+
+def _client_class(config: VllmConfig, rank: int | None) -> type[Client]:
+    """Return what a rank whose pages are on a CUDA device reads with: cupy may be missing."""
+    if rank is None or config.device_config.device_type != "cuda":
+        return Client
+    from kvstore.client.cuda import CudaClient
+
+    return CudaClient

@@ -101,6 +101,34 @@ class WorkerNews:
         return WorkerNews(loads, refusal, is_down, unstored, stored)
 
 
+class FollowedTables:
+    """The block tables of running requests, of what each step gives out.
+
+    For releases of vLLM that do not tell them; where layers keep windows they are others.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[str, list[list[int]]] = {}
+
+    def of(self, request_id: str) -> BlockTables:
+        """Return those of a request; empty ones of one that has none."""
+        return self._tables.get(request_id, ())
+
+    def follow(self, output: Any) -> None:
+        """Take in the step of vLLM's SchedulerOutput *output*."""
+        for request_id in output.finished_req_ids:
+            self._tables.pop(request_id, None)
+        for one in output.scheduled_new_reqs:
+            self._tables[one.req_id] = [list(table) for table in one.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = [list(table) for table in new or ()]
+            elif new is not None and request_id in self._tables:
+                for table, blocks in zip(self._tables[request_id], new, strict=True):
+                    table += blocks
+
+
 def taken_blocks(output: Any, loads: Sequence[LoadOrder]) -> frozenset[int] | None:
     """Return the blocks that vLLM gave out for the step of its SchedulerOutput *output*.
 

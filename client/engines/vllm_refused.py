@@ -75,6 +75,10 @@ class RefusedWorker:
         """Return why there is no use for pages."""
         return self._refusal
 
+    def drop_pages(self) -> bool:
+        """Return that there are none."""
+        return False
+
     def load(self, orders: StepOrders) -> None:
         """Fail the loads of a step."""
         self._loads += orders.loads

@@ -5,6 +5,9 @@
       "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.client.engines.vllm_tier",
                            "model_revision": "8f2c1d"}]}
 
+Releases below 0.28 take no tier by its module: give ``"spec_name": "StoreTieringSpec",
+"spec_module_path": "kvstore.client.engines.vllm_tier"``, and no ``module_path``.
+
 vLLM copies between its pages and the primary tier, names chunks by its own hashes, and hands
 over whole chunks of all ranks as bytes. They are stored as such, so only engines of the same
 layout share them.
@@ -19,14 +22,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 from blake3 import blake3
-from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTieringSpec
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm_versions import STORAGE_MEDIUM, TELLS_KEYS_THAT_CAME, job_rows
 from kvstore.client.engines.vllm_worker import SHUTDOWN_S, WorkThread
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import RepresentationError
@@ -41,6 +47,8 @@ from kvstore.proto.types import (
     Representation,
     RopeParameters,
 )
+
+__all__ = ["KVStoreTier", "StoreTieringSpec"]
 
 ROW_TOKENS = MIN_CHUNK_TOKENS
 """A chunk of bytes is stored as so many rows of one layer: its tokens are vLLM's to know."""
@@ -57,6 +65,15 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         nothing: set[bytes] = set()
         found = self._connector.ask(partial(self._found, keys), nothing)
         return [bytes(_digest(key)) in found for key in keys]
+
+    def note_lost(self, keys: Collection[bytes]) -> None:
+        """Promote keys no more for requests that asked for them: that failed."""
+        if hasattr(self, "mark_miss"):
+            self.mark_miss(keys)
+            return
+        for key in keys:  # below 0.28
+            if key in self._lookup_state:
+                self._lookup_state[key].result = False
 
     def _found(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return the digests of those that are stored. Keys are no prefix: of several kinds of
@@ -76,7 +93,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     come from. It names adapters by their names, so change it when one of them changes.
     """
 
-    medium: ClassVar[Medium] = Medium.STORAGE
+    medium: ClassVar[Any] = STORAGE_MEDIUM
 
     def __init__(
         self,
@@ -86,7 +103,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: Any = None,
         **settings: Any,
     ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        detector = () if backpressure_detector is None else (backpressure_detector,)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         stated = VllmSettings.of(settings)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         identity = tier_representation(
@@ -141,12 +159,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _chunks(self, job: Any) -> list[Chunk]:
         space = self._connector.client.namespace
-        named = zip(job.keys, job.chunk_ids, strict=True)
+        named = zip(job.keys, job_rows(job), strict=True)
         return [Chunk(chunk_key(space, _digest(key)), self._tensors(row)) for key, row in named]
 
     def _load(self, job: Any) -> None:
         keys, digests = list(job.keys), [_digest(key) for key in job.keys]
-        room = [self._tensors(row) for row in job.chunk_ids]
+        room = [self._tensors(row) for row in job_rows(job)]
         self._end(job, keys[: self._connector.read(digests, room)])
 
     def _tensors(self, row: int) -> LayerTensors:
@@ -155,8 +173,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _end(self, job: Any, done: Collection[bytes], *, counted: bool = True) -> None:
         is_whole = len(done) == len(job.keys)
         some = tuple(done) if job.is_promotion and done and not is_whole else None
+        came = (some,) if TELLS_KEYS_THAT_CAME else ()
         with self._changes:
-            self._finished.append(JobResult(job.job_id, is_whole, some))
+            self._finished.append(JobResult(job.job_id, is_whole, *came))
             self._waiting -= len(job.keys) if counted else 0
             if job.is_promotion:
                 self._failed.update(set(job.keys) - set(done))
@@ -167,7 +186,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         with self._changes:
             finished, self._finished = self._finished, []
             failed, self._failed = self._failed, set()
-        self._lookups.mark_miss(failed)
+        self._lookups.note_lost(failed)
         return finished
 
     def has_pending_work(self) -> bool:
@@ -200,6 +219,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             connector.client.close()
 
 
+if "KVStoreTier" not in SecondaryTierFactory._registry:
+    SecondaryTierFactory.register_tier("KVStoreTier", __name__, "KVStoreTier")
+
+
 def _digest(key: bytes) -> ChainDigest:
     return ChainDigest(blake3(bytes(key)).digest(length=DIGEST_BYTES))
 
@@ -216,9 +239,13 @@ def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> R
     parallel = config.parallel
     layout = {
         "dtype": config.model.dtype,
-        "layout": config.kv_cache_layout,
-        "canonical": config.canonical_layout,
-        "groups": [(g.tokens_per_block, g.layer_names, g.group_id) for g in config.groups],
+        # What a release does not state is none of another's.
+        "layout": getattr(config, "kv_cache_layout", None),
+        "canonical": getattr(config, "canonical_layout", None),
+        "groups": [
+            (group.tokens_per_block, group.layer_names, getattr(group, "group_id", at))
+            for at, group in enumerate(config.groups)
+        ],
         "hash": config.cache.tokens_per_hash,
         "blocks": config.cache.blocks_per_chunk,
         "ranks": (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size),

@@ -182,6 +182,18 @@ class VllmWorker:
         on_device = EngineDevicePages(self._shape, registered, writer)
         return DeviceSide(on_device, self._connector, DEVICE_RING_BYTES, self._device)
 
+    def drop_pages(self) -> bool:
+        """Let go of the engine's pages once nobody uses them; return whether there were any.
+
+        Loads fail and nothing is stored until pages are registered again.
+        """
+        side, self._side = self._side, None
+        lost, self._waiting = [*self._waiting], deque()
+        self._note_gone(lost, "gone_chunks")
+        if side is not None and self.settled(SHUTDOWN_S):
+            self._connector.ask(side.close, None)
+        return side is not None
+
     def refuse(self, reason: str) -> None:
         """Neither load nor store from now on, and have the scheduler told."""
         with self._news:

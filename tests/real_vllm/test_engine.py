@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.vllm_engine import EngineProcess
+from bench.vllm_engine import VERSION, EngineProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, assert_same, prompt
 from server_process import ServerProcess
 
@@ -52,7 +52,8 @@ def test_what_was_computed_once_is_loaded(engine: EngineProcess, same: Same) -> 
     engine.fresh()
     assert same(prompt(1, 300)) == [256]
     after = engine.ask("counts")
-    assert after["hits"] - before["hits"] == 256
+    if VERSION != "0.26":  # it counts none of a load that runs beside its work
+        assert after["hits"] - before["hits"] == 256
     assert after["event_hit_tokens"] - before.get("event_hit_tokens", 0) == 256
     assert after["worker_loaded_chunks"] - before.get("worker_loaded_chunks", 0) == 4
 
@@ -156,7 +157,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "rotation": {"hf_overrides": {"rope_parameters": {
         "rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0,
     }}},
-    "element type": {"dtype": "bfloat16"},
+    "element type": {"dtype": "float16"},  # bfloat16 is refused on CPUs with AMX
 }  # fmt: skip
 
 

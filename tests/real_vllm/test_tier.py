@@ -11,11 +11,15 @@ import pytest
 from local_server import LocalServer, eventually
 from redis_process import free_port
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering import base
+from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.client.engines.vllm_tier import KVStoreTier
+from kvstore.client.engines.vllm_versions import TELLS_KEYS_THAT_CAME
 from kvstore.proto.errors import RepresentationError
 
+TransferJob: Any = getattr(base, "TransferJob", None) or base.JobMetadata
 CHUNKS, CHUNK_BYTES = 8, 4096
 CONFIG = SimpleNamespace(
     model=SimpleNamespace(name="tiny", dtype="float32"),
@@ -95,6 +99,7 @@ def test_what_one_tier_stores_another_promotes(start: Start) -> None:
     assert (third.memory[1:4] == one.memory[1:4]).all()
 
 
+@pytest.mark.skipif(not TELLS_KEYS_THAT_CAME, reason="it takes no part of a promotion")
 def test_a_promotion_that_fails_in_part_says_which_keys_came_and_is_not_tried_again(
     start: Start,
 ) -> None:
@@ -107,6 +112,19 @@ def test_a_promotion_that_fails_in_part_says_which_keys_came_and_is_not_tried_ag
     result = other.run([3], is_promotion=True)
     assert (result.success, result.successful_keys) == (False, None)
     assert other.found(1) is LookupResult.HIT
+
+
+def test_a_promotion_that_failed_is_not_tried_again_for_who_asked(start: Start) -> None:
+    one, other = start(), start()
+    one.run([1], is_promotion=False)
+    assert other.found(1) is LookupResult.HIT
+    other.tier._connector.read = lambda digests, room: 0  # type: ignore[method-assign]
+    assert not other.run([1], is_promotion=True).success
+    assert other.found(1) is LookupResult.MISS
+
+
+def test_vllm_knows_the_tier_by_its_name_once_its_module_is_loaded() -> None:
+    assert SecondaryTierFactory.get_tier_class({"type": "KVStoreTier"}) is KVStoreTier
 
 
 def test_what_is_stored_is_found_whatever_else_is_asked_of_the_same_step(start: Start) -> None:

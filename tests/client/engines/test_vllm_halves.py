@@ -19,6 +19,7 @@ from vllm_pages import (
     empty_pages,
     holds,
     scrambled,
+    writer,
 )
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine, options
@@ -250,6 +251,35 @@ def test_pages_that_are_not_understood_fail_loads_at_once_and_end_them(
     assert engine.matched(FakeRequest("c", PROMPT)) == 0
     engine.scheduler.arrived(FakeRequest("d", PROMPT))
     assert engine.scheduler.counted["miss_pages"] == 1
+
+
+def test_an_engine_without_its_pages_loads_and_stores_nothing_until_it_has_them_again(
+    start: Start,
+) -> None:
+    start().run("a", PROMPT)
+    engine = start()
+    (worker,) = engine.workers
+    assert worker.drop_pages()
+    assert not worker.drop_pages(), "they are gone"
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    assert engine.load(request, blocks, 192) == set(blocks[:6])
+    engine.step(request, blocks, 200)
+    assert worker.counted["stored_chunks"] == 0
+    assert worker.register(engine.pages[0], writer(engine.packing)) == ""
+    assert engine.run("c", PROMPT) == 192
+    assert engine.run("d", prompt_tokens(2, 200)) == 0
+    assert worker.counted["stored_chunks"] == 3
+
+
+def test_pages_are_let_go_of_once_what_is_stored_of_them_is_copied(start: Start) -> None:
+    engine = start()
+    request, blocks = FakeRequest("a", PROMPT), engine.blocks(200)
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+    engine.step(request, blocks, 200)
+    assert engine.workers[0].drop_pages()
+    assert engine.workers[0].counted["stored_chunks"] == 3
 
 
 def test_a_dead_server_is_a_counted_miss_and_costs_no_copies() -> None:
