@@ -1,4 +1,4 @@
-"""The cuda transport: frames from the server's GPU memory, and its CPU memory, into an engine's
+"""The cuda transport: frames from the server's GPU memory, CPU memory and files into an engine's
 pages on the same device.
 
 Rows go from the mapped arena into the pages in one kernel, without a copy in between, which makes
@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from kvstore.client.arena import Arena, open_arena
 from kvstore.client.client import Client
+from kvstore.client.device_decode import DeviceDecoder
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.layer_feed import in_time
 from kvstore.client.reader import check_header
@@ -28,7 +29,7 @@ from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrived, Assembly, Transport
 from kvstore.codecs.frame_kernels import open_kernels
-from kvstore.codecs.paged import FrameAt, FrameKernels, Sums, check_sums
+from kvstore.codecs.paged import RAW, FrameAt, FrameKernels, Sums, check_sums
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.cuda import HOST_REGISTER_READ_ONLY, import_cupy, register_host
@@ -39,17 +40,20 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
+    RepresentationError,
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import header_bytes
+from kvstore.proto.frame import FIDELITY_OFFSET, header_bytes
 from kvstore.proto.places import Place, Reach, unpack_places
-from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout
+from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
 
 BATCHES_AHEAD = 4
 """Batches of frames that the device works on while the host prepares the next."""
 MAX_BATCH_FRAMES = 32
 _WORD_BYTES = 8
+_BROKEN = (ChunkCorruptError, InvalidFrameError, RepresentationError)
+"""What says that a chunk is wrong, and is to be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +98,16 @@ class CudaTransport(ShmTransport):
         except KVStoreError:
             self.close()
             raise
+        self.decoder = DeviceDecoder(self.kernels, self.arena.memory.device)
         whole = KVLayout.of(session.representation, session.options.chunk_tokens)
         self._head_bytes = header_bytes(whole)  # the same for shorter chunks
 
     @contextmanager
     def get_on_device(
-        self, digests: Sequence[ChainDigest], deadline_ms: int
+        self, digests: Sequence[ChainDigest], deadline_ms: int, least: Fidelity = Fidelity.exact
     ) -> Iterator[Iterator[InArena | Arrived]]:
         """Enter to iterate frames as ``get`` does, those on the device where they lie."""
-        request = self.get_request(digests, 0, deadline_ms, pb.VIA_DEVICE)
+        request = self.get_request(digests, 0, deadline_ms, pb.VIA_DEVICE, least)
         with self._mapped(), self._leased_replies(request) as (replies, leases):
             try:
                 yield self._arriving_near(replies, leases)
@@ -144,15 +149,9 @@ class CudaTransport(ShmTransport):
                 if place.reach == Reach.device:
                     yield InArena(index, place, next(heads))
                     continue
-                slab = self.slabs.reach(place)
-                self._register(place.number, slab.data)
-                frame = slab.data[place.offset : place.offset + place.size_bytes]
-                yield Arrived(
-                    index,
-                    names[place.tier],
-                    frame,
-                    partial(slab.confirm, place.offset, place.generation),
-                )
+                if place.reach == Reach.memory:
+                    self._register(place.number, self.slabs.reach(place).data)
+                yield self._arrived(index, names[place.tier], place)
             whole = assembly.add(reply.part) if reply.HasField("part") else None
             if whole is not None:
                 yield Arrived(reply.index, reply.tier, whole, lambda: None)
@@ -226,19 +225,26 @@ class CudaClient(Client):
             raise
 
     def get_device_pages(
-        self, keys: Sequence[ChunkKey], paged: DevicePages, block_ids: Sequence[int]
+        self,
+        keys: Sequence[ChunkKey],
+        paged: DevicePages,
+        block_ids: Sequence[int],
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
     ) -> int:
         """Read the longest prefix of *keys* that is there in time straight into pages on the
         device, on torch's current stream.
 
         *keys* are those of a request from its first token on, *block_ids* its blocks. Return
         how many chunks were read and verified: all work on them is done then. Slots of the
-        chunks past them may have been written to and are not to be used.
+        chunks past them may have been written to and are not to be used. Below an exact
+        *min_fidelity* any of them may be restored from a lossy copy, as in ``get``.
         """
 
         def work(transport: Transport) -> int:
             assert isinstance(transport, CudaTransport)
-            return self._read_on_device(transport, keys, paged, block_ids)
+            reading = _Reading(transport, keys, paged, block_ids)
+            return self._read_on_device(transport, reading, min_fidelity)
 
         try:
             return self._with_session(work)
@@ -246,18 +252,12 @@ class CudaClient(Client):
             # One was dropped between its place and our look: ask what is left.
             return self._with_session(work)
 
-    def _read_on_device(
-        self,
-        transport: CudaTransport,
-        keys: Sequence[ChunkKey],
-        paged: DevicePages,
-        block_ids: Sequence[int],
-    ) -> int:
-        digests = [self._digest(key) for key in keys]
-        reading = _Reading(transport, keys, paged, block_ids)
+    def _read_on_device(self, transport: CudaTransport, reading: _Reading, least: Fidelity) -> int:
+        digests = [self._digest(key) for key in reading.keys]
         try:
-            with transport.get_on_device(digests, self.options.deadline_ms) as arriving:
-                reading.run(in_time(cast("Iterator[Arrived]", arriving)))
+            deadline_ms = self.options.deadline_ms
+            with transport.get_on_device(digests, deadline_ms, least) as arriving:
+                reading.run(_as_true(in_time(cast("Iterator[Arrived]", arriving)), least))
         except RuntimeError as error:  # what torch and cupy raise
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
@@ -287,7 +287,7 @@ class _Reading:
         block_ids: Sequence[int],
     ) -> None:
         self._transport = transport
-        self._keys = keys
+        self.keys = keys
         self._paged = paged.of(block_ids)
         self._chunk_tokens = transport.session.options.chunk_tokens
         self._run: list[InArena] = []
@@ -308,23 +308,25 @@ class _Reading:
             self._flush()
             while self._queue:
                 self._prove(self._queue.popleft())
-        except (ChunkCorruptError, InvalidFrameError):
+        except _BROKEN:
             self._end()
-        except UnknownCodecError:
+        except (UnknownCodecError, TierUnavailableError) as error:
             self._end()
-            self.broken = None  # right for all we know, to a newer client
+            self.broken = None  # right for all we know: to a newer client, or another time
+            if isinstance(error, TierUnavailableError) and not self.done:
+                raise
 
     def _end(self) -> None:
         """Prove what was queued before the chunk that is wrong."""
         try:
             while self._queue:
                 self._prove(self._queue.popleft())
-        except (ChunkCorruptError, InvalidFrameError):
+        except _BROKEN:
             self._queue.clear()
-        self.broken = self._keys[self.done]
+        self.broken = self.keys[self.done]
 
     def _frame(self, index: int, head: Bytes, size_bytes: int, offset: int) -> FrameAt:
-        header = check_header(self._transport.session, self._keys[index], head, size_bytes)
+        header = check_header(self._transport.session, self.keys[index], head, size_bytes)
         if header.layout.tokens > self._chunk_tokens:
             raise InvalidFrameError("tokens", header.layout.tokens, f"<= {self._chunk_tokens}")
         return FrameAt(offset, header, index * self._chunk_tokens)
@@ -355,6 +357,11 @@ class _Reading:
         """Queue a frame of host memory, by way of memory of its own on the device."""
         data = arrived.frame[:]
         frame = self._frame(arrived.index, data, len(data), 0)
+        if frame.header.codec_id != RAW.codec_id:
+            self._make_room()
+            begun = self._transport.decoder.begin(frame, data, arrived, self._paged)
+            self._queue.append(_Batch([begun.frame], begun.memory, begun.sums, begun.confirm))
+            return
         host, device = tensor_over(data), self._transport.arena.memory.device
         memory = torch.empty(len(host), dtype=torch.uint8, device=device)
         memory.copy_(host, non_blocking=True)
@@ -363,10 +370,13 @@ class _Reading:
     def _start(
         self, frames: list[FrameAt], memory: torch.Tensor, confirm: Callable[[], None]
     ) -> None:
-        while len(self._queue) >= BATCHES_AHEAD:
-            self._prove(self._queue.popleft())
+        self._make_room()
         sums = self._transport.kernels.scatter(memory, frames, self._paged)
         self._queue.append(_Batch(frames, memory, sums, confirm))
+
+    def _make_room(self) -> None:
+        while len(self._queue) >= BATCHES_AHEAD:
+            self._prove(self._queue.popleft())
 
     def _prove(self, batch: _Batch) -> None:
         """Wait for a batch and count its frames, up to the first that is wrong."""
@@ -375,6 +385,15 @@ class _Reading:
         for frame, sums in zip(batch.frames, found, strict=True):
             check_sums(frame.header, sums)
             self.done += 1
+
+
+def _as_true(arriving: Iterator[InArena | Arrived], least: Fidelity) -> Iterator[InArena | Arrived]:
+    """Do what ``as_true`` does, of frames in the arena too."""
+    for arrived in arriving:
+        head = arrived.head if isinstance(arrived, InArena) else arrived.frame
+        if int(head[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0]) < least:
+            return
+        yield arrived
 
 
 def _wait_for(device: torch.device) -> None:
