@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -318,11 +318,9 @@ class _Reading:
 
     def _end(self) -> None:
         """Prove what was queued before the chunk that is wrong."""
-        try:
+        with suppress(*_BROKEN):
             while self._queue:
                 self._prove(self._queue.popleft())
-        except _BROKEN:
-            self._queue.clear()
         self.broken = self.keys[self.done]
 
     def _frame(self, index: int, head: Bytes, size_bytes: int, offset: int) -> FrameAt:
@@ -380,11 +378,15 @@ class _Reading:
 
     def _prove(self, batch: _Batch) -> None:
         """Wait for a batch and count its frames, up to the first that is wrong."""
-        found = batch.sums()
-        batch.confirm()  # first of all: memory that was reused says nothing of the chunk
-        for frame, sums in zip(batch.frames, found, strict=True):
-            check_sums(frame.header, sums)
-            self.done += 1
+        try:
+            found = batch.sums()
+            batch.confirm()  # first of all: memory that was reused says nothing of the chunk
+            for frame, sums in zip(batch.frames, found, strict=True):
+                check_sums(frame.header, sums)
+                self.done += 1
+        except KVStoreError:
+            self._queue.clear()  # what is behind it counts no more
+            raise
 
 
 def _as_true(arriving: Iterator[InArena | Arrived], least: Fidelity) -> Iterator[InArena | Arrived]:
