@@ -46,7 +46,6 @@ def gpu_server(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> LocalServer:
     """A server whose gpu tier has the CPU as its device."""
-
     use_the_cpu_as_device(monkeypatch, tmp_path)
     return make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
 

@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from contracts.chunks import make_representation
+from contracts.chunks import make_frame, make_representation
 from cpu_kernels import compile_kernels
 from device_engine import CHUNK_TOKENS, Engine, blocks_for, use_the_cpu_as_device
 from disk_damage import flip_a_bit
@@ -18,12 +19,20 @@ from prompts import keys_of, steady_tensors
 from kvstore.client import Chunk, Client, ClientOptions, file_frame
 from kvstore.client.client import parents
 from kvstore.client.cuda import BATCHES_AHEAD, CudaClient, CudaTransport
-from kvstore.codecs.base import CODECS
+from kvstore.client.device_decode import DeviceDecoder
+from kvstore.client.transport import Arrived
+from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.device_layers import Wait
 from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels
-from kvstore.codecs.paged import FrameAt, Paged
+from kvstore.codecs.paged import FrameAt, HostKernels, Paged
+from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidFrameError, TierUnavailableError, UnknownCodecError
+from kvstore.proto.errors import (
+    InvalidFrameError,
+    LeaseExpiredError,
+    TierUnavailableError,
+    UnknownCodecError,
+)
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 
@@ -232,6 +241,27 @@ def test_contents_that_only_the_kernels_find_wrong_end_the_prefix_and_are_asked_
     assert dropped == [keys[1]]
 
 
+@pytest.mark.parametrize("codec", ["kvq:3", "zplane"])
+def test_memory_that_was_reused_is_said_before_what_is_wrong_in_it(
+    kernels: KvqKernels, codec: str
+) -> None:
+    _, raw = make_frame(1, CHUNK_TOKENS, representation=MODEL)
+    room = np.empty(2 * len(raw), np.uint8)
+    header = transcode(raw, codec_by_name(codec), room)
+    frame = room[: header.frame_bytes]
+    frame[int(header.segments[0]["offset"])] = 0xFF
+    decoder = DeviceDecoder(HostKernels(), torch.device("cpu"))
+    decoder.__dict__["kvq"] = kernels
+
+    def confirm() -> None:
+        raise LeaseExpiredError("the chunk was replaced")
+
+    engine = Engine(MODEL, blocks_for(1))
+    arrived = Arrived(0, "cpu", frame, confirm)
+    with pytest.raises(LeaseExpiredError):
+        decoder.begin(FrameAt(0, header, 0), frame, arrived, engine.pages.of(engine.block_ids))
+
+
 def test_a_frame_of_a_codec_to_come_ends_the_prefix_and_stays(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +314,11 @@ def test_a_frame_that_states_less_than_was_asked_for_is_missing(
     transport = client._connected()
     assert isinstance(transport, CudaTransport)
     ask = transport.get_request
-    monkeypatch.setattr(transport, "get_request", lambda *given: ask(*given[:-1], Fidelity.none))
+    monkeypatch.setattr(
+        transport,
+        "get_request",
+        lambda digests, lease, ms, via, _: ask(digests, lease, ms, via, Fidelity.none),
+    )
     engine = Engine(MODEL, blocks_for(2))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 0
     assert (engine.tensor == 7.0).all()
