@@ -128,7 +128,7 @@ def measure_get(bench: Bench, report: Report) -> None:
     tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device)
     views = tensor.transpose(3, 4)
     pages = Pages(tuple(tuple(views[at, part] for part in range(2)) for at in range(LAYERS)))
-    paged = Paged((pages,), np.random.default_rng(1).permutation(blocks).tolist())
+    paged = Paged((pages,), [np.random.default_rng(1).permutation(blocks).tolist()])
     kernels = open_kernels(device)
     places = [bench.tier.locate(header.key).offset for header in bench.headers]
     frames = [

@@ -102,7 +102,7 @@ class Case:
         pages = Pages(tuple(tuple(parts) for parts in views))
         ids = np.random.default_rng(1).permutation(blocks).tolist()
         size = chunks * component.layers * component.layer_bytes
-        return cls(memory, frames, Paged((pages,), ids), size)
+        return cls(memory, frames, Paged((pages,), [ids]), size)
 
 
 def measure(

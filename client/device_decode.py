@@ -15,7 +15,7 @@ import torch
 from kvstore.client.transport import Arrived
 from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.kvq_kernels import KvqKernels, open_kvq_kernels
-from kvstore.codecs.paged import RAW, FrameAt, FrameKernels, Paged, Sums
+from kvstore.codecs.paged import RAW, SKIPPED_BLOCK, FrameAt, FrameKernels, Paged, Sums
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import tensor_over
@@ -59,8 +59,7 @@ class DeviceDecoder:
         """
         header = frame.header
         try:
-            # Refinements of a frame that has levels are only read by hosts.
-            if header.codec_id == KvqCodec.codec_id and not header.levels and self.kvq:
+            if header.codec_id == KvqCodec.codec_id and _has_kernels(frame, paged) and self.kvq:
                 return self._on_device(self.kvq, frame, data, arrived, paged)
             return self._on_host(frame, data, arrived, paged)
         finally:
@@ -90,3 +89,13 @@ class DeviceDecoder:
     def _upload(self, host: torch.Tensor) -> torch.Tensor:
         memory = torch.empty(len(host), dtype=torch.uint8, device=self._device)
         return memory.copy_(host, non_blocking=True)
+
+
+def _has_kernels(frame: FrameAt, paged: Paged) -> bool:
+    """Whether there are kernels for a kvq frame: not for refinements, parts of a chunk's tokens,
+    or several block tables.
+    """
+    components = frame.header.layout.components
+    is_whole = not any(component.first_token for component in components)
+    is_plain = len(paged.tables) == 1 and SKIPPED_BLOCK not in paged.tables[0]
+    return not frame.header.levels and is_whole and is_plain

@@ -47,7 +47,7 @@ class DevicePages:
 
     def of(self, block_ids: Sequence[int]) -> Paged:
         """Return a request's place in the pages."""
-        return Paged(self.pages, block_ids)
+        return Paged(self.pages, [block_ids])
 
 
 def _parts(tensor: torch.Tensor, axes: PageAxes, group: LayerGroup) -> tuple[torch.Tensor, ...]:

@@ -79,7 +79,7 @@ def copy_rows(
     """Copy the *parts* of a layer, bytes (kv_heads, tokens, row), into their slots."""
     views = pages.views[layer.number]
     slots = torch.arange(parts[0].shape[1], device=views[0].device) + layer.frame.first_token
-    blocks = torch.tensor(list(paged.block_ids), device=views[0].device)[slots // views[0].shape[2]]
+    blocks = torch.tensor(list(paged.tables[0]), device=views[0].device)[slots // views[0].shape[2]]
     for part, view in zip(parts, views, strict=True):
         rows = part.to(view.device).transpose(0, 1)
         view.view(torch.uint8).transpose(1, 2)[blocks, slots % view.shape[2]] = rows

@@ -155,39 +155,52 @@ struct PairOfSums {
     }
 };
 
-// Grid: (any, segments). Four threads a block of input, two accumulators each, 16 bytes a load.
+// What kernels are told of frames. All frames of a launch have the same segments, rows and shapes;
+// frames[2 * f] is where frame f begins in memory, frames[2 * f + 1] the slot of its first token.
+struct Segment {
+    u64 offset, size, first_block, first_row; /* offset: in the frame; first_block: among its own */
+};
+
+// Grid: (any, frames x segments). Four threads a block of input, two accumulators each, 16 bytes a
+// load.
 extern "C" __global__ void sum_blocks(
-    const u8* memory, const u64* offsets, const u64* sizes, const u64* first_blocks, u64* sums
+    const u8* memory, const u64* frames, const Segment* segments, u64* sums, u32 segment_count,
+    u32 frame_blocks
 ) {
-    const u32 segment = blockIdx.y;
-    const u64 blocks = full_blocks(sizes[segment]);
+    const u32 frame = blockIdx.y / segment_count;
+    const Segment segment = segments[blockIdx.y % segment_count];
+    const u64 blocks = full_blocks(segment.size);
     const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const u64 groups = (u64)gridDim.x * blockDim.x / 4;
     const u32 pair = thread % 4;
-    const u8* start = memory + offsets[segment] + 16 * pair;
+    const u8* start = memory + frames[2 * frame] + segment.offset + 16 * pair;
+    const u64 first_block = (u64)frame * frame_blocks + segment.first_block;
     PairOfSums mine(pair);
     for (u64 block = thread / 4; block < blocks; block += groups) {
         const u128* data = (const u128*)(start + block * BLOCK_BYTES);
         mine.even = mine.odd = 0;
 #pragma unroll
         for (u32 stripe = 0; stripe < STRIPES; ++stripe) mine.add(stripe, data[4 * stripe]);
-        u64* out = sums + (first_blocks[segment] + block) * LANES + 2 * pair;
+        u64* out = sums + (first_block + block) * LANES + 2 * pair;
         out[0] = mine.even;
         out[1] = mine.odd;
     }
 }
 
-// One thread an accumulator: eight a segment.
+// One thread an accumulator: eight a segment. *total*: the segments of all frames.
 extern "C" __global__ void chain_blocks(
-    const u64* sizes, const u64* first_blocks, const u64* sums, u64* accumulators, u32 segments
+    const Segment* segments, const u64* sums, u64* accumulators, u32 segment_count,
+    u32 frame_blocks, u32 total
 ) {
     const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (thread >= (u64)segments * LANES) return;
+    if (thread >= (u64)total * LANES) return;
     const u64 starts[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     const u32 lane = thread % LANES;
-    const u64 segment = thread / LANES;
-    const u64 blocks = full_blocks(sizes[segment]);
-    const u64* sum = sums + first_blocks[segment] * LANES + lane;
+    const u32 number = thread / LANES;
+    const Segment segment = segments[number % segment_count];
+    const u64 blocks = full_blocks(segment.size);
+    const u64 first_block = (u64)(number / segment_count) * frame_blocks + segment.first_block;
+    const u64* sum = sums + first_block * LANES + lane;
     const u64 key = secret_word(128 / 8 + lane);
     u64 value = starts[lane];
 #pragma unroll 8
@@ -221,47 +234,77 @@ __device__ static u64 hash_of_rest(const u8* p, u64 size, const u64* accumulator
     return avalanche(hash);
 }
 
-// One thread a segment.
+// One thread a segment of all frames.
 extern "C" __global__ void finish_segments(
-    const u8* memory, const u64* offsets, const u64* sizes, const u64* accumulators, u64* hashes,
-    u32 segments
+    const u8* memory, const u64* frames, const Segment* segments, const u64* accumulators,
+    u64* hashes, u32 segment_count, u32 total
 ) {
-    const u32 segment = blockIdx.x * blockDim.x + threadIdx.x;
-    if (segment >= segments) return;
-    const u8* p = memory + offsets[segment];
-    const u64 size = sizes[segment];
+    const u32 number = blockIdx.x * blockDim.x + threadIdx.x;
+    if (number >= total) return;
+    const Segment segment = segments[number % segment_count];
+    const u8* p = memory + frames[2 * (number / segment_count)] + segment.offset;
+    const u64 size = segment.size;
     u64 hash;
-    if (size > SHORT_BYTES) hash = hash_of_rest(p, size, accumulators + (u64)segment * LANES);
+    if (size > SHORT_BYTES) hash = hash_of_rest(p, size, accumulators + (u64)number * LANES);
     else if (size > 128) hash = hash_up_to_240(p, size);
     else if (size > 16) hash = hash_up_to_128(p, size);
     else hash = hash_up_to_16(p, size);
-    hashes[segment] = hash;
+    hashes[number] = hash;
 }
 
 // --- rows of head_dim elements between a raw frame and an engine's pages
 //
-// Grid: (any, frames x layers x parts). A frame's part is (kv_heads, tokens, head_dim) without gaps;
-// token t of it lies in block blocks[(first_token + t) / block_tokens] of the pages, whose strides
-// may be any. Neighbouring threads take neighbouring words of the frame.
+// A row of the table is one part of one layer: (kv_heads, tokens, head_dim) without gaps in the
+// frame. Token t of a component whose first token is f lies in slot first_slot + f + t of its block
+// table: in block slot / block_tokens of it. A block that is SKIPPED is neither read nor written.
+// Neighbouring threads take neighbouring words of the frame.
+struct Shape {
+    u64 tokens, heads, row_bytes, first_token, block_tokens, block_stride, token_stride, head_stride;
+};
 
+struct Row {
+    u64 page, offset, table, shape; /* the address of the pages; where in the frame; which ones */
+};
+
+static const u64 SKIPPED = ~0ULL;
+static const u32 WORDS_AHEAD = 4;
+
+// Grid: (any, frames x rows). So many words are on their way to a thread at once.
 #define MOVE_ROWS(NAME, WORD, FROM, TO)                                                         \
     extern "C" __global__ void NAME(                                                            \
-        u8* memory, const u64* part_offsets, const u64* first_tokens, const u64* pages,         \
-        const u64* blocks, u32 tokens, u32 heads, u32 row_words, u32 block_tokens,              \
-        u64 block_stride, u64 token_stride, u64 head_stride                                     \
+        u8* memory, const u64* frames, const Row* rows, const Shape* shapes, const u64* blocks, \
+        u32 row_count, u32 table_blocks                                                         \
     ) {                                                                                         \
-        WORD* packed = (WORD*)(memory + part_offsets[blockIdx.y]);                              \
-        u8* paged = (u8*)pages[blockIdx.y];                                                     \
-        const u32 first_token = first_tokens[blockIdx.y];                                       \
-        const u32 words = tokens * heads * row_words; /* a frame has fewer than 2^30 bytes */   \
-        for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < words;                        \
-             at += gridDim.x * blockDim.x) {                                                    \
-            const u32 row = at / row_words, head = row / tokens;                                \
-            const u32 slot = first_token + row - head * tokens, block = slot / block_tokens;    \
-            u8* start = paged + blocks[block] * block_stride                                    \
-                + (slot - block * block_tokens) * token_stride + head * head_stride;            \
-            WORD* place = (WORD*)start + (at - row * row_words);                                \
-            TO = FROM;                                                                          \
+        const u64* frame = frames + 2 * (blockIdx.y / row_count);                               \
+        const Row row = rows[blockIdx.y % row_count];                                           \
+        const Shape shape = shapes[row.shape];                                                  \
+        const u64* table = blocks + row.table * table_blocks;                                   \
+        WORD* packed = (WORD*)(memory + frame[0] + row.offset);                                 \
+        const u32 tokens = shape.tokens, block_tokens = shape.block_tokens;                     \
+        const u32 row_words = shape.row_bytes / sizeof(WORD);                                   \
+        const u32 first_slot = frame[1] + shape.first_token;                                    \
+        const u32 words = tokens * shape.heads * row_words; /* a frame has < 2^30 bytes */      \
+        const u32 step = gridDim.x * blockDim.x;                                                \
+        for (u32 begin = blockIdx.x * blockDim.x + threadIdx.x; begin < words;                  \
+             begin += WORDS_AHEAD * step) {                                                     \
+            WORD* targets[WORDS_AHEAD] = {};                                                    \
+            WORD values[WORDS_AHEAD] = {};                                                      \
+            _Pragma("unroll") for (u32 i = 0; i < WORDS_AHEAD; ++i) {                           \
+                const u32 at = begin + i * step;                                                \
+                if (at >= words) continue;                                                      \
+                const u32 line = at / row_words, head = line / tokens;                          \
+                const u32 slot = first_slot + line - head * tokens, block = slot / block_tokens;\
+                const u64 id = table[block];                                                    \
+                if (id == SKIPPED) continue;                                                    \
+                u8* start = (u8*)row.page + id * shape.block_stride                             \
+                    + (slot - block * block_tokens) * shape.token_stride                        \
+                    + head * shape.head_stride;                                                 \
+                WORD* place = (WORD*)start + (at - line * row_words);                           \
+                values[i] = FROM;                                                               \
+                targets[i] = &(TO);                                                             \
+            }                                                                                   \
+            _Pragma("unroll") for (u32 i = 0; i < WORDS_AHEAD; ++i)                             \
+                if (targets[i]) *targets[i] = values[i];                                        \
         }                                                                                       \
     }
 
@@ -276,29 +319,37 @@ MOVE_BOTH_WAYS(2, u16)
 MOVE_BOTH_WAYS(1, u8)
 
 // What scatter_16 and sum_blocks do, in one pass over the memory.
-// Grid: (any, segments of one component). A segment is a layer, one part behind the other. Four
-// threads a block of input; so many stripes are on their way to a thread at once, before it stores
-// any: no load is put off behind a store that might change what it reads.
+// Grid: (any, frames x segments). A segment is a layer, one part behind the other. Four threads a
+// block of input; so many stripes are on their way to a thread at once, before it stores any: no
+// load is put off behind a store that might change what it reads.
 static const u32 STRIPES_AHEAD = 8;
 
 extern "C" __global__ void scatter_and_sum(
-    const u8* memory, const u64* offsets, const u64* sizes, const u64* first_blocks, u64* sums,
-    const u64* first_tokens, const u64* pages, const u64* blocks, u32 tokens, u32 heads, u32 parts,
-    u32 row_words, u32 block_tokens, u64 block_stride, u64 token_stride, u64 head_stride
+    const u8* memory, const u64* frames, const Segment* segments, u64* sums, u32 segment_count,
+    u32 frame_blocks, const Row* rows, const Shape* shapes, const u64* blocks, u32 table_blocks
 ) {
-    const u32 segment = blockIdx.y;
-    const u64 full = full_blocks(sizes[segment]);
-    const u32 words = sizes[segment] / 16; /* a frame has fewer than 2^30 bytes */
+    const u32 number = blockIdx.y / segment_count;
+    const u64* frame = frames + 2 * number;
+    const Segment segment = segments[blockIdx.y % segment_count];
+    const Row* parts = rows + segment.first_row;
+    const Shape shape = shapes[parts[0].shape];
+    const u64* table = blocks + parts[0].table * table_blocks;
+    const u64 first_block = (u64)number * frame_blocks + segment.first_block;
+    const u64 full = full_blocks(segment.size);
+    const u32 words = segment.size / 16; /* a frame has fewer than 2^30 bytes */
+    const u32 tokens = shape.tokens, heads = shape.heads, row_words = shape.row_bytes / 16;
+    const u32 block_tokens = shape.block_tokens;
     const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
     const u32 step = gridDim.x * blockDim.x / 4 * (BLOCK_BYTES / 16);
     const u32 pair = thread % 4;
-    const u32 first_token = first_tokens[segment];
-    const u128* data = (const u128*)(memory + offsets[segment]);
+    const u32 first_slot = frame[1] + shape.first_token;
+    const u128* data = (const u128*)(memory + frame[0] + segment.offset);
     PairOfSums mine(pair);
     for (u32 begin = thread / 4 * (BLOCK_BYTES / 16); begin < words; begin += step) {
         u32 at = begin + pair, row = at / row_words, column = at - row * row_words;
         u32 line = row / tokens, token = row - line * tokens;
         u128* place = 0;
+        bool is_known = false;
         mine.even = mine.odd = 0;
         for (u32 stripe = 0; stripe < STRIPES; stripe += STRIPES_AHEAD) {
             u128 values[STRIPES_AHEAD];
@@ -309,24 +360,27 @@ extern "C" __global__ void scatter_and_sum(
             for (u32 i = 0; i < STRIPES_AHEAD; ++i, at += 4) {
                 mine.add(stripe + i, values[i]);
                 if (at >= words) continue;
-                if (!place) {
-                    const u32 slot = first_token + token, block = slot / block_tokens;
+                if (!is_known) {
+                    const u32 slot = first_slot + token, block = slot / block_tokens;
                     const u32 part = line / heads, head = line - part * heads;
-                    place = (u128*)(
-                        (u8*)pages[segment * parts + part] + blocks[block] * block_stride
-                        + (slot - block * block_tokens) * token_stride + head * head_stride
+                    const u64 id = table[block];
+                    place = id == SKIPPED ? 0 : (u128*)(
+                        (u8*)parts[part].page + id * shape.block_stride
+                        + (slot - block * block_tokens) * shape.token_stride
+                        + head * shape.head_stride
                     );
+                    is_known = true;
                 }
-                place[column] = values[i];
+                if (place) place[column] = values[i];
                 for (column += 4; column >= row_words; column -= row_words) {
-                    place = 0;
+                    is_known = false;
                     if (++token == tokens) token = 0, ++line;
                 }
             }
         }
         const u64 block = begin / (BLOCK_BYTES / 16);
         if (block >= full) continue;
-        u64* out = sums + (first_blocks[segment] + block) * LANES + 2 * pair;
+        u64* out = sums + (first_block + block) * LANES + 2 * pair;
         out[0] = mine.even;
         out[1] = mine.odd;
     }

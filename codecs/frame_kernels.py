@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,10 +15,18 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged, Pages, Sums
+from kvstore.codecs.paged import (
+    FrameAt,
+    FrameKernels,
+    HostKernels,
+    Paged,
+    Pages,
+    Sums,
+)
 from kvstore.proto.cuda import import_cupy
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.types import Component
+from kvstore.proto.frame import FrameHeader
+from kvstore.proto.types import Component, KVLayout
 
 SOURCE = Path(__file__).with_suffix(".cu")
 COMPILER_FLAGS = ("-std=c++17",)
@@ -25,9 +35,12 @@ MAX_GRID_X = 4096
 """Threads of a larger job take several pieces each."""
 MAX_GRID_Y = 65535
 """CUDA's own limit; a larger job takes several launches."""
+MAX_PLANS = 16
+"""Layouts and pages whose tables stay on the device."""
 _SHORT_BYTES = 240
 _BLOCK_BYTES = 1024
 _LANES = 8
+_WORDS_AHEAD = 4
 _WORD_BYTES = 16
 """The largest word that a thread moves."""
 
@@ -40,44 +53,45 @@ Launch: TypeAlias = Callable[[str, tuple[int, int], Sequence[Argument]], None]
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Where the segments of some frames of one layout lie, and how many blocks are summed of each.
+    """Where the segments of a frame lie, and how many blocks are summed of each."""
 
-    In order of components, and of frames in each: those of component i are ``rows[i]``.
-    """
-
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    blocks: NDArray[np.int64]
-    rows: tuple[slice, ...]
-    order: NDArray[np.intp]
-    """Which of all segments, frame by frame, is in each place."""
+    count: int
+    blocks: int
+    """Of the whole frame."""
+    most_blocks: int
+    """Of one segment."""
+    table: torch.Tensor
+    """On the device, a row each: offset, size, blocks before it, its first row of the pages."""
 
     @classmethod
-    def of(cls, frames: Sequence[FrameAt]) -> _Segments:
-        tables = [frame.header.segments for frame in frames]
-        numbers = np.concatenate([table["component"] for table in tables])
-        order = np.argsort(numbers, kind="stable")
-        offsets = np.concatenate(
-            [table["offset"] + frame.offset for table, frame in zip(tables, frames, strict=True)]
-        )
-        sizes = np.concatenate([table["stored_bytes"] for table in tables])[order].astype(np.int64)
+    def of(
+        cls,
+        device: torch.device,
+        offsets: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        first_rows: NDArray[np.int64] | None = None,
+    ) -> _Segments:
         blocks = np.where(sizes > _SHORT_BYTES, (sizes - 1) // _BLOCK_BYTES, 0)
-        _, counts = np.unique(numbers, return_counts=True)
-        stops = np.cumsum(counts).tolist()
-        rows = tuple(slice(a, b) for a, b in zip([0, *stops], stops, strict=False))
-        return cls(offsets[order].astype(np.int64), sizes, blocks, rows, order)
+        rows = np.zeros(len(sizes), np.int64) if first_rows is None else first_rows
+        table = np.stack([offsets, sizes, np.cumsum(blocks) - blocks, rows], 1)
+        (there,) = device_table(device, table.ravel())
+        return cls(len(sizes), int(blocks.sum()), int(blocks.max(initial=0)), there)
 
-    @property
-    def columns(self) -> list[NDArray[np.int64]]:
-        """What kernels are told: offset, size, and how many blocks there are before."""
-        return [self.offsets, self.sizes, np.cumsum(self.blocks) - self.blocks]
 
-    def cuts(self, rows: slice) -> list[slice]:
-        """Cut *rows* into as many as one launch takes."""
-        return [
-            slice(rows.start + cut.start, rows.start + cut.stop)
-            for cut in grid_cuts(rows.stop - rows.start)
-        ]
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all frames of one layout and the same pages have in common, on the device."""
+
+    pages: tuple[Pages, ...]
+    """Kept, so that no other pages are taken for them."""
+    segments: _Segments
+    rows: torch.Tensor
+    """A row for each part of each layer: address, offset in the frame, table, shape."""
+    shapes: torch.Tensor
+    row_count: int
+    word_bytes: int
+    """The largest word that every row on both sides is made of, wherever frames begin."""
+    most_row_bytes: int
 
 
 class LaunchedKernels(FrameKernels):
@@ -86,35 +100,45 @@ class LaunchedKernels(FrameKernels):
     def __init__(self, device: torch.device, launch: Launch) -> None:
         self._device = device
         self._launch = launch
+        self._plans: OrderedDict[tuple[KVLayout, int, int], _Plan] = OrderedDict()
+        self._lock = Lock()  # guards the plans
 
     @override
     def sums(self, memory: torch.Tensor, frames: Sequence[FrameAt]) -> Sums:
-        segments = _Segments.of(frames)
-        at, size, before = device_table(self._device, *segments.columns)
-        sums = self._empty(_LANES * int(segments.blocks.sum()))
-        for cut in grid_cuts(len(segments.order) if segments.blocks.any() else 0):
-            grid = (grid_of(4 * int(segments.blocks.max())), cut.stop - cut.start)
-            self._launch("sum_blocks", grid, [memory, at[cut], size[cut], before[cut], sums])
-        return self._finish(segments, [memory, at, size, before, sums], _counts(frames))
+        tables = [frame.header.segments for frame in frames]
+        offsets = [t["offset"] + frame.offset for t, frame in zip(tables, frames, strict=True)]
+        segments = _Segments.of(
+            self._device,
+            np.concatenate(offsets).astype(np.int64),
+            np.concatenate([table["stored_bytes"] for table in tables]).astype(np.int64),
+        )
+        (whole,) = device_table(self._device, [0, 0])
+        sums = self._empty(_LANES * segments.blocks)
+        for cut in grid_cuts(segments.count if segments.blocks else 0):
+            grid = (grid_of(4 * segments.most_blocks), cut.stop - cut.start)
+            self._launch(
+                "sum_blocks", grid, [memory, whole, segments.table[4 * cut.start :], sums,
+                np.uint32(segments.count), np.uint32(0)],
+            )  # fmt: skip
+        return self._finish(segments, [memory, whole, sums], [len(table) for table in tables])
 
     def _finish(
         self, segments: _Segments, summed: Sequence[torch.Tensor], counts: Sequence[int]
     ) -> Sums:
         """Make checksums of the sums of blocks; *counts* says how many segments a frame has."""
-        memory, at, size, before, sums = summed
-        count = len(segments.order)
-        accumulators, hashes = self._empty(_LANES * count), self._empty(count)
-        number = np.uint32(count)
-        given: list[Argument] = [size, before, sums, accumulators, number]
-        self._launch("chain_blocks", (grid_of(_LANES * count), 1), given)
-        given = [memory, at, size, accumulators, hashes, number]
-        self._launch("finish_segments", (grid_of(count), 1), given)
+        memory, frames, sums = summed
+        total = sum(counts)
+        accumulators, hashes = self._empty(_LANES * total), self._empty(total)
+        each, blocks = np.uint32(segments.count), np.uint32(segments.blocks)
+        given: list[Argument] = [segments.table, sums, accumulators, each, blocks, np.uint32(total)]
+        self._launch("chain_blocks", (grid_of(_LANES * total), 1), given)
+        given = [memory, frames, segments.table, accumulators, hashes, each, np.uint32(total)]
+        self._launch("finish_segments", (grid_of(total), 1), given)
+        there = _brought(hashes)
 
         def wait() -> list[list[int]]:
-            ordered = np.empty(count, np.uint64)
-            ordered[segments.order] = hashes.cpu().numpy().view(np.uint64)
-            found = iter(ordered.tolist())
-            return [[next(found) for _ in range(each)] for each in counts]
+            found = iter(there().view(np.uint64).tolist())
+            return [[next(found) for _ in range(count)] for count in counts]
 
         return wait
 
@@ -122,97 +146,126 @@ class LaunchedKernels(FrameKernels):
         return torch.empty(length, dtype=torch.int64, device=self._device)
 
     @override
-    def _scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
+    def start(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
         """Sum words as they are copied, where all rows are made of the largest: each is read once,
         and what was copied is what was summed.
         """
-        components = frames[0].header.layout.components
-        segments = _Segments.of(frames)
-        pointers = [page_addresses(pages) for pages in paged.pages]
-        starts = [memory.data_ptr(), *segments.offsets.tolist()]
-        words = [
-            _word_bytes(component, pages, [*starts, *places])
-            for component, pages, places in zip(components, paged.pages, pointers, strict=True)
-        ]
-        if set(words) != {_WORD_BYTES}:
-            return super()._scatter(memory, frames, paged)
-        tokens = [frame.first_token for frame in frames]
-        at, size, before, ids, *columns = device_table(
-            self._device, *segments.columns, list(paged.block_ids),
-            *(np.repeat(tokens, component.layers) for component in components),
-            *(np.tile(places, len(frames)) for places in pointers),
-        )  # fmt: skip
-        sums = self._empty(_LANES * int(segments.blocks.sum()))
-        firsts, places = columns[: len(components)], columns[len(components) :]
-        for index, (component, pages) in enumerate(zip(components, paged.pages, strict=True)):
-            rest = [ids, *_row_arguments(component, pages, parts=True)]
-            grid_x = grid_of(4 * -(-component.layer_bytes // _BLOCK_BYTES))
-            rows = segments.rows[index]
-            for cut in segments.cuts(rows):
-                first, last = cut.start - rows.start, cut.stop - rows.start
-                given: list[Argument] = [
-                    memory, at[cut], size[cut], before[cut], sums, firsts[index][first:last],
-                    places[index][first * component.parts : last * component.parts], *rest,
-                ]  # fmt: skip
-                self._launch("scatter_and_sum", (grid_x, last - first), given)
-        return self._finish(segments, [memory, at, size, before, sums], _counts(frames))
+        plan = self._plan(frames[0].header, paged.pages)
+        if self._word(plan, memory, frames) != _WORD_BYTES:
+            return super().start(memory, frames, paged)
+        starts, blocks = self._places(frames, paged)
+        segments, counts = plan.segments, [plan.segments.count] * len(frames)
+        sums = self._empty(_LANES * segments.blocks * len(frames))
+        threads = 4 * -(-plan.most_row_bytes * 2 // _BLOCK_BYTES)
+        for cut in _frame_cuts(len(frames), segments.count):
+            given: list[Argument] = [
+                memory, starts[2 * cut.start :], segments.table,
+                sums[_LANES * segments.blocks * cut.start :], np.uint32(segments.count),
+                np.uint32(segments.blocks), plan.rows, plan.shapes, blocks,
+                np.uint32(paged.table_blocks),
+            ]  # fmt: skip
+            grid = (grid_of(threads), segments.count * (cut.stop - cut.start))
+            self._launch("scatter_and_sum", grid, given)
+        return self._finish(segments, [memory, starts, sums], counts)
 
     @override
     def move(
         self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, to_pages: bool
     ) -> None:
-        columns = zip(*(frame.part_offsets() for frame in frames), strict=True)
-        components = frames[0].header.layout.components
-        for component, pages, starts in zip(components, paged.pages, columns, strict=True):
-            way = "scatter" if to_pages else "gather"
-            self._move(way, component, pages, memory, list(zip(frames, starts, strict=True)), paged)
+        plan = self._plan(frames[0].header, paged.pages)
+        starts, blocks = self._places(frames, paged)
+        word = self._word(plan, memory, frames)
+        name = f"{'scatter' if to_pages else 'gather'}_{word}"
+        for cut in _frame_cuts(len(frames), plan.row_count):
+            given: list[Argument] = [
+                memory, starts[2 * cut.start :], plan.rows, plan.shapes, blocks,
+                np.uint32(plan.row_count), np.uint32(paged.table_blocks),
+            ]  # fmt: skip
+            words = -(-plan.most_row_bytes // word // _WORDS_AHEAD)
+            self._launch(name, (grid_of(words), plan.row_count * (cut.stop - cut.start)), given)
 
-    def _move(
-        self,
-        way: str,
-        component: Component,
-        pages: Pages,
-        memory: torch.Tensor,
-        frames: Sequence[tuple[FrameAt, Sequence[int]]],
-        paged: Paged,
-    ) -> None:
-        """Move one component of several frames: a row of the grid for each part of each layer."""
-        pointers = page_addresses(pages)
-        starts = np.concatenate([starts for _, starts in frames])
-        tokens = np.repeat([frame.first_token for frame, _ in frames], len(pointers))
-        word = _word_bytes(component, pages, [memory.data_ptr(), *starts.tolist(), *pointers])
-        at, first, places, ids = device_table(
-            self._device, starts, tokens, np.tile(pointers, len(frames)), list(paged.block_ids)
+    def _places(self, frames: Sequence[FrameAt], paged: Paged) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where each frame begins, with its first slot, and the block tables."""
+        starts = [number for frame in frames for number in (frame.offset, frame.first_token)]
+        tables = np.concatenate([np.asarray(table, np.int64) for table in paged.tables])
+        found, blocks = device_table(self._device, starts, tables)
+        return found, blocks
+
+    def _word(self, plan: _Plan, memory: torch.Tensor, frames: Sequence[FrameAt]) -> int:
+        starts = [memory.data_ptr(), *(frame.offset for frame in frames)]
+        return int(np.gcd.reduce([plan.word_bytes, *starts]))
+
+    def _plan(self, header: FrameHeader, pages: tuple[Pages, ...]) -> _Plan:
+        """Return what is made once for frames like that of *header* and these pages."""
+        key = header.layout, int(header.segments["offset"][0]), id(pages)
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = self._made(header, pages)
+                while len(self._plans) > MAX_PLANS:
+                    self._plans.popitem(last=False)
+            return plan
+
+    def _made(self, header: FrameHeader, pages: tuple[Pages, ...]) -> _Plan:
+        layout, segments = header.layout, header.segments
+        offsets = iter(segments["offset"].tolist())
+        rows: list[tuple[int, ...]] = []
+        shapes, first_rows = [], []
+        for number, (component, those) in enumerate(zip(layout.components, pages, strict=True)):
+            shapes.append(_shape(component, those))
+            for views, table in zip(those.views, those.tables, strict=True):
+                start = next(offsets)
+                first_rows.append(len(rows))
+                for part, view in enumerate(views):
+                    at = start + part * component.part_bytes
+                    rows.append((view.data_ptr(), at, table, number))
+        columns = np.array(shapes)[:, [2, 5, 6, 7]], np.array(rows)[:, :2]
+        word = np.gcd.reduce([_WORD_BYTES, *(number for c in columns for number in c.ravel())])
+        there = device_table(self._device, np.ravel(rows), np.ravel(shapes))
+        return _Plan(
+            pages,
+            _Segments.of(
+                self._device,
+                segments["offset"].astype(np.int64),
+                segments["stored_bytes"].astype(np.int64),
+                np.array(first_rows, np.int64),
+            ),
+            there[0],
+            there[1],
+            len(rows),
+            int(word),
+            max(component.part_bytes for component in layout.components),
         )
-        rest = _row_arguments(component, pages, word)
-        words = component.tokens * component.kv_heads * _row_bytes(component) // word
-        for cut in grid_cuts(len(starts)):
-            given: list[Argument] = [memory, at[cut], first[cut], places[cut], ids, *rest]
-            self._launch(f"{way}_{word}", (grid_of(words), cut.stop - cut.start), given)
 
 
-def _counts(frames: Sequence[FrameAt]) -> list[int]:
-    return [len(frame.header.segments) for frame in frames]
+def _shape(component: Component, pages: Pages) -> tuple[int, ...]:
+    """Return the kernels' Shape: what all rows of a component are like."""
+    row_bytes = component.head_dim * component.dtype.item_bytes
+    return (
+        component.tokens, component.kv_heads, row_bytes, component.first_token,
+        pages.first.shape[2], *map(int, byte_strides(pages)),
+    )  # fmt: skip
 
 
-def page_addresses(pages: Pages) -> list[int]:
-    """Return where the pages of each part of each layer begin."""
-    return [view.data_ptr() for parts in pages.views for view in parts]
+def _frame_cuts(frames: int, rows: int) -> list[slice]:
+    """Cut *frames* of so many rows of a grid into as many as one launch takes."""
+    return grid_cuts(frames, max(1, MAX_GRID_Y // rows))
 
 
-def _row_arguments(
-    component: Component, pages: Pages, word: int = _WORD_BYTES, *, parts: bool = False
-) -> list[Argument]:
-    """Return what a kernel that moves rows in words of *word* bytes is told of them."""
-    shape = [component.tokens, component.kv_heads]
-    if parts:
-        shape.append(component.parts)
-    shape += [_row_bytes(component) // word, pages.first.shape[2]]
-    return [*map(np.uint32, shape), *byte_strides(pages)]
+def _brought(numbers: torch.Tensor) -> Callable[[], NDArray[np.int64]]:
+    """Queue a copy of *numbers* to the host; the returned function waits for it."""
+    if numbers.device.type == "cpu":
+        return numbers.numpy
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)
+    event.record()
 
+    def wait() -> NDArray[np.int64]:
+        event.synchronize()
+        return there.numpy()
 
-def _row_bytes(component: Component) -> int:
-    return component.head_dim * component.dtype.item_bytes
+    return wait
 
 
 def device_table(
@@ -245,13 +298,6 @@ def byte_strides(pages: Pages) -> list[np.uint64]:
     item_bytes = pages.first.element_size()
     block, head, token, _ = pages.first.stride()
     return [np.uint64(stride * item_bytes) for stride in (block, token, head)]
-
-
-def _word_bytes(component: Component, pages: Pages, addresses: Sequence[int]) -> int:
-    """Return the largest word that every row of both sides is made of."""
-    row_bytes = _row_bytes(component)
-    strides = [int(stride) for stride in byte_strides(pages)]
-    return int(np.gcd.reduce([_WORD_BYTES, row_bytes, *strides, *addresses]))
 
 
 def open_kernels(device: torch.device) -> FrameKernels:

@@ -251,7 +251,7 @@ class KvqKernels:
             page_pointers(at, pages),
             np.repeat(np.arange(count), shape.blocks),
             np.tile(np.arange(shape.blocks), count),
-            list(paged.block_ids),
+            list(paged.tables[0]),
         )
         starts, value_starts = (self._empty(count * shape.tiles, torch.int64) for _ in range(2))
         status = torch.zeros(count, dtype=torch.int32, device=self._device)

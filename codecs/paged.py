@@ -36,6 +36,9 @@ from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
 RAW = RawCodec()
 
+SKIPPED_BLOCK = -1
+"""In a block table: no block."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pages:
@@ -46,8 +49,11 @@ class Pages:
     """
 
     views: tuple[tuple[torch.Tensor, ...], ...]
+    tables: tuple[int, ...] = ()
+    """Which of a request's block tables names the blocks of each layer; empty: all the first."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", self.tables or (0,) * len(self.views))
         if not self.views or not self.views[0]:
             raise LayoutMismatchError("pages", (), "give a view of each part of each layer")
         first = self.views[0][0]
@@ -82,11 +88,18 @@ class Pages:
 class Paged:
     """Where a request is in an engine: the pages of each component, and the request's blocks.
 
-    Token t of the request lies in slot ``t % block_tokens`` of ``block_ids[t // block_tokens]``.
+    Token t of the request lies in slot ``t % block_tokens`` of ``table[t // block_tokens]``, of
+    the table of each layer. All tables have one length. What belongs in a ``SKIPPED_BLOCK`` is
+    neither read nor written.
     """
 
     pages: tuple[Pages, ...]
-    block_ids: Sequence[int]
+    tables: Sequence[Sequence[int]]
+
+    @property
+    def table_blocks(self) -> int:
+        """Blocks of each table."""
+        return len(self.tables[0])
 
     def check(self, layout: KVLayout, first_tokens: Sequence[int]) -> None:
         """Raise unless chunks of *layout* that begin at *first_tokens* have slots of their own.
@@ -95,19 +108,23 @@ class Paged:
         """
         if len(self.pages) != len(layout.components):
             raise LayoutMismatchError("pages", len(self.pages), f"give {len(layout.components)}")
+        if len({len(table) for table in self.tables}) != 1:
+            raise InvalidRequestError("tables", [*map(len, self.tables)], "give one length")
         for pages, component in zip(self.pages, layout.components, strict=True):
-            if component.first_token or component.kind is LayerKind.state:
-                fix = "pages hold every token: move ends of chunks through tensors"
+            if component.kind is LayerKind.state:
+                fix = "pages hold tokens: move states through tensors"
                 raise LayoutMismatchError("kind", component.kind.name, fix)
             pages.check(component)
             count, _, block_tokens, _ = pages.first.shape
-            check_block_ids(self.block_ids, count)
-            slots = len(self.block_ids) * block_tokens
+            for number in set(pages.tables):
+                ids = np.asarray(self.tables[number])
+                check_block_ids(ids[ids != SKIPPED_BLOCK], count)
+            slots = self.table_blocks * block_tokens
             for first_token in first_tokens:
-                if first_token < 0 or first_token + component.tokens > slots:
+                if first_token < 0 or first_token + layout.tokens > slots:
                     raise InvalidRequestError(
                         "first_token", first_token,
-                        f"{component.tokens} tokens do not fit {len(self.block_ids)} blocks"
+                        f"{layout.tokens} tokens do not fit {self.table_blocks} blocks"
                         f" of {block_tokens}",
                     )  # fmt: skip
 
@@ -155,15 +172,24 @@ class FrameKernels(ABC):
 
     def scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
         """Copy frames of one layout into the pages and begin to sum them: as they are copied, or
-        after that, so that the sums prove what was copied.
+        after that, so that the sums prove what was copied. Raises as ``check`` does, before.
+        """
+        self.check(memory, frames, paged)
+        return self.start(memory, frames, paged)
 
-        Raises LayoutMismatchError, InvalidRequestError, InvalidFrameError, UnknownCodecError
-        before any copy.
+    def check(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> None:
+        """Raise unless *frames* are raw, alike, in *memory*, and their tokens have slots.
+
+        LayoutMismatchError, InvalidRequestError, InvalidFrameError, UnknownCodecError.
         """
         check_frames(RAW, memory, frames, paged)
-        return self._scatter(memory, frames, paged)
+        offsets = frames[0].header.segments["offset"]
+        for frame in frames[1:]:
+            if not np.array_equal(frame.header.segments["offset"], offsets):
+                raise InvalidFrameError("segments", "offset", "the same in all frames of a call")
 
-    def _scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
+    def start(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
+        """Do what ``scatter`` does with what was checked."""
         self.move(memory, frames, paged, to_pages=True)
         return self.sums(memory, frames)
 
@@ -174,7 +200,7 @@ class FrameKernels(ABC):
 
         Waits for the checksums. Raises as ``scatter`` does.
         """
-        header = _raw_header(template, _raw_segments(template.layout))
+        header = _raw_header(template, raw_segments(template.layout))
         frames = [FrameAt(0, header, first_token)]
         check_frames(RAW, out, frames, paged)
         self.move(out, frames, paged, to_pages=False)
@@ -188,6 +214,8 @@ class FrameKernels(ABC):
 
 def check_sums(header: FrameHeader, found: Sequence[int]) -> None:
     """Compare computed checksums with the header's. Raises ChunkCorruptError."""
+    if header.segments["checksum"].tolist() == list(found):
+        return
     for index, value in enumerate(found):
         check_segment(header, index, value)
 
@@ -214,7 +242,7 @@ def check_frames(
             raise LayoutMismatchError("pages", str(pages.first.device), f"be on {memory.device}")
 
 
-def _raw_segments(layout: KVLayout) -> NDArray[np.void]:
+def raw_segments(layout: KVLayout) -> NDArray[np.void]:
     """Return the segment table of a raw frame, checksums still zero."""
     rows = np.zeros(layout.segment_count, SEGMENT_DTYPE)
     at, index = header_bytes(layout), 0
@@ -251,19 +279,23 @@ class HostKernels(FrameKernels):
     def move(
         self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, to_pages: bool
     ) -> None:
-        ids = torch.tensor(list(paged.block_ids))
+        tables = [torch.tensor([*table]) for table in paged.tables]
         for frame in frames:
             for component, pages, starts in zip(
                 frame.header.layout.components, paged.pages, frame.part_offsets(), strict=True
             ):
-                slots = torch.arange(component.tokens) + frame.first_token
+                first_slot = frame.first_token + component.first_token
+                slots = torch.arange(component.tokens) + first_slot
                 block_tokens = pages.first.shape[2]
-                blocks, places = ids[slots // block_tokens], slots % block_tokens
+                places = slots % block_tokens
+                numbers = [n for n in pages.tables for _ in range(component.parts)]
                 views = [view.view(torch.uint8) for parts in pages.views for view in parts]
-                for view, start in zip(views, starts, strict=True):
+                for view, start, number in zip(views, starts, numbers, strict=True):
+                    blocks = tables[number][slots // block_tokens]
+                    kept = blocks != SKIPPED_BLOCK
                     part = memory[start : start + component.part_bytes]
                     rows = part.view(component.kv_heads, component.tokens, -1).transpose(0, 1)
                     if to_pages:
-                        view.transpose(1, 2)[blocks, places] = rows
+                        view.transpose(1, 2)[blocks[kept], places[kept]] = rows[kept]
                     else:
-                        rows.copy_(view.transpose(1, 2)[blocks, places])
+                        rows[kept] = view.transpose(1, 2)[blocks[kept], places[kept]]

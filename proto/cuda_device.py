@@ -11,7 +11,13 @@ from typing_extensions import override
 
 from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.cuda import HANDLE_BYTES, import_cupy, register_host
+from kvstore.proto.cuda import (
+    HANDLE_BYTES,
+    HOST_REGISTER_PORTABLE,
+    HOST_REGISTER_READ_ONLY,
+    import_cupy,
+    register_host,
+)
 from kvstore.proto.device import Device, Event, RegisteredRanges, Stream
 from kvstore.proto.errors import TierUnavailableError
 
@@ -88,8 +94,9 @@ class CudaDevice(Device):
         return descriptor
 
     @override
-    def register(self, memory: Bytes) -> Callable[[], None] | None:
-        end = register_host(self._cupy, self._index, memory)
+    def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
+        flags = HOST_REGISTER_READ_ONLY if read_only else HOST_REGISTER_PORTABLE
+        end = register_host(self._cupy, self._index, memory, flags)
         if end is None:
             return None
         forget = self._ranges.add(memory)

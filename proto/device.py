@@ -105,8 +105,10 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def register(self, memory: Bytes) -> Callable[[], None] | None:
+    def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
         """Have copies go straight to and from *memory*; return how to end that.
+
+        *read_only*: it is mapped so, and only copied from.
 
         None, after a warning, where the device cannot: copies are then staged.
         """
@@ -194,7 +196,7 @@ class HostDevice(Device):
         return os.dup(self._files[arena.data_ptr()])
 
     @override
-    def register(self, memory: Bytes) -> Callable[[], None] | None:
+    def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
         return self._ranges.add(memory)
 
     @override

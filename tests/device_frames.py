@@ -47,7 +47,7 @@ class Place:
         count = -(-(FIRST_TOKEN + len(frames) * tokens) // BLOCK_TOKENS)
         ids = random.Random(1).sample(range(count + 2), count)
         pages = tuple(_pages(c, count + 2, device) for c in headers[0].layout.components)
-        return cls(memory.to(device), places, Paged(pages, ids))
+        return cls(memory.to(device), places, Paged(pages, [ids]))
 
     def contents(self) -> list[bytes]:
         """Return what the pages hold."""
@@ -62,7 +62,7 @@ class Place:
                     rows = torch.from_numpy(part.view(np.uint8))
                     for token in range(part.shape[1]):
                         block, slot = divmod(frame.first_token + token, BLOCK_TOKENS)
-                        page = view.view(torch.uint8)[self.paged.block_ids[block]]
+                        page = view.view(torch.uint8)[self.paged.tables[0][block]]
                         page[:, slot] = rows[:, token]
 
 

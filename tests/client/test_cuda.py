@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_representation
@@ -18,11 +19,18 @@ from device_engine import (
 )
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
+from slow_device import SlowDevice
 
-from kvstore.client import Chunk, ClientOptions, cuda
-from kvstore.client.arena import Arena, open_arena
+from kvstore.client import Chunk, ClientOptions, device_reads
 from kvstore.client.client import parents
-from kvstore.client.cuda import MAX_BATCH_FRAMES, CudaClient, CudaTransport
+from kvstore.client.cuda import CudaClient, CudaTransport
+from kvstore.client.device_reads import (
+    MAX_BATCH_FRAMES,
+    READ_SLOTS,
+    DeviceReader,
+    InArena,
+    Registration,
+)
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.paged import FrameKernels, HostKernels
@@ -69,6 +77,13 @@ def connect(gpu_server: LocalServer) -> Iterator[Connect]:
 @pytest.fixture
 def client(connect: Connect) -> CudaClient:
     return connect()
+
+
+@pytest.fixture
+def reader() -> Iterator[DeviceReader]:
+    made = DeviceReader(HostDevice(), 1 << 16)
+    yield made
+    made.close()
 
 
 def store(client: CudaClient, seed: int, count: int) -> list[ChunkKey]:
@@ -193,11 +208,11 @@ def test_a_place_that_was_reused_is_looked_up_again(
     confirm = CudaTransport.confirm
     raised: list[LeaseExpiredError] = []
 
-    def reused_once(self: CudaTransport, places: Sequence[object]) -> None:
+    def reused_once(self: CudaTransport, places: Sequence[object], stream: object) -> None:
         if not raised:
             raised.append(LeaseExpiredError("replaced on purpose"))
             raise raised[0]
-        confirm(self, places)  # type: ignore[arg-type]
+        confirm(self, places, stream)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CudaTransport, "confirm", reused_once)
     engine = Engine(SMALL, blocks_for(2))
@@ -206,19 +221,20 @@ def test_a_place_that_was_reused_is_looked_up_again(
 
 
 def test_the_generation_of_a_freed_place_is_seen(
-    gpu_server: LocalServer, client: CudaClient
+    gpu_server: LocalServer, client: CudaClient, reader: DeviceReader
 ) -> None:
     keys = store(client, 1, 1)
     warm(gpu_server, client, keys)
     transport = client._connected()
     assert isinstance(transport, CudaTransport)
     digests = [client._digest(key) for key in keys]
-    with transport.get_on_device(digests, DEADLINE_MS) as arriving:
+    with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
         (arrived,) = arriving
-        transport.confirm([arrived.place])  # type: ignore[union-attr]
+        assert isinstance(arrived, InArena)
+        transport.confirm([arrived.place], reader.work)
         gpu_of(gpu_server).delete(keys[0])
         with pytest.raises(LeaseExpiredError):
-            transport.confirm([arrived.place])  # type: ignore[union-attr]
+            transport.confirm([arrived.place], reader.work)
 
 
 def test_pages_that_are_not_the_models_are_refused_and_nothing_is_held(
@@ -272,10 +288,10 @@ def a_reader_of_three(
 
 
 def test_a_reader_that_dies_at_work_leaves_nothing_leased(
-    gpu_server: LocalServer, client: CudaClient
+    gpu_server: LocalServer, client: CudaClient, reader: DeviceReader
 ) -> None:
     transport, digests = a_reader_of_three(gpu_server, client)
-    with transport.get_on_device(digests, DEADLINE_MS) as arriving:
+    with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
         next(arriving)
         assert gpu_server.usage().leases == 1
         transport._socket.close()  # what the kernel does for a process that is killed
@@ -286,14 +302,15 @@ def test_a_reader_that_dies_at_work_leaves_nothing_leased(
 
 
 def test_what_is_mapped_stays_so_until_the_last_get_at_work_has_ended(
-    gpu_server: LocalServer, client: CudaClient
+    gpu_server: LocalServer, client: CudaClient, reader: DeviceReader
 ) -> None:
     transport, digests = a_reader_of_three(gpu_server, client)
     unmapped: list[bool] = []
+    assert transport.arena is not None
     transport.arena = replace(transport.arena, close=lambda: unmapped.append(True))
     with (
-        transport.get_on_device(digests, DEADLINE_MS) as first,
-        transport.get_on_device(digests, DEADLINE_MS) as second,
+        transport.get_on_device(digests, DEADLINE_MS, reader) as first,
+        transport.get_on_device(digests, DEADLINE_MS, reader) as second,
     ):
         next(first), next(second)
         transport.close()
@@ -302,61 +319,83 @@ def test_what_is_mapped_stays_so_until_the_last_get_at_work_has_ended(
     assert unmapped == [True]
     with (
         pytest.raises(LeaseExpiredError, match="closed"),
-        transport.get_on_device(digests, DEADLINE_MS),
+        transport.get_on_device(digests, DEADLINE_MS, reader),
     ):
         pass
     transport.session.close()
     gpu_server.settled()
 
 
-def test_a_transport_whose_kernels_cannot_be_had_leaves_nothing_mapped(
-    gpu_server: LocalServer, monkeypatch: pytest.MonkeyPatch
+def test_a_reader_whose_kernels_cannot_be_had_gives_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    unmapped: list[bool] = []
+    released: list[int] = []
 
-    def mapped(*given: object) -> Arena:
-        return replace(open_arena(*given), close=lambda: unmapped.append(True))  # type: ignore[arg-type]
+    class Counting(HostDevice):
+        def release(self, arena: torch.Tensor) -> None:
+            released.append(len(arena))
+            super().release(arena)
 
     def cannot(device: torch.device) -> FrameKernels:
         raise TierUnavailableError("gpu", "cannot compile")
 
-    monkeypatch.setattr(cuda, "open_arena", mapped)
-    monkeypatch.setattr(cuda, "open_kernels", cannot)
-    with (
-        CudaClient(gpu_server.address, SMALL, OPTIONS) as client,
-        pytest.raises(TierUnavailableError, match="cannot compile"),
-    ):
-        client.keys([1] * 16)
-    assert unmapped == [True]
-    assert eventually(lambda: len(gpu_server.node.sessions) == 0)
+    monkeypatch.setattr(device_reads, "open_kernels", cannot)
+    with pytest.raises(TierUnavailableError, match="cannot compile"):
+        DeviceReader(Counting(), 1 << 16)
+    assert released == [READ_SLOTS << 16]
+
+
+def test_more_frames_of_cpu_memory_than_the_ring_has_slots_land_in_the_pages(
+    gpu_server: LocalServer, client: CudaClient
+) -> None:
+    count = 3 * READ_SLOTS + 1
+    keys = store(client, 1, count)
+    engine = Engine(SMALL, blocks_for(count))
+    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == count
+    found = [engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys)]
+    assert found == [True] * count
 
 
 # --- what cannot be mapped
 
 
-def test_a_server_without_gpu_memory_is_refused_with_the_fix(make_server: ServerMaker) -> None:
-    server = make_server()
-    with (
-        CudaClient(server.address, SMALL, OPTIONS) as client,
-        pytest.raises(TierUnavailableError, match="shares no GPU memory"),
-    ):
-        client.keys([1] * 16)
-    assert eventually(lambda: len(server.node.sessions) == 0)
+def assert_read_without_arena(client: CudaClient, why: str) -> None:
+    keys = store(client, 1, 3)
+    engine = Engine(SMALL, blocks_for(3))
+    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 3
+    assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
+    transport = client._connected()
+    assert isinstance(transport, CudaTransport)
+    assert why in transport.without_arena
 
 
-def test_a_handle_that_is_none_is_refused(
+def test_frames_of_a_server_without_gpu_memory_come_from_cpu_memory(
+    make_server: ServerMaker,
+) -> None:
+    with CudaClient(make_server().address, SMALL, OPTIONS) as client:
+        assert_read_without_arena(client, "shares no GPU memory")
+
+
+def test_frames_on_disk_land_in_the_pages(make_server: ServerMaker) -> None:
+    server = make_server("--tiers", "cpu,disk")
+    with CudaClient(server.address, SMALL, OPTIONS) as client:
+        keys = store(client, 1, 3)
+        server.settled()
+        server.leave_memory(keys)
+        engine = Engine(SMALL, blocks_for(3))
+        assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 3
+        assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
+
+
+def test_a_handle_that_is_none_leaves_the_way_through_cpu_memory(
     gpu_server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_of(gpu_server).device, "identity", "cuda:GPU-0")
-    with (
-        CudaClient(gpu_server.address, SMALL, OPTIONS) as client,
-        pytest.raises(TierUnavailableError, match="a handle has 64 bytes"),
-    ):
-        client.keys([1] * 16)
-    assert eventually(lambda: len(gpu_server.node.sessions) == 0)
+    with CudaClient(gpu_server.address, SMALL, OPTIONS) as client:
+        assert_read_without_arena(client, "a handle has 64 bytes")
 
 
-def test_a_device_that_this_process_does_not_see_is_refused_by_name(
+def test_a_device_that_this_process_does_not_see_is_named_and_cpu_memory_serves(
     gpu_server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = gpu_of(gpu_server)
@@ -364,9 +403,48 @@ def test_a_device_that_this_process_does_not_see_is_refused_by_name(
     file = HostDevice()
     handle = file.allocate(64)
     monkeypatch.setattr(gpu, "arena_file", lambda: file.export(handle))
-    with (
-        CudaClient(gpu_server.address, SMALL, OPTIONS) as client,
-        pytest.raises(TierUnavailableError, match="GPU-elsewhere is not among"),
-    ):
-        client.keys([1] * 16)
+    with CudaClient(gpu_server.address, SMALL, OPTIONS) as client:
+        assert_read_without_arena(client, "GPU-elsewhere is not among")
     file.release(handle)
+
+
+def test_pages_are_written_behind_the_engines_work_and_reported_once_they_are(
+    gpu_server: LocalServer, client: CudaClient
+) -> None:
+    keys = store(client, 1, 4)
+    warm(gpu_server, client, keys[:2])
+    device = SlowDevice()
+    engine = Engine(SMALL, blocks_for(4))
+    paged = engine.pages.of(engine.block_ids)
+    reader = DeviceReader(device, 1 << 16)
+    wiped: list[bool] = []
+
+    def wipe() -> None:
+        engine.tensor.zero_()
+        wiped.append(True)
+
+    device.compute.launch(wipe)  # the engine zeroes the blocks that it gives out
+    after = device.compute.record()
+    assert client.read_on_device(keys, paged, reader, after) == 4
+    assert wiped == [True]
+    assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
+    reader.close()
+
+
+def test_slabs_are_registered_by_a_thread_in_pieces_and_no_copy_is_of_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_reads, "PIECE_BYTES", 4096)
+    device = HostDevice()
+    slab = np.zeros(3 * 4096, np.uint8)
+    registration = Registration(device)
+    registration.note(7, slab)
+    registration.note(7, slab)
+    assert eventually(lambda: device.is_registered(slab[8192:]))
+    assert device.is_registered(slab[4096:8192])
+    assert not device.is_registered(slab), "three registrations, not one"
+    cuts = [slab[100:9000][cut] for cut in registration.cuts(slab[100:9000])]
+    assert [len(one) for one in cuts] == [3996, 4096, 808]
+    registration.close()
+    registration.close()
+    assert not device.is_registered(slab[:4096])

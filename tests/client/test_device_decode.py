@@ -18,8 +18,9 @@ from prompts import keys_of, steady_tensors
 
 from kvstore.client import Chunk, Client, ClientOptions, file_frame
 from kvstore.client.client import parents
-from kvstore.client.cuda import BATCHES_AHEAD, CudaClient, CudaTransport
+from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.device_decode import DeviceDecoder
+from kvstore.client.device_reads import BATCHES_AHEAD, DeviceReader
 from kvstore.client.transport import Arrived
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.device_layers import Wait
@@ -27,14 +28,15 @@ from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels
 from kvstore.codecs.paged import FrameAt, HostKernels, Paged
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import (
     InvalidFrameError,
     LeaseExpiredError,
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.frame import FrameHeader, raw_frame_bytes
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, PutOutcome
 
 MODEL = make_representation(layers=2, kv_heads=2, head_dim=64)
 """Its layers are large enough for kvq to make them smaller."""
@@ -104,10 +106,10 @@ class Watched:
 
 def decode_by(client: CudaClient, kernels: KvqKernels, refused: int = -1) -> Watched:
     """Give *client* the kernels that a device would have."""
-    transport = client._connected()
-    assert isinstance(transport, CudaTransport)
+    reader = DeviceReader(HostDevice(), raw_frame_bytes(KVLayout.of(MODEL, CHUNK_TOKENS)))
     watched = Watched(kernels, refused)
-    transport.decoder.__dict__["kvq"] = watched
+    reader.decoder.__dict__["kvq"] = watched
+    client._pages_reader = reader
     return watched
 
 

@@ -31,7 +31,7 @@ from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged, Page
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
-from kvstore.proto.types import DType, LayerGroup, LayerKind
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -158,14 +158,14 @@ def assert_rows_move(
     ids = random.Random(1).sample(range(taken + 3), taken)
     extent = (layers, taken + 3, block_tokens, heads, dim)
     expected = make_pages(order, extent, dtype, CPU)
-    right = HostKernels().scatter(aligned(memory), frames, Paged((expected,), ids))()
+    right = HostKernels().scatter(aligned(memory), frames, Paged((expected,), [ids]))()
     pages = make_pages(order, extent, dtype, device)
-    found = kernels.scatter(aligned(memory, device), frames, Paged((pages,), ids))()
+    found = kernels.scatter(aligned(memory, device), frames, Paged((pages,), [ids]))()
     assert found == right == [f.header.segments["checksum"].tolist() for f in frames]
     assert bytes_of(pages) == bytes_of(expected)
     assert bytes_of(pages) != bytes_of(make_pages(order, extent, dtype, CPU))
     back = aligned(np.zeros_like(memory), device)
-    kernels.move(back, frames, Paged((pages,), ids), to_pages=False)
+    kernels.move(back, frames, Paged((pages,), [ids]), to_pages=False)
     for frame in frames:
         ours, theirs = back.cpu().numpy()[frame.offset :], memory[frame.offset :]
         for at in range(layers):
@@ -254,13 +254,74 @@ def test_components_of_a_frame_go_each_into_pages_of_their_own(compiled: Launche
         sizes = ((3, 6, 8, 2, 64), (2, 6, 8, 1, 24))
         dtypes = (DType.bfloat16, DType.float16)
         pages = [make_pages("layer_major", *one, CPU) for one in zip(sizes, dtypes, strict=True)]
-        return Paged(tuple(pages), (4, 0, 5, 1, 3, 2))
+        return Paged(tuple(pages), [(4, 0, 5, 1, 3, 2)])
 
     ours, theirs = engine(), engine()
     found = compiled.scatter(aligned(memory), frames, ours)()
     right = HostKernels().scatter(aligned(memory), frames, theirs)()
     assert found == right == [f.header.segments["checksum"].tolist() for f in frames]
     assert [*map(bytes_of, ours.pages)] == [*map(bytes_of, theirs.pages)]
+
+
+def engine_of_tables(device: torch.device) -> tuple[Representation, Callable[[], Paged]]:
+    """Return a model of attention and a window that reaches half a chunk back, and how to make
+    pages for it: three block tables, some blocks of which are skipped."""
+    of_model = make_representation(3, 2, 64)
+    window = LayerGroup(LayerKind.window, DType.float16, (3, 4), 1, 24, 9)
+    of_model = replace(of_model, layer_groups=(*of_model.layer_groups, window))
+    tables = [(4, 0, -1, 1, 3, 2), (-1, -1, 5, 7, 6, 4), (0, 1, 2, -1, 4, 5)]
+
+    def engine() -> Paged:
+        whole = make_pages("layer_major", (3, 8, 8, 2, 64), DType.bfloat16, device)
+        ends = make_pages("block_major", (2, 8, 8, 1, 24), DType.float16, device)
+        return Paged((replace(whole, tables=(0, 2, 0)), replace(ends, tables=(1, 1))), tables)
+
+    return of_model, engine
+
+
+def assert_tables_and_skips(kernels: FrameKernels, device: torch.device) -> None:
+    of_model, engine = engine_of_tables(device)
+    _, on_cpu = engine_of_tables(CPU)
+    made = [make_frame(seed, representation=of_model)[1] for seed in (5, 6, 7)]
+    room = -(-len(made[0]) // 64) * 64
+    memory = np.zeros(3 * room, np.uint8)
+    frames = []
+    for at, frame in enumerate(made):
+        memory[at * room : at * room + len(frame)] = frame
+        frames.append(FrameAt(at * room, parse_header(frame), 16 * at))
+    ours, theirs = engine(), on_cpu()
+    found = kernels.scatter(aligned(memory, device), frames, ours)()
+    HostKernels().scatter(aligned(memory), frames, theirs)
+    assert found == [f.header.segments["checksum"].tolist() for f in frames]
+    assert [*map(bytes_of, ours.pages)] == [*map(bytes_of, theirs.pages)]
+    back, right = aligned(np.zeros_like(memory), device), aligned(np.zeros_like(memory))
+    kernels.move(back, frames, ours, to_pages=False)
+    HostKernels().move(right, frames, theirs, to_pages=False)
+    assert torch.equal(back.cpu(), right)
+
+
+def test_each_layer_has_its_block_table_and_skipped_blocks_stay_as_they_are(
+    compiled: LaunchedKernels,
+) -> None:
+    assert_tables_and_skips(compiled, CPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_each_layer_has_its_block_table_on_cuda(device: torch.device) -> None:
+    assert_tables_and_skips(open_kernels(device), device)
+
+
+def test_frames_of_a_step_are_gathered_by_one_launch() -> None:
+    of_model, engine = engine_of_tables(CPU)
+    _, frame = make_frame(5, representation=of_model)
+    header = parse_header(frame)
+    memory = torch.zeros(3 * 65536, dtype=torch.uint8)
+    frames = [FrameAt(65536 * at, header, 16 * at) for at in range(3)]
+    move = partial(
+        LaunchedKernels.move, memory=memory, frames=frames, paged=engine(), to_pages=False
+    )
+    assert launched_by(move) == ["gather_16"]
 
 
 def test_what_no_grid_holds_takes_several_launches(
@@ -279,7 +340,7 @@ def paged_frames(
     memory, frames = two_frames(shape)
     blocks = -(-(first_token + 2 * tokens) // block_tokens)
     pages = make_pages("layer_major", (layers, blocks, block_tokens, heads, dim), dtype, CPU)
-    return aligned(memory), frames, Paged((pages,), range(blocks))
+    return aligned(memory), frames, Paged((pages,), [range(blocks)])
 
 
 # --- CUDA's compiler

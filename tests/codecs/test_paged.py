@@ -46,7 +46,7 @@ def make_chunk() -> tuple[torch.Tensor, FrameHeader]:
 
 
 def paged(pages: Pages) -> Paged:
-    return Paged((pages,), BLOCK_IDS)
+    return Paged((pages,), [BLOCK_IDS])
 
 
 def scatter(kernels: FrameKernels, frame: torch.Tensor, header: FrameHeader, pages: Pages) -> Sums:
@@ -126,7 +126,7 @@ def test_pages_of_another_layout_are_refused(kernels: FrameKernels, pages: Pages
     with pytest.raises(LayoutMismatchError):
         scatter(kernels, frame, header, pages)
     with pytest.raises(LayoutMismatchError):
-        kernels.scatter(frame, [FrameAt(0, header, 0)], Paged((), BLOCK_IDS))
+        kernels.scatter(frame, [FrameAt(0, header, 0)], Paged((), [BLOCK_IDS]))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_pages_of_another_layout_are_refused(kernels: FrameKernels, pages: Pages
         ((5, 0, 3), 20, "first_token"),
         ((5, 0, 3, 1), -1, "first_token"),
         ((5, 0, 3, 7), 20, "block_ids"),
-        ((5, 0, 3, -1), 20, "block_ids"),
+        ((5, 0, 3, -2), 20, "block_ids"),
         ((5, 0, 5, 1), 20, "block_ids"),
     ],
 )
@@ -145,7 +145,7 @@ def test_blocks_that_do_not_hold_the_tokens_are_refused(
     frame, header = make_chunk()
     pages, before = make_pages(), make_pages()
     with pytest.raises(InvalidRequestError, match=field):
-        kernels.scatter(frame, [FrameAt(0, header, first)], Paged((pages,), ids))
+        kernels.scatter(frame, [FrameAt(0, header, first)], Paged((pages,), [ids]))
     for ours, theirs in zip(pages.views[0], before.views[0], strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
