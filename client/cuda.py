@@ -8,9 +8,10 @@ out of the server's slabs. torch is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from typing import TypeVar
 
 import torch
 from typing_extensions import override
@@ -35,6 +36,8 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FIDELITY_OFFSET, header_bytes, raw_frame_bytes
 from kvstore.proto.places import Place, Reach, unpack_places
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
+
+T = TypeVar("T")
 
 _WORD_BYTES = 8
 
@@ -247,18 +250,21 @@ class CudaClient(Client):
         paged: Paged,
         reader: DeviceReader,
         after: Event | None = None,
+        arrived: Callable[[], None] = lambda: None,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
     ) -> int:
         """Do what ``get_device_pages`` does with a *reader* of the caller's, and its *paged*.
 
-        No page is written before *after*.
+        No page is written before *after*. *arrived* is called for each frame.
         """
 
         def work(transport: Transport) -> int:
             if not isinstance(transport, CudaTransport):
                 raise TierUnavailableError("cuda", "the server is not on this host")
-            return self._read_with(transport, keys, paged, reader, after, min_fidelity)
+            with reader.lock:
+                reading = Reading(transport, reader, keys, paged, after)
+                return self._read_with(transport, reading, arrived, min_fidelity)
 
         try:
             return self._with_session(work)
@@ -269,22 +275,18 @@ class CudaClient(Client):
     def _read_with(
         self,
         transport: CudaTransport,
-        keys: Sequence[ChunkKey],
-        paged: Paged,
-        reader: DeviceReader,
-        after: Event | None,
+        reading: Reading,
+        arrived: Callable[[], None],
         least: Fidelity,
     ) -> int:
-        digests = [self._digest(key) for key in keys]
-        deadline_ms = self.options.deadline_ms
-        with reader.lock:
-            reading = Reading(transport, reader, keys, paged, after)
-            try:
-                with transport.get_on_device(digests, deadline_ms, reader, least) as arriving:
-                    reading.run(arriving)
-            except RuntimeError as error:  # what torch and cupy raise
-                reason = str(error).partition("\n")[0]
-                raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
+        digests = [self._digest(key) for key in reading.keys]
+        within_ms = self.options.deadline_ms
+        try:
+            with transport.get_on_device(digests, within_ms, reading.reader, least) as arriving:
+                reading.run(_noted(arriving, arrived))
+        except RuntimeError as error:  # what torch and cupy raise
+            reason = str(error).partition("\n")[0]
+            raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)
         return reading.done
@@ -309,3 +311,9 @@ def _as_true(arriving: Iterator[InArena | Arrived], least: Fidelity) -> Iterator
         if int(head[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0]) < least:
             return
         yield arrived
+
+
+def _noted(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
+    for one in arriving:
+        arrived()
+        yield one

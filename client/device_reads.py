@@ -176,8 +176,8 @@ class Reading:
         after: Event | None = None,
     ) -> None:
         self._transport = transport
-        self._reader = reader
-        self._keys = keys
+        self.reader = reader
+        self.keys = keys
         self._paged = paged
         self._chunk_tokens = transport.session.options.chunk_tokens
         self._frames: list[FrameAt] = []
@@ -220,11 +220,11 @@ class Reading:
         with suppress(*_BROKEN):
             while self._queue:
                 self._prove(self._queue.popleft())
-        self.broken = self._keys[self.done]
+        self.broken = self.keys[self.done]
 
     def _frame(self, index: int, head: Bytes, size_bytes: int, offset: int) -> FrameAt:
         try:
-            header = check_header(self._transport.session, self._keys[index], head, size_bytes)
+            header = check_header(self._transport.session, self.keys[index], head, size_bytes)
             if header.codec_id == RAW.codec_id:
                 RAW.check_header(header)
             if header.layout.tokens > self._chunk_tokens:
@@ -237,7 +237,7 @@ class Reading:
     def _follows(self, frame: FrameAt, *, in_arena: bool) -> None:
         """Flush the run of frames at hand unless *frame* goes with them."""
         run = self._frames
-        most = MAX_BATCH_FRAMES if in_arena else len(self._reader.busy) // 2
+        most = MAX_BATCH_FRAMES if in_arena else len(self.reader.busy) // 2
         is_other = bool(run) and (
             in_arena != bool(self._places) or run[0].header.layout != frame.header.layout
         )
@@ -256,7 +256,7 @@ class Reading:
 
     def _upload(self, arrived: Arrived) -> None:
         """Queue the copy of a frame of host memory into the ring."""
-        reader = self._reader
+        reader = self.reader
         data = arrived.frame[:]
         frame = self._frame(arrived.index, data, len(data), self._next_slot * reader.frame_bytes)
         if frame.header.codec_id != RAW.codec_id:
@@ -282,7 +282,7 @@ class Reading:
         """Queue the decoding of a frame of another codec as a batch of its own."""
         self._flush()
         self._make_room()
-        reader = self._reader
+        reader = self.reader
         found: list[Begun] = []
 
         def launch() -> None:
@@ -307,7 +307,7 @@ class Reading:
         held, self._held = self._held, []
         slots, self._slots = self._slots, []
         self._make_room()
-        reader, arena = self._reader, self._transport.arena
+        reader, arena = self.reader, self._transport.arena
         if places:
             assert arena is not None
             memory = arena.memory

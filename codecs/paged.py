@@ -94,7 +94,7 @@ class Paged:
     """
 
     pages: tuple[Pages, ...]
-    tables: Sequence[Sequence[int]]
+    tables: Sequence[Sequence[int] | NDArray[np.int64]]
 
     @property
     def table_blocks(self) -> int:
@@ -200,13 +200,13 @@ class FrameKernels(ABC):
 
         Waits for the checksums. Raises as ``scatter`` does.
         """
-        header = _raw_header(template, raw_segments(template.layout))
+        header = raw_header(template, raw_segments(template.layout))
         frames = [FrameAt(0, header, first_token)]
         check_frames(RAW, out, frames, paged)
         self.move(out, frames, paged, to_pages=False)
         segments = header.segments.copy()
         segments["checksum"] = self.sums(out, frames)()[0]
-        header = _raw_header(template, segments)
+        header = raw_header(template, segments)
         packed = np.frombuffer(bytearray(pack_header(header)), np.uint8)
         out[: len(packed)].copy_(torch.from_numpy(packed))
         return header
@@ -254,7 +254,8 @@ def raw_segments(layout: KVLayout) -> NDArray[np.void]:
     return rows
 
 
-def _raw_header(template: FrameTemplate, segments: NDArray[np.void]) -> FrameHeader:
+def raw_header(template: FrameTemplate, segments: NDArray[np.void]) -> FrameHeader:
+    """Return the header of a raw frame with these *segments*."""
     t = template
     return FrameHeader(
         t.key, t.parent, t.representation, t.content, t.layout, RAW.codec_id, RAW.revision,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from threading import RLock
 
 import torch
 from typing_extensions import override
@@ -21,6 +22,8 @@ class SlowDevice(HostDevice):
     def __init__(self) -> None:
         super().__init__()
         self.fails = False
+        self.lock = RLock()
+        """One piece of work at a time: streams wait for each other."""
         self.streams: list[SlowStream] = []
         self.compute = SlowStream(self)
         """That of the engine, for every thread."""
@@ -72,10 +75,12 @@ class SlowStream(Stream):
 
     def run(self, position: int | None = None) -> None:
         """Do what waits, up to *position*, or all."""
-        while self._queue and (position is None or self.done < position):
-            self._device.check()
-            self._queue.popleft()()
-            self.done += 1
+        with self._device.lock:
+            while self._queue and (position is None or self.done < position):
+                self._device.check()
+                work = self._queue.popleft()
+                work()
+                self.done += 1
 
     @override
     def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
@@ -87,7 +92,8 @@ class SlowStream(Stream):
 
     @override
     def record(self) -> Event:
-        return SlowEvent(self, self.done + len(self._queue))
+        with self._device.lock:
+            return SlowEvent(self, self.done + len(self._queue))
 
     @override
     def wait(self, event: Event) -> None:

@@ -124,7 +124,7 @@ class Connector:
         rectangle: Rectangle | None = None,
     ) -> None:
         self.client = client
-        self._rectangle = rectangle
+        self.rectangle = rectangle
         self._prefill = prefill
         self._durable = durable
         self._token_flops = token_flops
@@ -280,7 +280,7 @@ class Connector:
         return count
 
     def _get_into(self, digests: Sequence[ChainDigest], room: ChunkRooms) -> int:
-        return len(self.client.get_into(self._keys(digests), room, rectangle=self._rectangle))
+        return len(self.client.get_into(self._keys(digests), room, rectangle=self.rectangle))
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         space = self.client.namespace
@@ -305,9 +305,7 @@ class Connector:
         return outcomes
 
     def _put(self, chunks: Sequence[Chunk], hints: Hints) -> list[PutOutcome]:
-        puts = self.client.put(
-            chunks, durable=self._durable, hints=hints, rectangle=self._rectangle
-        )
+        puts = self.client.put(chunks, durable=self._durable, hints=hints, rectangle=self.rectangle)
         return [put.outcome for put in puts]
 
     def _spans(self, token_count: int) -> list[Span]:

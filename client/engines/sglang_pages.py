@@ -265,7 +265,7 @@ class PageStore(Connector):
 
         def get() -> int:
             keys = self._named(hashes)
-            return len(self.client.get(keys, places, rectangle=self._rectangle))
+            return len(self.client.get(keys, places, rectangle=self.rectangle))
 
         read = self.ask(get, 0)
         tokens = self._pool.page_size
@@ -290,7 +290,7 @@ class PageStore(Connector):
             for at, (key, place) in enumerate(zip(keys, places, strict=True), start=len(before)):
                 chunks.append(Chunk(key, place, above, position=at * self._pool.page_size))
                 above = ChainDigest(key[DIGEST_BYTES:])
-            return [put.outcome for put in self.client.put(chunks, rectangle=self._rectangle)]
+            return [put.outcome for put in self.client.put(chunks, rectangle=self.rectangle)]
 
         refused = [PutOutcome.refused] * len(hashes)
         outcomes = self._guarded(work, refused, self._store_errors)

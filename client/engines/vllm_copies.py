@@ -7,19 +7,138 @@ the step that writes to it. Until then what was computed lies where it was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from typing_extensions import override
+
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_layout import NULL_BLOCK, EnginePages
-from kvstore.client.engines.vllm_orders import NamedChunk
+from kvstore.client.engines.vllm_orders import BlockTables, NamedChunk
 from kvstore.client.engines.vllm_page_copy import CopyFile, PageCopy
+from kvstore.client.engines.vllm_room import ChunkRoom
+from kvstore.client.tensors import LayerTensors
+from kvstore.codecs.base import AnyTensors
+from kvstore.proto.device import Event
 from kvstore.proto.hints import Hints
+from kvstore.proto.types import ChainDigest, KVLayout
 
 BATCH_BYTES = 64 << 20
 """What several requests put together at most: a call for each would hold the engine up."""
 
 MOST_COPIES = 4096
 """Chunks that wait to be stored, however small they are: each has a mapping of its own."""
+
+
+class Whole(Protocol):
+    """A chunk that was copied."""
+
+    @property
+    def tensors(self) -> LayerTensors:
+        """What is put."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether its windows are among them."""
+
+
+class Copy(Protocol):
+    """What is to be stored of one chunk. ``whole`` is the copy once it is made; None if the engine
+    had given up what it is of."""
+
+    @property
+    def whole(self) -> Whole | None:
+        """The copy."""
+
+    def make(self) -> None:
+        """Copy it, unless that was done; return when nobody reads the blocks any more."""
+
+    def free(self) -> None:
+        """Give the memory of the copy back, which nobody reads any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWork:
+    """One load: the chunks *digests*, each into the blocks that its ``chunks`` entry names.
+
+    The first ``kept_blocks`` are not written to, and none before ``after``. ``arrived`` is to be
+    called when something came, ``is_over`` says that there is no more time.
+    """
+
+    digests: Sequence[ChainDigest]
+    chunks: Sequence[BlockTables]
+    kept_blocks: int
+    after: Event | None
+    arrived: Callable[[], None]
+    is_over: Callable[[], bool]
+
+
+class Side(ABC):
+    """Where an engine's pages lie, as a worker loads into them and stores out of them."""
+
+    chunk_bytes: int
+
+    @abstractmethod
+    def copies(self, chunks: Sequence[BlockTables]) -> Sequence[Copy]:
+        """Begin to copy *chunks*, or the first of them that there is room for.
+
+        For the engine's thread, at the end of a step.
+        """
+
+    @abstractmethod
+    def mark(self) -> Event | None:
+        """Return an event behind the engine's work so far, if it does any beside the host."""
+
+    @abstractmethod
+    def read(self, work: LoadWork) -> int:
+        """Return how many chunks of a load were read: its blocks have them now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory. Nothing is loaded or stored any more."""
+
+
+class HostSide(Side):
+    """Pages in CPU memory: copied beside the engine, read straight into the blocks."""
+
+    def __init__(self, pages: EnginePages, connector: Connector, chunk_blocks: int) -> None:
+        """Raises TierUnavailableError where memory cannot be had as a file."""
+        self._pages = pages
+        self._connector = connector
+        self.pool = CopyPool(pages, chunk_blocks)
+        self.chunk_bytes = self.pool.chunk_bytes
+
+    @override
+    def copies(self, chunks: Sequence[BlockTables]) -> list[ChunkCopy]:
+        return [ChunkCopy(self.pool, tables) for tables in chunks]
+
+    @override
+    def mark(self) -> None:
+        return None
+
+    @override
+    def read(self, work: LoadWork) -> int:
+        rooms = [
+            ChunkRoom(self._pages, tables, 0 if number else work.kept_blocks)
+            for number, tables in enumerate(work.chunks)
+        ]
+        if not rooms:
+            return 0
+
+        def room(number: int, layout: KVLayout) -> AnyTensors:
+            work.arrived()
+            return rooms[number].tensors(layout)
+
+        read = self._connector.read_into(work.digests, room)
+        for one in rooms[:read]:
+            one.settle()
+        return read
+
+    @override
+    def close(self) -> None:
+        self.pool.close()
 
 
 class CopyPool:
@@ -104,7 +223,7 @@ class Batch:
     """Chunks that are put together, with their copies and what is said of all of them."""
 
     chunks: Sequence[NamedChunk]
-    copies: Sequence[ChunkCopy]
+    copies: Sequence[Copy]
     hints: Hints
 
     def joined(self, other: Batch, chunk_bytes: int) -> Batch | None:

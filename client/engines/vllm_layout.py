@@ -1,9 +1,10 @@
 """An engine's pages as vLLM registers them: how K and V lie in a block, found by looking.
 
 vLLM hands over one tensor a layer, (blocks, kv_heads, block_tokens, 2 * head_dim), of latent
-layers (blocks, 1, block_tokens, head_dim). What lies in a block is the attention backend's
-business: its CPU kernels keep K transposed. So the backend is asked to write a block of noise,
-and whoever cannot be read back right is refused.
+layers (blocks, 1, block_tokens, head_dim), with any strides. Its blocks are those of the kernels,
+of which a block of the block tables may have several. What lies in a block is the attention
+backend's business: its CPU kernels keep K transposed. So the backend is asked to write a block of
+noise, and whoever cannot be read back right is refused.
 """
 
 from __future__ import annotations
@@ -76,19 +77,23 @@ def find_packing(
     Raises LayoutMismatchError when no known packing reads back what was written.
     """
     _, heads, tokens, width = pages.shape
-    scratch = torch.zeros(_PROBE_BLOCKS, heads, tokens, width, dtype=pages.dtype)
+    scratch = _scratch(pages)
     seed = torch.Generator().manual_seed(7)
     noise = [
-        _noise((tokens, heads, width // parts), seed).to(kept or pages.dtype) for _ in range(parts)
+        _noise((tokens, heads, width // parts), seed).to(pages.device, kept or pages.dtype)
+        for _ in range(parts)
     ]
-    slots = torch.arange(tokens) + _PROBED_BLOCK * tokens
+    slots = torch.arange(tokens, device=pages.device) + _PROBED_BLOCK * tokens
     try:
         write(noise, scratch, slots)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         fix = f"this attention backend does not write it: {error}"
         raise LayoutMismatchError("pages", str(pages.dtype), fix) from None
     for packing in PACKINGS if parts == 2 else (rows,):
-        found = [part[_PROBED_BLOCK].permute(1, 0, 2) for part in packing(scratch)]
+        try:
+            found = [part[_PROBED_BLOCK].permute(1, 0, 2) for part in packing(scratch)]
+        except RuntimeError:  # torch has no view of such strides as this packing is
+            continue
         if all(
             torch.equal(one, other.view(one.dtype)) for one, other in zip(found, noise, strict=True)
         ):
@@ -96,6 +101,14 @@ def find_packing(
     raise LayoutMismatchError(
         "pages", f"{pages.dtype} in blocks of {tokens}", "this attention backend packs otherwise"
     )
+
+
+def _scratch(pages: torch.Tensor) -> torch.Tensor:
+    """Return a few empty blocks whose dimensions lie in memory in the order of those of *pages*."""
+    sizes = (_PROBE_BLOCKS, *pages.shape[1:])
+    order = sorted(range(4), key=pages.stride, reverse=True)
+    room = torch.zeros([sizes[at] for at in order], dtype=pages.dtype, device=pages.device)
+    return room.permute([order.index(at) for at in range(4)])
 
 
 def _noise(shape: tuple[int, int, int], seed: torch.Generator) -> torch.Tensor:
@@ -144,27 +157,16 @@ class EnginePages:
         """Return the pages in *registered*, by layer name; *writer* returns how the backend of
         a layer writes. Raises LayoutMismatchError.
         """
-        names = {layer.name for group in shape.groups for layer in group.layers}
-        if names != set(registered):
-            raise LayoutMismatchError("layers", sorted(registered)[:4], f"{len(names)} are kept")
-        for group in shape.groups:
-            for layer in group.layers:
-                _check(shape, group, registered[layer.name])
-        packings = [
-            find_packing(
-                registered[name],
-                group.layer_group.parts,
-                writer(name),
-                getattr(torch, group.dtype.name),
-            )
-            for group in shape.groups
-            for name in (group.layers[0].name,)
-        ]
+        packings = packings_of(shape, registered, writer)
+        for name, pages in registered.items():
+            if pages.device.type != "cpu" or pages.shape[2] != shape.block_tokens:
+                fix = f"blocks of {shape.block_tokens} tokens in CPU memory"
+                raise LayoutMismatchError(name, (str(pages.device), tuple(pages.shape)), fix)
         groups = [
             [LayerPages.of(one.table, registered[one.name], packing) for one in group.layers]
             for group, packing in zip(shape.groups, packings, strict=True)
         ]
-        return cls(shape, tuple(map(tuple, groups)), tuple(packings))
+        return cls(shape, tuple(map(tuple, groups)), packings)
 
     def chunk_bytes(self, chunk_blocks: int) -> int:
         """Return the bytes of a chunk of so many blocks."""
@@ -175,13 +177,42 @@ class EnginePages:
         )
 
 
+def packings_of(
+    shape: EngineShape,
+    registered: Mapping[str, torch.Tensor],
+    writer: Callable[[str], BlockWriter],
+) -> tuple[Packing, ...]:
+    """Return how the layers of each group of *shape* are packed, in pages *registered* by name.
+
+    Raises LayoutMismatchError for pages that are not of *shape*, or of several devices.
+    """
+    names = {layer.name for group in shape.groups for layer in group.layers}
+    if names != set(registered):
+        raise LayoutMismatchError("layers", sorted(registered)[:4], f"{len(names)} are kept")
+    devices = sorted({str(pages.device) for pages in registered.values()})
+    if len(devices) != 1:
+        raise LayoutMismatchError("device", devices, "pages of one device are stored")
+    for group in shape.groups:
+        for layer in group.layers:
+            _check(shape, group, registered[layer.name])
+    return tuple(
+        find_packing(
+            registered[group.layers[0].name],
+            group.layer_group.parts,
+            writer(group.layers[0].name),
+            getattr(torch, group.dtype.name),
+        )
+        for group in shape.groups
+    )
+
+
 def _check(shape: EngineShape, group: KeptGroup, pages: torch.Tensor) -> None:
-    wanted = (group.kv_heads, shape.block_tokens, group.layer_group.parts * group.head_dim)
-    if pages.device.type != "cpu":
-        raise LayoutMismatchError("device", str(pages.device), "only the CPU's for now")
+    width = group.layer_group.parts * group.head_dim
     if DType.parse(str(pages.dtype)) is not group.dtype and not (
         pages.dtype is torch.uint8 and group.dtype.item_bytes == 1
     ):
         raise LayoutMismatchError("dtype", str(pages.dtype), f"pages of {group.dtype.name}")
-    if pages.ndim != 4 or tuple(pages.shape[1:]) != wanted:
+    is_known = pages.ndim == 4 and (pages.shape[1], pages.shape[3]) == (group.kv_heads, width)
+    if not is_known or shape.block_tokens % pages.shape[2]:
+        wanted = (group.kv_heads, shape.block_tokens, width)
         raise LayoutMismatchError("pages", tuple(pages.shape), f"blocks of {wanted}")

@@ -1,7 +1,8 @@
 """The workers' half of the vLLM connector: one object a rank, loads and stores beside the engine.
 
-Loads go straight into the engine's pages, by one thread. What is to be stored is copied and sent
-by another; what a step is about to overwrite is copied before it.
+Loads go into the engine's pages, by one thread. What is to be stored is copied and sent by
+another. Of pages in CPU memory, what a step is about to overwrite is copied before it; pages on a
+device are read on the engine's own stream before a step's hooks return.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -18,9 +21,18 @@ import torch
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_copies import MOST_COPIES, Batch, ChunkCopy, CopyPool
+from kvstore.client.engines.vllm_copies import (
+    MOST_COPIES,
+    Batch,
+    ChunkCopy,
+    Copy,
+    HostSide,
+    LoadWork,
+    Side,
+    Whole,
+)
 from kvstore.client.engines.vllm_cost import PrefillCost
-from kvstore.client.engines.vllm_layout import BlockWriter, EnginePages
+from kvstore.client.engines.vllm_layout import NULL_BLOCK, BlockWriter, EnginePages
 from kvstore.client.engines.vllm_orders import (
     MISFITS,
     BlockTables,
@@ -30,11 +42,9 @@ from kvstore.client.engines.vllm_orders import (
     StoreOrder,
     WorkerNews,
 )
-from kvstore.client.engines.vllm_page_copy import PageCopy
-from kvstore.client.engines.vllm_room import ChunkRoom
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.vllm_watch import LoadWatch
-from kvstore.codecs.base import AnyTensors
+from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
@@ -49,6 +59,9 @@ and would share the interpreter with it."""
 
 SHUTDOWN_S = 5.0
 """What the end of an engine waits for stores that are under way."""
+
+DEVICE_RING_BYTES = 1 << 30
+"""Device memory for what steps completed and is on its way to the store."""
 
 _Work: TypeAlias = Callable[[], None]
 
@@ -84,6 +97,20 @@ class WorkThread:
         return not self._thread.is_alive()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A chunk that the engine has computed, and of which no copy was begun yet."""
+
+    chunk: NamedChunk
+    tables: BlockTables
+    hints: Hints
+
+    @property
+    def blocks(self) -> set[int]:
+        """Where it lies."""
+        return {block for table in self.tables for block in table} - {NULL_BLOCK}
+
+
 class VllmWorker:
     """Loads and stores for one rank. For the engine's thread; its own threads stay inside.
 
@@ -97,7 +124,9 @@ class VllmWorker:
         shape: EngineShape,
         queue_bytes: int,
         clock: Callable[[], float] = time.perf_counter,
+        device: Device | None = None,
     ) -> None:
+        """*device*: where pages lie; None: where they say."""
         self._connector = connector
         self._clock = clock
         self._was_short = False
@@ -105,13 +134,15 @@ class VllmWorker:
         self._shape = shape
         self._chunk_blocks = connector.client.options.chunk_tokens // shape.block_tokens
         self._queue_bytes = queue_bytes
-        self._pages: EnginePages | None = None
+        self._device = device
+        self._side: Side | None = None
         self._loader, self._storer = WorkThread("kvstore-load"), WorkThread("kvstore-store")
         self._watch = LoadWatch(lambda: connector.ask(connector.client.end_if_hung, False))
         self._is_down = False
         self._loading = 0
-        self._pool: CopyPool | None = None
-        self._storing: list[ChunkCopy] = []
+        self._storing: list[Copy] = []
+        self._waiting: deque[_Waiting] = deque()
+        """Chunks that no copy was begun of yet. For the engine's thread."""
         self._unsent: deque[Batch] = deque()
         """Bounded as ``_storing`` is."""
         self.counted: Counter[str] = Counter()
@@ -134,35 +165,62 @@ class VllmWorker:
     ) -> str:
         """Take the engine's pages; return why they cannot be stored, or nothing."""
         try:
-            self._pages = EnginePages.of(self._shape, registered, writer)
-            self._pool = CopyPool(self._pages, self._chunk_blocks)
+            self._side = self._side_of(registered, writer)
         except (*MISFITS, KVStoreError) as error:
             self.refuse(f"{type(error).__name__}: {error}")
         return self._refusal
 
+    def _side_of(
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+    ) -> Side:
+        kinds = {pages.device.type for pages in registered.values()}
+        if self._device is None and kinds <= {"cpu"}:
+            pages = EnginePages.of(self._shape, registered, writer)
+            return HostSide(pages, self._connector, self._chunk_blocks)
+        from kvstore.client.engines.vllm_device import DeviceSide, EngineDevicePages
+
+        on_device = EngineDevicePages(self._shape, registered, writer)
+        return DeviceSide(on_device, self._connector, DEVICE_RING_BYTES, self._device)
+
     def refuse(self, reason: str) -> None:
         """Neither load nor store from now on, and have the scheduler told."""
-        self._pages = None
         with self._news:
             self._refusal = reason
+
+    @property
+    def _usable(self) -> Side | None:
+        return None if self._refusal else self._side
 
     # --- loads
 
     def load(self, orders: StepOrders) -> None:
         """Begin the loads of a step."""
+        if not orders.loads:
+            return
+        after, side = None, self._usable
+        if side is not None:
+            after = self._connector.ask(side.mark, None)
         for order in orders.loads:
             with self._news:
                 self._loading += 1
-            self._loader.do(partial(self._load, order, self._clock()))
+            self._loader.do(partial(self._load, order, self._clock(), after))
 
-    def _load(self, order: LoadOrder, ordered_s: float) -> None:
-        began, pages = self._clock(), self._pages
+    def _load(self, order: LoadOrder, ordered_s: float, after: Event | None) -> None:
+        began, side = self._clock(), self._usable
         # Loads that fail one after another would have those behind them wait for each.
-        waited_ms = 1000 * (began - ordered_s)
-        is_late = self._was_short and waited_ms > self._connector.client.options.deadline_ms
+        within_s = self._connector.client.options.deadline_ms / 1000
+        is_late = self._was_short and began - ordered_s > within_s
         read = 0
-        if pages and not is_late:
-            read = self._connector.ask(lambda: self._read(pages, order), 0)
+        if side and not is_late:
+            work = LoadWork(
+                order.digests,
+                self._cut(order.tables, len(order.digests)),
+                order.kept_blocks,
+                after,
+                self._watch.note_arrival,
+                lambda: self._clock() - began > within_s,
+            )
+            read = self._connector.ask(lambda: self._read(side, work), 0)
             self._was_short = read < len(order.digests)
         with self._news:
             self._loading -= 1
@@ -180,23 +238,9 @@ class VllmWorker:
             self.counted["load_us"] += round(1e6 * (self._clock() - began))
             self._news.notify_all()
 
-    def _read(self, pages: EnginePages, order: LoadOrder) -> int:
-        rooms = [
-            ChunkRoom(pages, tables, 0 if number else order.kept_blocks)
-            for number, tables in enumerate(self._cut(order.tables, len(order.digests)))
-        ]
-        if not rooms:
-            return 0
-
-        def room(number: int, layout: KVLayout) -> AnyTensors:
-            self._watch.note_arrival()
-            return rooms[number].tensors(layout)
-
+    def _read(self, side: Side, work: LoadWork) -> int:
         with self._watch.over():
-            read = self._connector.read_into(order.digests, room)
-        for one in rooms[:read]:
-            one.settle()
-        return read
+            return side.read(work)
 
     def _cut(self, tables: BlockTables, chunks: int) -> list[BlockTables]:
         """Return what *tables* have of each of so many chunks."""
@@ -233,41 +277,69 @@ class VllmWorker:
 
     def begin(self, orders: StepOrders) -> None:
         """Copy what is still to be stored of blocks that the step is about to write to."""
+        taken = orders.taken_blocks
+        lost = [one for one in self._waiting if taken is None or not taken.isdisjoint(one.blocks)]
+        if lost:
+            self._waiting = deque(one for one in self._waiting if one not in lost)
+            self._note_gone(lost, "gone_chunks")
         if not self._storing:
             return
         with self._news:
-            taken = [one for one in self._storing if one.lies_in(orders.taken_blocks)]
-        for one in taken:
-            self._connector.ask(one.make, None)
+            copies = [one for one in self._storing if isinstance(one, ChunkCopy)]
+        for copy in copies:
+            if copy.lies_in(taken):
+                self._connector.ask(copy.make, None)
 
     def store(self, orders: StepOrders) -> None:
         """Have what the step completed copied and sent, as far as there is room for it."""
-        if self._pages is not None and self._pool is not None:
-            for order in orders.stores:
-                self._store(self._pool, order)
-
-    def _store(self, pool: CopyPool, order: StoreOrder) -> None:
-        most = min(MOST_COPIES, max(1, self._queue_bytes // pool.chunk_bytes))
+        side = self._usable
+        if side is None:
+            return
+        for order in orders.stores:
+            self._await_room(side, order)
+        if not self._waiting:
+            return
+        chunks = [one.tables for one in self._waiting]
+        copies = self._connector.ask(lambda: side.copies(chunks), None)
+        if copies is None:  # it will not be there for the next step either
+            lost, self._waiting = [*self._waiting], deque()
+            self._note_gone(lost, "dropped_chunks")
+            return
+        begun = [(self._waiting.popleft(), copy) for copy in copies]
         with self._news:
-            # The first ones: later ones are of no use without them.
-            chunks = order.chunks[: max(0, most - len(self._storing))]
-            self.counted["dropped_chunks"] += len(order.chunks) - len(chunks)
-            self._note_unstored(order.chunks[len(chunks) :], order.hints)
-            copies = [ChunkCopy(pool, tables) for tables in self._cut(order.tables, len(chunks))]
             self._storing += copies
-            if chunks:
-                self._unsent.append(Batch(chunks, copies, order.hints))
-        if chunks:
-            self._storer.do(partial(self._send_next, pool))
+            for hints, some in groupby(begun, lambda one: one[0].hints):
+                pairs = list(some)
+                chunk_of = [waiting.chunk for waiting, _ in pairs]
+                self._unsent.append(Batch(chunk_of, [copy for _, copy in pairs], hints))
+                self._storer.do(partial(self._send_next, side))
 
-    def _send_next(self, pool: CopyPool) -> None:
+    def _await_room(self, side: Side, order: StoreOrder) -> None:
+        """Line up the chunks of an order, the first ones: later ones are of no use without them."""
+        most = min(MOST_COPIES, max(1, self._queue_bytes // side.chunk_bytes))
+        with self._news:
+            room = max(0, most - len(self._storing) - len(self._waiting))
+            dropped = order.chunks[room:]
+            self.counted["dropped_chunks"] += len(dropped)
+            self._note_unstored(dropped, order.hints)
+        cut = self._cut(order.tables, len(order.chunks) - len(dropped))
+        pairs = zip(order.chunks, cut, strict=False)
+        self._waiting += [_Waiting(chunk, tables, order.hints) for chunk, tables in pairs]
+
+    def _note_gone(self, lost: Sequence[_Waiting], count: str) -> None:
+        with self._news:
+            self.counted[count] += len(lost)
+            for one in lost:
+                self._note_unstored([one.chunk], one.hints)
+
+    def _send_next(self, side: Side) -> None:
         """Send what waits, as much of it as goes into one batch."""
         if not self._unsent:
             return  # it went with what was before it
         time.sleep(BREATH_S)
         with self._news:
             batch = self._unsent.popleft()
-            while self._unsent and (more := batch.joined(self._unsent[0], pool.chunk_bytes)):
+            while self._unsent and (more := batch.joined(self._unsent[0], side.chunk_bytes)):
                 batch = more
                 self._unsent.popleft()
         self._send(batch)
@@ -297,7 +369,7 @@ class VllmWorker:
         if hints.handover_ms:
             self._unstored += [chunk.digest for chunk in chunks]
 
-    def _chunks(self, copies: Sequence[tuple[NamedChunk, PageCopy]]) -> list[Chunk]:
+    def _chunks(self, copies: Sequence[tuple[NamedChunk, Whole]]) -> list[Chunk]:
         client = self._connector.client
         space, tokens = client.namespace, client.options.chunk_tokens
         return [
@@ -342,7 +414,8 @@ class VllmWorker:
         """End the threads, once they are through with what they have, and the client."""
         self.settled(SHUTDOWN_S)
         self._watch.close()
-        self._loader.stop(SHUTDOWN_S)
-        if self._storer.stop(SHUTDOWN_S) and self._pool is not None:
-            self._pool.close()
+        is_over = [self._loader.stop(SHUTDOWN_S), self._storer.stop(SHUTDOWN_S)]
+        side, self._side = self._side, None
+        if all(is_over) and side is not None:
+            self._connector.ask(side.close, None)
         self._connector.client.close()

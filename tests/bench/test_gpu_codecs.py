@@ -37,7 +37,7 @@ def test_what_is_measured_is_what_the_frame_holds(
     tensors = filled(header.layout, all_zero)
     codec_by_name("kvq:1").decode_into(header, frame, tensors)
     wanted = torch.from_numpy(tensors[0][0][0].view("i2")).view(torch.bfloat16)
-    (pages,), ids = case.paged.pages, case.paged.block_ids
+    (pages,), ids = case.paged.pages, case.paged.tables[0]
     found = [pages.views[0][0][ids[at // 16], :, at % 16] for at in range(48)]
     assert torch.equal(torch.stack(found, 1), torch.cat([wanted, wanted], 1))
     assert case.decoded_bytes == 2 * header.layout.raw_bytes

@@ -1,0 +1,459 @@
+"""The workers' half of the vLLM connector for pages on a device: stores and loads beside its work.
+
+What a step completed is gathered by one launch on the engine's own stream, behind the forward pass
+and before all that is queued later, into slots of a fixed ring: no page is read once the hook has
+returned. What is loaded goes up at once, and is written to the pages behind an event that the
+engine's stream has recorded: behind its zeroing, and behind steps that still write to the blocks.
+The host waits for the device in threads of its own, never in a hook.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvstore.client.cuda import CudaClient
+from kvstore.client.device_reads import DeviceReader
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_copies import BATCH_BYTES, LoadWork, Side
+from kvstore.client.engines.vllm_layout import NULL_BLOCK, BlockWriter, packings_of
+from kvstore.client.engines.vllm_orders import BlockTables
+from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.rectangle import Rectangle
+from kvstore.client.tensors import LayerTensors
+from kvstore.codecs.base import AnyTensors
+from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages, raw_header, raw_segments
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.device import Device, Event, open_device, tensor_over
+from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
+from kvstore.proto.frame import FrameHeader, FrameTemplate, raw_frame_bytes
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.types import (
+    END_KINDS,
+    ROOT,
+    ChunkKey,
+    KVLayout,
+    Representation,
+)
+
+LOAD_SLOTS = 4
+"""Chunks of a load on their way at once."""
+LEAST_SLOTS = 2
+"""Chunks of a step that there must be room for."""
+_ALIGN_BYTES = 256
+
+logger = structlog.get_logger(__name__)
+
+
+class EngineDevicePages:
+    """The pages of every layer on one device, and where a step's chunks are in them.
+
+    Raises LayoutMismatchError at birth for pages that are not understood.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        registered: Mapping[str, torch.Tensor],
+        writer: Callable[[str], BlockWriter],
+    ) -> None:
+        packings = packings_of(shape, registered, writer)
+        self.shape = shape
+        some = next(iter(registered.values()))
+        if {pages.shape[2] for pages in registered.values()} != {some.shape[2]}:
+            sizes = sorted({pages.shape[2] for pages in registered.values()})
+            raise LayoutMismatchError("block_tokens", sizes, "kernels' blocks of one size")
+        self.device = some.device
+        self._ratio = shape.block_tokens // int(some.shape[2])
+        groups = []
+        for group, packing in zip(shape.groups, packings, strict=True):
+            dtype = getattr(torch, group.dtype.name)
+            views = [
+                tuple(part.view(dtype) for part in packing(registered[layer.name]))
+                for layer in group.layers
+            ]
+            groups.append(Pages(tuple(views), tuple(layer.table for layer in group.layers)))
+        self._groups = tuple(groups)
+        self._of_layouts: dict[tuple[bool, ...], tuple[Pages, ...]] = {}
+
+    def of(self, layout: KVLayout) -> tuple[Pages, ...]:
+        """Return the pages of the components that *layout* has.
+
+        Raises LayoutMismatchError when it has others. The same object for the same ones.
+        """
+        kinds = [component.kind for component in layout.components]
+        there = tuple(group.kind in kinds for group in self.shape.groups)
+        if there not in self._of_layouts:
+            pairs = zip(self._groups, there, strict=True)
+            self._of_layouts[there] = tuple(pages for pages, is_there in pairs if is_there)
+        found = self._of_layouts[there]
+        if len(found) != len(kinds):
+            raise LayoutMismatchError("layout", [kind.name for kind in kinds], "as the engine's")
+        return found
+
+    def tables(
+        self, chunks: Sequence[BlockTables], kept_blocks: int = 0
+    ) -> list[NDArray[np.int64]]:
+        """Return block tables over all *chunks* in the kernels' blocks, one behind the other.
+
+        The first *kept_blocks* and null blocks are skipped.
+        """
+        found = []
+        for table in range(len(chunks[0])):
+            ids = np.array([block for chunk in chunks for block in chunk[table]], np.int64)
+            ids[:kept_blocks] = NULL_BLOCK
+            skipped = ids == NULL_BLOCK
+            if self._ratio > 1:
+                ids = (ids[:, None] * self._ratio + np.arange(self._ratio)).ravel()
+                skipped = np.repeat(skipped, self._ratio)
+            ids[skipped] = SKIPPED_BLOCK
+            found.append(ids)
+        return found
+
+    def has_windows(self, tables: BlockTables) -> bool | None:
+        """Return whether the engine still has the windows of a chunk; None: not even the rest."""
+        has_windows = True
+        for group in self.shape.groups:
+            kept = self.shape.kept_blocks(group, len(tables[0]))
+            for table in {layer.table for layer in group.layers}:
+                if NULL_BLOCK not in tables[table][len(tables[table]) - kept :]:
+                    continue
+                if group.kind not in END_KINDS:
+                    return None
+                has_windows = False
+        return has_windows
+
+    def check_ends(self, layout: KVLayout, tables: BlockTables) -> list[bool]:
+        """Return which groups a load into *tables* wants of a chunk of *layout*.
+
+        Raises LayoutMismatchError where that is more than the chunk has.
+        """
+        tokens = len(tables[0]) * self.shape.block_tokens
+        if layout.tokens != tokens:
+            raise LayoutMismatchError("tokens", layout.tokens, f"give {tokens}")
+        components = {component.kind: component for component in layout.components}
+        wanted = []
+        for group in self.shape.groups:
+            component = components.get(group.kind)
+            kept = component.tokens // self.shape.block_tokens if component is not None else 0
+            used = [tables[layer.table] for layer in group.layers]
+            is_wanted = group.kind not in END_KINDS or any(any(ids) for ids in used)
+            if is_wanted and any(any(ids[: len(ids) - kept]) for ids in used):
+                fix = "the engine wants more of it than the chunk has"
+                raise LayoutMismatchError("layout", group.kind.name, fix)
+            wanted.append(is_wanted)
+        return wanted
+
+
+class _Slot:
+    """Room for one chunk in host memory that the device copies straight to and from."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self.tensor = tensor_over(memory)
+        self._memory = memory
+
+    def stacks(self, layout: KVLayout, headers: Mapping[KVLayout, FrameHeader]) -> list[BlockStack]:
+        """Return the tensors of a chunk of *layout*, as its raw frame has them."""
+        starts = iter(headers[layout].segments["offset"].tolist())
+        found = []
+        for component in layout.components:
+            first, *others = [next(starts) for _ in range(component.layers)]
+            layer_bytes = others[0] - first if others else component.layer_bytes
+            data = self._memory[first : first + layer_bytes * component.layers]
+            heads, tokens, width = component.shape
+            room = np.lib.stride_tricks.as_strided(
+                data[: component.layer_bytes].view(f"u{component.dtype.item_bytes}"),
+                (component.layers, component.parts, 1, heads, tokens, width),
+                (
+                    layer_bytes, component.part_bytes, 0,
+                    *(s * component.dtype.item_bytes for s in (tokens * width, width, 1)),
+                ),
+            )  # fmt: skip
+            found.append(BlockStack([room[:, part] for part in range(component.parts)]))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A chunk that lies in host memory: what is put."""
+
+    tensors: LayerTensors
+    has_windows: bool
+
+
+class DeviceCopy:
+    """One chunk in a slot of the ring, or of which the engine had given up what it is of."""
+
+    def __init__(self, side: DeviceSide, slot: int | None, *, has_windows: bool = True) -> None:
+        self._side = side
+        self._slot = slot
+        self._has_windows = has_windows
+        self.gathered: Event | None = None
+        self.whole: _Whole | None = None
+        self._host: _Slot | None = None
+
+    def make(self) -> None:
+        """Bring it to host memory; its slot of the ring is free after that."""
+        if self._slot is None:
+            return
+        assert self.gathered is not None
+        slot, self._slot = self._slot, None
+        try:
+            self._host = self._side.bring(slot, self.gathered)
+        finally:
+            self._side.give(slot)
+        layout = self._side.layout(has_windows=self._has_windows)
+        stacks = self._host.stacks(layout, self._side.headers)
+        self.whole = _Whole(stacks, self._has_windows)
+
+    def free(self) -> None:
+        """Give the memory of the copy back, which nobody reads any more."""
+        if self._slot is not None:
+            self._side.give(self._slot)
+        if self._host is not None:
+            self._side.give_host(self._host)
+        self._slot = self.whole = self._host = None
+
+
+class DeviceSide(Side):
+    """Stores and loads of one rank whose pages lie on *device*.
+
+    *ring_bytes* of its memory at most are for chunks that a step completed; less where there is
+    less, but for one chunk's. Raises TierUnavailableError with the fix when there is none.
+    """
+
+    def __init__(
+        self,
+        pages: EngineDevicePages,
+        connector: Connector,
+        ring_bytes: int,
+        device: Device | None = None,
+    ) -> None:
+        self._pages = pages
+        self._connector = connector
+        client = connector.client
+        tokens = client.options.chunk_tokens
+        self._chunk_tokens = tokens
+        rectangle = connector.rectangle
+        self._layouts = {
+            has: _rank_layout(client.representation, rectangle, tokens, has_windows=has)
+            for has in ({True, False} if pages.shape.has_ends else {True})
+        }
+        pages.of(self._layouts[True])
+        self.headers = {layout: _blank_header(layout) for layout in self._layouts.values()}
+        self.chunk_bytes = -(-raw_frame_bytes(self._layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.device = device or open_device(pages.device)
+        whole = KVLayout.of(client.representation, tokens)
+        self.reader = DeviceReader(
+            self.device, max(self.chunk_bytes, raw_frame_bytes(whole)), LOAD_SLOTS
+        )
+        self._ring, slots = self._allocated(ring_bytes)
+        self._slots = list(range(slots))
+        self._lock = threading.Lock()  # guards the slots that are free, here and on the host
+        self._down = self.device.stream()
+        self._ends: list[Callable[[], None]] = []
+        stores = 1 + max(1, BATCH_BYTES // self.chunk_bytes)
+        self._host = self._host_slots(stores)
+        self._load_host = self._host_slots(LOAD_SLOTS)
+
+    def _allocated(self, ring_bytes: int) -> tuple[torch.Tensor, int]:
+        slots = max(LEAST_SLOTS, ring_bytes // self.chunk_bytes)
+        while True:
+            try:
+                return self.device.allocate(slots * self.chunk_bytes), slots
+            except TierUnavailableError:
+                if slots == LEAST_SLOTS:
+                    self.device.release(self.reader.ring)
+                    raise
+                slots = max(LEAST_SLOTS, slots // 2)
+                logger.warning("less device memory for stores", chunks=slots)
+
+    def _host_slots(self, count: int) -> list[_Slot]:
+        memory = np.frombuffer(mmap.mmap(-1, count * self.chunk_bytes), np.uint8)
+        end = self.device.register(memory)
+        if end is not None:  # else copies are only slower
+            self._ends.append(end)
+        size = self.chunk_bytes
+        return [_Slot(memory[at * size : (at + 1) * size]) for at in range(count)]
+
+    def layout(self, *, has_windows: bool) -> KVLayout:
+        """Return the layout of what this rank has of a chunk."""
+        return self._layouts[has_windows]
+
+    # --- stores
+
+    @override
+    def copies(self, chunks: Sequence[BlockTables]) -> list[DeviceCopy]:
+        """Gather as many of *chunks* as there are slots for; in the engine's thread."""
+        found: list[DeviceCopy] = []
+        gathered: list[tuple[DeviceCopy, int, BlockTables]] = []
+        for tables in chunks:
+            has_windows = self._pages.has_windows(tables)
+            if has_windows is None:
+                found.append(DeviceCopy(self, None))
+                continue
+            with self._lock:
+                slot = self._slots.pop() if self._slots else None
+            if slot is None:
+                break
+            found.append(DeviceCopy(self, slot, has_windows=has_windows))
+            gathered.append((found[-1], slot, tables))
+        if gathered:
+            self._gather(gathered)
+        return found
+
+    def _gather(self, gathered: Sequence[tuple[DeviceCopy, int, BlockTables]]) -> None:
+        """Queue one launch on the engine's stream for all chunks of a step."""
+        layout = self._layouts[True]
+        header = self.headers[layout]
+        # Null blocks are skipped: what a slot has in their place is not put.
+        frames = [
+            FrameAt(slot * self.chunk_bytes, header, at * self._chunk_tokens)
+            for at, (_, slot, _) in enumerate(gathered)
+        ]
+        tables = self._pages.tables([one for _, _, one in gathered])
+        paged = Paged(self._pages.of(layout), tables)
+        stream = self.device.current_stream()
+        kernels = self.reader.kernels
+        stream.launch(partial(kernels.move, self._ring, frames, paged, to_pages=False))
+        event = stream.record()
+        for copy, _, _ in gathered:
+            copy.gathered = event
+
+    def bring(self, slot: int, gathered: Event) -> _Slot:
+        """Copy a slot of the ring to host memory, and wait for that."""
+        with self._lock:
+            host = self._host.pop()
+        try:
+            self._down.wait(gathered)
+            start = slot * self.chunk_bytes
+            self._down.copy(host.tensor, self._ring[start : start + self.chunk_bytes])
+            self._down.record().synchronize()
+        except BaseException:
+            self.give_host(host)
+            raise
+        return host
+
+    def give(self, slot: int) -> None:
+        """Take a slot of the ring back."""
+        with self._lock:
+            self._slots.append(slot)
+
+    def give_host(self, slot: _Slot) -> None:
+        """Take host memory back."""
+        with self._lock:
+            self._host.append(slot)
+
+    # --- loads
+
+    @override
+    def mark(self) -> Event | None:
+        return self.device.current_stream().record()
+
+    @override
+    def read(self, work: LoadWork) -> int:
+        """Read straight into the pages what lies near, and the rest by way of host memory."""
+        done = 0
+        client = self._connector.client
+        is_whole = self._connector.rectangle is None and not self._pages.shape.has_ends
+        if is_whole and isinstance(client, CudaClient) and work.digests:
+            keys = [chunk_key(client.namespace, digest) for digest in work.digests]
+            paged = self._paged(self._layouts[True], work, 0, len(keys))
+            straight = partial(client.read_on_device, keys, paged, self.reader)
+            done = self._connector.ask(lambda: straight(work.after, work.arrived), 0)
+        while done < len(work.digests) and not work.is_over():
+            some = min(LOAD_SLOTS, len(work.digests) - done)
+            read = self._through_host(work, done, some)
+            done += read
+            if read < some:
+                break
+        return done
+
+    def _paged(self, layout: KVLayout, work: LoadWork, first: int, count: int) -> Paged:
+        """Return where *count* chunks of a load from number *first* on go."""
+        kept = 0 if first else work.kept_blocks
+        tables = self._pages.tables(work.chunks[first : first + count], kept)
+        return Paged(self._pages.of(layout), tables)
+
+    def _through_host(self, work: LoadWork, first: int, count: int) -> int:
+        """Read *count* chunks from number *first* on into host memory, and from there."""
+        layouts: dict[int, KVLayout] = {}
+
+        def room(number: int, layout: KVLayout) -> AnyTensors:
+            work.arrived()
+            wanted = self._pages.check_ends(layout, work.chunks[first + number])
+            self.headers.setdefault(layout, _blank_header(layout))
+            layouts[number] = layout
+            stacks = iter(self._load_host[number].stacks(layout, self.headers))
+            kinds = {component.kind for component in layout.components}
+            pairs = zip(self._pages.shape.groups, wanted, strict=True)
+            there = [(next(stacks), is_wanted) for group, is_wanted in pairs if group.kind in kinds]
+            return [list(stack) if is_wanted else [] for stack, is_wanted in there]
+
+        read = self._connector.read_into(work.digests[first : first + count], room)
+        if read:
+            with self.reader.lock:
+                self._up(work, first, [layouts[number] for number in range(read)])
+        return read
+
+    def _up(self, work: LoadWork, first: int, layouts: Sequence[KVLayout]) -> None:
+        """Bring chunks from host memory into the pages, and wait for that."""
+        reader, size = self.reader, self.reader.frame_bytes
+        for number in range(len(layouts)):
+            start = number * size
+            reader.copies.copy(
+                reader.ring[start : start + self.chunk_bytes], self._load_host[number].tensor
+            )
+        reader.work.wait(reader.copies.record())
+        if work.after is not None:
+            reader.work.wait(work.after)
+        for start, stop in _runs(layouts):
+            frames = [
+                FrameAt(at * size, self.headers[layouts[at]], (at - start) * self._chunk_tokens)
+                for at in range(start, stop)
+            ]
+            paged = self._paged(layouts[start], work, first + start, stop - start)
+            reader.work.launch(
+                partial(reader.kernels.move, reader.ring, frames, paged, to_pages=True)
+            )
+        reader.work.record().synchronize()
+
+    @override
+    def close(self) -> None:
+        self._down.record().synchronize()
+        self.reader.close()
+        self.device.release(self._ring)
+        while self._ends:
+            self._ends.pop()()
+
+
+def _runs(layouts: Sequence[KVLayout]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the stop of each run of chunks of one layout."""
+    starts = deque(at for at in range(len(layouts)) if not at or layouts[at] != layouts[at - 1])
+    while starts:
+        yield starts.popleft(), starts[0] if starts else len(layouts)
+
+
+def _rank_layout(
+    representation: Representation, rectangle: Rectangle | None, tokens: int, *, has_windows: bool
+) -> KVLayout:
+    layout = KVLayout.of(representation, tokens, window=has_windows)
+    return layout if rectangle is None else rectangle.portion(representation, layout).layout
+
+
+def _blank_header(layout: KVLayout) -> FrameHeader:
+    """Return a header that says where the segments of a raw frame of *layout* lie."""
+    key = ChunkKey(bytes(32))
+    template = FrameTemplate(key, ROOT, bytes(16), bytes(32), layout)
+    return raw_header(template, raw_segments(layout))
