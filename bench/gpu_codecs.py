@@ -1,4 +1,4 @@
-"""Codecs decoded on a CUDA device into pages: ``python -m bench.gpu_codecs [--json]``.
+"""kvq decoded on a CUDA device into pages: ``python -m bench.gpu_codecs [--json]``.
 
 Values are decoded bytes a second over those of one copy on the device. Without a CUDA device it
 says so and measures nothing. Checksums are not computed; bench.gpu has those.
@@ -17,7 +17,7 @@ from bench.gpu import BLOCK_TOKENS, HEAD_DIM, HEADS, LAYERS, REPEATS, TOKENS, ha
 from bench.report import Report, paired, parse_flags
 
 BATCHES = (1, 8, 32)
-CODECS = ("kvq:1", "kvq:3", "xans", "xpack")
+CODECS = ("kvq:1", "kvq:3")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,13 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     import torch
 
-    from kvstore.codecs.exponent_kernels import open_exponent_kernels
     from kvstore.codecs.kvq_kernels import open_kvq_kernels
 
     device = torch.device("cuda", 0)
-    kvq, exponents = open_kvq_kernels(device), open_exponent_kernels(device)
+    kernels = open_kvq_kernels(device)
     for name in CODECS:
-        kernels = kvq if name.startswith("kvq") else exponents
         frame = make_frame(name, (LAYERS, HEADS, HEAD_DIM, TOKENS))
         for chunks in BATCHES:
             case = Case.of(frame, chunks, device)

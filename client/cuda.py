@@ -33,9 +33,9 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import header_bytes, raw_frame_bytes
+from kvstore.proto.frame import FIDELITY_OFFSET, header_bytes, raw_frame_bytes
 from kvstore.proto.places import Place, Reach, unpack_places
-from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout
+from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
 
 T = TypeVar("T")
 
@@ -79,15 +79,19 @@ class CudaTransport(ShmTransport):
 
     @contextmanager
     def get_on_device(
-        self, digests: Sequence[ChainDigest], deadline_ms: int, reader: DeviceReader
+        self,
+        digests: Sequence[ChainDigest],
+        deadline_ms: int,
+        reader: DeviceReader,
+        least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[InArena | Arrived]]:
         """Enter to iterate frames as ``get`` does, those on the device where they lie."""
         is_shared = self.shares(reader.ring.device)
         via = pb.VIA_DEVICE if is_shared else pb.VIA_SHARED_MEMORY
-        request = self.get_request(digests, 0, deadline_ms, via)
+        request = self.get_request(digests, 0, deadline_ms, via, least)
         with self._mapped(), self._leased_replies(request) as (replies, leases):
             try:
-                yield self._arriving_near(replies, leases, reader)
+                yield _as_true(self._arriving_near(replies, leases, reader), least)
             finally:
                 # What is queued may read memory of the lease, and writes into the caller's.
                 reader.wait()
@@ -214,14 +218,20 @@ class CudaClient(Client):
             return super()._connect()
 
     def get_device_pages(
-        self, keys: Sequence[ChunkKey], paged: DevicePages, block_ids: Sequence[int]
+        self,
+        keys: Sequence[ChunkKey],
+        paged: DevicePages,
+        block_ids: Sequence[int],
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
     ) -> int:
         """Read the longest prefix of *keys* that is there in time straight into pages on the
         device, behind torch's current stream.
 
         *keys* are those of a request from its first token on, *block_ids* its blocks. Return
         how many chunks were read and verified: all work on them is done then. Slots of the
-        chunks past them may have been written to and are not to be used. Raises
+        chunks past them may have been written to and are not to be used. Below an exact
+        *min_fidelity* any of them may be restored from a lossy copy, as in ``get``. Raises
         TierUnavailableError where the server is not on this host.
         """
         if self._pages_reader is None:
@@ -229,7 +239,10 @@ class CudaClient(Client):
             device = open_device(paged.pages[0].first.device)
             self._pages_reader = DeviceReader(device, raw_frame_bytes(layout))
         after = self._pages_reader.device.current_stream().record()
-        return self.read_on_device(keys, paged.of(block_ids), self._pages_reader, after)
+        place = paged.of(block_ids)
+        return self.read_on_device(
+            keys, place, self._pages_reader, after, min_fidelity=min_fidelity
+        )
 
     def read_on_device(
         self,
@@ -238,6 +251,8 @@ class CudaClient(Client):
         reader: DeviceReader,
         after: Event | None = None,
         arrived: Callable[[], None] = lambda: None,
+        *,
+        min_fidelity: Fidelity = Fidelity.exact,
     ) -> int:
         """Do what ``get_device_pages`` does with a *reader* of the caller's, and its *paged*.
 
@@ -248,9 +263,8 @@ class CudaClient(Client):
             if not isinstance(transport, CudaTransport):
                 raise TierUnavailableError("cuda", "the server is not on this host")
             with reader.lock:
-                return self._read_with(
-                    transport, Reading(transport, reader, keys, paged, after), arrived
-                )
+                reading = Reading(transport, reader, keys, paged, after)
+                return self._read_with(transport, reading, arrived, min_fidelity)
 
         try:
             return self._with_session(work)
@@ -259,12 +273,16 @@ class CudaClient(Client):
             return self._with_session(work)
 
     def _read_with(
-        self, transport: CudaTransport, reading: Reading, arrived: Callable[[], None]
+        self,
+        transport: CudaTransport,
+        reading: Reading,
+        arrived: Callable[[], None],
+        least: Fidelity,
     ) -> int:
         digests = [self._digest(key) for key in reading.keys]
         within_ms = self.options.deadline_ms
         try:
-            with transport.get_on_device(digests, within_ms, reading.reader) as arriving:
+            with transport.get_on_device(digests, within_ms, reading.reader, least) as arriving:
                 reading.run(_noted(arriving, arrived))
         except RuntimeError as error:  # what torch and cupy raise
             reason = str(error).partition("\n")[0]
@@ -284,6 +302,15 @@ class CudaClient(Client):
 def _check_generations(found: Sequence[int], places: Sequence[Place]) -> None:
     if found != [place.generation for place in places]:
         raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
+
+
+def _as_true(arriving: Iterator[InArena | Arrived], least: Fidelity) -> Iterator[InArena | Arrived]:
+    """Do what ``as_true`` does, of frames in the arena too."""
+    for arrived in arriving:
+        head = arrived.head if isinstance(arrived, InArena) else arrived.frame
+        if int(head[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0]) < least:
+            return
+        yield arrived
 
 
 def _noted(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:

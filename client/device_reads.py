@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from kvstore.client.device_decode import Begun, DeviceDecoder
 from kvstore.client.layer_feed import in_time
 from kvstore.client.reader import check_header
 from kvstore.client.transport import Arrived
@@ -21,6 +23,8 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
     KVStoreError,
+    RepresentationError,
+    TierUnavailableError,
     UnknownCodecError,
 )
 from kvstore.proto.places import Place
@@ -37,6 +41,8 @@ READ_SLOTS = 4
 PIECE_BYTES = 64 << 20
 """What is registered in one call. CUDA holds up other work of the process meanwhile: 4 ms."""
 _ALIGN_BYTES = 256
+_BROKEN = (ChunkCorruptError, InvalidFrameError, RepresentationError)
+"""What says that a chunk is wrong, and is to be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class DeviceReader:
         self.ring = device.allocate(slots * self.frame_bytes)
         try:
             self.kernels: FrameKernels = open_kernels(self.ring.device)
+            self.decoder = DeviceDecoder(self.kernels, self.ring.device)
             self.copies, self.work = device.stream(), device.stream()
         except KVStoreError:
             device.release(self.ring)
@@ -196,28 +203,33 @@ class Reading:
             self._flush()
             while self._queue:
                 self._prove(self._queue.popleft())
-        except (ChunkCorruptError, InvalidFrameError):
+        except _BROKEN:
             self._end()
         except UnknownCodecError:
             self._end()
             self.broken = None  # right for all we know, to a newer client
+        except TierUnavailableError:  # a file that cannot be read
+            self._flush()
+            self._end()
+            self.broken = None
+            if not self.done:
+                raise
 
     def _end(self) -> None:
         """Prove what was queued before the chunk that is wrong."""
-        try:
+        with suppress(*_BROKEN):
             while self._queue:
                 self._prove(self._queue.popleft())
-        except (ChunkCorruptError, InvalidFrameError):
-            self._queue.clear()
         self.broken = self.keys[self.done]
 
     def _frame(self, index: int, head: Bytes, size_bytes: int, offset: int) -> FrameAt:
         try:
             header = check_header(self._transport.session, self.keys[index], head, size_bytes)
-            RAW.check_header(header)
+            if header.codec_id == RAW.codec_id:
+                RAW.check_header(header)
             if header.layout.tokens > self._chunk_tokens:
                 raise InvalidFrameError("tokens", header.layout.tokens, f"<= {self._chunk_tokens}")
-        except (ChunkCorruptError, InvalidFrameError, UnknownCodecError):
+        except (*_BROKEN, UnknownCodecError):
             self._flush()  # those before it are to be proved
             raise
         return FrameAt(offset, header, index * self._chunk_tokens)
@@ -235,6 +247,9 @@ class Reading:
     def _add(self, arrived: InArena) -> None:
         place = arrived.place
         frame = self._frame(arrived.index, arrived.head, place.size_bytes, place.offset)
+        if frame.header.codec_id != RAW.codec_id:
+            self._flush()
+            raise UnknownCodecError(frame.header.codec_id, "raw, in a device's memory")
         self._follows(frame, in_arena=True)
         self._frames.append(frame)
         self._places.append(place)
@@ -244,6 +259,9 @@ class Reading:
         reader = self.reader
         data = arrived.frame[:]
         frame = self._frame(arrived.index, data, len(data), self._next_slot * reader.frame_bytes)
+        if frame.header.codec_id != RAW.codec_id:
+            self._decode(replace(frame, offset=0), data, arrived)
+            return
         if len(data) > reader.frame_bytes:
             self._flush()
             raise InvalidFrameError("frame_bytes", len(data), f"<= {reader.frame_bytes}")
@@ -260,6 +278,25 @@ class Reading:
         self._slots.append(self._next_slot)
         self._next_slot = (self._next_slot + 1) % len(reader.busy)
 
+    def _decode(self, frame: FrameAt, data: Bytes, arrived: Arrived) -> None:
+        """Queue the decoding of a frame of another codec as a batch of its own."""
+        self._flush()
+        self._make_room()
+        reader = self.reader
+        found: list[Begun] = []
+
+        def launch() -> None:
+            found.append(reader.decoder.begin(frame, data, arrived, self._paged))
+
+        reader.work.launch(launch)
+        done = reader.work.record()
+        (begun,) = found
+        self._queue.append(_Batch([begun.frame], begun.confirm, done, [data], [begun.sums]))
+
+    def _make_room(self) -> None:
+        while len(self._queue) >= BATCHES_AHEAD:
+            self._prove(self._queue.popleft())
+
     def _flush(self) -> None:
         """Queue the run of frames at hand as one batch."""
         if not self._frames:
@@ -269,8 +306,7 @@ class Reading:
         confirms, self._confirms = self._confirms, []
         held, self._held = self._held, []
         slots, self._slots = self._slots, []
-        while len(self._queue) >= BATCHES_AHEAD:
-            self._prove(self._queue.popleft())
+        self._make_room()
         reader, arena = self.reader, self._transport.arena
         if places:
             assert arena is not None
@@ -294,13 +330,17 @@ class Reading:
 
     def _prove(self, batch: _Batch) -> None:
         """Wait for a batch and count its frames, up to the first that is wrong."""
-        batch.done.synchronize()
-        (sums,) = batch.sums
-        found = sums()
-        batch.confirm()  # first of all: memory that was reused says nothing of the chunk
-        for frame, those in zip(batch.frames, found, strict=True):
-            check_sums(frame.header, those)
-            self.done += 1
+        try:
+            batch.done.synchronize()
+            (sums,) = batch.sums
+            found = sums()
+            batch.confirm()  # first of all: memory that was reused says nothing of the chunk
+            for frame, those in zip(batch.frames, found, strict=True):
+                check_sums(frame.header, those)
+                self.done += 1
+        except KVStoreError:
+            self._queue.clear()  # what is behind it counts no more
+            raise
 
 
 def _each(works: Sequence[Callable[[], None]]) -> None:

@@ -1,6 +1,6 @@
-"""Layers of frames in a device's memory: where each lies, and where in the pages its rows go.
+"""Layers of encoded frames on a device: where each lies, and where in the pages its rows go.
 
-What the kernels of several codecs share. torch is imported here.
+torch is imported here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -55,6 +55,9 @@ THREADS = 512
 SCRATCH_BYTES = 1 << 28
 """Device memory for symbols between the two kernels; one row of the grid may need more."""
 _READ_BYTES = 1 << 20
+
+Angles: TypeAlias = "tuple[list[int], torch.Tensor, torch.Tensor]"
+"""Where each layer's angles begin, their cosines and sines."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,12 +139,15 @@ class KvqKernels:
         frames: Sequence[FrameAt],
         paged: Paged,
         positions: Sequence[int] | None = None,
+        host: torch.Tensor | None = None,
     ) -> Wait:
         """Begin to decode kvq frames of one layout in *memory* (uint8) into the pages.
 
         Keys come back as they were, or rotated as if each chunk began at its of *positions*.
-        Layers that were kept exactly are decoded by the host and copied. Checksums are not
-        looked at: ``FrameKernels.sums`` computes them, before or after.
+        Layers that were kept exactly are decoded by the host and copied. Where the caller has
+        the bytes of *memory* in host memory too, *host*, their heads are read there, and
+        nothing that is queued is waited for. Checksums are not looked at: ``FrameKernels.sums``
+        computes them, before or after.
 
         Raises LayoutMismatchError, InvalidRequestError, UnknownCodecError before anything is
         written, and InvalidFrameError: for frames that have levels too, which only hosts read.
@@ -150,18 +156,20 @@ class KvqKernels:
         if positions is not None and len(positions) != len(frames):
             raise InvalidRequestError("positions", len(positions), f"give {len(frames)}")
         components = frames[0].header.layout.components
+        source = memory if host is None else host
         coded = [
-            self._coded(memory, layers, component, positions)
+            self._coded(source, layers, component, positions)
             for component, layers in zip(components, found, strict=True)
         ]
         statuses = []
         for component, pages, layers in zip(components, paged.pages, coded, strict=True):
             mine = [layer for layer in layers if isinstance(layer, _Coded)]
             if mine:
-                statuses.append(self._launch_all(memory, mine, component, pages, paged))
+                angles = self._angles(source, mine, component.tokens)
+                statuses.append(self._launch_all(memory, mine, component, pages, paged, angles))
             for layer in layers:
                 if isinstance(layer, DeviceLayer):
-                    copy_rows(_exact_parts(memory, layer, component), layer, pages, paged)
+                    copy_rows(_exact_parts(source, layer, component), layer, pages, paged)
 
         def wait() -> None:
             for status in statuses:
@@ -191,17 +199,15 @@ class KvqKernels:
 
         What would lie behind its end is rubbish.
         """
-        out = np.empty((len(starts), width), np.uint8)
+        out, device = np.empty((len(starts), width), np.uint8), memory.device
         step = max(1, _READ_BYTES // width)
         for cut in grid_cuts(len(starts), step):
-            at = torch.tensor(starts[cut], device=self._device)
-            places = at[:, None] + torch.arange(width, device=self._device)
+            at = torch.tensor(starts[cut], device=device)
+            places = at[:, None] + torch.arange(width, device=device)
             out[cut] = memory[places.clamp_(max=len(memory) - 1)].cpu().numpy()
         return out
 
-    def _angles(
-        self, memory: torch.Tensor, layers: Sequence[_Coded], tokens: int
-    ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    def _angles(self, memory: torch.Tensor, layers: Sequence[_Coded], tokens: int) -> Angles:
         """Return where each layer's angles begin, cosines and sines, f32 on the device."""
         width = max(layer.pairs for layer in layers)
         starts = [layer.at.base + HEAD.size for layer in layers]
@@ -219,20 +225,23 @@ class KvqKernels:
                 tables.append(rotation(frequencies, layer.place, tokens))
                 end += tokens * layer.pairs
             places.append(known.get(key, 0))
-        cosines, sines = (np.concatenate([t[k].reshape(-1) for t in tables]) for k in range(2))
-        device = self._device
-        return places, torch.from_numpy(cosines).to(device), torch.from_numpy(sines).to(device)
+        size = sum(cosines.size for cosines, _ in tables)
+        both = torch.empty((2, size), pin_memory=self._device.type == "cuda")
+        for out, each in zip(both.numpy(), zip(*tables, strict=True), strict=True):
+            np.concatenate([table.reshape(-1) for table in each], out=out)
+        cosines, sines = both.to(self._device, non_blocking=True)
+        return places, cosines, sines
 
     # --- on the device
 
     def _launch_all(
         self, memory: torch.Tensor, layers: Sequence[_Coded], component: Component, pages: Pages,
-        paged: Paged,
+        paged: Paged, angles: Angles,
     ) -> torch.Tensor:  # fmt: skip
         """Queue the kernels of one component; return the status of each layer, i32."""
         shape, count = _Shape.of(component), len(layers)
         at = [layer.at for layer in layers]
-        angle_starts, cosines, sines = self._angles(memory, layers, component.tokens)
+        angle_starts, cosines, sines = angles
         *columns, angle_at, chunk_tokens, places, row_layers, row_blocks, ids = device_table(
             self._device,
             [layer.base for layer in at],

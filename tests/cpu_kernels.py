@@ -144,7 +144,6 @@ static const unsigned long long* exchange(unsigned long long value) {
     return slots;
 }
 static void __syncthreads() { meet(block, blockDim.x); }
-static void __syncwarp() { exchange(0); }
 static unsigned __ballot_sync(unsigned, bool value) {
     const unsigned long long* slots = exchange(value);
     unsigned all = 0;
@@ -158,20 +157,9 @@ template <class T> static T __shfl_up_sync(unsigned, T value, unsigned distance)
     const unsigned lane = threadIdx.x % 32;
     return (T)exchange(value)[lane >= distance ? lane - distance : lane];
 }
-static unsigned __match_any_sync(unsigned, unsigned value) {
-    const unsigned long long* slots = exchange(value);
-    unsigned same = 0;
-    for (unsigned i = 0; i < 32; ++i) same |= (unsigned)(slots[i] == value) << i;
-    return same;
-}
 static unsigned atomicOr(unsigned* place, unsigned value) {
     const unsigned before = *place;
     *place |= value;
-    return before;
-}
-static unsigned atomicAdd(unsigned* place, unsigned value) {
-    const unsigned before = *place;
-    *place += value;
     return before;
 }
 static unsigned __popc(unsigned value) { return __builtin_popcount(value); }

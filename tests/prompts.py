@@ -52,6 +52,20 @@ def tensors_of(
     return out
 
 
+def steady_tensors(
+    key: ChunkKey, representation: Representation, chunk_tokens: int
+) -> ChunkTensors:
+    """Return bfloat16 tensors like those of a model: each channel about a mean of its own."""
+    out = empty_tensors(KVLayout.of(representation, chunk_tokens))
+    draw = np.random.default_rng(int.from_bytes(key[-8:], "little"))
+    for part in parts_of(out):
+        heads, _, channels = part.shape
+        mean = draw.normal(0, 3, (heads, 1, channels))
+        values = (mean + draw.normal(0, 1, part.shape)).astype(np.float32)
+        part[...] = values.view(np.uint32) >> 16
+    return out
+
+
 def chunks_of(client: Client, keys: Sequence[ChunkKey], version: int = 0) -> list[Chunk]:
     """Return a chain of chunks as ``tensors_of`` makes them."""
     size = client.options.chunk_tokens

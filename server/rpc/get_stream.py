@@ -25,7 +25,7 @@ from kvstore.tiers.slab import SlabPlace
 REACH: dict[int, Collection[Reach] | None] = {
     pb.VIA_STREAM: None,
     pb.VIA_SHARED_MEMORY: IN_MEMORY | {Reach.file},
-    pb.VIA_DEVICE: IN_MEMORY | {Reach.device},
+    pb.VIA_DEVICE: IN_MEMORY | {Reach.device, Reach.file},
 }
 """Where a reader of each kind can read in place; one that is sent bytes, nowhere."""
 

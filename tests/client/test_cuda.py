@@ -10,6 +10,13 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_representation
+from device_engine import (
+    CHUNK_TOKENS,
+    Engine,
+    blocks_for,
+    raw_bytes,
+    use_the_cpu_as_device,
+)
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
 from slow_device import SlowDevice
@@ -17,7 +24,6 @@ from slow_device import SlowDevice
 from kvstore.client import Chunk, ClientOptions, device_reads
 from kvstore.client.client import parents
 from kvstore.client.cuda import CudaClient, CudaTransport
-from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_reads import (
     MAX_BATCH_FRAMES,
     READ_SLOTS,
@@ -25,7 +31,6 @@ from kvstore.client.device_reads import (
     InArena,
     Registration,
 )
-from kvstore.client.pages import PageAxes
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.paged import FrameKernels, HostKernels
@@ -37,14 +42,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChainDigest, ChunkKey, DType, Representation
-from kvstore.server import config as config_module
-from kvstore.server import tier_start
-from kvstore.server.settings.gpu_config import GpuConfig
 from kvstore.tiers.gpu import GpuTier
 
-CHUNK_TOKENS, BLOCK_TOKENS = 16, 8
 OPTIONS = ClientOptions(chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
-NHD = PageAxes.parse("layer part block token head dim")
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -54,12 +54,7 @@ def gpu_server(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> LocalServer:
     """A server whose gpu tier has the CPU as its device."""
-
-    def open_tier(config: GpuConfig) -> GpuTier:
-        return GpuTier(config.capacity_bytes, HostDevice(), 4096)
-
-    monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
-    monkeypatch.setattr(tier_start, "open_gpu_tier", open_tier)
+    use_the_cpu_as_device(monkeypatch, tmp_path)
     return make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
 
 
@@ -82,44 +77,6 @@ def connect(gpu_server: LocalServer) -> Iterator[Connect]:
 @pytest.fixture
 def client(connect: Connect) -> CudaClient:
     return connect()
-
-
-class Engine:
-    """Pages of an engine with *blocks* blocks, full of sevens."""
-
-    def __init__(self, representation: Representation, blocks: int) -> None:
-        (group,) = representation.layer_groups
-        dtype = getattr(torch, group.dtype.name)
-        layers = len(group.layer_ids)
-        shape = (layers, 2, blocks, BLOCK_TOKENS, group.kv_heads, group.head_dim)
-        self.tensor = torch.full(shape, 7.0).to(dtype)
-        self.dtype = group.dtype
-        self.pages = DevicePages(representation, self.tensor, NHD)
-        self.block_ids = list(reversed(range(blocks)))
-
-    def slots(self, layer: int, part: int) -> torch.Tensor:
-        """(kv_heads, slots, head_dim) in the order of the request's tokens."""
-        ordered = self.tensor[layer, part, self.block_ids]
-        return ordered.flatten(0, 1).transpose(0, 1)
-
-    def has(self, key: ChunkKey, index: int, representation: Representation, size: int) -> bool:
-        """Whether the chunk's tokens are where chunk *index* of the request belongs."""
-        right = tensors_of(key, representation, size)
-        start = index * CHUNK_TOKENS
-        for layer, parts in enumerate(right[0]):
-            for part, wanted in enumerate(parts):
-                there = self.slots(layer, part)[:, start : start + size]
-                if not torch.equal(_raw(there), _raw(to_torch(wanted, self.dtype))):
-                    return False
-        return True
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def blocks_for(chunks: int) -> int:
-    return chunks * CHUNK_TOKENS // BLOCK_TOKENS
 
 
 @pytest.fixture
@@ -198,7 +155,7 @@ def test_chunks_of_different_lengths_are_read_in_one_get(
         for at, (key, size) in enumerate(zip(keys, sizes, strict=True)):
             right = tensors_of(key, SMALL, size)[0][1][1]
             there = engine.slots(1, 1)[:, 32 * at : 32 * at + size]
-            assert torch.equal(_raw(there), _raw(to_torch(right, DType.bfloat16)))
+            assert torch.equal(raw_bytes(there), raw_bytes(to_torch(right, DType.bfloat16)))
 
 
 def test_a_missing_chunk_ends_the_prefix(gpu_server: LocalServer, client: CudaClient) -> None:

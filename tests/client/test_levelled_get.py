@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from contracts.lossy_codec import compile_all
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from prompts import MEDIUM, equal, keys_of, parts_of
+from prompts import MEDIUM, equal, keys_of, parts_of, steady_tensors
 from slow_link import SlowLink
 
 from kvstore.client import Chunk, Client, ClientOptions
@@ -42,15 +42,7 @@ TERMS = PlanTerms(
 
 
 def numbers_of(key: ChunkKey) -> ChunkTensors:
-    """Return tensors like those of a model: each channel about a mean of its own."""
-    out = empty_tensors(KVLayout.of(MEDIUM, TOKENS))
-    draw = np.random.default_rng(int.from_bytes(key[-8:], "little"))
-    for part in parts_of(out):
-        heads, _, channels = part.shape
-        mean = draw.normal(0, 3, (heads, 1, channels))
-        values = (mean + draw.normal(0, 1, part.shape)).astype(np.float32)
-        part[...] = values.view(np.uint32) >> 16
-    return out
+    return steady_tensors(key, MEDIUM, TOKENS)
 
 
 def floats(tensors: ChunkTensors) -> list[np.ndarray]:

@@ -157,6 +157,23 @@ def test_several_frames_go_to_the_positions_asked_for(compiled: KvqKernels) -> N
         compiled.decode(place.memory, place.frames, place.paged, [0])
 
 
+@_every_rope
+def test_heads_are_read_from_host_memory_where_it_is_given(
+    compiled: KvqKernels, terms: EncodeTerms | None
+) -> None:
+    layout = layouts(DType.bfloat16)["several"]
+    tensors = numbers(layout)
+    tensors[0][1][0][0, 3, 5] = 0x7FC1  # a layer that is kept exactly
+    frame = encoded(reference(), tensors, layout, terms)
+    found, expected = Place.of([frame]), Place.of([frame])
+    decode(compiled, expected)
+    host = found.memory.clone()
+    for segment in found.frames[0].header.segments[:2]:
+        found.memory[int(segment["offset"])] ^= 1
+    compiled.decode(found.memory, found.frames, found.paged, host=host)()
+    assert found.contents() == expected.contents()
+
+
 def test_layers_kept_exactly_are_copied(compiled: KvqKernels) -> None:
     layout = layouts(DType.bfloat16)["several"]
     tensors = numbers(layout)
