@@ -1,24 +1,31 @@
-"""The gpu tier against the limits of the same device: ``python -m bench.gpu [--json]``.
+"""KV in GPU memory against the limits of the same device: ``python -m bench.gpu [--json]``.
 
-Without a CUDA device it says so and measures nothing.
+An engine's pages in vLLM's layout, the connector's own stores and loads, and a server process on
+the same host. Without a CUDA device it says so and measures nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench.report import Report, best_s, paired, parse_flags
+from bench.report import Report, paired, parse_flags
+from bench.workload import SMALL, make_chunks, serving
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, BLOCK_TOKENS = 32, 8, 128, 256, 16
-CHUNKS = 16
-REPEATS = 10
-MATRIX = 4096
-"""Of the matrix products that stand for a layer's forward pass."""
+"""An 8B-class model: 32 MiB a chunk."""
+CHUNKS = 32
+"""8,192 tokens, 1 GiB."""
+REPEATS = 5
+FLAT_CHUNKS = 10_000
+DEADLINE_MS = 60_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,13 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("skipped: no CUDA device")
         report.print(only_json=True)
         return 0
-    bench = Bench.open()
-    try:
-        measure_get(bench, report)
-        measure_upload(bench, report)
-        measure_overlap(bench, report)
-    finally:
-        bench.tier.close()
+    measure_all(report, "cuda", model_of(LAYERS), CHUNKS)
     report.print(only_json=only_json)
     return 0
 
@@ -49,176 +50,244 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-@dataclass(slots=True)
-class Bench:
-    """A gpu tier with ``CHUNKS`` frames of an 8B-class model, and an engine's pages beside it."""
-
-    tier: Any
-    frames: list[Any]
-    headers: list[Any]
-
-    @classmethod
-    def open(cls) -> Bench:
-        """Fill a tier on the first CUDA device."""
-        import torch
-
-        from kvstore.proto.device import open_device
-        from kvstore.tiers.gpu import GpuTier
-
-        made = [make_frame(seed) for seed in range(CHUNKS)]
-        room = 2 * sum(len(frame) for frame, _ in made)
-        tier = GpuTier(room, open_device(torch.device("cuda", 0)))
-        for frame, header in made:
-            reservation = tier.reserve(header.info())
-            tier.write(reservation, 0, frame)
-            assert tier.seal(reservation)
-        return cls(tier, [frame for frame, _ in made], [header for _, header in made])
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all frames."""
-        return sum(len(frame) for frame in self.frames)
-
-
-def make_frame(seed: int) -> tuple[Any, Any]:
-    """Return a raw frame of noise and its header."""
-    from kvstore.codecs.raw import RawCodec
-    from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
-    from kvstore.proto.types import (
-        ROOT,
-        ChunkKey,
-        Component,
-        DType,
-        KVLayout,
-        LayerKind,
-    )
-
-    component = Component(LayerKind.attention, DType.bfloat16, LAYERS, HEADS, HEAD_DIM, TOKENS)
-    layout = KVLayout((component,))
-    key = ChunkKey(seed.to_bytes(32, "little"))
-    template = FrameTemplate(key, ROOT, bytes(16), bytes(16), layout)
-    draw = np.random.default_rng(seed)
-    shape = (LAYERS, 2, HEADS, TOKENS, HEAD_DIM)
-    tensors = draw.integers(0, 1 << 16, shape, dtype=np.uint16)
-    frame = np.empty(raw_frame_bytes(layout), np.uint8)
-    return frame, RawCodec().encode(template, [list(map(list, tensors))], frame)
-
-
 def synced(work: Callable[[], object]) -> Callable[[], None]:
     """Return *work* that ends when the device has ended it."""
     import torch
 
     def run() -> None:
         work()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     return run
 
 
-def measure_get(bench: Bench, report: Report) -> None:
-    """Frames of the tier into pages, verified, against one copy on the device."""
-    import torch
+def model_of(layers: int) -> Any:
+    """Return the representation of a model of so many of these layers."""
+    from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
 
-    from kvstore.codecs.frame_kernels import open_kernels
-    from kvstore.codecs.paged import FrameAt, Paged, Pages, check_sums
+    group = LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(layers)), HEADS, HEAD_DIM)
+    return Representation(
+        "bench/gpu", "r1", "none", "none", (group,), RopeParameters(500000.0, HEAD_DIM), "none"
+    )
 
-    device = torch.device("cuda", 0)
-    blocks = CHUNKS * TOKENS // BLOCK_TOKENS
-    shape = (LAYERS, 2, blocks, BLOCK_TOKENS, HEADS, HEAD_DIM)
-    tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-    views = tensor.transpose(3, 4)
-    pages = Pages(tuple(tuple(views[at, part] for part in range(2)) for at in range(LAYERS)))
-    paged = Paged((pages,), [np.random.default_rng(1).permutation(blocks).tolist()])
-    kernels = open_kernels(device)
-    places = [bench.tier.locate(header.key).offset for header in bench.headers]
-    frames = [
-        FrameAt(offset, header, TOKENS * at)
-        for at, (offset, header) in enumerate(zip(places, bench.headers, strict=True))
-    ]
-    arena = bench.tier.memory
-    source = torch.empty(bench.total_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
 
-    def get() -> None:
-        for header, found in zip(
-            bench.headers, kernels.scatter(arena, frames, paged)(), strict=True
+@dataclass(slots=True)
+class Engine:
+    """An engine's pages on *device*, as vLLM's FlashAttention has them, and the connector's side.
+
+    ``tables``: the blocks of each chunk, in no order.
+    """
+
+    pages: list[Any]
+    tables: list[list[list[int]]]
+    side: Any
+    client: Any
+
+    @classmethod
+    @contextmanager
+    def open(cls, address: str, model: Any, chunks: int, device: str) -> Iterator[Engine]:
+        """Connect an engine whose pages have room for *chunks*."""
+        import numpy as np
+        import torch
+
+        from kvstore.client import ClientOptions
+        from kvstore.client.cuda import CudaClient
+        from kvstore.client.engines.base import Connector
+        from kvstore.client.engines.vllm_device import DeviceSide, EngineDevicePages
+        from kvstore.client.engines.vllm_layout import side_by_side
+        from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
+
+        (group,) = model.layer_groups
+        blocks = chunks * TOKENS // BLOCK_TOKENS + 1
+        pages = [
+            torch.zeros(
+                (blocks, BLOCK_TOKENS, HEADS, 2 * HEAD_DIM), dtype=torch.bfloat16, device=device
+            ).transpose(1, 2)
+            for _ in group.layer_ids
+        ]
+        layers = tuple(KeptLayer(f"layers.{at}.attn", at, 0) for at in group.layer_ids)
+        kept = KeptGroup(group.kind, group.dtype, HEADS, HEAD_DIM, 0, layers)
+
+        def write(parts: Any, whole: Any, slots: Any) -> None:
+            for part, view in zip(parts, side_by_side(whole), strict=True):
+                view[slots // BLOCK_TOKENS, :, slots % BLOCK_TOKENS] = part
+
+        named = {layer.name: tensor for layer, tensor in zip(layers, pages, strict=True)}
+        engine_pages = EngineDevicePages(EngineShape((kept,), BLOCK_TOKENS), named, lambda _: write)
+        options = ClientOptions(chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
+        with CudaClient(address, model, options) as client:
+            side = DeviceSide(engine_pages, Connector(client), 1 << 30)
+            order = np.random.default_rng(1).permutation(blocks - 1) + 1
+            tables = [[list(map(int, some))] for some in np.split(order, chunks)]
+            try:
+                yield cls(pages, tables, side, client)
+            finally:
+                side.close()
+
+    def store(self) -> None:
+        """Bring every chunk out of the pages into host memory."""
+        waiting = list(self.tables)
+        while waiting:
+            copies = self.side.copies(waiting)
+            del waiting[: len(copies)]
+            for copy in copies:
+                copy.make()
+                copy.free()
+
+    def load(self, keys: Sequence[Any]) -> int:
+        """Load *keys* into the pages, as a request's load does; return how many were read."""
+        from kvstore.client.engines.vllm_copies import LoadWork
+
+        digests = [self.client._digest(key) for key in keys]
+        work = LoadWork(digests, self.tables, 0, self.side.mark(), lambda: None, lambda: False)
+        read: int = self.side.read(work)
+        return read
+
+
+def measure_all(report: Report, device: str, model: Any, chunks: int) -> None:
+    """Measure loads and stores of *chunks* of *model* on *device*."""
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Path(folder) / "disk"
+        total = chunks * chunk_bytes(model)
+        room = f"{3 * total // (1 << 20) + 512}MiB"
+        with (
+            serving("--tiers", "cpu", "--cpu", room, disk=disk) as (address, _),
+            Engine.open(address, model, chunks, device) as engine,
         ):
-            check_sums(header, found)
+            keys = put(engine, chunks)
+            measure_store(report, engine, total, device)
+            measure_cpu_load(report, engine, keys, total, device)
+        if device == "cuda":
+            flags = ("--tiers", "gpu,cpu", "--cpu", room, "--gpu", room)
+            with (
+                serving(*flags, disk=disk) as (address, _),
+                Engine.open(address, model, chunks, device) as engine,
+            ):
+                keys = put(engine, chunks)
+                measure_gpu_load(report, engine, keys, total)
+        with (
+            serving("--tiers", "cpu", disk=disk) as (address, _),
+            Engine.open(address, SMALL, 16, device) as engine,
+        ):
+            measure_growth(report, engine)
 
-    get()
-    ours, theirs = paired(synced(get), synced(lambda: target.copy_(source)), REPEATS)
-    report.add(
-        "gpu_get_vs_d2d", theirs / ours, f"{bench.total_bytes / ours / 1e9:.0f} GB/s verified",
-        f"{bench.total_bytes / theirs / 1e9:.0f} GB/s copied on the device",
-    )  # fmt: skip
+
+def chunk_bytes(model: Any) -> int:
+    """Bytes of KV in a chunk of *model*."""
+    return 2 * len(model.layer_groups[0].layer_ids) * HEADS * HEAD_DIM * TOKENS * 2
 
 
-def measure_upload(bench: Bench, report: Report) -> None:
-    """Frames of registered memory into the tier, against plain pinned copies."""
+def put(engine: Engine, count: int) -> list[Any]:
+    """Put *count* chunks of noise, a few at a time, and load them; return their keys."""
+    keys, chunks = make_chunks(engine.client, count, 7)
+    for at in range(0, count, 8):
+        engine.client.put(chunks[at : at + 8])
+    assert engine.load(keys) == count
+    check_pages(engine, chunks)
+    return keys
+
+
+def check_pages(engine: Engine, chunks: Sequence[Any]) -> None:
+    """Raise AssertionError unless the pages hold *chunks*."""
     import torch
 
-    memory = np.concatenate(bench.frames)
-    end = bench.tier.device.register(memory)
-    assert end is not None, "the device must take the benchmark's memory"
-    infos = [header.info() for header in bench.headers]
-    pinned = torch.from_numpy(memory).pin_memory()
-    target = torch.empty(len(memory), dtype=torch.uint8, device="cuda:0")
-
-    def upload() -> None:
-        start = 0
-        for info in infos:
-            reservation = bench.tier.reserve(info)
-            bench.tier.write(reservation, 0, memory[start : start + info.size_bytes])
-            bench.tier.seal(reservation)  # answers that it is there, and frees the room
-            start += info.size_bytes
-
-    try:
-        ours, theirs = paired(
-            synced(upload), synced(lambda: target.copy_(pinned, non_blocking=True)), REPEATS
-        )
-    finally:
-        end()
-    report.add(
-        "pinned_h2d_vs_memcpy_async", theirs / ours, f"{len(memory) / ours / 1e9:.1f} GB/s",
-        f"{len(memory) / theirs / 1e9:.1f} GB/s by one cudaMemcpyAsync",
-    )  # fmt: skip
+    for (table,), chunk in zip(engine.tables, chunks, strict=True):
+        for tensor, parts in zip(engine.pages, chunk.tensors[0], strict=True):
+            found = tensor[table].movedim(1, 0).flatten(1, 2).cpu().view(torch.int16)
+            wanted = torch.cat([torch.from_numpy(part.view("<i2")) for part in parts], -1)
+            if not torch.equal(found, wanted):
+                raise AssertionError("wrong bytes")
 
 
-def measure_overlap(bench: Bench, report: Report) -> None:
-    """Layers loaded on the tier's kind of stream while a forward pass of equal length runs."""
+def copies_of(total: int, device: str, *, up: bool) -> Callable[[], None]:
+    """Return plain copies of *total* bytes between pinned memory and the device."""
     import torch
 
-    device = torch.device("cuda", 0)
-    layer_bytes = bench.total_bytes // LAYERS
-    host = torch.empty((LAYERS, layer_bytes), dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    weights = torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device=device)
-    stream = bench.tier.device.stream()
+    size = 32 << 20
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    to, of = (there, host) if up else (host, there)
 
-    def load() -> list[Any]:
-        events = []
-        for at in range(LAYERS):
-            stream.copy(there[at], host[at])
-            events.append(stream.record())
-        return events
+    def copy() -> None:
+        for _ in range(-(-total // size)):
+            to.copy_(of, non_blocking=True)
 
-    def forward(products: int, events: Sequence[Any] = ()) -> None:
-        for at in range(LAYERS):
-            if events:
-                events[at].event.wait(torch.cuda.current_stream())
-            for _ in range(products):
-                torch.mm(weights, weights)
+    return copy
 
-    load_s = best_s(synced(load), REPEATS)
-    product_s = best_s(synced(lambda: forward(1)), REPEATS)
-    products = max(1, round(load_s / product_s))
-    forward_s = best_s(synced(lambda: forward(products)), REPEATS)
-    both_s = best_s(synced(lambda: forward(products, load())), REPEATS)
-    hidden = 1 - (both_s - forward_s) / load_s
+
+def add_rate(report: Report, key: str, total: int, ours: float, theirs: float) -> None:
+    """Add the ratio of two times for *total* bytes."""
     report.add(
-        "overlap_hidden_share", hidden, f"load {1e3 * load_s:.1f} ms, both {1e3 * both_s:.1f} ms",
-        f"forward pass {1e3 * forward_s:.1f} ms",
-    )  # fmt: skip
+        key, theirs / ours, f"{total / ours / 1e9:.1f} GB/s", f"{total / theirs / 1e9:.1f} GB/s"
+    )
+
+
+def measure_store(report: Report, engine: Engine, total: int, device: str) -> None:
+    """Pages gathered and brought to registered host memory, against cudaMemcpyAsync."""
+    theirs = synced(copies_of(total, device, up=False))
+    ours_s, theirs_s = paired(synced(engine.store), theirs, REPEATS)
+    add_rate(report, "cpu_store_vs_memcpy", total, ours_s, theirs_s)
+    began = time.perf_counter()
+    copies = engine.side.copies(engine.tables[:8])
+    hook_us = 1e6 * (time.perf_counter() - began)
+    report.note("store_hook_us", f"{hook_us:.0f}", "engine's thread, 8 chunks of one step")
+    for copy in copies:
+        copy.make()
+        copy.free()
+
+
+def measure_cpu_load(
+    report: Report, engine: Engine, keys: Sequence[Any], total: int, device: str
+) -> None:
+    """Chunks of a server's CPU memory into pages, verified, against cudaMemcpyAsync."""
+    time.sleep(1.0)  # slabs are registered beside the first loads
+    load = partial(engine.load, keys)
+    ours_s, theirs_s = paired(synced(load), synced(copies_of(total, device, up=True)), REPEATS)
+    add_rate(report, "cpu_load_vs_memcpy", total, ours_s, theirs_s)
+
+
+def measure_gpu_load(report: Report, engine: Engine, keys: Sequence[Any], total: int) -> None:
+    """Chunks of the gpu tier into pages, verified, against one copy on the device."""
+    import torch
+
+    for _ in range(3):  # what is read again is brought to GPU memory
+        engine.client.get(keys[:32])
+        engine.client.get(keys)
+        time.sleep(2.0)
+    tiers = [copy.tier for stat in engine.client.stat(keys) for copy in stat.copies]
+    report.note("in_gpu_memory", str(tiers.count("gpu")), f"of {len(keys)} chunks")
+    source = torch.empty(total, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    ours_s, theirs_s = paired(
+        synced(partial(engine.load, keys)), synced(lambda: target.copy_(source)), REPEATS
+    )
+    add_rate(report, "gpu_load_vs_d2d", total, ours_s, theirs_s)
+
+
+def measure_growth(report: Report, engine: Engine) -> None:
+    """Memory of process and device over many stores of small chunks."""
+
+    def held_mb() -> float:
+        import torch
+
+        words = Path("/proc/self/status").read_text().split()
+        resident = int(words[words.index("VmRSS:") + 1]) / 1e3
+        if not torch.cuda.is_available():
+            return resident
+        free, total = torch.cuda.mem_get_info()
+        return resident + (total - free) / 1e6
+
+    for _ in range(20):
+        engine.store()
+    before, stored = held_mb(), 0
+    began = time.perf_counter()
+    while stored < FLAT_CHUNKS:
+        engine.store()
+        stored += len(engine.tables)
+    took_us = 1e6 * (time.perf_counter() - began) / stored
+    grown = max(0.0, held_mb() - before)
+    report.add("pinned_growth_mb", grown, f"{stored} chunks of 1 MiB, {took_us:.0f} us each")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.rectangle import Rectangle
 from kvstore.codecs.paged import HostKernels
 from kvstore.proto.errors import TierUnavailableError
+from kvstore.tiers.cpu import CpuTier
 
 Start = Callable[..., Engine]
 PROMPT = prompt_tokens(1, 200)
@@ -154,9 +156,9 @@ def test_a_step_is_one_launch_a_chunk_one_copy_and_no_hook_waits_or_allocates(
     launches: list[int] = []
     move = HostKernels.move
 
-    def noted(self: HostKernels, memory: object, frames: list[object], *a: object, **k: object):
-        launches.append(len(frames))
-        move(self, memory, frames, *a, **k)  # type: ignore[arg-type]
+    def noted(self: HostKernels, *given: Any, **more: Any) -> None:
+        launches.append(len(given[1]))
+        move(self, *given, **more)
 
     monkeypatch.setattr(HostKernels, "move", noted)
     copies = [len(stream.copied) for stream in watched.streams]
@@ -286,14 +288,12 @@ def test_a_device_that_fails_loses_hits_and_no_token(start: Start) -> None:
     engine.scheduler.arrived(request)
     assert engine.matched(request) == 192
     blocks = engine.blocks(len(PROMPT))
-    for stream in device.streams:
-        stream.fails = True
+    device.fails = True
     assert engine.load(request, blocks, 192) == set(blocks[: 192 // BLOCK_TOKENS])
     (worker,) = engine.workers
     assert worker.counted["lost_chunks"] == 3
     assert worker._connector.stats().load_errors["TierUnavailableError"]
-    for stream in device.streams:
-        stream.fails = False
+    device.fails = False
 
 
 @CLIENTS
@@ -305,16 +305,18 @@ def test_a_damaged_frame_is_computed_again(
     keys = Client(server.address, representation(), engine.workers[0]._connector.client.options)
     with keys:
         second = keys.keys(PROMPT)[1]
-    transfers = server.node.manager.transfers
-    place = transfers.cpu.locate(second)
+    tier = server.node.manager.transfers.cpu.tier
+    assert isinstance(tier, CpuTier)
+    place = tier.locate(second)
     assert place is not None
-    slab = next(s for s in transfers.cpu._slabs.values() if s.slab_id == place.slab_id)
-    slab.bytes[place.offset + place.size_bytes - 1] ^= 1
+    tier._slabs[place.slab_id].bytes[place.offset + place.size_bytes - 1] ^= 1
     other = start(client=client)
     request = FakeRequest("b", list(PROMPT))
     other.scheduler.arrived(request)
     assert other.matched(request) == 192
     blocks = other.blocks(len(PROMPT))
     failed = other.load(request, blocks, 192)
-    assert failed == set(blocks[CHUNK_TOKENS // BLOCK_TOKENS : 192 // BLOCK_TOKENS])
-    assert holds(other.pages[0], side_by_side, PROMPT[:CHUNK_TOKENS], blocks, SHAPE)
+    wanted = set(blocks[CHUNK_TOKENS // BLOCK_TOKENS : 192 // BLOCK_TOKENS])
+    assert failed in (wanted, set()), "unless a sound copy below is read in its place"
+    right = 192 if not failed else CHUNK_TOKENS
+    assert holds(other.pages[0], side_by_side, PROMPT[:right], blocks, SHAPE)
