@@ -60,3 +60,14 @@ def logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache)
 def random_ids(tokens: int, vocabulary: int = 4096, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocabulary, (1, tokens), generator=generator)
+
+
+def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch and its mask."""
+    width = max(map(len, prompts))
+    batch = torch.ones((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(batch)
+    for row, prompt in enumerate(prompts):
+        batch[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return batch, mask

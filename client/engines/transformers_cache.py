@@ -205,8 +205,8 @@ def _state_shape(index: int, layer: Any) -> StateShape:
 def probe_ids(model: PreTrainedModel) -> torch.Tensor:
     """Return the tokens of a short prompt, (1, PROBE_TOKENS)."""
     vocabulary = int(model.config.get_text_config().vocab_size)
-    ids = torch.arange(3, 3 + 7 * PROBE_TOKENS, 7) % vocabulary
-    return ids[None].to(model.device)
+    ids = torch.arange(3, 3 + 7 * PROBE_TOKENS, 7, device=model.device) % vocabulary
+    return ids[None]
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
