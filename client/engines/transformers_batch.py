@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig
 
-from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
+from kvstore.client.engines.transformers_cache import CacheShape, StatePiece, TokenShape
 from kvstore.proto.errors import InvalidRequestError
 
 
@@ -102,12 +102,20 @@ def joined(
     for state in shape.states:
         layers = [cache.layers[state.layer] for cache in caches]
         for piece in state.pieces:
-            tensor = torch.cat([getattr(layer, piece.states)[piece.number] for layer in layers])
+            tensor = torch.cat([_state(layer, piece, device) for layer in layers])
             target = whole.layers[state.layer]
             target.lazy_initialization(**{piece.states: tensor, "state_idx": piece.number})
             getattr(target, piece.states)[piece.number].copy_(tensor)
             target.has_previous_state[piece.number] = True
     return whole
+
+
+def _state(layer: Any, piece: StatePiece, device: torch.device) -> torch.Tensor:
+    """Return one prompt's; before its first token it is zeros."""
+    found: torch.Tensor | None = getattr(layer, piece.states).get(piece.number)
+    if found is None:
+        return torch.zeros((1, *piece.shape), dtype=piece.dtype, device=device)
+    return found
 
 
 def _empty(shape: TokenShape, device: torch.device) -> list[torch.Tensor]:

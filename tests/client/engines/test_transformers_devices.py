@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -80,10 +81,17 @@ class CountingStream(Stream):
         self._stream.launch(work)
 
 
-def make_model(kind: str, load_tinylm: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The trained model, or a small random one of KINDS."""
+@pytest.fixture(scope="module")
+def trained(load_tinylm: Any) -> dict[torch.dtype, Any]:
+    """The trained model, by its element type."""
+    return {dtype: load_tinylm(dtype) for dtype in (torch.bfloat16, torch.float32)}
+
+
+def make_model(kind: str, trained: dict[torch.dtype, Any]) -> Any:
+    """The trained model, or a small random one of KINDS, in bfloat16."""
+    dtype = torch.bfloat16
     if kind == "full attention":
-        return load_tinylm(dtype)
+        return copy.deepcopy(trained[dtype])
     config, settings = KINDS[kind]
     torch.manual_seed(5)
     makers: Any = AutoModelForCausalLM
@@ -117,11 +125,11 @@ def assert_same_tokens(model: Any, found: torch.Tensor, own: torch.Tensor, mask:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["full attention", *KINDS])
 def test_on_each_device_tokens_are_the_same_without_with_and_from_the_store(
-    server: LocalServer, load_tinylm: Any, tokenizer: Any, device: str, kind: str
+    server: LocalServer, trained: Any, tokenizer: Any, device: str, kind: str
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device: its twin on the CPU runs the same code")
-    model = make_model(kind, load_tinylm).to(device)
+    model = make_model(kind, trained).to(device)
     twin = CountingDevice() if device == "cpu" else None
     prompts = [random_ids(count, 256, count)[0] for count in (150, 1, 97)]
     for some in (prompts[:1], prompts):
@@ -139,15 +147,15 @@ def test_on_each_device_tokens_are_the_same_without_with_and_from_the_store(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_a_device_loads_is_what_it_stored_bit_for_bit(
-    server: LocalServer, load_tinylm: Any, tokenizer: Any, device: str, dtype: torch.dtype
+    server: LocalServer, trained: Any, tokenizer: Any, device: str, dtype: torch.dtype
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device: its twin on the CPU runs the same code")
-    model = load_tinylm(dtype).to(device)
+    model = copy.deepcopy(trained[dtype]).to(device)
     input_ids = random_ids(230).to(device)
+    twin = CountingDevice() if device == "cpu" else None
     with torch.inference_mode():
         own = model(input_ids).past_key_values
-        twin = CountingDevice() if device == "cpu" else None
         assert connect(server, model, tokenizer, twin).save(input_ids, own) == 4
     cache, hit = connect(server, model, tokenizer, twin).load(input_ids)
     assert hit == 229
@@ -191,13 +199,13 @@ def test_what_is_computed_behind_a_load_waits_for_its_copies(
     server: LocalServer, tinylm: Any, tokenizer: Any
 ) -> None:
     writer = connect(server, tinylm, tokenizer)
-    input_ids = random_ids(130)
+    input_ids = random_ids(128)
     with torch.no_grad():
         own: Any = tinylm(input_ids).past_key_values
     writer.save(input_ids, own)
     device = SlowDevice()
     cache, hit = connect(server, tinylm, tokenizer, device).load(input_ids)
-    assert (hit, device.streams) == (129, []), "only the engine's own stream is used"
+    assert (hit, device.streams) == (127, []), "only the engine's own stream is used"
     layers: Any = cache.layers
     assert torch.equal(layers[0].keys, own.layers[0].keys[:, :, :hit])
 
@@ -249,9 +257,9 @@ class Placed(TorchFunctionMode):
 
 @pytest.mark.parametrize("kind", ["full attention", *KINDS])
 def test_every_tensor_that_the_connector_makes_names_its_device(
-    server: LocalServer, load_tinylm: Any, tokenizer: Any, kind: str
+    server: LocalServer, trained: Any, tokenizer: Any, kind: str
 ) -> None:
-    model = make_model(kind, load_tinylm)
+    model = make_model(kind, trained)
     batch, mask = left_padded([random_ids(count, 256, count)[0] for count in (70, 1)])
     with Placed() as placed:
         for _ in range(2):
