@@ -11,6 +11,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvstore.client import ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector
+from kvstore.client.engines.transformers_cache import as_argument
 
 OPTIONS = ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS, retry_after_ms=1)
 
@@ -54,7 +55,7 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor) -> DynamicCache:
 
 def logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     with torch.inference_mode():
-        return cast(torch.Tensor, model(input_ids, past_key_values=cache).logits)
+        return cast(torch.Tensor, model(input_ids, **as_argument(cache)).logits)
 
 
 def random_ids(tokens: int, vocabulary: int = 4096, seed: int = 0) -> torch.Tensor:

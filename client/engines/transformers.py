@@ -29,7 +29,7 @@ from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector, LayoutOf, Prefix, Source, Span
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_batch import Row, ends_of, joined, mask_of, prompts_of
-from kvstore.client.engines.transformers_cache import CacheShape
+from kvstore.client.engines.transformers_cache import CacheShape, as_argument
 from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
 from kvstore.client.engines.transformers_identity import cache_shape, representation_of
@@ -290,7 +290,7 @@ class TransformersConnector(Connector):
             input_ids,
             generation_config=settings,
             attention_mask=mask,
-            past_key_values=cache,
+            **as_argument(cache),
             stopping_criteria=watches,
         )
         return output

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import transformers
 from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
@@ -209,6 +210,12 @@ def probe_ids(model: PreTrainedModel) -> torch.Tensor:
     return ids[None]
 
 
+def as_argument(cache: Any) -> dict[str, Any]:
+    """Return *cache* as models and ``generate`` are given it: by another name since 5.24."""
+    release = tuple(map(int, transformers.__version__.split(".")[:2]))
+    return {"cache" if release >= (5, 24) else "past_key_values": cache}
+
+
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
     """Run *model* over *input_ids*, (1, tokens), behind what *cache* has; return what comes out.
 
@@ -216,5 +223,5 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> to
     """
     inner: Any = model.base_model
     with torch.no_grad():
-        found: torch.Tensor = inner(input_ids, past_key_values=cache, use_cache=True)[0]
+        found: torch.Tensor = inner(input_ids, **as_argument(cache), use_cache=True)[0]
     return found[:, -1]

@@ -159,7 +159,8 @@ def test_what_a_device_loads_is_what_it_stored_bit_for_bit(
         assert connect(server, model, tokenizer, twin).save(input_ids, own) == 4
     cache, hit = connect(server, model, tokenizer, twin).load(input_ids)
     assert hit == 229
-    for mine, theirs in zip(cache.layers, own.layers, strict=True):
+    layers: Any = cache.layers
+    for mine, theirs in zip(layers, own.layers, strict=True):
         assert mine.keys.device.type == device
         assert torch.equal(mine.keys, theirs.keys[:, :, :229])
         assert torch.equal(mine.values, theirs.values[:, :, :229])

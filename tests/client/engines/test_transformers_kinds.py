@@ -18,6 +18,7 @@ from typing_extensions import override
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import LayerGroup, LayerKind, Representation
 
@@ -183,13 +184,13 @@ def test_a_cache_that_stands_at_the_end_of_a_short_chunk_is_stored_with_its_end(
     input_ids = random_ids(60, VOCABULARY)
     cache, held = connector.load(input_ids)
     with torch.no_grad():
-        model(input_ids[:, :56], past_key_values=cache)
+        model(input_ids[:, :56], **as_argument(cache))
     assert (held, connector.save(input_ids[:, :56], cache)) == (0, 2)
     loaded, held = connector.load(input_ids[:, :57])
     assert held == 56
     with torch.no_grad():
-        own = model(input_ids[:, 56:], past_key_values=cache).logits
-        assert torch.equal(model(input_ids[:, 56:], past_key_values=loaded).logits, own)
+        own = model(input_ids[:, 56:], **as_argument(cache)).logits
+        assert torch.equal(model(input_ids[:, 56:], **as_argument(loaded)).logits, own)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
