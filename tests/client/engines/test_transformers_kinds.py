@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
         "does not run with a DynamicCache",
     ),
-    "states alone": ("MambaConfig", {"state_size": 8}, "keeps its state elsewhere"),
+    "states alone": ("MambaConfig", {"state_size": 8}, "states alone|keeps its state elsewhere"),
     "a rotation by length": (
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
