@@ -14,13 +14,16 @@ VLLM := build/vllm-$(VERSION)
 VLLM_STAMP := $(VLLM)/.installed
 SGLANG := build/sglang
 SGLANG_STAMP := $(SGLANG)/.installed
+VERSION ?= 5.17.0
+TRANSFORMERS := build/transformers-$(VERSION)
+TRANSFORMERS_STAMP := $(TRANSFORMERS)/.installed
 CHART := build/chart
 CHART_STAMP := $(CHART)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long bench proto format format-check lint types floors redis chromium clean
+.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long bench proto format format-check lint types floors redis chromium clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +79,16 @@ $(SGLANG_STAMP): $(VLLM_STAMP) tests/real_sglang/requirements.txt
 test-sglang: $(SGLANG_STAMP) ## SGLang's own storage factory and host pools, with the store behind
 	PYTHONPATH=src:tests $(SGLANG)/bin/python -m pytest tests/real_sglang \
 		-o filterwarnings=default $(ARGS)
+
+$(TRANSFORMERS_STAMP): | $(STAMP)
+	$(BIN)/python -m venv $(TRANSFORMERS)
+	$(BIN)/python -c 'import site; print(*site.getsitepackages(), sep="\n")' > \
+		$$($(TRANSFORMERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/dev.pth
+	$(TRANSFORMERS)/bin/python -m pip install -q transformers==$(VERSION)
+	@touch $@
+
+test-transformers: $(TRANSFORMERS_STAMP) ## the connector with another transformers: VERSION=5.17.0; ARGS=... goes to pytest
+	$(TRANSFORMERS)/bin/python -m pytest tests/client/engines/test_transformers*.py $(ARGS)
 
 chart-tools: $(CHART_STAMP) ## helm, checkov and others for the chart's tests: 600 MB in build/chart
 

@@ -46,6 +46,7 @@ from bench.blend_stories import make_story
 from bench.report import Report
 from kvstore.client.blend.rope import rerotate
 from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers_cache import as_argument
 
 SEED = 3
 BEST, RIVAL, AT = "hybrid", "hkvd", 0.15
@@ -84,9 +85,9 @@ def _ends(case: Case) -> tuple[float, float, float]:
     first = len(case.tokens) - len(case.question)
     with torch.inference_mode():
         full = model(ids, logits_to_keep=len(case.question)).logits[0]
-        joined = model(ids[:, first:], past_key_values=_joined(case, model, first)).logits[0]
+        joined = model(ids[:, first:], **as_argument(_joined(case, model, first))).logits[0]
         cached = model(ids[:, : len(case.prefix)]).past_key_values
-        own = model(ids[:, len(case.prefix) :], past_key_values=cached).logits[0]
+        own = model(ids[:, len(case.prefix) :], **as_argument(cached)).logits[0]
     blender = case.engine.blender
     whole = blender.blend(case.plan(1.0, BEST), case.source).logits
     stored = blender.blend(case.plan(0.0, BEST), case.source).logits

@@ -28,6 +28,7 @@ from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers_cache import as_argument
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 FOLDER = DATA / "tinylm"
@@ -126,7 +127,7 @@ class Case:
                 cache.update(keys[None], values[None], layer)
             ids = torch.tensor([self.scored[:-1]])
             with torch.inference_mode():
-                found.append(self.engine.model(ids, past_key_values=cache).logits[0])
+                found.append(self.engine.model(ids, **as_argument(cache)).logits[0])
         return torch.cat(found)
 
 

@@ -21,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.codecs_curve import Quality
 from bench.codecs_kv import Bits, to_bits, to_floats
+from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto.types import RopeParameters
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "tinylm"
@@ -102,7 +103,7 @@ class PrefixModel:
 
     def _prefill(self, tokens: Tensor) -> Bits:
         cache = DynamicCache(config=self._model.config)
-        self._model.model(tokens[:, : self._lengths.prefix], past_key_values=cache)
+        self._model.model(tokens[:, : self._lengths.prefix], **as_argument(cache))
         layers = [torch.stack(_kv(layer), 1) for layer in cache.layers]
         kv = torch.stack(layers, 1).transpose(3, 4)  # (windows, layers, 2, tokens, heads, dim)
         return to_bits(kv.numpy())
@@ -130,7 +131,7 @@ class PrefixModel:
 
     def _log_probabilities(self, cache: DynamicCache) -> Tensor:
         rest = self._tokens[:, self._lengths.prefix :]
-        return log_softmax(self._model(rest, past_key_values=cache).logits, -1)
+        return log_softmax(self._model(rest, **as_argument(cache)).logits, -1)
 
     def _loss(self, log_probabilities: Tensor) -> float:
         wanted = self._tokens[:, self._lengths.prefix + 1 :, None]
@@ -141,7 +142,7 @@ class PrefixModel:
         token = self._tokens[:, self._lengths.prefix, None]
         found = []
         for _ in range(self._lengths.greedy):
-            token = self._model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token = self._model(token, **as_argument(cache)).logits[:, -1:].argmax(-1)
             found.append(token)
         return torch.cat(found, 1)
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gene
 from kvstore.cli.demo_prompt import prompt_tokens
 from kvstore.client.client import Client
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.transformers_cache import as_argument
 
 NEW_TOKENS = 32
 REPEATS = 5
@@ -82,7 +83,7 @@ class DemoEngine:
 
     def _first_token(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
         with torch.inference_mode():
-            output = self._model(input_ids, past_key_values=cache, logits_to_keep=1)
+            output = self._model(input_ids, **as_argument(cache), logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
     def time_without(self) -> float:

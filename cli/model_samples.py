@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from kvstore.cli.kv_dumps import Sample, Samples, cut
+from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.client.engines.transformers_identity import full_layers, representation_of
 from kvstore.client.tensors import to_array
 from kvstore.codecs.base import Part
@@ -55,7 +56,7 @@ def _chunks(model: PreTrainedModel, ids: Sequence[int], chunk_tokens: int) -> It
 def _layers(model: PreTrainedModel, prompt: Sequence[int]) -> list[list[Part]]:
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(torch.tensor([prompt], device=model.device), past_key_values=cache, use_cache=True)
+        model(torch.tensor([prompt], device=model.device), **as_argument(cache), use_cache=True)
     found = []
     for layer in full_layers(cache):
         parts = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -40,10 +42,14 @@ class CudaDevice(Device):
                 " install a CUDA build of torch, name another device, or start without gpu",
             )  # fmt: skip
         self._device = torch.device("cuda", index)
-        self._cupy = import_cupy("gpu")
         with _device_errors():
             self.identity = f"cuda:{torch.cuda.get_device_properties(index).uuid}"
         self._ranges = RegisteredRanges()
+
+    @cached_property
+    def _cupy(self) -> Any:
+        """Needed for an arena and for registering; the rest is torch's."""
+        return import_cupy("gpu")
 
     @override
     def allocate(self, size_bytes: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvstore.client import ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector
+from kvstore.client.engines.transformers_cache import as_argument
 
 OPTIONS = ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS, retry_after_ms=1)
 
@@ -54,9 +55,20 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor) -> DynamicCache:
 
 def logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     with torch.inference_mode():
-        return cast(torch.Tensor, model(input_ids, past_key_values=cache).logits)
+        return cast(torch.Tensor, model(input_ids, **as_argument(cache)).logits)
 
 
 def random_ids(tokens: int, vocabulary: int = 4096, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocabulary, (1, tokens), generator=generator)
+
+
+def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch and its mask."""
+    width = max(map(len, prompts))
+    batch = torch.ones((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(batch)
+    for row, prompt in enumerate(prompts):
+        batch[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return batch, mask

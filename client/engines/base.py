@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
@@ -132,6 +133,8 @@ class Connector:
         self._tier_tokens: Counter[str] = Counter()
         self._load_errors: Counter[str] = Counter()
         self._store_errors: Counter[str] = Counter()
+        self._at_once: int | None = None
+        """How many chunks a Source has room for; None where it makes none."""
         self._is_failing = False
         self._misses: Counter[str] = Counter()
         # Guards the six fields above; held for counting only.
@@ -230,7 +233,11 @@ class Connector:
         Never raises. *from_token* is how many tokens the store is known to hold already.
         *layout_of* says what chunks have of their ends, for models that keep windows or states.
         """
-        return self.write(lambda: self._chunks(tokens, source, from_token, extra, layout_of))
+        chunks = self._chunks(tokens, source, from_token, extra, layout_of)
+        stored = 0
+        while outcomes := self.write_each(lambda: list(islice(chunks, self._at_once))):
+            stored += outcomes.count(PutOutcome.stored)
+        return stored
 
     def _chunks(
         self,
@@ -239,22 +246,21 @@ class Connector:
         from_token: int,
         extra: Sequence[bytes],
         layout_of: LayoutOf | None = None,
-    ) -> list[Chunk]:
+    ) -> Iterator[Chunk]:
         keys = self.client.keys(tokens, extra)
-        named = zip(self._spans(len(tokens)), keys, parents(keys), strict=True)
-        return [
-            Chunk(
-                key,
-                source((start, stop)),
-                parent,
-                position=start,
-                prefill_flops=self._token_flops * (stop - start),
-                content=content_digest(tokens_le32(tokens[start:stop]), extra),
-                layout=layout_of((start, stop)) if layout_of else None,
-            )
-            for (start, stop), key, parent in named
-            if stop > from_token
-        ]
+        for (start, stop), key, parent in zip(
+            self._spans(len(tokens)), keys, parents(keys), strict=True
+        ):
+            if stop > from_token:
+                yield Chunk(
+                    key,
+                    source((start, stop)),
+                    parent,
+                    position=start,
+                    prefill_flops=self._token_flops * (stop - start),
+                    content=content_digest(tokens_le32(tokens[start:stop]), extra),
+                    layout=layout_of((start, stop)) if layout_of else None,
+                )
 
     # --- for engines that ask, load and store at different moments, under names they keep
 

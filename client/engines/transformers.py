@@ -23,19 +23,22 @@ from transformers import (
     StaticCache,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, Prefix, Span
+from kvstore.client.engines.base import Connector, LayoutOf, Prefix, Source, Span
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_batch import Row, ends_of, joined, mask_of, prompts_of
-from kvstore.client.engines.transformers_cache import CacheShape
+from kvstore.client.engines.transformers_cache import CacheShape, as_argument
 from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
 from kvstore.client.engines.transformers_identity import cache_shape, representation_of
+from kvstore.client.engines.transformers_staging import Staging
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import KVLayout
+from kvstore.proto.types import ChunkKey, KVLayout
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
 
@@ -66,9 +69,20 @@ class TransformersConnector(Connector):
 
     *client* must have been made with ``representation_of`` this model: RepresentationError, as
     for a model that does not go on from a prefix as it would have gone on by itself.
+
+    Chunks of a model that is not on the CPU pass through a ring of host memory of RING_BYTES.
+    *device*: how to reach the model's, if not by ``open_device``; given one, a model on the CPU
+    has a ring too.
     """
 
-    def __init__(self, client: Client, model: PreTrainedModel, *, durable: bool = False) -> None:
+    def __init__(
+        self,
+        client: Client,
+        model: PreTrainedModel,
+        *,
+        durable: bool = False,
+        device: Device | None = None,
+    ) -> None:
         self._shape = cache_shape(model)
         stated = (client.representation.layer_groups, client.representation.rope)
         if stated != (self._shape.groups, rope_parameters(model.config)):
@@ -83,6 +97,12 @@ class TransformersConnector(Connector):
             token_flops=2.0 * model.num_parameters(exclude_embeddings=True),
         )
         self._model = model
+        device = device or _device_of(model)
+        self._staging: Staging | None = None
+        if device is not None:
+            tokens = client.options.chunk_tokens
+            self._staging = Staging(device, model.device, self._shape, tokens)
+            self._at_once = self._staging.slots
 
     def load(
         self, input_ids: torch.Tensor, extra: Sequence[bytes] = ()
@@ -99,6 +119,7 @@ class TransformersConnector(Connector):
 
     def _load_into(self, cache: Cache, tokens: Sequence[int], extra: Sequence[bytes]) -> Prefix:
         rooms: list[PrefixRoom] = []
+        has_ends = self._shape.has_ends
 
         def by_layout(spans: Sequence[Span]) -> Room:
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
@@ -109,7 +130,16 @@ class TransformersConnector(Connector):
             layouts = [KVLayout.of(self.client.representation, stop - at) for at, stop in spans]
             return [rooms[0].chunk(index, layout) for index, layout in enumerate(layouts)]
 
-        if self._shape.has_ends:
+        def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> int:
+            assert self._staging is not None
+            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
+            found = self._staging.read(self.client, keys, rooms[0])
+            return 0 if has_ends and found < len(keys) else found
+
+        if self._staging is not None:
+            with self._staging.lock:
+                prefix = self._counted(tokens, staged, extra, whole=has_ends)
+        elif has_ends:
             prefix = self.load_ends(tokens, by_layout, extra)
         else:
             prefix = self.load_chunks(tokens, room, extra)
@@ -142,6 +172,23 @@ class TransformersConnector(Connector):
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
         return self._save(tokens, cache, from_token, extra, [Snapshot.of(cache, self._shape)])
+
+    @override
+    def store_chunks(
+        self,
+        tokens: Sequence[int],
+        source: Source,
+        from_token: int = 0,
+        extra: Sequence[bytes] = (),
+        layout_of: LayoutOf | None = None,
+    ) -> int:
+        if self._staging is None:
+            return super().store_chunks(tokens, source, from_token, extra, layout_of)
+        to_host = self._staging.to_host
+        with self._staging.lock:
+            return super().store_chunks(
+                tokens, lambda span: to_host(source(span)), from_token, extra, layout_of
+            )
 
     def _save(
         self,
@@ -243,7 +290,7 @@ class TransformersConnector(Connector):
             input_ids,
             generation_config=settings,
             attention_mask=mask,
-            past_key_values=cache,
+            **as_argument(cache),
             stopping_criteria=watches,
         )
         return output
@@ -261,7 +308,9 @@ class TransformersConnector(Connector):
             raise InvalidRequestError("cache_implementation", "static", fix)
         settings.cache_implementation = None
         loaded = [self._computed(tokens, extra) for tokens in prompts]
-        cache = joined([one.cache for one in loaded], self._shape, self._model.config)
+        cache = joined(
+            [one.cache for one in loaded], self._shape, self._model.config, self._model.device
+        )
         rows = [
             Row(
                 number, int(input_ids.shape[1]), tokens, one.prefix.stored_tokens, ends_of(settings)
@@ -303,6 +352,14 @@ class TransformersConnector(Connector):
             stored = len(row.prompt) // chunk_tokens * chunk_tokens
             if len(tokens) > len(row.prompt):
                 self.store_chunks(tokens, source.tensors, stored, extra)
+
+
+def _device_of(model: PreTrainedModel) -> Device | None:
+    """Return the model's device; None for the CPU, between which and itself nothing is copied."""
+    if model.device.type == "cpu":
+        return None
+    # Copies of torch's own wait for other devices than CUDA's.
+    return open_device(model.device) if model.device.type == "cuda" else HostDevice()
 
 
 def _prompt(input_ids: torch.Tensor) -> list[int]:

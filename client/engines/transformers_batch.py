@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig
 
-from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
+from kvstore.client.engines.transformers_cache import CacheShape, StatePiece, TokenShape
 from kvstore.proto.errors import InvalidRequestError
 
 
@@ -42,7 +42,9 @@ def ends_of(settings: GenerationConfig) -> frozenset[int]:
     ends: Any = settings.eos_token_id
     if ends is None:
         return frozenset()
-    return frozenset(map(int, ends if isinstance(ends, list) else torch.as_tensor(ends).view(-1)))
+    return frozenset(
+        map(int, ends if isinstance(ends, list) else torch.as_tensor(ends, device="cpu").view(-1))
+    )
 
 
 def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
@@ -76,8 +78,10 @@ def mask_of(input_ids: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return mask
 
 
-def joined(caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig) -> DynamicCache:
-    """Return one cache of all prompts, those with fewer tokens padded on the left with zeros.
+def joined(
+    caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig, device: torch.device
+) -> DynamicCache:
+    """Return one cache of all prompts on *device*, the shorter ones padded on the left with zeros.
 
     All of a prompt but its last token is in its cache, so the longest says how wide they are.
     """
@@ -87,8 +91,8 @@ def joined(caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig)
         layers: list[Any] = [cache.layers[tokens.layer] for cache in caches]
         held = min(width, tokens.window - 1) if tokens.window else width
         keys, values = (
-            torch.cat([_padded(getattr(layer, name), tokens, held, index) for layer in layers])
-            for index, name in enumerate(("keys", "values"))
+            torch.cat([_padded(getattr(layer, name), empty, held) for layer in layers])
+            for name, empty in zip(("keys", "values"), _empty(tokens, device), strict=True)
         )
         target: Any = whole.layers[tokens.layer]
         target.lazy_initialization(keys, values)
@@ -98,7 +102,7 @@ def joined(caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig)
     for state in shape.states:
         layers = [cache.layers[state.layer] for cache in caches]
         for piece in state.pieces:
-            tensor = torch.cat([getattr(layer, piece.states)[piece.number] for layer in layers])
+            tensor = torch.cat([_state(layer, piece, device) for layer in layers])
             target = whole.layers[state.layer]
             target.lazy_initialization(**{piece.states: tensor, "state_idx": piece.number})
             getattr(target, piece.states)[piece.number].copy_(tensor)
@@ -106,7 +110,20 @@ def joined(caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig)
     return whole
 
 
-def _padded(part: torch.Tensor | None, shape: TokenShape, held: int, index: int) -> torch.Tensor:
-    if part is None or not part.numel():  # a prompt of one token has nothing in its cache
-        return torch.zeros((1, shape.kv_heads, held, shape.dims[index]), dtype=shape.dtype)
+def _state(layer: Any, piece: StatePiece, device: torch.device) -> torch.Tensor:
+    """Return one prompt's; before its first token it is zeros."""
+    found: torch.Tensor | None = getattr(layer, piece.states).get(piece.number)
+    if found is None:
+        return torch.zeros((1, *piece.shape), dtype=piece.dtype, device=device)
+    return found
+
+
+def _empty(shape: TokenShape, device: torch.device) -> list[torch.Tensor]:
+    """Return the keys and values of a prompt of one token, which has nothing in its cache."""
+    sizes = [(1, shape.kv_heads, 0, dim) for dim in shape.dims]
+    return [torch.empty(size, dtype=shape.dtype, device=device) for size in sizes]
+
+
+def _padded(part: torch.Tensor | None, empty: torch.Tensor, held: int) -> torch.Tensor:
+    part = empty if part is None or not part.numel() else part
     return pad(part, (0, 0, held - part.shape[2], 0))

@@ -57,7 +57,7 @@ class TransformersAdapter:
         self.rope: Sequence[RopeSpec | None] = (
             _rotation(self._model, self.origin, self.head_dim),
         ) * self.n_layers
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device=self.device)
         self._turned = (nothing, nothing, nothing)
         self.window: Sequence[int | None] = tuple(
             _window(config, layer.self_attn) for layer in self._layers

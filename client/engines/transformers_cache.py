@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import transformers
 from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
@@ -205,8 +206,14 @@ def _state_shape(index: int, layer: Any) -> StateShape:
 def probe_ids(model: PreTrainedModel) -> torch.Tensor:
     """Return the tokens of a short prompt, (1, PROBE_TOKENS)."""
     vocabulary = int(model.config.get_text_config().vocab_size)
-    ids = torch.arange(3, 3 + 7 * PROBE_TOKENS, 7) % vocabulary
-    return ids[None].to(model.device)
+    ids = torch.arange(3, 3 + 7 * PROBE_TOKENS, 7, device=model.device) % vocabulary
+    return ids[None]
+
+
+def as_argument(cache: Any) -> dict[str, Any]:
+    """Return *cache* as models and ``generate`` are given it: by another name since 5.24."""
+    release = tuple(map(int, transformers.__version__.split(".")[:2]))
+    return {"cache" if release >= (5, 24) else "past_key_values": cache}
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -216,5 +223,5 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> to
     """
     inner: Any = model.base_model
     with torch.no_grad():
-        found: torch.Tensor = inner(input_ids, past_key_values=cache, use_cache=True)[0]
+        found: torch.Tensor = inner(input_ids, **as_argument(cache), use_cache=True)[0]
     return found[:, -1]

@@ -108,7 +108,7 @@ def _restored(
     for places, tensors in pairs:
         for to, parts in zip(places, tensors, strict=True):
             for place, part in zip(to, parts, strict=True):
-                place.copy_(part)  # type: ignore[union-attr, arg-type]
+                place.copy_(part)  # type: ignore[arg-type]
     room.move_into(again, span[1])
     return again
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -15,8 +16,14 @@ from kvstore.client.engines.transformers_cache import CacheShape, StateShape, To
 from kvstore.client.tensors import LayerTensors, TensorLike
 from kvstore.proto.types import KVLayout, LayerKind, Representation
 
+PACK_BYTES = 64 << 20
+"""Device memory that copies of a cache's end are packed into, or one larger tensor's."""
+
 Parts: TypeAlias = Sequence[torch.Tensor]
 """One layer's tensors: K and V of (kv_heads, tokens, head_dim), or both side by side."""
+
+Nested: TypeAlias = list[list[list[torch.Tensor]]]
+"""A chunk's tensors: components, then layers, then parts."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,15 @@ class Snapshot:
     @classmethod
     def of(cls, cache: Cache, shape: CacheShape, tokens: int = 0) -> Snapshot:
         """Return a copy of what *cache* has of its only prompt, of the last *tokens* if any."""
-        windows = {s: _window(cache.layers[s.layer], s, tokens) for s in shape.tokens if s.window}
-        states = {s: _state(cache.layers[s.layer], s) for s in shape.states}
+        kept = [s for s in shape.tokens if s.window]
+        views = [part for s in kept for part in _window(cache.layers[s.layer], s, tokens)]
+        copies = [_state(cache.layers[s.layer], s) for s in shape.states]
+        if any(part.device.type != "cpu" for part in (*views, *copies)):
+            parts = _from_device([*views, *copies])
+        else:
+            parts = iter([*(part.clone() for part in views), *copies])
+        windows = {s: [next(parts), next(parts)] for s in kept}
+        states = {s: next(parts) for s in shape.states}
         return cls(length(cache, shape), windows, states)
 
     def has_windows(self, span: Span) -> bool:
@@ -64,13 +78,26 @@ def window_start(shape: TokenShape, span: Span) -> int:
 
 def _window(layer: Any, shape: TokenShape, tokens: int) -> Parts:
     kept = slice(-min(shape.window - 1, tokens or shape.window), None)
-    return [part[0, :, kept].detach().to("cpu", copy=True) for part in (layer.keys, layer.values)]
+    return [part[0, :, kept].detach() for part in (layer.keys, layer.values)]
 
 
 def _state(layer: Any, shape: StateShape) -> torch.Tensor:
     pieces = [getattr(layer, piece.states)[piece.number][0] for piece in shape.pieces]
-    flat = [piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
-    return torch.cat(flat)
+    return torch.cat(
+        [piece.detach().contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
+    )
+
+
+def _from_device(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield copies of *parts* on the CPU, in order; each copy brings about PACK_BYTES of them."""
+    for _, alike in groupby(parts, lambda part: part.dtype):
+        some = list(alike)
+        count = max(1, PACK_BYTES // max(part.nbytes for part in some))
+        for start in range(0, len(some), count):
+            pack = some[start : start + count]
+            flat = torch.cat([part.reshape(-1) for part in pack]).cpu()
+            pieces = flat.split([part.numel() for part in pack])
+            yield from (p.view(part.shape) for p, part in zip(pieces, pack, strict=True))
 
 
 class EndSource:
@@ -116,7 +143,7 @@ class EndSource:
         return next((s for s in self._snapshots if s.position == span[1]), None)
 
     def tensors(self, span: Span) -> LayerTensors:
-        """Return the tensors of the chunk at *span*, without copying those on the CPU."""
+        """Return the tensors of the chunk at *span*, without copying, where they are."""
         windows, states = self._with_windows(span), self._with_states(span)
         found: list[list[list[TensorLike]]] = []
         for group, shapes in self._shape.members():
@@ -133,12 +160,15 @@ class EndSource:
     def _tokens(self, shape: TokenShape, span: Span) -> list[TensorLike]:
         layer: Any = self._cache.layers[shape.layer]
         at = slice(span[0] + self._first, span[1] + self._first)
-        parts = [part[self._row, :, at].detach().cpu() for part in (layer.keys, layer.values)]
+        parts = [part[self._row, :, at].detach() for part in (layer.keys, layer.values)]
         return [torch.cat(parts, -1)] if shape.kind is LayerKind.mla else parts
 
 
 class PrefixRoom:
-    """Room for a prefix of the chunks at *spans*; with windows or states all have to come."""
+    """Room on *device* for a prefix of the chunks at *spans*.
+
+    With windows or states all have to come.
+    """
 
     def __init__(self, shape: CacheShape, spans: Sequence[Span], device: torch.device) -> None:
         self._shape = shape
@@ -146,7 +176,9 @@ class PrefixRoom:
         self._device = device
         self._tokens = spans[-1][1]
         self._parts = {s: self._empty(s) for s in shape.tokens}
-        self._states = {s: torch.empty(s.size_bytes, dtype=torch.uint8) for s in shape.states}
+        self._states = {
+            s: torch.empty(s.size_bytes, dtype=torch.uint8, device=device) for s in shape.states
+        }
 
     def _first(self, shape: TokenShape) -> int:
         """Return the first token that there is room for: where a chunk that is wanted begins."""
@@ -164,18 +196,14 @@ class PrefixRoom:
         widths = (sum(shape.dims),) if shape.kind is LayerKind.mla else shape.dims
         # Tensors of their own, so that each is freed once its layer has grown past it.
         return [
-            torch.empty(
-                (1, shape.kv_heads, tokens, width),
-                dtype=shape.dtype,
-                pin_memory=self._device.type == "cuda",
-            )
+            torch.empty((1, shape.kv_heads, tokens, width), dtype=shape.dtype, device=self._device)
             for width in widths
         ]
 
-    def chunk(self, index: int, layout: KVLayout) -> list[list[list[TensorLike]]]:
+    def chunk(self, index: int, layout: KVLayout) -> Nested:
         """Return where chunk *index* goes: views; no layers for what the next token cannot see."""
         span = self._spans[index]
-        found: list[list[list[TensorLike]]] = []
+        found: Nested = []
         for group, shapes in self._shape.members():
             if layout.has(group.kind):
                 found.append([self._layer(shape, index, span) for shape in shapes])
@@ -183,7 +211,7 @@ class PrefixRoom:
                 found[-1] = []
         return found
 
-    def _layer(self, shape: TokenShape | StateShape, index: int, span: Span) -> list[TensorLike]:
+    def _layer(self, shape: TokenShape | StateShape, index: int, span: Span) -> list[torch.Tensor]:
         if isinstance(shape, StateShape):
             is_last = index == len(self._spans) - 1
             return [self._states[shape].view(1, 1, -1)] if is_last else []
@@ -194,7 +222,7 @@ class PrefixRoom:
         return [part[0, :, start - first : span[1] - first] for part in self._parts[shape]]
 
     def move_into(self, cache: DynamicCache, tokens: int) -> None:
-        """Make the first *tokens* the contents of an empty *cache*, on the CPU without a copy.
+        """Make the first *tokens* the contents of an empty *cache*, without a copy.
 
         With windows or states those are all.
         """
@@ -207,7 +235,7 @@ class PrefixRoom:
             if shape.window:
                 layer.cumulative_length = self._tokens
         for state, data in self._states.items():
-            _restore(cache.layers[state.layer], state, data, self._device)
+            _restore(cache.layers[state.layer], state, data)
 
     def copy_into(self, cache: Cache, tokens: int) -> None:
         """Copy the first *tokens* into an empty *cache* that has room of its own."""
@@ -217,16 +245,16 @@ class PrefixRoom:
 
     def _keys_values(self, shape: TokenShape, parts: Parts, tokens: int) -> Parts:
         kept = slice(-(shape.window - 1), None) if shape.window else slice(tokens)
-        parts = [part[:, :, kept].to(self._device) for part in parts]
+        parts = [part[:, :, kept] for part in parts]
         return parts[0].split(shape.dims, -1) if shape.kind is LayerKind.mla else parts
 
 
-def _restore(layer: Any, shape: StateShape, data: torch.Tensor, device: torch.device) -> None:
+def _restore(layer: Any, shape: StateShape, data: torch.Tensor) -> None:
     end = 0
     for piece in shape.pieces:
         start, end = end, end + piece.size_bytes
         # Cloned, as memory of another type has to begin at a multiple of its size.
-        tensor = data[start:end].clone().view(piece.dtype).view(1, *piece.shape).to(device)
+        tensor = data[start:end].clone().view(piece.dtype).view(1, *piece.shape)
         layer.lazy_initialization(**{piece.states: tensor, "state_idx": piece.number})
         getattr(layer, piece.states)[piece.number].copy_(tensor)
         layer.has_previous_state[piece.number] = True

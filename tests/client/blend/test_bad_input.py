@@ -24,6 +24,7 @@ from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.client.options import TransportName
 from kvstore.client.outgoing import Outgoing
 from kvstore.client.resolving import Resolved, ResolveTerms
@@ -307,7 +308,7 @@ def test_a_connector_stores_nothing_of_what_was_generated_from_a_blend(
     ids = torch.tensor([ASKED[0]])
     cache = BlendedCache.of(model, result)
     output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=4,
+        ids, attention_mask=torch.ones_like(ids), **as_argument(cache), max_new_tokens=4,
         do_sample=False, pad_token_id=0,
     )  # fmt: skip
     before = {entry.digest for entry in own.list()}

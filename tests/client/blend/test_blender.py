@@ -19,6 +19,7 @@ from kvstore.client.blend.runs import positions_of, reads, runs_of
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import RopeParameters
 
@@ -86,7 +87,7 @@ def test_the_suffix_reads_joined_chunks_as_the_engine_reads_a_cache(world: World
         cache.update(keys[None, :, :first], values[None, :, :first], layer)
     with torch.inference_mode():
         suffix = torch.tensor([world.tokens[first:]])
-        wanted = world.model(suffix, past_key_values=cache).logits[0]
+        wanted = world.model(suffix, **as_argument(cache)).logits[0]
     assert distance(found.logits, wanted) <= 1e-12
 
 

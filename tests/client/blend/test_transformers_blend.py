@@ -17,7 +17,7 @@ from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines import transformers_blend
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
-from kvstore.client.engines.transformers_cache import CacheShape
+from kvstore.client.engines.transformers_cache import CacheShape, as_argument
 from kvstore.proto.errors import RepresentationError
 
 
@@ -33,7 +33,7 @@ def generated(world: World, cache: BlendedCache | None) -> list[int]:
         ids,
         generation_config=greedy(6),
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **as_argument(cache),
     )
     found: list[int] = output[0].tolist()
     return found

@@ -268,9 +268,8 @@ def test_a_row_of_failures_is_logged_once_until_the_store_works_again(
 def test_what_is_written_under_names_is_read_under_them(connect: Connect) -> None:
     prompt = tokens(18, 3 * CHUNK_TOKENS)
     one, other = connect().connector, connect().connector
-    assert (
-        one.write(lambda: one._chunks(prompt, lambda span: tensors_for(prompt, span), 0, ())) == 3
-    )
+    chunks = one._chunks(prompt, lambda span: tensors_for(prompt, span), 0, ())
+    assert one.write(lambda: list(chunks)) == 3
     out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(4)]
     digests = chain_digests(tokens(18, 3 * CHUNK_TOKENS) + [7] * CHUNK_TOKENS, CHUNK_TOKENS)
     assert other.read(digests, out) == 3

@@ -25,6 +25,7 @@ from typing_extensions import override
 from kvstore.client import Client
 from kvstore.client.engines.base import Prefix, Room
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import Representation
 
@@ -217,7 +218,7 @@ def test_a_static_cache_is_refused(connect: Connect, tinylm: PreTrainedModel) ->
     cache = StaticCache(config=tinylm.config, max_cache_len=64)
     prompt = random_ids(40)
     with torch.inference_mode():
-        tinylm(prompt, past_key_values=cache)
+        tinylm(prompt, **as_argument(cache))
     with pytest.raises(RepresentationError, match="StaticCache"):
         connect().save(prompt, cache)
 
