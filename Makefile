@@ -65,7 +65,7 @@ $(VLLM_STAMP): tests/real_vllm/requirements.txt tests/real_vllm/requirements-$(V
 	@touch $@
 
 test-vllm: $(VLLM_STAMP) ## a real vLLM with the store and without; VERSION=0.32; ARGS=... goes to pytest
-	VLLM_VERSION=$(VERSION) $(VLLM)/venv/bin/python -m pytest tests/real_vllm -o filterwarnings=default -o timeout=900 $(ARGS)
+	$(VLLM)/venv/bin/python -m pytest tests/real_vllm -o filterwarnings=default -o timeout=900 $(ARGS)
 
 sglang-env: $(SGLANG_STAMP) ## that of vLLM and SGLang's wheel beside it: 300 MB in build/sglang
 

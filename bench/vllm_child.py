@@ -94,9 +94,20 @@ def lose(llm: LLM, chunks: int) -> bool:
 
 
 def stop_before_load(llm: LLM, pid: int) -> bool:
-    """Have the next load find that the server, process *pid*, was stopped after the lookup."""
-    connector = sides(llm)[1]._worker._connector
+    """Have the next load find that the server, process *pid*, was stopped after the lookup.
+
+    ``counts`` says from then on how many loads ended because it hangs: ``worker_hung_loads``.
+    """
+    worker = sides(llm)[1]._worker
+    connector, end_if_hung = worker._connector, worker._watch._end_if_hung
     read_into = connector.read_into
+
+    def counted() -> bool:
+        is_hung = end_if_hung()
+        worker.counted["hung_loads"] += is_hung
+        return bool(is_hung)
+
+    worker._watch._end_if_hung = counted
 
     def stopped(*given: Any) -> int:
         vars(connector).pop("read_into", None)

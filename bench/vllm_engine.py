@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-VERSION = os.environ.get("VLLM_VERSION", "0.32")
+_OWN = Path(sys.prefix).parent.name
+VERSION = _OWN.removeprefix("vllm-") if _OWN.startswith("vllm-") else "0.32"
+"""vLLM's: that of the environment this runs in, if it is one of those."""
+
 PYTHON = ROOT / "build" / f"vllm-{VERSION}" / "venv" / "bin" / "python"
 """The interpreter of the environment that ``make vllm-env`` makes."""
 

@@ -27,10 +27,9 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._pages = [
             one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in caches.tensors
         ]
-        self._primary = [
-            region.create_next_worker_view(one.page_size_bytes * chunk_blocks)
-            for one in caches.tensors
-        ]
+        # Its name in 0.26 comes second.
+        make_view = getattr(region, "create_next_worker_view", None) or region.create_next_view
+        self._primary = [make_view(one.page_size_bytes * chunk_blocks) for one in caches.tensors]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Copy blocks out of the engine's pages."""
@@ -91,12 +90,15 @@ class CpuTieringSpec(StoreTieringSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: Any) -> CopyWorker:
         """Return the worker of this process."""
+        if hasattr(self, "num_chunks"):
+            sizes = {"num_chunks": self.num_chunks, "kv_bytes_per_chunk": self.kv_bytes_per_chunk}
+        else:  # below 0.30
+            sizes = {"num_blocks": self.num_blocks, "kv_bytes_per_block": self.kv_bytes_per_chunk}
         region = SharedOffloadRegion(
             engine_id=self._engine_id,
-            num_chunks=self.num_chunks,
             rank=self.config.parallel.rank,
-            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
+            **sizes,
         )
         self._worker = CopyWorker(kv_caches, self.blocks_per_chunk, region)
         return self._worker

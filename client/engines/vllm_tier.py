@@ -5,8 +5,8 @@
       "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.client.engines.vllm_tier",
                            "model_revision": "8f2c1d"}]}
 
-Releases below 0.28 take no tier by its module: give ``"spec_name": "StoreTieringSpec",
-"spec_module_path": "kvstore.client.engines.vllm_tier"``, and no ``module_path``.
+Releases below 0.28 take no tier by its module; they find it with ``"spec_name":
+"StoreTieringSpec", "spec_module_path": "kvstore.client.engines.vllm_tier"``.
 
 vLLM copies between its pages and the primary tier, names chunks by its own hashes, and hands
 over whole chunks of all ranks as bytes. They are stored as such, so only engines of the same
@@ -105,6 +105,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         detector = () if backpressure_detector is None else (backpressure_detector,)
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
+        settings.pop("module_path", None)  # below 0.28 it is handed on
         stated = VllmSettings.of(settings)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         identity = tier_representation(

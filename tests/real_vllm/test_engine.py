@@ -52,9 +52,9 @@ def test_what_was_computed_once_is_loaded(engine: EngineProcess, same: Same) -> 
     engine.fresh()
     assert same(prompt(1, 300)) == [256]
     after = engine.ask("counts")
-    if VERSION != "0.26":  # it counts none of a load that runs beside its work
+    if VERSION != "0.26":  # it loses the counts of steps that compute nothing
         assert after["hits"] - before["hits"] == 256
-    assert after["event_hit_tokens"] - before.get("event_hit_tokens", 0) == 256
+        assert after["event_hit_tokens"] - before.get("event_hit_tokens", 0) == 256
     assert after["worker_loaded_chunks"] - before.get("worker_loaded_chunks", 0) == 4
 
 
@@ -227,20 +227,18 @@ def test_a_server_that_hangs_between_lookup_and_load_costs_no_deadline(
     engine: EngineProcess, same: Same, store: ServerProcess
 ) -> None:
     one = prompt(105, 300)
-    usual_s = engine.generate(one)[0]["took_s"]
+    engine.generate(one)
     engine.fresh()
     lost = engine.ask("counts").get("worker_lost_chunks", 0)
     assert engine.ask("stop_before_load", pid=store.pid)
-    began = time.monotonic()
     try:
         (found,) = engine.generate(one)
     finally:
         store.send_signal(signal.SIGCONT)
-    took_s = time.monotonic() - began
-    print(f"usual {usual_s:.3f} s, hung {took_s:.3f} s")
-    assert took_s < 2.5, "half of the deadline that a load has here"
     assert found["cached"] == 0
-    assert engine.ask("counts")["worker_lost_chunks"] == lost + 4
+    counts = engine.ask("counts")
+    assert counts["worker_hung_loads"] == 1, "it was ended, and did not wait for its deadline"
+    assert counts["worker_lost_chunks"] == lost + 4
     engine.fresh()
     same(one)
 
