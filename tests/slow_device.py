@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from kvstore.proto.device import Event, HostDevice, Stream
+from kvstore.proto.device import Event, HostDevice, SharedEvent, Stream
 from kvstore.proto.errors import TierUnavailableError
 
 
@@ -51,6 +51,9 @@ class SlowEvent:
     def synchronize(self) -> None:
         self._stream.run(self._position)
 
+    def handle(self) -> bytes:
+        return b""
+
 
 class SlowStream(Stream):
     def __init__(self, device: SlowDevice) -> None:
@@ -87,6 +90,10 @@ class SlowStream(Stream):
 
     @override
     def record(self) -> Event:
+        return SlowEvent(self, self.done + len(self._queue))
+
+    @override
+    def record_shared(self) -> SharedEvent:
         return SlowEvent(self, self.done + len(self._queue))
 
     @override

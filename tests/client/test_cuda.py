@@ -387,18 +387,6 @@ def test_a_server_without_gpu_memory_is_refused_with_the_fix(make_server: Server
     assert eventually(lambda: len(server.node.sessions) == 0)
 
 
-def test_a_handle_that_is_none_is_refused(
-    gpu_server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_of(gpu_server).device, "identity", "cuda:GPU-0")
-    with (
-        CudaClient(gpu_server.address, SMALL, OPTIONS) as client,
-        pytest.raises(TierUnavailableError, match="a handle has 64 bytes"),
-    ):
-        client.keys([1] * 16)
-    assert eventually(lambda: len(gpu_server.node.sessions) == 0)
-
-
 def test_a_device_that_this_process_does_not_see_is_refused_by_name(
     gpu_server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
