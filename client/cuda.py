@@ -22,6 +22,7 @@ from typing_extensions import override
 from kvstore.client.arena import Arena, open_arena
 from kvstore.client.client import Client
 from kvstore.client.device_pages import DevicePages
+from kvstore.client.device_puts import DevicePutting
 from kvstore.client.layer_feed import in_time
 from kvstore.client.reader import check_header
 from kvstore.client.session import Session
@@ -208,8 +209,9 @@ class CudaTransport(ShmTransport):
                 self._leave()
 
 
-class CudaClient(Client):
-    """A Client of a server on the same host and GPU. What is new is ``get_device_pages``.
+class CudaClient(DevicePutting, Client):
+    """A Client of a server on the same host and GPU. What is new is ``get_device_pages`` and
+    ``put_on_device``.
 
     ``options.transport`` is not looked at.
     """

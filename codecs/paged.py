@@ -174,7 +174,7 @@ class FrameKernels(ABC):
 
         Waits for the checksums. Raises as ``scatter`` does.
         """
-        header = _raw_header(template, _raw_segments(template.layout))
+        header = raw_header(template)
         frames = [FrameAt(0, header, first_token)]
         check_frames(RAW, out, frames, paged)
         self.move(out, frames, paged, to_pages=False)
@@ -212,6 +212,11 @@ def check_frames(
     for pages in paged.pages:
         if pages.first.device != memory.device:
             raise LayoutMismatchError("pages", str(pages.first.device), f"be on {memory.device}")
+
+
+def raw_header(template: FrameTemplate) -> FrameHeader:
+    """Return the header of a raw frame, checksums still zero."""
+    return _raw_header(template, _raw_segments(template.layout))
 
 
 def _raw_segments(layout: KVLayout) -> NDArray[np.void]:

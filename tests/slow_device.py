@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -37,6 +38,30 @@ class SlowDevice(HostDevice):
     def check(self) -> None:
         if self.fails:
             raise TierUnavailableError("gpu", "fails on purpose")
+
+
+class LateDevice(HostDevice):
+    """What other processes recorded is over once ``is_over`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over = threading.Event()
+        self.is_over.set()
+
+    @override
+    def import_event(self, handle: bytes) -> Event:
+        return LateEvent(self.is_over)
+
+
+class LateEvent:
+    def __init__(self, is_over: threading.Event) -> None:
+        self._is_over = is_over
+
+    def query(self) -> bool:
+        return self._is_over.is_set()
+
+    def synchronize(self) -> None:
+        assert self._is_over.wait(60)
 
 
 class SlowEvent:

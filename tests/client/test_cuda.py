@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from contracts.chunks import make_representation
+from gpu_twin import use_device
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
 
@@ -29,9 +30,6 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChainDigest, ChunkKey, DType, Representation
-from kvstore.server import config as config_module
-from kvstore.server import tier_start
-from kvstore.server.settings.gpu_config import GpuConfig
 from kvstore.tiers.gpu import GpuTier
 
 CHUNK_TOKENS, BLOCK_TOKENS = 16, 8
@@ -46,12 +44,7 @@ def gpu_server(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> LocalServer:
     """A server whose gpu tier has the CPU as its device."""
-
-    def open_tier(config: GpuConfig) -> GpuTier:
-        return GpuTier(config.capacity_bytes, HostDevice(), 4096)
-
-    monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
-    monkeypatch.setattr(tier_start, "open_gpu_tier", open_tier)
+    use_device(monkeypatch, tmp_path, HostDevice())
     return make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
 
 

@@ -355,12 +355,12 @@ def test_caller_that_hangs_up_in_the_middle_of_a_get_leaves_no_lease(
 def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """What begins the second that answers wait for callers that do not read."""
     monkeypatch.setattr(dataplane, "SEND_WITHIN_S", 1)
-    begin, can_send = threading.Event(), dataplane._can_send
+    begin, can_send = threading.Event(), dataplane.can_send
 
     def begun(connection: socket.socket, within_s: float) -> bool:
         return begin.wait(60) and can_send(connection, within_s)
 
-    monkeypatch.setattr(dataplane, "_can_send", begun)
+    monkeypatch.setattr(dataplane, "can_send", begun)
     yield begin
     begin.set()
 
