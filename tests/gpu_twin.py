@@ -13,11 +13,16 @@ from kvstore.server.settings.gpu_config import GpuConfig
 from kvstore.tiers.gpu import GpuTier
 
 
-def use_device(monkeypatch: pytest.MonkeyPatch, folder: Path, device: Device) -> None:
-    """Have servers that start from now on put their gpu tier on *device*."""
+def use_device(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, device: Device, capacity_bytes: int = 0
+) -> None:
+    """Have servers that start from now on put their gpu tier on *device*.
+
+    With *capacity_bytes* it is smaller than settings allow.
+    """
 
     def open_tier(config: GpuConfig) -> GpuTier:
-        return GpuTier(config.capacity_bytes, device, 4096)
+        return GpuTier(capacity_bytes or config.capacity_bytes, device, 4096)
 
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", folder)
     monkeypatch.setattr(tier_start, "open_gpu_tier", open_tier)

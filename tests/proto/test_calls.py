@@ -213,6 +213,7 @@ WORDS: dict[str, list[Packet]] = {
     "join_request": [Request(Op.join, 0, TOKEN).pack()],
     "slab_request": [Request(Op.slab, 3).pack()],
     "extent_request": [Request(Op.extent, 2).pack()],
+    "ring_request": [Request(Op.ring, 64 << 20, shm.device_token("cpu")).pack()],
     "lookup_call": [pack_call("Lookup", LOOKUP)],
     "ok_reply": [shm.pack_reply(Reply.ok)],
     "denied_reply": [shm.pack_reply(Reply.denied)],
