@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +45,7 @@ from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
 from kvstore.server import device_puts
 from kvstore.server.device_puts import MAX_RING_BYTES, DevicePuts
 
+TESTS = Path(__file__).resolve().parents[1]
 CHUNK_TOKENS, BLOCK_TOKENS = 16, 8
 OPTIONS = ClientOptions(chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
 SLOT_BYTES, SLOTS = 4096, 8
@@ -265,7 +269,7 @@ def test_a_client_that_dies_in_between_leaves_nothing_reserved_and_nothing_mappe
     ended: list[bool] = []
     import_memory = device.import_memory
 
-    def watched(exported: np.ndarray, size_bytes: int) -> Imported:  # type: ignore[type-arg]
+    def watched(exported: np.ndarray, size_bytes: int) -> Imported:
         one = import_memory(exported, size_bytes)
         return Imported(one.memory, lambda: ended.append(True), one.mapping)
 
@@ -481,3 +485,23 @@ def test_the_arena_stays_read_only_to_clients(client: CudaClient, ring: Slots) -
     with pytest.raises(PermissionError):
         mmap.mmap(descriptor, size_bytes)
     os.close(descriptor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_another_process_puts_out_of_cuda_memory_and_reads_it_back(tmp_path: Path) -> None:
+    server = LocalServer(tmp_path, "--tiers", "gpu,cpu", "--gpu", "64MiB")
+    folders = [TESTS.parent / "src", TESTS]
+    with closing(server):  # CUDA leaves files open and threads behind
+        done = subprocess.run(
+            [sys.executable, str(TESTS / "cuda_putter.py"), server.address],
+            env={**os.environ, "PYTHONPATH": ":".join(map(str, [*folders, *sys.path]))},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["stored " * 4 + "stored", "5 True"]
+        assert eventually(lambda: not puts_of(server)._rings)
+        tiers = dict(server.settled().tiers)
+        assert (tiers["gpu"].chunks, tiers["cpu"].chunks) == (5, 0), "not by way of the host"
