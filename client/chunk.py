@@ -122,7 +122,27 @@ class PlannedChunk:
         check_naming(self)
 
 
-def check_naming(chunk: Chunk | PlannedChunk) -> None:
+@dataclass(frozen=True, slots=True)
+class DeviceChunk:
+    """A chunk whose raw frame begins at byte ``offset`` of a ring, a multiple of 64.
+
+    Its segments lie where a raw frame of ``layout`` has them. The header's bytes are not read: the
+    server is told a header that is made of what is said here, as of a ``Chunk``.
+    """
+
+    key: ChunkKey
+    offset: int
+    layout: KVLayout
+    parent: ChainDigest = ROOT
+    position: int = 0
+    prefill_flops: float = 0.0
+    content: bytes = bytes(DIGEST_BYTES)
+
+    def __post_init__(self) -> None:
+        check_naming(self)
+
+
+def check_naming(chunk: Chunk | PlannedChunk | DeviceChunk) -> None:
     """Raise InvalidRequestError for what no chunk can have."""
     for name in ("parent", "content"):
         if len(getattr(chunk, name)) != DIGEST_BYTES:

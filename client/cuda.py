@@ -19,6 +19,7 @@ from typing_extensions import override
 from kvstore.client.arena import Arena, open_arena
 from kvstore.client.client import Client
 from kvstore.client.device_pages import DevicePages
+from kvstore.client.device_puts import DevicePutting
 from kvstore.client.device_reads import DeviceReader, InArena, Reading, Registration
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
@@ -194,8 +195,9 @@ class CudaTransport(ShmTransport):
                 self._leave()
 
 
-class CudaClient(Client):
-    """A Client whose frames also go straight into pages on a device: ``get_device_pages``.
+class CudaClient(DevicePutting, Client):
+    """A Client whose frames also go straight into pages on a device, ``get_device_pages``, and out
+    of its memory, ``put_on_device``.
 
     That takes a server on this host, and is fastest where its gpu tier is on the same device.
     """

@@ -100,6 +100,16 @@ class Slabs:
                 file = self._files[extent] = OpenFile(*self._ask(shm.Op.extent, extent))
             return file
 
+    def give(self, request: shm.Request, descriptor: int) -> shm.Reply:
+        """Give the server a descriptor of ours; return its answer. Raises TierUnavailableError."""
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [request.pack()], [descriptor])
+                return shm.unpack_reply(self._socket.recv(shm.MESSAGE_BYTES))[0]
+            except (OSError, InvalidRequestError) as error:
+                self._socket.close()
+                raise TierUnavailableError("shm", f"the server hung up: {error}") from None
+
     def _ask_slab(self, slab_id: int) -> SlabMap:
         descriptor, size_bytes = self._ask(shm.Op.slab, slab_id)
         try:

@@ -19,18 +19,14 @@ from typing_extensions import override
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.block_part import check_block_ids
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import (
-    ALIGN_BYTES,
-    SEGMENT_DTYPE,
     FrameHeader,
     FrameTemplate,
     check_segment,
-    header_bytes,
     pack_header,
-    raw_frame_bytes,
 )
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
@@ -200,13 +196,11 @@ class FrameKernels(ABC):
 
         Waits for the checksums. Raises as ``scatter`` does.
         """
-        header = raw_header(template, raw_segments(template.layout))
+        header = raw_header(template)
         frames = [FrameAt(0, header, first_token)]
         check_frames(RAW, out, frames, paged)
         self.move(out, frames, paged, to_pages=False)
-        segments = header.segments.copy()
-        segments["checksum"] = self.sums(out, frames)()[0]
-        header = raw_header(template, segments)
+        header = raw_header(template, self.sums(out, frames)()[0])
         packed = np.frombuffer(bytearray(pack_header(header)), np.uint8)
         out[: len(packed)].copy_(torch.from_numpy(packed))
         return header
@@ -240,28 +234,6 @@ def check_frames(
     for pages in paged.pages:
         if pages.first.device != memory.device:
             raise LayoutMismatchError("pages", str(pages.first.device), f"be on {memory.device}")
-
-
-def raw_segments(layout: KVLayout) -> NDArray[np.void]:
-    """Return the segment table of a raw frame, checksums still zero."""
-    rows = np.zeros(layout.segment_count, SEGMENT_DTYPE)
-    at, index = header_bytes(layout), 0
-    for number, component in enumerate(layout.components):
-        for layer in range(component.layers):
-            rows[index] = (number, 0, layer, at, component.layer_bytes, 0)
-            at += -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
-            index += 1
-    return rows
-
-
-def raw_header(template: FrameTemplate, segments: NDArray[np.void]) -> FrameHeader:
-    """Return the header of a raw frame with these *segments*."""
-    t = template
-    return FrameHeader(
-        t.key, t.parent, t.representation, t.content, t.layout, RAW.codec_id, RAW.revision,
-        RAW.fidelity, t.position, t.prefill_flops, 0.0, t.flags, raw_frame_bytes(t.layout),
-        segments,
-    )  # fmt: skip
 
 
 class HostKernels(FrameKernels):

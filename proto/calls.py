@@ -48,6 +48,7 @@ METHODS: dict[int, Method] = {
     7: Method("Plan", pb.PlanRequest, pb.PlanResponse),
     8: Method("Resolve", pb.ResolveRequest, pb.ResolveResponse),
     9: Method("ReportReuse", pb.ReportReuseRequest, pb.ReportReuseResponse),
+    10: Method("PutDevice", pb.PutDeviceRequest, pb.PutResponse),
 }
 """What may be called so: what every put and get needs. Numbers are never used again."""
 

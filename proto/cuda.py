@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -32,6 +33,29 @@ def import_cupy(who: str) -> Any:
             who, f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
         ) from None
     return cupy
+
+
+def as_handle(exported: Bytes) -> bytes:
+    """Return the handle that a memfd holds. Raises TierUnavailableError for anything else."""
+    if len(exported) != HANDLE_BYTES:
+        raise TierUnavailableError("gpu", f"a handle has {HANDLE_BYTES} bytes, not {len(exported)}")
+    return bytes(exported)
+
+
+def allocated_bytes(pointer: int) -> int:
+    """Return how many bytes are allocated from *pointer* on, by what CUDA's driver knows.
+
+    Raises TierUnavailableError.
+    """
+    start, size_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+        found = ask(ctypes.byref(start), ctypes.byref(size_bytes), ctypes.c_uint64(pointer))
+    except (OSError, AttributeError) as error:
+        raise TierUnavailableError("gpu", f"CUDA's driver cannot be asked: {error}") from None
+    if found:
+        raise TierUnavailableError("gpu", f"cuMemGetAddressRange: error {found}")
+    return start.value + size_bytes.value - pointer
 
 
 def register_host(

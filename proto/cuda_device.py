@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +17,12 @@ from kvstore.proto.cuda import (
     HANDLE_BYTES,
     HOST_REGISTER_PORTABLE,
     HOST_REGISTER_READ_ONLY,
+    allocated_bytes,
+    as_handle,
     import_cupy,
     register_host,
 )
-from kvstore.proto.device import Device, Event, RegisteredRanges, Stream
+from kvstore.proto.device import Device, Event, Imported, RegisteredRanges, SharedEvent, Stream
 from kvstore.proto.errors import TierUnavailableError
 
 ARENA_GRANULE_BYTES = 2 << 20
@@ -65,6 +67,10 @@ class CudaDevice(Device):
                     "gpu", f"cannot allocate {size_bytes} bytes on {self._device}, where"
                     f" {free_bytes} are free: {error}; give a smaller --gpu or another device",
                 ) from None  # fmt: skip
+        return self._tensor(pointer, size_bytes)
+
+    def _tensor(self, pointer: int, size_bytes: int) -> torch.Tensor:
+        with self._cupy.cuda.Device(self._index):
             owned = self._cupy.cuda.UnownedMemory(pointer, size_bytes, self, self._index)
             memory = self._cupy.cuda.MemoryPointer(owned, 0)
             array = self._cupy.ndarray((size_bytes,), self._cupy.uint8, memory)
@@ -98,6 +104,32 @@ class CudaDevice(Device):
         os.pwrite(descriptor, handle, 0)
         shm.add_seals(descriptor, shm.SIZE_SEALS | shm.SEAL_FUTURE_WRITE)
         return descriptor
+
+    @override
+    def import_memory(self, exported: Bytes, size_bytes: int) -> Imported:
+        handle, runtime = as_handle(exported), self._cupy.cuda.runtime
+        with _device_errors(), self._cupy.cuda.Device(self._index):
+            pointer = runtime.ipcOpenMemHandle(handle)
+
+        def close() -> None:
+            with suppress(RuntimeError), self._cupy.cuda.Device(self._index):
+                runtime.ipcCloseMemHandle(pointer)
+
+        try:
+            # A kernel that reads past the end takes the whole process's context with it.
+            found = allocated_bytes(pointer)
+            if not 0 < size_bytes <= found:
+                raise TierUnavailableError("gpu", f"it has {found} bytes, not {size_bytes}")
+            with _device_errors():
+                return Imported(self._tensor(pointer, size_bytes), close)
+        except TierUnavailableError:
+            close()
+            raise
+
+    @override
+    def import_event(self, handle: bytes) -> Event:
+        with _device_errors():
+            return _CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
 
     @override
     def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
@@ -144,6 +176,13 @@ class CudaStream(Stream):
             return _CudaEvent(event)
 
     @override
+    def record_shared(self) -> SharedEvent:
+        with _device_errors():
+            event = torch.cuda.Event(blocking=True, interprocess=True)
+            event.record(self._stream)
+            return _CudaEvent(event)
+
+    @override
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
         with _device_errors():
@@ -167,6 +206,11 @@ class _CudaEvent:
     def synchronize(self) -> None:
         with _device_errors():
             self.event.synchronize()
+
+    def handle(self) -> bytes:
+        with _device_errors():
+            handle: bytes = self.event.ipc_handle()
+            return handle
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import TierUnavailableError
 
 logger = structlog.get_logger(__name__)
 
@@ -33,6 +35,25 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block until it is."""
+
+
+class SharedEvent(Event, Protocol):
+    """An event that another process can wait for, while this one keeps it."""
+
+    def handle(self) -> bytes:
+        """Return what ``Device.import_event`` of the other process takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Memory of another process. It is only read; CUDA cannot forbid the rest.
+
+    Nothing uses it after ``close``. ``mapping`` is what keeps it alive, where it is host memory.
+    """
+
+    memory: torch.Tensor
+    close: Callable[[], None]
+    mapping: Bytes | None = None
 
 
 class Stream(ABC):
@@ -55,6 +76,10 @@ class Stream(ABC):
     @abstractmethod
     def record(self) -> Event:
         """Return an event behind everything queued so far."""
+
+    @abstractmethod
+    def record_shared(self) -> SharedEvent:
+        """Return the same for another process."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
@@ -103,6 +128,17 @@ class Device(ABC):
         It is the caller's to close. docs/format.md says what it holds.
         Raises TierUnavailableError.
         """
+
+    @abstractmethod
+    def import_memory(self, exported: Bytes, size_bytes: int) -> Imported:
+        """Map *size_bytes* that another process exported; *exported* is the mapped memfd.
+
+        Raises TierUnavailableError.
+        """
+
+    @abstractmethod
+    def import_event(self, handle: bytes) -> Event:
+        """Return the event of another process that *handle* is of. Raises TierUnavailableError."""
 
     @abstractmethod
     def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
@@ -196,6 +232,17 @@ class HostDevice(Device):
         return os.dup(self._files[arena.data_ptr()])
 
     @override
+    def import_memory(self, exported: Bytes, size_bytes: int) -> Imported:
+        if len(exported) != size_bytes:
+            reason = f"the memory has {len(exported)} bytes, not {size_bytes}"
+            raise TierUnavailableError("gpu", reason)
+        return Imported(tensor_over(exported), lambda: None, exported)
+
+    @override
+    def import_event(self, handle: bytes) -> Event:
+        return _Over()
+
+    @override
     def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
         return self._ranges.add(memory)
 
@@ -213,6 +260,9 @@ class _Over:
     def synchronize(self) -> None:
         return
 
+    def handle(self) -> bytes:
+        return b""
+
 
 class _HostStream(Stream):
     @override
@@ -225,6 +275,10 @@ class _HostStream(Stream):
 
     @override
     def record(self) -> Event:
+        return _Over()
+
+    @override
+    def record_shared(self) -> SharedEvent:
         return _Over()
 
     @override

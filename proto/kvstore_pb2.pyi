@@ -586,6 +586,22 @@ class AbortResponse(_message.Message):
     aborted: int
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., aborted: _Optional[int] = ...) -> None: ...
 
+class PutDeviceRequest(_message.Message):
+    __slots__ = ("session_id", "headers", "offsets", "event", "deadline_ms", "hints")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    headers: _containers.RepeatedScalarFieldContainer[bytes]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    event: bytes
+    deadline_ms: int
+    hints: Hints
+    def __init__(self, session_id: _Optional[int] = ..., headers: _Optional[_Iterable[bytes]] = ..., offsets: _Optional[_Iterable[int]] = ..., event: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
+
 class PromiseRequest(_message.Message):
     __slots__ = ("session_id", "digests", "ttl_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

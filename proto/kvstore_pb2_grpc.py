@@ -109,6 +109,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.AbortRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.PutDevice = channel.unary_unary(
+                '/kvstore.v1.KVStore/PutDevice',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PutDeviceRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PutResponse.FromString,
+                _registered_method=True)
         self.Promise = channel.unary_unary(
                 '/kvstore.v1.KVStore/Promise',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.SerializeToString,
@@ -271,7 +276,8 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Writing: Put streams frames; Reserve, Commit and Abort put through shared memory.
+        """Writing: Put streams frames; Reserve, Commit and Abort put through shared memory, PutDevice
+        out of memory of the device that the gpu tier is on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -290,6 +296,12 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutDevice(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -478,6 +490,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.AbortRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.AbortResponse.SerializeToString,
+            ),
+            'PutDevice': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutDevice,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PutDeviceRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.PutResponse.SerializeToString,
             ),
             'Promise': grpc.unary_unary_rpc_method_handler(
                     servicer.Promise,
@@ -970,6 +987,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Abort',
             kvstore_dot_proto_dot_kvstore__pb2.AbortRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutDevice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/PutDevice',
+            kvstore_dot_proto_dot_kvstore__pb2.PutDeviceRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.PutResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,10 +8,13 @@ maps nothing that its sender could still truncate under it.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+
+from blake3 import blake3
 
 from kvstore.proto.errors import InvalidRequestError
 
@@ -36,6 +39,7 @@ class Op(IntEnum):
 
     ``attach`` brings its staging memory and the session's token; ``join`` the token again, on a
     further connection for calls (proto/calls.py). ``slab`` and ``extent`` ask for descriptors.
+    ``ring`` brings that of device memory to put out of, and in place of a token says which device.
     """
 
     attach = 1
@@ -43,6 +47,7 @@ class Op(IntEnum):
     join = 3
     call = 4
     extent = 5
+    ring = 6
 
 
 class Reply(IntEnum):
@@ -67,7 +72,7 @@ _REPLIES = {int(reply): reply for reply in Reply}
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``arg`` is the size of the staging memory, or the slab's id."""
+    """``arg`` is the size of the staging memory or of the ring, or the slab's id."""
 
     op: Op
     arg: int
@@ -115,6 +120,21 @@ def create_memfd(name: str, size_bytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def map_sealed(descriptor: int, most_bytes: int) -> mmap.mmap:
+    """Map a memfd of the other side for reading. Raises InvalidRequestError."""
+    if not has_seals(descriptor, SIZE_SEALS):
+        raise InvalidRequestError("memfd", descriptor, "seal its size against changes")
+    size_bytes = os.fstat(descriptor).st_size
+    if not 0 < size_bytes <= most_bytes:
+        raise InvalidRequestError("memfd", size_bytes, f"bring <= {most_bytes} bytes")
+    return mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
+
+
+def device_token(identity: str) -> bytes:
+    """Return what stands for a device in a message."""
+    return blake3(identity.encode()).digest(16)
 
 
 def add_seals(descriptor: int, seals: int) -> None:

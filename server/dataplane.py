@@ -27,7 +27,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.server.sessions import Session, SessionTable
-from kvstore.server.unix_socket import is_trusted, listen
+from kvstore.server.unix_socket import can_send, is_trusted, listen
 
 CONNECTIONS_PER_SESSION = 16
 SEND_WITHIN_S = 5
@@ -44,6 +44,9 @@ SlabFile = Callable[[int, str], tuple[int, int]]
 
 Raises KVStoreError.
 """
+
+TakeRing = Callable[[Session, shm.Request, Bytes], None]
+"""Given a session, what it says of its ring, and what it exported. Raises KVStoreError."""
 
 Answer = Callable[[Session, shm.Request, bytes], Generator[Packet, None, None]]
 """A call's session, head and message to the packets of its answer, errors among them."""
@@ -96,6 +99,7 @@ class DataPlane:
         self._limits = limits
         self.refused: Callable[[str], None] = lambda outcome: None
         """Told of who was not let in, by the name of an error."""
+        self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
         self._staging: dict[int, Bytes] = {}
@@ -312,7 +316,7 @@ class DataPlane:
                     connection.send(packet)
                 except BlockingIOError:
                     started = self._clock()
-                    if left_s <= 0 or not _can_send(connection, left_s):
+                    if left_s <= 0 or not can_send(connection, left_s):
                         return False
                     left_s -= self._clock() - started
                 else:
@@ -323,11 +327,13 @@ class DataPlane:
         if request.op in (shm.Op.slab, shm.Op.extent):
             self._send_file(peer, request)
             return
-        if peer.session is not None:
+        if request.op in (shm.Op.attach, shm.Op.ring) and len(descriptors) != 1:
+            raise InvalidRequestError(request.op.name, len(descriptors), "bring one memfd")
+        if request.op is shm.Op.ring:
+            self._ring(peer, request, descriptors[0])
+        elif peer.session is not None:
             raise InvalidRequestError("op", request.op.name, "this connection has a session")
-        if request.op is shm.Op.attach:
-            if len(descriptors) != 1:
-                raise InvalidRequestError("attach", len(descriptors), "bring one memfd")
+        elif request.op is shm.Op.attach:
             self._attach(peer, request, descriptors[0])
         else:
             self._join(peer, request.token)
@@ -350,20 +356,23 @@ class DataPlane:
             os.close(descriptor)
 
     def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
-        if not shm.has_seals(descriptor, shm.SIZE_SEALS):
-            raise InvalidRequestError("staging", descriptor, "seal its size against changes")
-        size_bytes = os.fstat(descriptor).st_size
-        if size_bytes != request.arg or not 0 < size_bytes <= self._limits.max_staging_bytes:
-            raise InvalidRequestError(
-                "staging", size_bytes, f"bring <= {self._limits.max_staging_bytes}"
-            )
-        memory = mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
+        memory = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
+        if len(memory) != request.arg:
+            raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
         session = self._sessions.attach(request.token)
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
             peer.session, peer.staging_map = session, memory
             self._staging[session.session_id] = np.frombuffer(memory, np.uint8)
+
+    def _ring(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
+        if peer.session is None or peer.staging_map is None:
+            raise UnauthenticatedError("attach before bringing a ring, on the same connection")
+        if self.take_ring is None:
+            raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
+        exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
+        self.take_ring(peer.session, request, np.frombuffer(exported, np.uint8))
 
     def _join(self, peer: _Peer, token: bytes) -> None:
         session = self._sessions.of_token(token)
@@ -389,9 +398,3 @@ class DataPlane:
         peer.connection.close()
         if peer.session is not None and peer.staging_map is not None:
             self._sessions.close(peer.session.session_id)
-
-
-def _can_send(connection: socket.socket, within_s: float) -> bool:
-    poll = select.poll()  # not select(), which takes no descriptor above 1023
-    poll.register(connection, select.POLLOUT)
-    return bool(poll.poll(1000 * within_s))

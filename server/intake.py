@@ -237,7 +237,7 @@ class Intake:
         info = ticket.reservation.info
         try:
             header = receive(self.view(ticket), info.key)
-            _check_put(header, info, ticket.session)
+            check_put(header, info, ticket.session)
         except KVStoreError as error:
             self._counters.add("put_invalid_chunks")
             self._landing.note_invalid(info.key, error)
@@ -304,7 +304,7 @@ def _copy_from(frame: Bytes, view: Bytes, key: ChunkKey) -> FrameHeader:
     return copy_frame(view, frame, key)
 
 
-def _check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:
+def check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:
     """Refuse a frame that is not what was reserved, not an original of this session's model,
     or of a codec that could not move it to another tier.
     """

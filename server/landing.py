@@ -1,4 +1,4 @@
-"""Landing: room in CPU memory for what is put, and what follows when a frame there is whole."""
+"""Landing: room in memory for what is put, and what follows when a frame there is whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.server.outcomes import Fate
 from kvstore.server.policy.admission import Moment
 from kvstore.server.policy.state_admission import StateAdmission
 from kvstore.server.sessions import Session
-from kvstore.server.shelf import Room
+from kvstore.server.shelf import Room, Shelf
 from kvstore.server.transfer import Transfers
 from kvstore.server.trimming import trimmed, without_state
 from kvstore.tiers.base import Reservation
@@ -79,34 +79,62 @@ class Landing:
         """
         bare = self._bare_layout(info, said)
         kept = info if bare is None else replace(info, layout=bare)
-        if self._catalog.is_outgrown(info.key, kept.layout) and not self._transfers.replace(kept):
-            reason = "somebody reads it as it is, without its checkpoint"
-            self.counters.add("put_refused_chunks")
-            self._transfers.outcomes.note(info.key, Fate.refused, detail=reason)
-            return PutResult(PutOutcome.refused, reason)
-        self._forget_hearsay(info.key)
-        if not self._catalog.begin_put(info.key):
-            self.counters.add("put_existing_chunks")
-            self._hint(info.key, said.hints)
-            return PutResult(PutOutcome.exists, "" if bare is None else WITHOUT_STATE)
-        try:
-            category = said.hints.category
-            room = Room(info, session.tenant, deadline, self._headroom_bytes, category)
-            reservation = self._transfers.reserve_for_put(room)
+        answer = self._begin(kept, said.hints, "" if bare is None else WITHOUT_STATE)
+        if answer is not None:
+            return answer
+        category = said.hints.category
+        room = Room(info, session.tenant, deadline, self._headroom_bytes, category)
+        reserved = self._reserve(self._transfers.cpu, room)
+        if isinstance(reserved, Reservation):
             partition = self._catalog.partition(info.key, session.tenant, category)
-            self._reserved.note(reservation, partition)
+            self._reserved.note(reserved, partition)
             if bare is not None:
-                self._bare[id(reservation)] = bare
-            return reservation
+                self._bare[id(reserved)] = bare
+        return reserved
+
+    def reserve_on(
+        self, shelf: Shelf, session: Session, info: ChunkInfo, deadline: float, hints: Hints
+    ) -> Reservation | PutResult:
+        """The same on another shelf of memory, for ``seal_on`` or ``give_back_on``."""
+        if self._states is not None and info.layout.has(LayerKind.state):
+            return self._refused(info.key, "whether its state is kept is judged in CPU memory")
+        most_bytes = shelf.tier.max_frame_bytes()
+        if info.size_bytes > most_bytes:
+            return self._refused(info.key, f"tier {shelf.name!r} takes {most_bytes} at most")
+        answer = self._begin(info, hints)
+        if answer is not None:
+            return answer
+        room = Room(info, session.tenant, deadline, category=hints.category)
+        return self._reserve(shelf, room)
+
+    def _begin(self, kept: ChunkInfo, hints: Hints, note: str = "") -> PutResult | None:
+        """Make the chunk pending; or say why there is nothing to write."""
+        key = kept.key
+        if self._catalog.is_outgrown(key, kept.layout) and not self._transfers.replace(kept):
+            return self._refused(key, "somebody reads it as it is, without its checkpoint")
+        self._forget_hearsay(key)
+        if not self._catalog.begin_put(key):
+            self.counters.add("put_existing_chunks")
+            self._hint(key, hints)
+            return PutResult(PutOutcome.exists, note)
+        return None
+
+    def _reserve(self, shelf: Shelf, room: Room) -> Reservation | PutResult:
+        key = room.info.key
+        try:
+            return self._transfers.reserve_for_put(shelf, room)
         except TierFullError as error:
-            self._catalog.end_put(info.key)
-            self.counters.add("put_refused_chunks")
-            self._transfers.outcomes.note(info.key, Fate.refused, detail=str(error))
-            return PutResult(PutOutcome.refused, str(error))
+            self._catalog.end_put(key)
+            return self._refused(key, str(error))
         except KVStoreError as error:
-            self._catalog.end_put(info.key)
-            self._transfers.outcomes.note(info.key, Fate.refused, detail=str(error))
+            self._catalog.end_put(key)
+            self.note_refused(key, str(error))
             raise
+
+    def _refused(self, key: ChunkKey, reason: str) -> PutResult:
+        self.counters.add("put_refused_chunks")
+        self.note_refused(key, reason)
+        return PutResult(PutOutcome.refused, reason)
 
     def _forget_hearsay(self, key: ChunkKey) -> None:
         """What only another server has in its memory may be put here all the same."""
@@ -157,7 +185,11 @@ class Landing:
         """Free room that nothing comes into any more."""
         self.keep_state(reservation)
         self._reserved.forget(reservation)
-        self._transfers.cpu_tier.abort(reservation)
+        self.give_back_on(self._transfers.cpu, reservation)
+
+    def give_back_on(self, shelf: Shelf, reservation: Reservation) -> None:
+        """The same on *shelf*."""
+        shelf.tier.abort(reservation)
         self._catalog.end_put(reservation.info.key)
 
     def seal(
@@ -172,22 +204,35 @@ class Landing:
                 reservation, header = self._trim(reservation, header, bare, hints)
             except KVStoreError as error:
                 self._catalog.end_put(key)
-                self.counters.add("put_refused_chunks")
-                self.note_refused(key, str(error))
-                return PutResult(PutOutcome.refused, str(error))
+                return self._refused(key, str(error))
             reason = WITHOUT_STATE
-        sealed = self._transfers.cpu_tier.seal(reservation)
-        if sealed:
-            origin = Origin(tenant, hints, header.content, header.position)
-            self._catalog.note_sealed(self._transfers.cpu.name, header.info(), origin)
-            self._hint(key, hints)
-        self._catalog.end_put(key)
+        return self.seal_on(self._transfers.cpu, reservation, header, tenant, hints, reason)
+
+    def seal_on(
+        self,
+        shelf: Shelf,
+        reservation: Reservation,
+        header: FrameHeader,
+        tenant: str,
+        hints: Hints,
+        reason: str = "",
+    ) -> PutResult:
+        """The same on *shelf*, of what is kept as it came."""
+        key = reservation.info.key
+        try:
+            sealed = shelf.tier.seal(reservation)
+            if sealed:
+                origin = Origin(tenant, hints, header.content, header.position)
+                self._catalog.note_sealed(shelf.name, header.info(), origin)
+                self._hint(key, hints)
+        finally:
+            self._catalog.end_put(key)
         if not sealed:
             self.counters.add("put_existing_chunks")
             return PutResult(PutOutcome.exists)
         self.counters.add("put_stored_chunks")
         self.counters.add("put_bytes", reservation.info.size_bytes)
-        self._transfers.settle_quota(self._transfers.cpu, key)
+        self._transfers.settle_quota(shelf, key)
         self._copy_through(key)
         return PutResult(PutOutcome.stored, reason)
 
@@ -204,7 +249,7 @@ class Landing:
             fresh.info(), reservation.tenant, self.clock() + _TRIM_S, self._headroom_bytes,
             hints.category,
         )  # fmt: skip
-        smaller = self._transfers.reserve_for_put(room)
+        smaller = self._transfers.reserve_for_put(self._transfers.cpu, room)
         copy_bytes(cpu.view(smaller), frame)
         self.counters.add("put_states_left_out")
         return smaller, fresh

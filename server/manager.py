@@ -87,10 +87,10 @@ class TierManager:
         self.counters = transfers.counters
         self.spaces = KnownSpaces()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
-        landing = Landing(transfers, limits.load_headroom_percent, self.states)
+        self.landing = Landing(transfers, limits.load_headroom_percent, self.states)
         self.puts = Intake(
-            landing,
-            Assembly(landing, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
+            self.landing,
+            Assembly(self.landing, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
             limits.max_reservations_per_session,
             new_id,
         )

@@ -45,6 +45,7 @@ from kvstore.server.web.dashboard_view import Subject
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
     from kvstore.server.bulk.stream_plane import StreamPlane
     from kvstore.server.bulk.zmq_plane import ZmqPlane
+    from kvstore.server.device_puts import DevicePuts
     from kvstore.server.web.http_start import HttpPort
 
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
@@ -105,6 +106,7 @@ class Node:
         checks = Checks(limits, clock)
         self.streams: StreamPlane | None = None
         self._streams_at = ("", b"")
+        self.device_puts = self._open_device_puts()
         self.bulk = self._open_bulk(checks)
         bulk_terms = (self.bulk.address, self.bulk.public_key) if self.bulk else ("", b"")
         identity = Identity(
@@ -123,6 +125,7 @@ class Node:
         )
         service.scrub = self._scrub = self._open_scrub()
         service.directory = self.directory
+        service.device_puts = self.device_puts
         self.events = NodeEvents(
             config,
             self.manager,
@@ -196,6 +199,18 @@ class Node:
         plane.refused = lambda outcome: note_on(None, "Attach", outcome, 0, "unix")
         self._closers.append(plane.close)
         return plane
+
+    def _open_device_puts(self) -> DevicePuts | None:
+        if self.manager.transfers.gpu_tier is None or self.data_plane is None:
+            return None
+        from kvstore.server.device_puts import open_device_puts
+
+        puts = open_device_puts(self.manager)
+        if puts is not None:
+            self._closers.append(puts.close)
+            self.sessions.on_close.append(puts.end_session)
+            self.data_plane.take_ring = puts.take_ring
+        return puts
 
     def _slab_file(self, slab_id: int, tenant: str) -> tuple[int, int]:
         transfers = self.manager.transfers

@@ -24,6 +24,7 @@ from kvstore.server.manager import TierManager
 from kvstore.server.request_log import RequestLog, check_local
 from kvstore.server.rpc.checks import Checks, fidelity, outcomes
 from kvstore.server.rpc.codec_calls import CodecCalls
+from kvstore.server.rpc.device_calls import DeviceCalls
 from kvstore.server.rpc.explain_wire import ExplainDesk
 from kvstore.server.rpc.get_stream import REACH, GetStream
 from kvstore.server.rpc.hand_over_calls import HandOverCalls
@@ -64,6 +65,7 @@ _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 class KVStoreService(
     BlendCalls,
+    DeviceCalls,
     HandOverCalls,
     StatusCalls,
     QuotaCalls,

@@ -162,18 +162,18 @@ class Transfers(Reclaim):
         finally:
             self.catalog.let_go(key)
 
-    def reserve_for_put(self, room: Room) -> Reservation:
-        """Reserve in CPU memory for an original, which a lossy copy there gives way to.
+    def reserve_for_put(self, shelf: Shelf, room: Room) -> Reservation:
+        """Reserve in memory for an original, which a lossy copy there gives way to.
 
         Raises as ``reserve`` does, TierFullError while somebody reads that copy.
         """
         key = room.info.key
-        if self.cpu.name in self.catalog.holders(key):
-            if not self.catalog.cast_out(self.cpu.name, key, even_if_held=False):
-                raise TierFullError(self.cpu.name, room.info.size_bytes, 0)
+        if shelf.name in self.catalog.holders(key):
+            if not self.catalog.cast_out(shelf.name, key, even_if_held=False):
+                raise TierFullError(shelf.name, room.info.size_bytes, 0)
             self.counters.add("replaced_copies")
-            self._discard(self.cpu, key)
-        return self.reserve(self.cpu, room)
+            self._discard(shelf, key)
+        return self.reserve(shelf, room)
 
     def replace(self, info: ChunkInfo) -> bool:
         """Cast out the copies of a chunk that has more of its end in *info*.

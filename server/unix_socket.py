@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import struct
@@ -80,3 +81,10 @@ def _refuse_second_server(path: Path) -> None:
     raise InvalidRequestError(
         "socket_path", str(path), "another server listens there; stop it or choose --socket"
     )
+
+
+def can_send(connection: socket.socket, within_s: float) -> bool:
+    """Wait until *connection* takes more; whether it does."""
+    poll = select.poll()  # not select(), which takes no descriptor above 1023
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(1000 * within_s))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 from prompts import tensors_of
 
@@ -12,25 +9,10 @@ from kvstore.client.device_pages import DevicePages
 from kvstore.client.pages import PageAxes
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.base import ChunkTensors
-from kvstore.proto.device import HostDevice
 from kvstore.proto.types import ChunkKey, Representation
-from kvstore.server import config as config_module
-from kvstore.server import tier_start
-from kvstore.server.settings.gpu_config import GpuConfig
-from kvstore.tiers.gpu import GpuTier
 
 CHUNK_TOKENS, BLOCK_TOKENS = 16, 8
 NHD = PageAxes.parse("layer part block token head dim")
-
-
-def use_the_cpu_as_device(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let servers with a gpu tier start where there is none; *folder* stands for CUDA's."""
-
-    def open_tier(config: GpuConfig) -> GpuTier:
-        return GpuTier(config.capacity_bytes, HostDevice(), 4096)
-
-    monkeypatch.setattr(config_module, "_CUDA_CONTROL", folder)
-    monkeypatch.setattr(tier_start, "open_gpu_tier", open_tier)
 
 
 class Engine:

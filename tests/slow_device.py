@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
@@ -9,7 +10,7 @@ from threading import RLock
 import torch
 from typing_extensions import override
 
-from kvstore.proto.device import Event, HostDevice, Stream
+from kvstore.proto.device import Event, HostDevice, SharedEvent, Stream
 from kvstore.proto.errors import TierUnavailableError
 
 
@@ -42,6 +43,30 @@ class SlowDevice(HostDevice):
             raise TierUnavailableError("gpu", "fails on purpose")
 
 
+class LateDevice(HostDevice):
+    """What other processes recorded is over once ``is_over`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over = threading.Event()
+        self.is_over.set()
+
+    @override
+    def import_event(self, handle: bytes) -> Event:
+        return LateEvent(self.is_over)
+
+
+class LateEvent:
+    def __init__(self, is_over: threading.Event) -> None:
+        self._is_over = is_over
+
+    def query(self) -> bool:
+        return self._is_over.is_set()
+
+    def synchronize(self) -> None:
+        assert self._is_over.wait(60)
+
+
 class SlowEvent:
     def __init__(self, stream: SlowStream, position: int) -> None:
         self._stream = stream
@@ -53,6 +78,9 @@ class SlowEvent:
 
     def synchronize(self) -> None:
         self._stream.run(self._position)
+
+    def handle(self) -> bytes:
+        return b""
 
 
 class SlowStream(Stream):
@@ -97,6 +125,10 @@ class SlowStream(Stream):
     def record(self) -> Event:
         with self._device.lock:
             return SlowEvent(self, self.done + len(self._queue))
+
+    @override
+    def record_shared(self) -> SharedEvent:
+        return SlowEvent(self, self.done + len(self._queue))
 
     @override
     def wait(self, event: Event) -> None:

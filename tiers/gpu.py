@@ -149,13 +149,21 @@ class GpuTier(Tier):
 
         ``seal`` waits for what was queued before the block is left.
         """
+        frame = self.opened(reservation, stream)
+        try:
+            yield frame
+        finally:  # after an error too: what was queued until then still writes
+            self._up.wait(stream.record())
+
+    def opened(self, reservation: Reservation, stream: Stream) -> torch.Tensor:
+        """Return the reserved frame's device bytes, for work queued on *stream* from now on.
+
+        The caller waits for that work before it seals or aborts.
+        """
         block = self._open(reservation)
         # Who had the room before may still have copies into it on the way.
         stream.wait(self._up.record())
-        try:
-            yield self._slice(block, 0, block.info.size_bytes)
-        finally:  # after an error too: what was queued until then still writes
-            self._up.wait(stream.record())
+        return self._slice(block, 0, block.info.size_bytes)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:

@@ -33,7 +33,8 @@ from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.block_stack import BlockStack
-from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages, raw_header, raw_segments
+from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages
+from kvstore.codecs.raw import raw_header
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, open_device, tensor_over
 from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
@@ -457,4 +458,4 @@ def _blank_header(layout: KVLayout) -> FrameHeader:
     """Return a header that says where the segments of a raw frame of *layout* lie."""
     key = ChunkKey(bytes(32))
     template = FrameTemplate(key, ROOT, bytes(16), bytes(32), layout)
-    return raw_header(template, raw_segments(layout))
+    return raw_header(template)

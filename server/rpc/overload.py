@@ -34,7 +34,9 @@ from kvstore.server.rpc.lane import Lane
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
-WRITES = frozenset({"Put", "Reserve", "Commit", "Clear", "Drain", "ReportReuse", "Trace"})
+WRITES = frozenset(
+    {"Put", "Reserve", "Commit", "PutDevice", "Clear", "Drain", "ReportReuse", "Trace"}
+)
 """What waits behind the rest: nobody's prompt stands still for them, or they are long."""
 CALLS_PER_WORKER = 4
 """Calls at once, waiting or at work, for each thread. gRPC refuses what is more, which costs a

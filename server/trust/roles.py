@@ -29,6 +29,7 @@ METHODS: Mapping[str, str] = {
     "Reserve": "write",
     "Commit": "write",
     "Abort": "write",
+    "PutDevice": "write",
     "Promise": "write",
     "Weigh": "write",
     "Pin": "write",

@@ -15,8 +15,8 @@ from device_engine import (
     Engine,
     blocks_for,
     raw_bytes,
-    use_the_cpu_as_device,
 )
+from gpu_twin import use_device
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
 from slow_device import SlowDevice
@@ -54,7 +54,7 @@ def gpu_server(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> LocalServer:
     """A server whose gpu tier has the CPU as its device."""
-    use_the_cpu_as_device(monkeypatch, tmp_path)
+    use_device(monkeypatch, tmp_path, HostDevice())
     return make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
 
 
@@ -385,14 +385,6 @@ def test_frames_on_disk_land_in_the_pages(make_server: ServerMaker) -> None:
         engine = Engine(SMALL, blocks_for(3))
         assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 3
         assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
-
-
-def test_a_handle_that_is_none_leaves_the_way_through_cpu_memory(
-    gpu_server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_of(gpu_server).device, "identity", "cuda:GPU-0")
-    with CudaClient(gpu_server.address, SMALL, OPTIONS) as client:
-        assert_read_without_arena(client, "a handle has 64 bytes")
 
 
 def test_a_device_that_this_process_does_not_see_is_named_and_cpu_memory_serves(

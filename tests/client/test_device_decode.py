@@ -11,8 +11,9 @@ import pytest
 import torch
 from contracts.chunks import make_frame, make_representation
 from cpu_kernels import compile_kernels
-from device_engine import CHUNK_TOKENS, Engine, blocks_for, use_the_cpu_as_device
+from device_engine import CHUNK_TOKENS, Engine, blocks_for
 from disk_damage import flip_a_bit
+from gpu_twin import use_device
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import keys_of, steady_tensors
 
@@ -60,7 +61,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> KvqKernels:
 @pytest.fixture
 def start(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     """Starts a server with a gpu tier, whose disk keeps frames by the codec given."""
-    use_the_cpu_as_device(monkeypatch, tmp_path)
+    use_device(monkeypatch, tmp_path, HostDevice())
     return lambda codec: make_server(
         "--tiers", "gpu,cpu,disk", "--gpu", "8MiB", "--disk-codec", codec
     )

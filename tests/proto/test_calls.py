@@ -35,7 +35,7 @@ from kvstore.proto.shm import MESSAGE_BYTES, Op, Reply, Request
 
 NUMBERS = {
     1: "Lookup", 2: "Get", 3: "Release", 4: "Reserve", 5: "Commit", 6: "Abort", 7: "Plan",
-    8: "Resolve", 9: "ReportReuse",
+    8: "Resolve", 9: "ReportReuse", 10: "PutDevice",
 }  # fmt: skip
 """As servers and clients out there have them."""
 
@@ -77,7 +77,7 @@ def test_a_call_comes_out_as_it_went_in(number: int) -> None:
     assert unpacked(packet) == (NUMBERS[number], request)
 
 
-@pytest.mark.parametrize("number", [0, 10, 11, 1 << 32, (1 << 64) - 1])
+@pytest.mark.parametrize("number", [0, 11, 12, 1 << 32, (1 << 64) - 1])
 def test_an_unknown_method_is_refused_and_the_known_ones_named(number: int) -> None:
     with pytest.raises(InvalidRequestError, match=rf"method={number}: use one of \[1, 2, 3, 4, 5"):
         unpack_call(Request(Op.call, number), b"")
@@ -213,6 +213,7 @@ WORDS: dict[str, list[Packet]] = {
     "join_request": [Request(Op.join, 0, TOKEN).pack()],
     "slab_request": [Request(Op.slab, 3).pack()],
     "extent_request": [Request(Op.extent, 2).pack()],
+    "ring_request": [Request(Op.ring, 64 << 20, shm.device_token("cpu")).pack()],
     "lookup_call": [pack_call("Lookup", LOOKUP)],
     "ok_reply": [shm.pack_reply(Reply.ok)],
     "denied_reply": [shm.pack_reply(Reply.denied)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -9,7 +10,12 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from kvstore.proto.cuda import HOST_REGISTER_READ_ONLY, import_cupy, register_host
+from kvstore.proto.cuda import (
+    HOST_REGISTER_READ_ONLY,
+    allocated_bytes,
+    import_cupy,
+    register_host,
+)
 from kvstore.proto.errors import TierUnavailableError
 
 
@@ -35,6 +41,17 @@ def test_cupy_that_has_no_folder_to_compile_into_is_said_so_with_the_fix(
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     with pytest.raises(TierUnavailableError, match="set CUPY_CACHE_DIR"):
         import_cupy("cuda")
+
+
+def test_without_cudas_driver_nobody_says_how_large_an_allocation_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(TierUnavailableError, match=r"libcuda\.so\.1: cannot open"):
+        allocated_bytes(4096)
 
 
 class _Runtime:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_holds, bytes_of, open_files, put
 
+from kvstore.proto import cuda_device
 from kvstore.proto.cuda_device import CudaDevice
 from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.errors import TierUnavailableError
@@ -112,6 +116,54 @@ def test_a_device_out_of_memory_is_an_error_of_the_tier_alone(
     monkeypatch.setattr(torch.cuda, "Stream", out_of_memory)
     with pytest.raises(TierUnavailableError, match="CUDA out of memory"):
         make(full_device)
+
+
+def test_memory_of_one_device_is_read_through_what_it_exported() -> None:
+    device = HostDevice()
+    memory = device.allocate(4096)
+    file = device.export(memory)
+    mapped = np.frombuffer(mmap.mmap(file, 4096, prot=mmap.PROT_READ), np.uint8)
+    os.close(file)
+    imported = HostDevice().import_memory(mapped, 4096)
+    memory[4095] = 7
+    assert imported.memory[4095] == 7
+    with pytest.raises(TierUnavailableError, match="has 4096 bytes, not 8192"):
+        HostDevice().import_memory(mapped, 8192)
+    device.release(memory)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 63, 65])
+def test_what_is_no_handle_of_device_memory_is_refused(
+    full_device: CudaDevice, size_bytes: int
+) -> None:
+    with pytest.raises(TierUnavailableError, match="a handle has 64 bytes"):
+        full_device.import_memory(payload(1, size_bytes), 1)
+
+
+class OpeningRuntime(FullRuntime):
+    """CUDA's runtime, which opens a handle and counts the ends of it."""
+
+    closed = 0
+
+    def ipcOpenMemHandle(self, handle: bytes) -> int:
+        """Open any."""
+        return 4096
+
+    def ipcCloseMemHandle(self, pointer: int) -> None:
+        """Take note."""
+        self.closed += 1
+
+
+@pytest.mark.parametrize("size_bytes", [0, 101])
+def test_device_memory_that_is_not_as_large_as_its_owner_says_is_not_kept_mapped(
+    full_device: CudaDevice, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    runtime = OpeningRuntime()
+    full_device._cupy.cuda.runtime = runtime
+    monkeypatch.setattr(cuda_device, "allocated_bytes", lambda pointer: 100)
+    with pytest.raises(TierUnavailableError, match=f"it has 100 bytes, not {size_bytes}"):
+        full_device.import_memory(payload(1, 64), size_bytes)
+    assert runtime.closed == 1
 
 
 @pytest.mark.gpu

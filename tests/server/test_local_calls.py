@@ -39,6 +39,7 @@ from kvstore.server import dataplane
 from kvstore.server.dataplane import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
 from kvstore.server.local_calls import LocalCalls
 from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.unix_socket import can_send
 
 ServerMaker = Callable[..., LocalServer]
 Terms = pb.OpenSessionResponse
@@ -142,7 +143,7 @@ def test_call_in_another_session_s_name_is_refused_and_leaves_nothing(
 def test_method_without_a_number_is_refused_and_the_known_ones_named(
     joint: Peer, terms: Terms
 ) -> None:
-    for number in (0, 10, (1 << 64) - 1):
+    for number in (0, 11, (1 << 64) - 1):
         joint.link.send(Request(Op.call, number).pack() + lookup(terms).SerializeToString())
         error = joint.receive().error
         assert type(error) is InvalidRequestError
@@ -355,12 +356,12 @@ def test_caller_that_hangs_up_in_the_middle_of_a_get_leaves_no_lease(
 def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """What begins the second that answers wait for callers that do not read."""
     monkeypatch.setattr(dataplane, "SEND_WITHIN_S", 1)
-    begin, can_send = threading.Event(), dataplane._can_send
+    begin = threading.Event()
 
     def begun(connection: socket.socket, within_s: float) -> bool:
         return begin.wait(60) and can_send(connection, within_s)
 
-    monkeypatch.setattr(dataplane, "_can_send", begun)
+    monkeypatch.setattr(dataplane, "can_send", begun)
     yield begin
     begin.set()
 

@@ -57,7 +57,7 @@ def puts_are_not_verified(patch: pytest.MonkeyPatch) -> None:
 
 
 def restored_frames_are_taken_for_originals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(intake, "_check_put", nothing)
+    patch.setattr(intake, "check_put", nothing)
 
 
 def what_is_aborted_keeps_its_room(patch: pytest.MonkeyPatch) -> None:

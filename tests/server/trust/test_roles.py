@@ -12,7 +12,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
 SEES = {"Lookup", "Plan", "Get", "Release", "LendPeer", "Resolve", "Stat", "List", "Explain"}
 SEES |= {"Spaces", "Events"}
 CHANGES = {
-    *("Put", "Reserve", "Commit", "Abort", "Promise", "Weigh", "ReportReuse"),
+    *("Put", "Reserve", "Commit", "Abort", "PutDevice", "Promise", "Weigh", "ReportReuse"),
     *("Pin", "Unpin", "Delete", "Clear"),
 }
 RULES = {"SetQuota", "Drain", "Trace", "Scrub"}

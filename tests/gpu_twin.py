@@ -1,0 +1,28 @@
+"""Servers whose gpu tier has a device of this process, in place of a CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.proto.device import Device
+from kvstore.server import config as config_module
+from kvstore.server import tier_start
+from kvstore.server.settings.gpu_config import GpuConfig
+from kvstore.tiers.gpu import GpuTier
+
+
+def use_device(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, device: Device, capacity_bytes: int = 0
+) -> None:
+    """Have servers that start from now on put their gpu tier on *device*.
+
+    With *capacity_bytes* it is smaller than settings allow.
+    """
+
+    def open_tier(config: GpuConfig) -> GpuTier:
+        return GpuTier(capacity_bytes or config.capacity_bytes, device, 4096)
+
+    monkeypatch.setattr(config_module, "_CUDA_CONTROL", folder)
+    monkeypatch.setattr(tier_start, "open_gpu_tier", open_tier)
