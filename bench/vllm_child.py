@@ -69,7 +69,7 @@ def sides(llm: LLM) -> tuple[Any, Any]:
 def settle(llm: LLM) -> bool:
     """Wait until everything is stored."""
     _, worker = sides(llm)
-    return worker._worker is None or worker._worker.settled(30.0)
+    return not hasattr(worker._worker, "settled") or worker._worker.settled(30.0)
 
 
 def drain(llm: LLM, within_s: float = 10.0) -> bool:
@@ -131,9 +131,11 @@ def counts(llm: LLM) -> dict[str, int]:
     found.update({f"event_{m.labels['event']}": int(m.value) for m in events})
     scheduler, worker = sides(llm)
     for side, name in ((scheduler._scheduler, "scheduler"), (worker._worker, "worker")):
-        if side is not None:
-            found.update({f"{name}_{key}": count for key, count in side.counted.items()})
-            errors = (side._lookups if name == "scheduler" else side._connector).stats()
+        counted = getattr(side, "counted", {})
+        found.update({f"{name}_{key}": count for key, count in counted.items()})
+        asks = getattr(side, "_lookups" if name == "scheduler" else "_connector", None)
+        if asks is not None:
+            errors = asks.stats()
             found.update({f"{name}_error_{key}": n for key, n in errors.load_errors.items()})
             found.update({f"{name}_store_error_{key}": n for key, n in errors.store_errors.items()})
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,9 +89,16 @@ def test_pages_given_up_for_a_sleep_are_registered_again_once() -> None:
     asked: list[str] = []
     made, pages = connector(), {"layer": torch.zeros(1)}
     made._registered, made._dropped = {}, {}
-    made._worker = SimpleNamespace(
-        register=lambda caches, _: asked.append(*caches) or "", drop_pages=lambda: bool(asked)
-    )
+
+    class Worker(RefusedWorker):
+        def register(self, registered: Any, writer: Any) -> str:
+            asked.extend(registered)
+            return ""
+
+        def drop_pages(self) -> bool:
+            return bool(asked)
+
+    made._worker = Worker("")
     made.unregister_kv_caches()
     made.restore_kv_caches()
     assert asked == [], "there were none"

@@ -155,6 +155,7 @@ def test_layers_with_windows_only_load_what_the_next_token_sees(sliding: Pair) -
 @pytest.fixture(scope="module")
 def latent(make_engine: EngineMaker, home: Path) -> Iterator[Pair]:
     room = {"num_gpu_blocks_override": 300, "max_num_batched_tokens": 3072}
+    pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla")
     yield from pair(make_engine, home, "latent", **room)
 
 

@@ -118,7 +118,7 @@ def test_a_promotion_that_failed_is_not_tried_again_for_who_asked(start: Start) 
     one, other = start(), start()
     one.run([1], is_promotion=False)
     assert other.found(1) is LookupResult.HIT
-    other.tier._connector.read = lambda digests, room: 0  # type: ignore[method-assign]
+    other.tier._connector.read = lambda digests, out: 0  # type: ignore[method-assign]
     assert not other.run([1], is_promotion=True).success
     assert other.found(1) is LookupResult.MISS
 
