@@ -110,6 +110,13 @@ def _summed(header: FrameHeader, sums: Sequence[int]) -> FrameHeader:
 class DevicePutting(Caller):
     """The puts of a client out of device memory."""
 
+    def end_session(self) -> None:
+        """End the session, so that no server maps a ring any more; the next call opens another."""
+        with self._lock:
+            transport = self._transport
+        if transport is not None:
+            self._disconnect(transport, tell_server=True)
+
     def put_on_device(
         self,
         ring: DeviceRing,

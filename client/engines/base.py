@@ -127,7 +127,7 @@ class Connector:
         self.client = client
         self.rectangle = rectangle
         self._prefill = prefill
-        self._durable = durable
+        self.durable = durable
         self._token_flops = token_flops
         self._counts: Counter[str] = Counter()
         self._tier_tokens: Counter[str] = Counter()
@@ -311,7 +311,7 @@ class Connector:
         return outcomes
 
     def _put(self, chunks: Sequence[Chunk], hints: Hints) -> list[PutOutcome]:
-        puts = self.client.put(chunks, durable=self._durable, hints=hints, rectangle=self.rectangle)
+        puts = self.client.put(chunks, durable=self.durable, hints=hints, rectangle=self.rectangle)
         return [put.outcome for put in puts]
 
     def _spans(self, token_count: int) -> list[Span]:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
+from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_layout import NULL_BLOCK, EnginePages
 from kvstore.client.engines.vllm_orders import BlockTables, NamedChunk
@@ -52,6 +53,9 @@ class Copy(Protocol):
     def whole(self) -> Whole | None:
         """The copy."""
 
+    def begin(self) -> None:
+        """Have it copied, where that goes on beside its caller."""
+
     def make(self) -> None:
         """Copy it, unless that was done; return when nobody reads the blocks any more."""
 
@@ -79,6 +83,8 @@ class Side(ABC):
     """Where an engine's pages lie, as a worker loads into them and stores out of them."""
 
     chunk_bytes: int
+    room_bytes: int = 0
+    """Of copies that wait in memory of the side's own."""
 
     @abstractmethod
     def copies(self, chunks: Sequence[BlockTables]) -> Sequence[Copy]:
@@ -94,6 +100,13 @@ class Side(ABC):
     @abstractmethod
     def read(self, work: LoadWork) -> int:
         """Return how many chunks of a load were read: its blocks have them now."""
+
+    def put_near(self, chunks: Sequence[Chunk], copies: Sequence[Copy], hints: Hints) -> set[int]:
+        """Put copies that no host memory has to have; return the numbers of those that are there.
+
+        *chunks* say what they are, without tensors.
+        """
+        return set()
 
     @abstractmethod
     def close(self) -> None:
@@ -191,6 +204,9 @@ class ChunkCopy:
     def lies_in(self, blocks: Collection[int] | None) -> bool:
         """Whether any of *blocks* is its; None: those of every chunk."""
         return blocks is None or not self._blocks.isdisjoint(blocks)
+
+    def begin(self) -> None:
+        """Do nothing: it is copied by who makes it."""
 
     def make(self) -> None:
         """Copy it, unless that was done; return when nobody reads the blocks any more."""

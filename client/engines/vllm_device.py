@@ -13,6 +13,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,29 +23,34 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvstore.client.chunk import Chunk, DeviceChunk
 from kvstore.client.cuda import CudaClient
+from kvstore.client.device_puts import DeviceRing
 from kvstore.client.device_reads import DeviceReader
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_copies import BATCH_BYTES, LoadWork, Side
+from kvstore.client.engines.vllm_copies import BATCH_BYTES, Copy, LoadWork, Side
 from kvstore.client.engines.vllm_layout import NULL_BLOCK, BlockWriter, packings_of
 from kvstore.client.engines.vllm_orders import BlockTables
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
+from kvstore.client.transport import Put
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages
 from kvstore.codecs.raw import raw_header
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, open_device, tensor_over
-from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
+from kvstore.proto.errors import KVStoreError, LayoutMismatchError, TierUnavailableError
 from kvstore.proto.frame import FrameHeader, FrameTemplate, raw_frame_bytes
+from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import (
     END_KINDS,
     ROOT,
     ChunkKey,
     KVLayout,
+    PutOutcome,
     Representation,
 )
 
@@ -53,6 +59,7 @@ LOAD_SLOTS = 4
 LEAST_SLOTS = 2
 """Chunks of a step that there must be room for."""
 _ALIGN_BYTES = 256
+_THERE = (PutOutcome.stored, PutOutcome.exists)
 
 logger = structlog.get_logger(__name__)
 
@@ -164,9 +171,15 @@ class _Slot:
     def __init__(self, memory: Bytes) -> None:
         self.tensor = tensor_over(memory)
         self._memory = memory
+        self._stacks: dict[KVLayout, list[BlockStack]] = {}
 
     def stacks(self, layout: KVLayout, headers: Mapping[KVLayout, FrameHeader]) -> list[BlockStack]:
         """Return the tensors of a chunk of *layout*, as its raw frame has them."""
+        if layout not in self._stacks:
+            self._stacks[layout] = self._made(layout, headers)
+        return self._stacks[layout]
+
+    def _made(self, layout: KVLayout, headers: Mapping[KVLayout, FrameHeader]) -> list[BlockStack]:
         starts = iter(headers[layout].segments["offset"].tolist())
         found = []
         for component in layout.components:
@@ -199,33 +212,41 @@ class DeviceCopy:
 
     def __init__(self, side: DeviceSide, slot: int | None, *, has_windows: bool = True) -> None:
         self._side = side
-        self._slot = slot
-        self._has_windows = has_windows
+        self.slot = slot
+        self.has_windows = has_windows
         self.gathered: Event | None = None
         self.whole: _Whole | None = None
         self._host: _Slot | None = None
+        self._brought: Event | None = None
+
+    def begin(self) -> None:
+        """Queue its way to host memory."""
+        if self.slot is not None and self._brought is None:
+            self._host, self._brought = self._side.bring(self.slot, self.gathered)
 
     def make(self) -> None:
         """Bring it to host memory; its slot of the ring is free after that."""
-        if self._slot is None:
+        self.begin()
+        if self._brought is None or self._host is None:
             return
-        assert self.gathered is not None
-        slot, self._slot = self._slot, None
-        try:
-            self._host = self._side.bring(slot, self.gathered)
-        finally:
-            self._side.give(slot)
-        layout = self._side.layout(has_windows=self._has_windows)
-        stacks = self._host.stacks(layout, self._side.headers)
-        self.whole = _Whole(stacks, self._has_windows)
+        self._brought.synchronize()
+        self._free_slot()
+        layout = self._side.layout(has_windows=self.has_windows)
+        self.whole = _Whole(self._host.stacks(layout, self._side.headers), self.has_windows)
+
+    def _free_slot(self) -> None:
+        if self.slot is not None:
+            self._side.give(self.slot)
+            self.slot = None
 
     def free(self) -> None:
-        """Give the memory of the copy back, which nobody reads any more."""
-        if self._slot is not None:
-            self._side.give(self._slot)
+        """Give its memory back, which nobody reads any more."""
+        if self._brought is not None and self.whole is None:
+            self._side.settle(self._brought)
+        self._free_slot()
         if self._host is not None:
             self._side.give_host(self._host)
-        self._slot = self.whole = self._host = None
+        self.whole = self._host = self._brought = None
 
 
 class DeviceSide(Side):
@@ -261,6 +282,8 @@ class DeviceSide(Side):
             self.device, max(self.chunk_bytes, raw_frame_bytes(whole)), LOAD_SLOTS
         )
         self._ring, slots = self._allocated(ring_bytes)
+        self._puts = DeviceRing(self.device, self._ring)
+        self.room_bytes = slots * self.chunk_bytes
         self._slots = list(range(slots))
         self._lock = threading.Lock()  # guards the slots that are free, here and on the host
         self._down = self.device.stream()
@@ -270,6 +293,9 @@ class DeviceSide(Side):
         self._load_host = self._host_slots(LOAD_SLOTS)
 
     def _allocated(self, ring_bytes: int) -> tuple[torch.Tensor, int]:
+        if self._pages.device.type == "cuda":
+            _, total_bytes = torch.cuda.mem_get_info(self._pages.device)
+            ring_bytes = min(ring_bytes, total_bytes // 64)
         slots = max(LEAST_SLOTS, ring_bytes // self.chunk_bytes)
         while True:
             try:
@@ -333,19 +359,53 @@ class DeviceSide(Side):
         for copy, _, _ in gathered:
             copy.gathered = event
 
-    def bring(self, slot: int, gathered: Event) -> _Slot:
-        """Copy a slot of the ring to host memory, and wait for that."""
+    def bring(self, slot: int, gathered: Event | None) -> tuple[_Slot, Event]:
+        """Queue a copy of a slot of the ring to host memory; return the event of its end."""
+        assert gathered is not None
         with self._lock:
             host = self._host.pop()
         try:
             self._down.wait(gathered)
             start = slot * self.chunk_bytes
             self._down.copy(host.tensor, self._ring[start : start + self.chunk_bytes])
-            self._down.record().synchronize()
+            return host, self._down.record()
         except BaseException:
             self.give_host(host)
             raise
-        return host
+
+    def settle(self, brought: Event) -> None:
+        """Wait for a copy whose result nobody uses, if the device still works."""
+        with suppress(KVStoreError):
+            brought.synchronize()
+
+    @override
+    def put_near(self, chunks: Sequence[Chunk], copies: Sequence[Copy], hints: Hints) -> set[int]:
+        """Have a server whose gpu tier is on this device copy them out of the ring itself."""
+        client, connector = self._connector.client, self._connector
+        if not isinstance(client, CudaClient) or connector.rectangle or connector.durable:
+            return set()
+        whole = [
+            (number, copy)
+            for number, (_, copy) in enumerate(zip(chunks, copies, strict=False))
+            if isinstance(copy, DeviceCopy) and copy.slot is not None and copy.has_windows
+        ]
+        if not whole:
+            return set()
+        named = [
+            DeviceChunk(
+                chunk.key, (copy.slot or 0) * self.chunk_bytes, self._layouts[True], chunk.parent,
+                chunk.position, chunk.prefill_flops, chunk.content,
+            )
+            for number, copy in whole
+            for chunk in (chunks[number],)
+        ]  # fmt: skip
+        written = whole[-1][1].gathered
+        assert written is not None
+        put = partial(client.put_on_device, self._puts, named, written, hints)
+        nothing: list[Put] = []
+        told = self._connector.ask(put, nothing)
+        pairs = zip(whole, told, strict=False)
+        return {number for (number, _), one in pairs if one.outcome in _THERE}
 
     def give(self, slot: int) -> None:
         """Take a slot of the ring back."""
@@ -434,6 +494,9 @@ class DeviceSide(Side):
     @override
     def close(self) -> None:
         self._down.record().synchronize()
+        client = self._connector.client
+        if isinstance(client, CudaClient):
+            client.end_session()  # a server may map the ring
         self.reader.close()
         self.device.release(self._ring)
         while self._ends:

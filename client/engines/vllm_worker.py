@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -22,6 +22,7 @@ import torch
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_copies import (
+    BATCH_BYTES,
     MOST_COPIES,
     Batch,
     ChunkCopy,
@@ -61,7 +62,7 @@ SHUTDOWN_S = 5.0
 """What the end of an engine waits for stores that are under way."""
 
 DEVICE_RING_BYTES = 1 << 30
-"""Device memory for what steps completed and is on its way to the store."""
+"""Device memory for what steps completed and is on its way to the store: so much, or a 64th."""
 
 _Work: TypeAlias = Callable[[], None]
 
@@ -109,6 +110,15 @@ class _Waiting:
     def blocks(self) -> set[int]:
         """Where it lies."""
         return {block for table in self.tables for block in table} - {NULL_BLOCK}
+
+
+def _batches(begun: Sequence[tuple[_Waiting, Copy]], most: int) -> Iterator[Batch]:
+    """Yield what is put together: copies with the same hints, so many at most."""
+    for hints, some in groupby(begun, lambda one: one[0].hints):
+        pairs = list(some)
+        for at in range(0, len(pairs), most):
+            cut = pairs[at : at + most]
+            yield Batch([waiting.chunk for waiting, _ in cut], [copy for _, copy in cut], hints)
 
 
 class VllmWorker:
@@ -320,15 +330,14 @@ class VllmWorker:
         begun = [(self._waiting.popleft(), copy) for copy in copies]
         with self._news:
             self._storing += copies
-            for hints, some in groupby(begun, lambda one: one[0].hints):
-                pairs = list(some)
-                chunk_of = [waiting.chunk for waiting, _ in pairs]
-                self._unsent.append(Batch(chunk_of, [copy for _, copy in pairs], hints))
+            for batch in _batches(begun, max(1, BATCH_BYTES // side.chunk_bytes)):
+                self._unsent.append(batch)
                 self._storer.do(partial(self._send_next, side))
 
     def _await_room(self, side: Side, order: StoreOrder) -> None:
         """Line up the chunks of an order, the first ones: later ones are of no use without them."""
-        most = min(MOST_COPIES, max(1, self._queue_bytes // side.chunk_bytes))
+        room_bytes = self._queue_bytes + side.room_bytes
+        most = min(MOST_COPIES, max(1, room_bytes // side.chunk_bytes))
         with self._news:
             room = max(0, most - len(self._storing) - len(self._waiting))
             dropped = order.chunks[room:]
@@ -354,26 +363,34 @@ class VllmWorker:
             while self._unsent and (more := batch.joined(self._unsent[0], side.chunk_bytes)):
                 batch = more
                 self._unsent.popleft()
-        self._send(batch)
+        self._send(side, batch)
 
-    def _send(self, batch: Batch) -> None:
+    def _send(self, side: Side, batch: Batch) -> None:
         chunks, copies, hints = batch.chunks, batch.copies, batch.hints
-        for copy in copies:
+        named: list[Chunk] = []
+        named = self._connector.ask(lambda: [self._chunk(chunk) for chunk in chunks], named)
+        near = side.put_near(named, copies, hints)
+        rest = [pair for at, pair in enumerate(zip(chunks, copies, strict=True)) if at not in near]
+        for _, copy in rest:
+            self._connector.ask(copy.begin, None)
+        for _, copy in rest:
             self._connector.ask(copy.make, None)
-        whole = [(chunk, copy.whole) for chunk, copy in zip(chunks, copies, strict=True)]
-        sent = [(chunk, copied) for chunk, copied in whole if copied is not None]
-        outcomes = self._connector.write_each(lambda: self._chunks(sent), hints)
+        sent = [(chunk, copy.whole) for chunk, copy in rest if copy.whole is not None]
+        outcomes = self._connector.write_each(
+            lambda: [self._chunk(chunk, whole) for chunk, whole in sent], hints
+        )
         for copy in copies:
             copy.free()
         told = zip(sent, outcomes, strict=False)
         held = [chunk.digest for (chunk, _), one in told if one is not PutOutcome.refused]
+        held += [chunks[at].digest for at in near]
         with self._news:
             self._note_unstored([chunk for chunk in chunks if chunk.digest not in held], hints)
             self._stored += held if self.tells_stores else ()
             over = set(copies)
             self._storing = [one for one in self._storing if one not in over]
-            self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored)
-            self.counted["gone_chunks"] += len(chunks) - len(sent)
+            self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored) + len(near)
+            self.counted["gone_chunks"] += len(rest) - len(sent)
             self._news.notify_all()
 
     def _note_unstored(self, chunks: Sequence[NamedChunk], hints: Hints) -> None:
@@ -381,21 +398,20 @@ class VllmWorker:
         if hints.handover_ms:
             self._unstored += [chunk.digest for chunk in chunks]
 
-    def _chunks(self, copies: Sequence[tuple[NamedChunk, Whole]]) -> list[Chunk]:
+    def _chunk(self, named: NamedChunk, whole: Whole | None = None) -> Chunk:
+        """Return a chunk to put; without its tensors where *whole* is None."""
         client = self._connector.client
-        space, tokens = client.namespace, client.options.chunk_tokens
-        return [
-            Chunk(
-                chunk_key(space, named.digest),
-                copied.tensors,
-                named.parent,
-                position=named.position,
-                prefill_flops=self.cost.of_chunk(named.position, tokens),
-                content=named.content,
-                layout=KVLayout.of(client.representation, tokens, window=copied.has_windows),
-            )
-            for named, copied in copies
-        ]
+        tokens = client.options.chunk_tokens
+        has_windows = whole is None or whole.has_windows
+        return Chunk(
+            chunk_key(client.namespace, named.digest),
+            () if whole is None else whole.tensors,
+            named.parent,
+            position=named.position,
+            prefill_flops=self.cost.of_chunk(named.position, tokens),
+            content=named.content,
+            layout=KVLayout.of(client.representation, tokens, window=has_windows),
+        )
 
     def settled(self, within_s: float) -> bool:
         """Wait until nothing is being loaded or stored; return whether that is so."""

@@ -20,7 +20,7 @@ from kvstore.client.engines import transformers_staging
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
 from kvstore.client.engines.transformers_staging import Staging, chunk_bytes
-from kvstore.proto.device import Event, HostDevice, Stream
+from kvstore.proto.device import Event, HostDevice, SharedEvent, Stream
 
 # The same test for every device: nothing of the path is of one alone.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -71,6 +71,10 @@ class CountingStream(Stream):
     @override
     def record(self) -> Event:
         return self._stream.record()
+
+    @override
+    def record_shared(self) -> SharedEvent:
+        return self._stream.record_shared()
 
     @override
     def wait(self, event: Event) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_twin import use_device
 from local_server import LocalServer, eventually
 from prompts import tokens as prompt_tokens
 from slow_device import SlowDevice, SlowEvent
@@ -27,7 +29,8 @@ from vllm_steps import Engine
 
 from kvstore.client import Client
 from kvstore.client.cuda import CudaClient
-from kvstore.client.engines import vllm_worker
+from kvstore.client.engines import vllm_copies, vllm_device, vllm_worker
+from kvstore.client.engines.vllm_device import DeviceSide
 from kvstore.client.engines.vllm_layout import one_after_the_other, side_by_side
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.rectangle import Rectangle
@@ -95,6 +98,50 @@ def test_ranks_of_a_parallel_engine_store_and_load_their_shards(
     assert start().run("c", PROMPT) == 192, "and so does an engine of one rank"
 
 
+# --- a server whose gpu tier is on the engine's device
+
+
+@pytest.fixture
+def near(
+    make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> LocalServer:
+    use_device(monkeypatch, tmp_path, SlowDevice())
+    return make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
+
+
+def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_host(
+    near: LocalServer, request: pytest.FixtureRequest
+) -> None:
+    device = SlowDevice()
+    for name, hit in (("a", 0), ("b", 192)):
+        engine = Engine(near.address, packing=side_by_side, device=device, client=CudaClient)
+        request.addfinalizer(engine.close)
+        assert engine.run(name, PROMPT) == hit
+        (worker,) = engine.workers
+        assert worker.counted["lost_chunks"] == 0
+    gpu = near.node.manager.transfers.gpu_tier
+    assert gpu is not None
+    assert gpu.stats().chunks == 3
+    side = worker._side
+    assert isinstance(side, DeviceSide)
+    assert sum(side._down.copied) == 0, "nothing came down"  # type: ignore[attr-defined]
+    assert sum(side.reader.copies.copied) == 0, "and nothing went up"  # type: ignore[attr-defined]
+
+
+def test_what_the_gpu_tier_has_no_room_for_goes_through_host_memory(
+    make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    use_device(monkeypatch, tmp_path, SlowDevice(), 4096)
+    server = make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
+    for name, hit in (("a", 0), ("b", 192)):
+        engine = Engine(
+            server.address, packing=side_by_side, device=SlowDevice(), client=CudaClient
+        )
+        request.addfinalizer(engine.close)
+        assert engine.run(name, PROMPT) == hit
+
+
 # --- order
 
 
@@ -106,6 +153,18 @@ def computed(engine: Engine, name: str, prompt: list[int]) -> tuple[FakeRequest,
     blocks = engine.blocks(len(prompt))
     engine.step(request, blocks, len(prompt))
     return request, blocks
+
+
+def test_more_chunks_than_a_batch_are_stored_one_batch_after_another(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (vllm_copies, vllm_device, vllm_worker):
+        monkeypatch.setattr(module, "BATCH_BYTES", 1)
+    engine = start()
+    request, _ = computed(engine, "a", PROMPT)
+    assert engine.workers[0].settled(20.0)
+    assert engine.workers[0].counted["stored_chunks"] == 3
+    engine.scheduler.finished(request)
 
 
 def test_blocks_may_be_overwritten_as_soon_as_the_step_has_ended(start: Start) -> None:
