@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Report, paired, parse_flags
-from bench.workload import SMALL, make_chunks, serving
+from bench.workload import SMALL, serving
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, BLOCK_TOKENS = 32, 8, 128, 256, 16
 """An 8B-class model: 32 MiB a chunk."""
-CHUNKS = 32
-"""8,192 tokens, 1 GiB."""
+CHUNKS = 96
+"""24,576 tokens, 3 GiB."""
 REPEATS = 5
 FLAT_CHUNKS = 10_000
 DEADLINE_MS = 60_000
@@ -131,9 +131,12 @@ class Engine:
         while waiting:
             copies = self.side.copies(waiting)
             del waiting[: len(copies)]
-            for copy in copies:
-                copy.make()
-                copy.free()
+            for at in range(0, len(copies), 2):
+                for copy in copies[at : at + 2]:
+                    copy.begin()
+                for copy in copies[at : at + 2]:
+                    copy.make()
+                    copy.free()
 
     def load(self, keys: Sequence[Any]) -> int:
         """Load *keys* into the pages, as a request's load does; return how many were read."""
@@ -158,14 +161,13 @@ def measure_all(report: Report, device: str, model: Any, chunks: int) -> None:
             keys = put(engine, chunks)
             measure_store(report, engine, total, device)
             measure_cpu_load(report, engine, keys, total, device)
-        if device == "cuda":
+        if device == "cuda":  # a server's gpu tier is on no CPU
             flags = ("--tiers", "gpu,cpu", "--cpu", room, "--gpu", room)
             with (
                 serving(*flags, disk=disk) as (address, _),
                 Engine.open(address, model, chunks, device) as engine,
             ):
-                keys = put(engine, chunks)
-                measure_gpu_load(report, engine, keys, total)
+                measure_gpu(report, engine, chunks, total)
         with (
             serving("--tiers", "cpu", disk=disk) as (address, _),
             Engine.open(address, SMALL, 16, device) as engine,
@@ -180,12 +182,30 @@ def chunk_bytes(model: Any) -> int:
 
 def put(engine: Engine, count: int) -> list[Any]:
     """Put *count* chunks of noise, a few at a time, and load them; return their keys."""
-    keys, chunks = make_chunks(engine.client, count, 7)
+    keys, chunks = chunks_of(engine.client, count)
     for at in range(0, count, 8):
         engine.client.put(chunks[at : at + 8])
     assert engine.load(keys) == count
     check_pages(engine, chunks)
     return keys
+
+
+def chunks_of(client: Any, count: int) -> tuple[list[Any], list[Any]]:
+    """Return *count* chained chunks: the same noise, each rotated by one number more."""
+    import numpy as np
+
+    from kvstore.client import Chunk
+    from kvstore.client.client import parents
+
+    keys = client.keys(list(range(TOKENS * count)))
+    layers = len(client.representation.layer_groups[0].layer_ids)
+    shape = (layers, 2, HEADS, TOKENS, HEAD_DIM)
+    noise = np.random.default_rng(7).integers(0, 1 << 16, shape, np.uint16)
+    chunks = []
+    for number, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
+        tensors = np.roll(noise, number)
+        chunks.append(Chunk(key, [[list(parts) for parts in tensors]], parent))
+    return keys, chunks
 
 
 def check_pages(engine: Engine, chunks: Sequence[Any]) -> None:
@@ -228,13 +248,18 @@ def measure_store(report: Report, engine: Engine, total: int, device: str) -> No
     theirs = synced(copies_of(total, device, up=False))
     ours_s, theirs_s = paired(synced(engine.store), theirs, REPEATS)
     add_rate(report, "cpu_store_vs_memcpy", total, ours_s, theirs_s)
-    began = time.perf_counter()
-    copies = engine.side.copies(engine.tables[:8])
-    hook_us = 1e6 * (time.perf_counter() - began)
-    report.note("store_hook_us", f"{hook_us:.0f}", "engine's thread, 8 chunks of one step")
-    for copy in copies:
-        copy.make()
-        copy.free()
+    for count in (1, 8):
+        took = []
+        for _ in range(20):
+            began = time.perf_counter()
+            copies = engine.side.copies(engine.tables[:count])
+            took.append(1e6 * (time.perf_counter() - began))
+            for copy in copies:
+                copy.make()
+                copy.free()
+        took.sort()
+        figures = f"{took[len(took) // 2]:.0f} (at most {took[-1]:.0f})"
+        report.note(f"store_hook_us_{count}", figures, "engine's thread, median of 20")
 
 
 def measure_cpu_load(
@@ -247,16 +272,38 @@ def measure_cpu_load(
     add_rate(report, "cpu_load_vs_memcpy", total, ours_s, theirs_s)
 
 
-def measure_gpu_load(report: Report, engine: Engine, keys: Sequence[Any], total: int) -> None:
-    """Chunks of the gpu tier into pages, verified, against one copy on the device."""
+def put_near(engine: Engine, chunks: Sequence[Any]) -> int:
+    """Put what the pages hold into the server's gpu tier; return how many chunks are there."""
+    from kvstore.proto.hints import NO_HINTS
+
+    there, waiting = 0, list(zip(engine.tables, chunks, strict=True))
+    while waiting:
+        copies = engine.side.copies([table for table, _ in waiting[:16]])
+        some, waiting = waiting[: len(copies)], waiting[len(copies) :]
+        there += len(engine.side.put_near([chunk for _, chunk in some], copies, NO_HINTS))
+        for copy in copies:
+            copy.free()
+    return there
+
+
+def measure_gpu(report: Report, engine: Engine, count: int, total: int) -> None:
+    """Pages into the gpu tier of a server and out of it, verified, against copies on the device."""
     import torch
 
-    for _ in range(3):  # what is read again is brought to GPU memory
-        engine.client.get(keys[:32])
-        engine.client.get(keys)
-        time.sleep(2.0)
-    tiers = [copy.tier for stat in engine.client.stat(keys) for copy in stat.copies]
-    report.note("in_gpu_memory", str(tiers.count("gpu")), f"of {len(keys)} chunks")
+    keys, chunks = chunks_of(engine.client, count)
+    for (table,), chunk in zip(engine.tables, chunks, strict=True):
+        for tensor, parts in zip(engine.pages, chunk.tensors[0], strict=True):
+            rows = torch.cat([torch.from_numpy(part.view("<i2")) for part in parts], -1)
+            blocks = rows.unflatten(1, (len(table), BLOCK_TOKENS)).movedim(0, 1)
+            tensor.view(torch.int16)[table] = blocks.to(tensor.device)
+    began = time.perf_counter()
+    there = put_near(engine, chunks)
+    put_s = time.perf_counter() - began
+    report.note("gpu_put", f"{total / put_s / 1e9:.1f} GB/s", f"{there} of {count} chunks")
+    for tensor in engine.pages:
+        tensor.zero_()
+    assert engine.load(keys) == count
+    check_pages(engine, chunks)
     source = torch.empty(total, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     ours_s, theirs_s = paired(

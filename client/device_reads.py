@@ -27,8 +27,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
+from kvstore.proto.frame import FrameHeader
 from kvstore.proto.places import Place
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkKey, KVLayout
 
 if TYPE_CHECKING:
     from kvstore.client.cuda import CudaTransport
@@ -186,6 +187,8 @@ class Reading:
         self._held: list[Bytes] = []
         self._slots: list[int] = []
         self._next_slot = 0
+        self._checked: set[tuple[KVLayout, int]] = set()
+        """Frames that fit the pages. All of a get have places of their own in memory and pages."""
         self._queue: deque[_Batch] = deque()
         self.done = 0
         self.broken: ChunkKey | None = None
@@ -239,7 +242,7 @@ class Reading:
         run = self._frames
         most = MAX_BATCH_FRAMES if in_arena else len(self.reader.busy) // 2
         is_other = bool(run) and (
-            in_arena != bool(self._places) or run[0].header.layout != frame.header.layout
+            in_arena != bool(self._places) or _like(run[0].header) != _like(frame.header)
         )
         if is_other or len(run) >= most:
             self._flush()
@@ -314,7 +317,11 @@ class Reading:
         else:
             memory = reader.ring
             reader.work.wait(reader.copies.record())
-        reader.kernels.check(memory, frames, self._paged)
+        like = _like(frames[0].header)
+        if like not in self._checked:
+            reader.kernels.check(memory, frames, self._paged)
+            self._checked.add(like)
+        self._paged.check_slots(like[0], [frame.first_token for frame in frames])
         sums: list[Sums] = []
 
         def launch() -> None:
@@ -341,6 +348,11 @@ class Reading:
         except KVStoreError:
             self._queue.clear()  # what is behind it counts no more
             raise
+
+
+def _like(header: FrameHeader) -> tuple[KVLayout, int]:
+    """Return what raw frames have in common whose rows lie at the same places."""
+    return header.layout, header.header_bytes
 
 
 def _each(works: Sequence[Callable[[], None]]) -> None:

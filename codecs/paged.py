@@ -111,18 +111,22 @@ class Paged:
                 fix = "pages hold tokens: move states through tensors"
                 raise LayoutMismatchError("kind", component.kind.name, fix)
             pages.check(component)
-            count, _, block_tokens, _ = pages.first.shape
+            count = pages.first.shape[0]
             for number in set(pages.tables):
                 ids = np.asarray(self.tables[number])
                 check_block_ids(ids[ids != SKIPPED_BLOCK], count)
-            slots = self.table_blocks * block_tokens
-            for first_token in first_tokens:
-                if first_token < 0 or first_token + layout.tokens > slots:
-                    raise InvalidRequestError(
-                        "first_token", first_token,
-                        f"{layout.tokens} tokens do not fit {self.table_blocks} blocks"
-                        f" of {block_tokens}",
-                    )  # fmt: skip
+        self.check_slots(layout, first_tokens)
+
+    def check_slots(self, layout: KVLayout, first_tokens: Sequence[int]) -> None:
+        """Raise InvalidRequestError unless chunks that begin at *first_tokens* have slots."""
+        block_tokens = min(pages.first.shape[2] for pages in self.pages)
+        for first_token in (min(first_tokens), max(first_tokens)):
+            if first_token < 0 or first_token + layout.tokens > self.table_blocks * block_tokens:
+                raise InvalidRequestError(
+                    "first_token", first_token,
+                    f"{layout.tokens} tokens do not fit {self.table_blocks} blocks"
+                    f" of {block_tokens}",
+                )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
