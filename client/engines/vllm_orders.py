@@ -129,14 +129,20 @@ class FollowedTables:
                     table += blocks
 
 
-def taken_blocks(output: Any, loads: Sequence[LoadOrder]) -> frozenset[int] | None:
+def taken_blocks(
+    output: Any, loads: Sequence[LoadOrder], block_tokens: int
+) -> frozenset[int] | None:
     """Return the blocks that vLLM gave out for the step of its SchedulerOutput *output*.
 
-    None where it does not say: another release of vLLM. Blocks that a request shares are among
-    them, which costs a copy that could have waited, and nothing else.
+    None where it does not say: another release of vLLM. Blocks that a new request found in vLLM's
+    own cache keep what they have. Others that a request shares are among those returned, which
+    costs a copy that could have waited, and nothing else.
     """
     try:
-        tables = [one.block_ids for one in output.scheduled_new_reqs]
+        tables = [
+            [table[one.num_computed_tokens // block_tokens :] for table in one.block_ids]
+            for one in output.scheduled_new_reqs
+        ]
         tables += [one for one in output.scheduled_cached_reqs.new_block_ids if one is not None]
         others = list(output.new_block_ids_to_zero or ())
         others += [one.dst_block_id for one in output.kv_cache_block_copies or ()]

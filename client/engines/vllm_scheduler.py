@@ -314,7 +314,9 @@ class VllmScheduler:
             for request_id, tokens in output.num_scheduled_tokens.items()
             if (order := self._store_order(request_id, tokens, tables_of)) is not None
         ]
-        taken = taken_blocks(output, loads) if self._role.stores else frozenset()
+        taken: frozenset[int] | None = frozenset()
+        if self._role.stores:
+            taken = taken_blocks(output, loads, self._block_tokens)
         return StepOrders(tuple(loads), tuple(stores), is_idle, taken)
 
     def _store_order(

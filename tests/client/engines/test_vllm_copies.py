@@ -199,8 +199,12 @@ def test_blocks_given_out_are_those_of_new_and_old_requests_zeroed_copied_and_lo
             vars(self).update(fields)
 
     output = step([[1, 2], [3]])
-    output.scheduled_new_reqs = [Named(block_ids=([4], [0, 5]))]
+    output.scheduled_new_reqs = [
+        Named(block_ids=([4], [0, 5]), num_computed_tokens=0),
+        Named(block_ids=([11, 12, 1], [13, 14, 2]), num_computed_tokens=2 * BLOCK_TOKENS + 3),
+    ]
     output.new_block_ids_to_zero = [6]
     output.kv_cache_block_copies = [Named(src_block_id=7, dst_block_id=8)]
     load = LoadOrder("a", (), ((9,), (10,)))
-    assert taken_blocks(output, [load]) == frozenset([0, 1, 2, 3, 4, 5, 6, 8, 9, 10])
+    found = taken_blocks(output, [load], BLOCK_TOKENS)
+    assert found == frozenset([0, 1, 2, 3, 4, 5, 6, 8, 9, 10]), "without those found in its cache"
