@@ -11,6 +11,7 @@ import pytest
 import torch
 from local_server import LocalServer
 from prompts import tokens as prompt_tokens
+from vllm_pages import BLOCK_TOKENS
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
