@@ -337,8 +337,13 @@ class DeviceSide(Side):
                 break
             found.append(DeviceCopy(self, slot, has_windows=has_windows))
             gathered.append((found[-1], slot, tables))
-        if gathered:
-            self._gather(gathered)
+        try:
+            if gathered:
+                self._gather(gathered)
+        except BaseException:
+            for copy, _, _ in gathered:
+                copy.free()
+            raise
         return found
 
     def _gather(self, gathered: Sequence[tuple[DeviceCopy, int, BlockTables]]) -> None:
