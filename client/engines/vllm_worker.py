@@ -105,11 +105,13 @@ class _Waiting:
     chunk: NamedChunk
     tables: BlockTables
     hints: Hints
+    blocks: frozenset[int]
+    """Where it lies."""
 
-    @property
-    def blocks(self) -> set[int]:
-        """Where it lies."""
-        return {block for table in self.tables for block in table} - {NULL_BLOCK}
+    @classmethod
+    def of(cls, chunk: NamedChunk, tables: BlockTables, hints: Hints) -> _Waiting:
+        """Return *chunk* as it lies in the blocks of *tables*."""
+        return cls(chunk, tables, hints, frozenset().union(*tables) - {NULL_BLOCK})
 
 
 def _batches(begun: Sequence[tuple[_Waiting, Copy]], most: int) -> Iterator[Batch]:
@@ -345,7 +347,7 @@ class VllmWorker:
             self._note_unstored(dropped, order.hints)
         cut = self._cut(order.tables, len(order.chunks) - len(dropped))
         pairs = zip(order.chunks, cut, strict=False)
-        self._waiting += [_Waiting(chunk, tables, order.hints) for chunk, tables in pairs]
+        self._waiting += [_Waiting.of(chunk, tables, order.hints) for chunk, tables in pairs]
 
     def _note_gone(self, lost: Sequence[_Waiting], count: str) -> None:
         with self._news:
