@@ -36,6 +36,10 @@ DEFAULT_ADDRESS = "127.0.0.1:7420"
 OTHER_FLAGS = {
     "--model-path": "SGLang",
     "--only": "bench.trust, bench.policy",
+    "--backend": "bench.engines_gpu",
+    "--budget-s": "bench.engines_gpu",
+    "--lengths": "bench.engines_gpu",
+    "--model-size": "bench.engines_gpu",
     "--out": "kvstore calibrate, bench.train_blend_model",
     "--chunks": "kvstore bench",
     "--after": "kvstore ls",

@@ -1,0 +1,347 @@
+"""One vLLM engine of ``bench.engines_gpu``: a line of JSON says which, one says what it measured.
+
+Run by ``bench.engines_gpu`` in a process of its own, with a store's server where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.engines_gpu_sizes import (
+    CHUNK_TOKENS,
+    DECODE_FIRST,
+    DECODE_PROMPT,
+    DECODE_REQUESTS,
+    DECODE_ROUNDS,
+    DECODE_STEPS,
+    WARM_UP_TOKENS,
+    prompt,
+)
+from bench.workload import serving
+
+REPEATS = 3
+RESULT_TOKENS, BEST = 16, 20
+"""Tokens that are compared, and how many log probabilities of the first."""
+CONTROL_TOKENS = 512
+"""Tokens at the front of the control that are others."""
+FILLS = 5
+"""Times a prompt is computed again where a part of it was not stored."""
+WITHIN_S = 30.0
+BATCHED_TOKENS = 8192
+
+
+@dataclass(slots=True)
+class Store:
+    """A server of ours that can be started anew on the same address."""
+
+    tiers: str
+    room: int
+    folder: Path
+    address: str = ""
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def start(self) -> None:
+        """Start the server."""
+        if not self.address:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        disk, room = self.folder / "disk", str(self.room)
+        flags = ["--listen", self.address, "--tiers", self.tiers, "--cpu", room]
+        if "gpu" in self.tiers.split(","):
+            flags += ["--gpu", room]
+        if self.is_disk:
+            flags += ["--disk", f"{room}:{disk}", "--disk-write", "through"]
+        self._stack.enter_context(serving(*flags, disk=disk))
+
+    @property
+    def is_disk(self) -> bool:
+        """Whether hits are to come from disk."""
+        return "disk" in self.tiers.split(",")
+
+    def stop(self) -> None:
+        """End the server; what it has on disk stays."""
+        self._stack.close()
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request took and got. ``best``: log probabilities of its first token."""
+
+    ms: float
+    tokens: list[int]
+    best: dict[int, float]
+    cached: int
+
+
+class Engine:
+    """A vLLM in this process, and the store it is connected to, if that is ours."""
+
+    def __init__(self, llm: Any, store: Store | None) -> None:
+        self._llm = llm
+        self._store = store
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a connector."""
+        from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+        return bool(has_kv_transfer_group())
+
+    @property
+    def worker(self) -> Any:
+        """The worker of our connector, None with another or without."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        return (
+            getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+        )
+
+    def ask(self, ids: list[int], tokens: int, best: int = 0) -> Answer:
+        """Answer one prompt, alone."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False,
+            logprobs=best or None,
+        )  # fmt: skip
+        began = time.perf_counter()
+        (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
+        took_ms = 1e3 * (time.perf_counter() - began)
+        said, first = output.outputs[0], {}
+        if best:
+            first = {int(one): round(p.logprob, 6) for one, p in said.logprobs[0].items()}
+        return Answer(took_ms, list(said.token_ids), first, output.num_cached_tokens or 0)
+
+    def step(self, number: int = 0) -> None:
+        """Run a few steps with a prompt that is shorter than a chunk."""
+        self.ask(prompt(33, 10_000 + number), 4)
+
+    def reset(self) -> None:
+        """Empty vLLM's own prefix cache; who still reads blocks lets go of them in a few steps."""
+        began = time.monotonic()
+        while not self._llm.reset_prefix_cache():
+            if time.monotonic() - began > WITHIN_S:
+                raise RuntimeError("vLLM keeps its prefix cache: hits would be its own")
+            self.step()
+            time.sleep(0.02)
+
+    def settle(self) -> None:
+        """Step until everything that is to be stored is stored."""
+        worker, began = self.worker, time.monotonic()
+        if not hasattr(worker, "settled"):
+            for number in range(8):  # others' stores end in the steps that follow
+                self.step(number)
+                time.sleep(0.1)
+            return
+        while time.monotonic() - began < WITHIN_S:
+            # Those that wait in their pages are gathered by a step.
+            if worker.settled(WITHIN_S) and not worker._waiting:
+                return
+            self.step()
+        raise RuntimeError("the connector does not come to an end with its stores")
+
+    def forget(self) -> None:
+        """Forget what the engine has cached; a disk tier's server also forgets its CPU memory."""
+        if self._store is not None and self._store.is_disk:
+            self._store.stop()
+            self._store.start()
+            self._await_store()
+        self.reset()
+
+    def _await_store(self) -> None:
+        """Ask for a prompt that is stored until it is found again."""
+        began = time.monotonic()
+        while time.monotonic() - began < WITHIN_S:
+            self.reset()
+            if self.ask(prompt(CHUNK_TOKENS + 1, 900), 1).cached:
+                return
+            time.sleep(0.1)
+        raise RuntimeError("the store is not found again after its restart")
+
+    def warm_up(self, tokens: int) -> None:
+        """Have kernels compiled and memory touched, loads included."""
+        for ids in (
+            prompt(CHUNK_TOKENS + 1, 900),
+            prompt(tokens + 1, 901),
+            prompt(tokens + 1, 902),
+        ):
+            self.ask(ids, 4)
+            self.settle()
+        self.reset()
+        self.ask(prompt(tokens + 1, 901), 1)
+
+    def decode_ms(self, number: int) -> float:
+        """Return milliseconds of a step of some requests, which fill chunks meanwhile."""
+        from vllm import SamplingParams
+
+        first = 5000 + number * DECODE_REQUESTS
+        seeds = range(first, first + DECODE_REQUESTS)
+        prompts = [{"prompt_token_ids": prompt(DECODE_PROMPT, seed)} for seed in seeds]
+        took = []
+        for length in (DECODE_FIRST, DECODE_FIRST + DECODE_STEPS):
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False
+            )
+            began = time.perf_counter()
+            self._llm.generate(prompts, sampling, use_tqdm=False)
+            took.append(time.perf_counter() - began)
+            self.settle()
+        return 1e3 * (took[1] - took[0]) / DECODE_STEPS
+
+
+def apart(one: dict[int, float], other: dict[int, float]) -> float:
+    """Return the greatest difference of log probabilities; -1: the best tokens are others."""
+    if one.keys() != other.keys():
+        return -1.0
+    return max((abs(one[token] - other[token]) for token in one), default=0.0)
+
+
+def transfer_of(order: dict[str, Any], store: Store | None) -> dict[str, Any] | None:
+    """Return the ``kv_transfer_config`` of an engine."""
+    if order["engine"] == "none":
+        return None
+    if store is None:
+        return {
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": order["room"], "block_size": CHUNK_TOKENS,
+            },
+        }  # fmt: skip
+    extra = {
+        "address": store.address, "chunk_tokens": CHUNK_TOKENS, "model_revision": "random",
+        "deadline_ms": 10_000, "lookup_deadline_ms": 300, "retry_after_ms": 100,
+        "durable": store.is_disk,
+    }  # fmt: skip
+    return {
+        "kv_connector": "KVStoreConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "kvstore.client.engines.vllm",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+
+
+def engine_of(order: dict[str, Any], store: Store | None) -> Any:
+    """Start vLLM."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = transfer_of(order, store)
+    most = max(
+        max(order["lengths"]), WARM_UP_TOKENS, DECODE_PROMPT + DECODE_FIRST + DECODE_STEPS
+    )  # and what is generated
+    more: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "block_size": 32}
+    if order["device"] == "cuda":
+        sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", **sizes}
+        more = {"compilation_config": graphs, "dtype": "bfloat16"}
+    if order["backend"]:
+        more["attention_config"] = {"backend": order["backend"]}
+    return LLM(
+        model=order["model"], skip_tokenizer_init=True, seed=0, max_model_len=most + 256,
+        max_num_batched_tokens=BATCHED_TOKENS, max_num_seqs=DECODE_REQUESTS,
+        enable_prefix_caching=True, gpu_memory_utilization=0.5,
+        kv_transfer_config=KVTransferConfig(**transfer) if transfer else None, **more,
+    )  # fmt: skip
+
+
+def fill(engine: Engine, ids: list[int]) -> list[int]:
+    """Ask until the whole prompt comes from the store; return what was cached each time.
+
+    Prefill makes KV faster than it is stored: what finds no room is dropped, and stored when it
+    is computed again.
+    """
+    cached = []
+    for _ in range(FILLS):
+        engine.reset()
+        cached.append(engine.ask(ids, RESULT_TOKENS).cached)
+        engine.settle()
+        if cached[-1] == len(ids) - 1:
+            break
+    return cached
+
+
+def measure_prompt(engine: Engine, tokens: int, *, has_control: bool) -> dict[str, Any]:
+    """Return what a prompt of so many tokens and one takes: computed, and after a reset."""
+    ids = prompt(tokens + 1, tokens)
+    cold = engine.ask(ids, 1)
+    engine.settle()
+    own = engine.ask(ids, RESULT_TOKENS, BEST)  # from vLLM's own cache
+    engine.settle()
+    filled = fill(engine, ids) if engine.has_store else []
+    again = []
+    for _ in range(REPEATS):
+        engine.forget()
+        again.append(engine.ask(ids, 1))
+    engine.forget()
+    hit = engine.ask(ids, RESULT_TOKENS, BEST)
+    found = {
+        "tokens": tokens, "cold_ms": cold.ms, "filled": filled,
+        "hit_ms": [one.ms for one in again], "cached": [one.cached for one in (*again, hit)],
+        "own_tokens": own.tokens, "hit_tokens": hit.tokens, "apart": apart(own.best, hit.best),
+    }  # fmt: skip
+    if has_control:
+        other = prompt(CONTROL_TOKENS, 77) + ids[CONTROL_TOKENS:]
+        found["control_apart"] = apart(own.best, engine.ask(other, 1, BEST).best)
+        engine.settle()
+    print(json.dumps(found), file=sys.stderr, flush=True)  # should what follows fail
+    return found
+
+
+def measure(order: dict[str, Any], store: Store | None) -> dict[str, Any]:
+    """Start the engine and measure."""
+    began = time.perf_counter()
+    engine = Engine(engine_of(order, store), store)
+    result: dict[str, Any] = {"start_s": time.perf_counter() - began}
+    worker = engine.worker if store is not None else None
+    refusal = getattr(worker, "_refusal", "")
+    if refusal:
+        raise RuntimeError(f"the connector refuses: {refusal}")
+    engine.warm_up(min(WARM_UP_TOKENS, max(order["lengths"])))
+    result["prompts"] = [
+        measure_prompt(engine, tokens, has_control=tokens == min(order["lengths"]))
+        for tokens in order["lengths"]
+    ]
+    before = counted(worker)
+    rounds = range(DECODE_ROUNDS if order["decodes"] else 0)
+    result["decode_ms"] = [engine.decode_ms(number) for number in rounds][1:]
+    result["dropped"] = counted(worker)["dropped"]
+    result["decode_stored"] = counted(worker)["stored"] - before["stored"]
+    return result
+
+
+def counted(worker: Any) -> dict[str, int]:
+    """Return how many chunks were stored, and how many were not."""
+    counts = worker.counted if worker is not None else {}
+    dropped = counts.get("dropped_chunks", 0) + counts.get("gone_chunks", 0)
+    return {"stored": counts.get("stored_chunks", 0), "dropped": dropped}
+
+
+def main() -> None:
+    """Measure what the first line of the input says."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    order = json.loads(sys.stdin.readline())
+    store = None
+    if order["engine"] == "kvstore":
+        store = Store(order["tiers"], order["room"], Path(order["folder"]))
+        store.start()
+    try:
+        result = measure(order, store)
+        print(json.dumps(result), file=answers, flush=True)
+    finally:
+        if store is not None:
+            store.stop()
+    sys.stderr.flush()
+    os._exit(0)  # threads of engines may hang at the end; everything is written
+
+
+if __name__ == "__main__":
+    main()
