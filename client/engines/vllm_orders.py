@@ -138,8 +138,9 @@ def taken_blocks(
     own cache keep what they have. Others that a request shares are among those returned, which
     costs a copy that could have waited, and nothing else.
     """
+    tables: list[BlockTables] = []
     try:
-        tables = [
+        tables += [
             [table[one.num_computed_tokens // block_tokens :] for table in one.block_ids]
             for one in output.scheduled_new_reqs
         ]
