@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from threading import Event as Gate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from local_server import eventually
@@ -62,9 +62,10 @@ def small_model() -> PreTrainedModel:
             vocab_size=TOKEN_IDS, hidden_size=64, intermediate_size=128, head_dim=HEAD_DIM,
             num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
             initializer_range=0.2, max_position_embeddings=1024,
-            attn_implementation="pages_of_a_test",
         )  # fmt: skip
-        return LlamaForCausalLM(config).eval()
+        model: Any = LlamaForCausalLM(config)
+    model.set_attn_implementation("pages_of_a_test")
+    return cast(PreTrainedModel, model.eval())
 
 
 def views(layout: str) -> list[torch.Tensor]:
@@ -217,7 +218,10 @@ class PagedEngine:
         refusal = self.worker.register({one.name: each for one, each in named}, lambda _: write)
         assert not refusal, refusal
         if self._stores_last:
-            self.worker._storer.do(lambda: self._gate.wait(_WAIT_S) and None)
+            self.worker._storer.do(self._await_release)
+
+    def _await_release(self) -> None:
+        self._gate.wait(_WAIT_S)
 
     @property
     def side(self) -> DeviceSide:

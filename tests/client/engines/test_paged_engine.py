@@ -114,7 +114,9 @@ def test_the_engine_alone_says_what_the_model_says_by_itself(
 # --- with the store as without
 
 
-def through_the_store(start: Start, address: str, client: type[Client], **more: Any) -> Any:
+def through_the_store(
+    start: Start, address: str, client: type[Client], **more: Any
+) -> tuple[PagedEngine, PagedEngine]:
     """Compute all prompts in one engine and go on with them in another; return both."""
     writer = start(address, client, **more)
     told = writer.generate(PROMPTS, NEW)
@@ -200,7 +202,7 @@ def is_seen(writer: PagedEngine, reader: PagedEngine, right: list[dict[str, list
 
 def without_a_wait(
     start: Start, address: str, taken: Callable[[PagedEngine], None], *, of_store: bool
-) -> Any:
+) -> tuple[PagedEngine, PagedEngine]:
     writer = start(address)
     if of_store:
         taken(writer)
