@@ -183,7 +183,12 @@ def test_nothing_writes_to_the_blocks_of_an_aborted_load_once_it_was_told_to_be_
     assert worker.finished_loads(is_idle=True) == set()
     gate.set()
     done: set[str] = set()
-    assert eventually(lambda: bool(done.update(worker.finished_loads(is_idle=True)) or done))
+
+    def is_told() -> bool:
+        done.update(worker.finished_loads(is_idle=True))
+        return bool(done)
+
+    assert eventually(is_told)
     assert done == {"b"}
     assert worker.failed_blocks() == set()
     engine.wipe([blocks], value=7.0)  # of another request
