@@ -209,7 +209,7 @@ class PagedEngine:
             self._connect(address, client)
 
     def _connect(self, address: str, client: type[Client]) -> None:
-        identity, opts = representation(shape=SHAPE), options()
+        identity, opts = representation(shape=SHAPE), options(retry_after_ms=300)
         self.scheduler = VllmScheduler(Connector(Client(address, identity, opts)), SHAPE)
         connector = Connector(client(address, identity, opts))
         self.worker = VllmWorker(connector, SHAPE, 64 << 20, device=self.device)

@@ -1,0 +1,329 @@
+"""What goes wrong under an engine with pages on a device: right tokens, and a reason told."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_twin import use_device
+from local_server import LocalServer, eventually
+from paged_engine import TOKEN_IDS, PagedEngine
+from prompts import tokens as prompt_tokens
+from server_process import ServerProcess
+from slow_device import SlowDevice
+from typing_extensions import override
+from vllm_pages import SHAPE, empty_pages, representation, scrambled, writer
+from vllm_stand_ins import FakeRequest, step
+from vllm_steps import QUEUE_BYTES, Engine, options
+
+from kvstore.client import Client, device_reads
+from kvstore.client.cuda import CudaClient, CudaTransport
+from kvstore.client.engines import vllm_watch
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_layout import side_by_side
+from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
+from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.codecs.frame_kernels import cuda_launcher
+from kvstore.proto.cuda import import_cupy
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.types import ChainDigest
+
+PROMPT = prompt_tokens(1, 200)
+IDS = [token % TOKEN_IDS for token in PROMPT]
+NEW = 20
+HANGS_S = 10.0
+"""Half of the deadline of these engines."""
+CLIENTS = pytest.mark.parametrize("client", [Client, CudaClient], ids=["host", "straight"])
+ProcessMaker = Callable[..., ServerProcess]
+
+
+# --- a server that is gone, or hangs
+
+
+@pytest.fixture
+def process(server_process: ProcessMaker) -> ServerProcess:
+    made = server_process("--tiers", "cpu", "--cpu", "16MiB")
+    made.start()
+    return made
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Callable[..., PagedEngine]:
+    def start(*given: Any, **more: Any) -> PagedEngine:
+        engine = PagedEngine(*given, **more)
+        request.addfinalizer(engine.close)
+        return engine
+
+    return start
+
+
+def interrupted(engine: PagedEngine, process: ServerProcess, then: Callable[[], None]) -> None:
+    """Have the server stopped before a load asks it, and *then* happen while the load waits.
+
+    The engine was connected before: it has stored something.
+    """
+    engine.generate({"warm": IDS[::-1]}, 1)
+    worker = engine.worker
+    assert worker is not None
+    load = worker.load
+
+    def stopped(orders: StepOrders) -> None:
+        if orders.loads:
+            process.send_signal(signal.SIGSTOP)
+        load(orders)
+        if orders.loads:
+            assert eventually(lambda: worker._watch._is_loading)
+            time.sleep(0.05)  # its question is on the way
+            then()
+
+    worker.load = stopped  # type: ignore[method-assign]
+
+
+def is_lost(engine: PagedEngine) -> bool:
+    """Whether all of the load was counted as lost, for a reason."""
+    assert engine.worker is not None
+    told = engine.worker._connector.stats().load_errors
+    return engine.worker.counted["lost_chunks"] == 3 and sum(told.values()) > 0
+
+
+@CLIENTS
+def test_a_server_that_is_killed_in_a_load_costs_a_hit_and_no_token(
+    process: ServerProcess, make: Callable[..., PagedEngine], client: type[Client],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    right = make(None).generate({"a": IDS}, NEW)
+    assert make(process.address, client).generate({"a": IDS}, NEW) == right
+    monkeypatch.setattr(vllm_watch, "QUIET_S", 60.0)  # it is not looked after: the end tells
+    engine = make(process.address, client)
+    interrupted(engine, process, process.kill)
+    assert engine.generate({"a": IDS}, NEW) == right
+    assert engine.hits["a"] == 0
+    assert is_lost(engine)
+
+
+@CLIENTS
+def test_a_server_that_is_killed_while_frames_come_costs_no_token(
+    process: ServerProcess, make: Callable[..., PagedEngine], client: type[Client]
+) -> None:
+    right = make(None).generate({"a": IDS}, NEW)
+    assert make(process.address, client).generate({"a": IDS}, NEW) == right
+    engine = make(process.address, client)
+    assert engine.worker is not None
+    watch, came = engine.worker._watch, []
+
+    def arrived() -> None:
+        came.append(True)
+        process.kill()
+
+    watch.note_arrival = arrived  # type: ignore[method-assign]
+    assert engine.generate({"a": IDS}, NEW) == right
+    assert came
+    lost = engine.worker.counted["lost_chunks"]
+    assert engine.worker.counted["loaded_chunks"] + lost == 3
+    assert engine.hits == {"a": 64 * (3 - lost)}
+
+
+@CLIENTS
+def test_a_server_that_hangs_in_a_load_costs_a_hit_and_no_deadline(
+    process: ServerProcess, make: Callable[..., PagedEngine], client: type[Client]
+) -> None:
+    right = make(None).generate({"a": IDS}, NEW)
+    assert make(process.address, client).generate({"a": IDS}, NEW) == right
+    engine = make(process.address, client)
+    began: list[float] = []
+    interrupted(engine, process, lambda: began.append(time.monotonic()))
+    try:
+        assert engine.generate({"a": IDS}, NEW) == right
+        assert time.monotonic() - began[0] < HANGS_S
+        assert engine.hits["a"] == 0
+        assert is_lost(engine)
+        assert engine.scheduler._desk.is_down
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+# --- a request that is aborted
+
+
+@CLIENTS
+def test_nothing_writes_to_the_blocks_of_an_aborted_load_once_it_was_told_to_be_over(
+    server: LocalServer, request: pytest.FixtureRequest, client: type[Client]
+) -> None:
+    def start() -> Engine:
+        engine = Engine(server.address, packing=side_by_side, device=SlowDevice(), client=client)
+        request.addfinalizer(engine.close)
+        return engine
+
+    start().run("a", PROMPT)
+    engine = start()
+    (worker,) = engine.workers
+    asked = FakeRequest("b", list(PROMPT))
+    engine.scheduler.arrived(asked)
+    assert engine.matched(asked) == 192
+    blocks = engine.blocks(len(PROMPT))
+    gate, read = threading.Event(), worker._side.read
+
+    def held(work: object) -> int:
+        assert gate.wait(20.0)
+        return int(read(work))
+
+    worker._side.read = held
+    engine.scheduler.allocated(asked, 192, [blocks])
+    orders = engine.scheduler.orders(step(), lambda _: [])
+    worker.begin(orders)
+    worker.load(orders)
+    engine.scheduler.finished(asked)  # it is aborted; its blocks are not free yet
+    assert worker.finished_loads(is_idle=True) == set()
+    gate.set()
+    done: set[str] = set()
+
+    def is_told() -> bool:
+        done.update(worker.finished_loads(is_idle=True))
+        return bool(done)
+
+    assert eventually(is_told)
+    assert done == {"b"}
+    assert worker.failed_blocks() == set()
+    engine.wipe([blocks], value=7.0)  # of another request
+    assert isinstance(engine.device, SlowDevice)
+    for stream in (engine.device.compute, *engine.device.streams):
+        stream.run()
+    assert all((pages[blocks] == 7.0).all() for pages in engine.pages[0].values())
+
+
+# --- pages that are refused
+
+
+@pytest.fixture
+def refusal(
+    server: LocalServer, request: pytest.FixtureRequest
+) -> Callable[[SlowDevice, dict[str, torch.Tensor], Any], str]:
+    """Register pages that are refused; return why, once loads were seen to fail for it."""
+
+    def register(device: SlowDevice, pages: dict[str, torch.Tensor], write: Any) -> str:
+        client = CudaClient(server.address, representation(), options())
+        worker = VllmWorker(Connector(client), SHAPE, QUEUE_BYTES, device=device)
+        request.addfinalizer(worker.close)
+        reason = worker.register(pages, write)
+        order = LoadOrder("a", (ChainDigest(bytes(32)),), ((3, 4),))
+        orders = StepOrders((order,))
+        worker.begin(orders)
+        worker.load(orders)
+        worker.store(orders)
+        assert worker.settled(20.0)
+        assert worker.finished_loads(is_idle=True) == {"a"}
+        assert worker.failed_blocks() == {3, 4}
+        assert worker.counted["lost_chunks"] == 1
+        news = worker.news()
+        assert news is not None
+        assert news.refusal == reason
+        return reason
+
+    return register
+
+
+Refusal = Callable[[SlowDevice, dict[str, torch.Tensor], Any], str]
+
+
+class NeedsCupy(SlowDevice):
+    """Allocates as a CUDA device does."""
+
+    @override
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        import_cupy("gpu")
+        return super().allocate(size_bytes)
+
+
+def test_an_engine_without_cupy_is_told_what_to_install(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    reason = refusal(NeedsCupy(), empty_pages(), writer(side_by_side))
+    assert "TierUnavailableError" in reason
+    assert "install kvstore[gpu]" in reason
+
+
+def test_a_cupy_that_cannot_compile_is_a_reason_and_leaves_no_memory_behind(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(device_reads, "open_kernels", lambda _: cuda_launcher(0))
+    device = SlowDevice()
+    assert "install kvstore[gpu]" in refusal(device, empty_pages(), writer(side_by_side))
+    assert not device._files, "its ring was given back"
+
+
+def test_a_ring_that_there_is_no_memory_for_leaves_none_behind(refusal: Refusal) -> None:
+    class Small(SlowDevice):
+        @override
+        def allocate(self, size_bytes: int) -> torch.Tensor:
+            if self._files:
+                raise TierUnavailableError("gpu", "out of memory")
+            return super().allocate(size_bytes)
+
+    device = Small()
+    assert "out of memory" in refusal(device, empty_pages(), writer(side_by_side))
+    assert not device._files
+
+
+def test_pages_on_several_devices_are_refused_by_name(refusal: Refusal) -> None:
+    pages = empty_pages()
+    last = next(iter(pages))
+    pages[last] = pages[last].to("meta")
+    reason = refusal(SlowDevice(), pages, writer(side_by_side))
+    assert "['cpu', 'meta']" in reason
+    assert "pages of one device are stored" in reason
+
+
+def test_a_packing_that_nobody_knows_is_refused_by_name(refusal: Refusal) -> None:
+    device = SlowDevice()
+    reason = refusal(device, empty_pages(), scrambled)
+    assert "this attention backend packs otherwise" in reason
+    assert not device._files, "no memory is taken for pages that are not understood"
+
+
+def test_an_engine_whose_pages_are_refused_computes_all_and_counts_why(
+    server: LocalServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    engine = Engine(server.address, packing=side_by_side, device=NeedsCupy(), refusing=True)
+    request.addfinalizer(engine.close)
+    assert engine.run("a", PROMPT) == 0
+    engine.scheduler.learn(engine.workers[0].news())
+    asked = FakeRequest("b", list(PROMPT))
+    engine.scheduler.arrived(asked)
+    assert engine.matched(asked) == 0
+    assert engine.scheduler.counted["miss_pages"] == 1
+
+
+# --- a gpu tier elsewhere
+
+
+def test_a_gpu_tier_on_another_device_serves_by_way_of_host_memory_and_says_why(
+    make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    other = SlowDevice()
+    other.identity = "cuda:GPU-elsewhere"
+    use_device(monkeypatch, tmp_path, other)
+    server = make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
+    for name, hit in (("a", 0), ("b", 192)):
+        engine = Engine(
+            server.address, packing=side_by_side, device=SlowDevice(), client=CudaClient
+        )
+        request.addfinalizer(engine.close)
+        assert engine.run(name, PROMPT) == hit
+        (worker,) = engine.workers
+        transport = worker._connector.client._connected()
+        assert isinstance(transport, CudaTransport)
+        assert "cuda:GPU-elsewhere is not among" in transport.without_arena
+        assert worker.counted["lost_chunks"] == 0
+    side: Any = worker._side
+    assert sum(side.reader.copies.copied), "it went up from host memory"
