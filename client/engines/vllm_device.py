@@ -439,7 +439,7 @@ class DeviceSide(Side):
             paged = self._paged(self._layouts[True], work, 0, len(keys))
             straight = partial(client.read_on_device, keys, paged, self.reader)
             done = self._connector.ask(lambda: straight(work.after, work.arrived), 0)
-        while done < len(work.digests) and not work.is_over():
+        while done < len(work.digests) and not work.is_over() and not client.is_shut:
             some = min(LOAD_SLOTS, len(work.digests) - done)
             read = self._through_host(work, done, some)
             done += read
