@@ -280,7 +280,8 @@ def put_near(engine: Engine, chunks: Sequence[Any]) -> int:
     while waiting:
         copies = engine.side.copies([table for table, _ in waiting[:16]])
         some, waiting = waiting[: len(copies)], waiting[len(copies) :]
-        there += len(engine.side.put_near([chunk for _, chunk in some], copies, NO_HINTS))
+        named = [chunk for _, chunk in some]
+        there += len(engine.side.put_near(partial(list, named), copies, NO_HINTS))
         for copy in copies:
             copy.free()
     return there

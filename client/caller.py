@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from kvstore.client.connection import Connection
 from kvstore.client.levelled_get import Meters
@@ -50,6 +50,9 @@ FIRST_DECODE_BYTES_PER_S = 250e6
 class Caller:
     """What every part of a Client stands on. Thread-safe."""
 
+    shared_memory: ClassVar[type[ShmTransport]] = ShmTransport
+    """How it reads a server on this host."""
+
     def __init__(
         self,
         address: str,
@@ -89,7 +92,7 @@ class Caller:
         wanted = self.options.transport
         if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
             try:
-                return ShmTransport(session)
+                return self.shared_memory(session)
             except (TierUnavailableError, InvalidRequestError, OSError):
                 if wanted == "shm":
                     session.close()

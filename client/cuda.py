@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TypeVar
 
+import structlog
 import torch
 from typing_extensions import override
 
@@ -42,6 +43,8 @@ T = TypeVar("T")
 
 _WORD_BYTES = 8
 
+logger = structlog.get_logger(__name__)
+
 
 class CudaTransport(ShmTransport):
     """Shared memory, and the memory of the device that the server's gpu tier is on.
@@ -68,6 +71,8 @@ class CudaTransport(ShmTransport):
             self.arena = open_arena(session.terms, self.slabs)
         except TierUnavailableError as error:
             self.without_arena = str(error)
+            if session.terms.arena_device:
+                logger.warning("the server's GPU memory is out of reach", reason=str(error))
         except KVStoreError:
             super().close()
             raise
@@ -166,7 +171,8 @@ class CudaTransport(ShmTransport):
         found = self._words(starts, words, stream)
         _check_generations(found[:, 0].tolist(), places)
         heads = found[:, 1:].contiguous().view(torch.uint8).numpy()
-        return [row[: min(self._head_bytes, p.size_bytes)] for row, p in zip(heads, places)]  # noqa: B905
+        pairs = zip(heads, places, strict=True)
+        return [head[: min(self._head_bytes, place.size_bytes)] for head, place in pairs]
 
     def _words(self, starts: Sequence[int], count: int, stream: Stream) -> torch.Tensor:
         """Return *count* words of the arena from each of *starts* on, int64 on the host."""
@@ -202,22 +208,8 @@ class CudaClient(DevicePutting, Client):
     That takes a server on this host, and is fastest where its gpu tier is on the same device.
     """
 
+    shared_memory = CudaTransport
     _pages_reader: DeviceReader | None = None
-
-    @override
-    def _connect(self) -> Transport:
-        if self.options.transport not in ("auto", "shm"):
-            return super()._connect()
-        session = Session(
-            self._connection, self.representation, self.options, lambda: self.counts()
-        )
-        try:
-            return CudaTransport(session)
-        except (KVStoreError, OSError):
-            session.close()
-            if self.options.transport == "shm":
-                raise
-            return super()._connect()
 
     def get_device_pages(
         self,

@@ -41,6 +41,8 @@ READ_SLOTS = 4
 """Frames of host memory on their way at once."""
 PIECE_BYTES = 64 << 20
 """What is registered in one call. CUDA holds up other work of the process meanwhile: 4 ms."""
+MAX_SLABS = 64
+"""Registered for one session. A server has fewer at once; those it gave up stay until the end."""
 _ALIGN_BYTES = 256
 _BROKEN = (ChunkCorruptError, InvalidFrameError, RepresentationError)
 """What says that a chunk is wrong, and is to be dropped."""
@@ -83,7 +85,7 @@ class DeviceReader:
 
     def wait(self) -> None:
         """Wait for all that is queued."""
-        for stream in (self.copies, self.work):
+        for stream in (self.work, self.copies):
             stream.record().synchronize()
 
     def close(self) -> None:
@@ -110,7 +112,7 @@ class Registration:
 
     def note(self, number: int, memory: Bytes) -> None:
         """Have slab *number* registered, unless it was before. For one thread at a time."""
-        if number in self._slabs or self._is_closed:
+        if number in self._slabs or self._is_closed or len(self._slabs) >= MAX_SLABS:
             return
         start = memory.ctypes.data
         self._slabs[number] = start, start + len(memory)

@@ -87,13 +87,15 @@ class _Reading:
 
     def finish(self, helpers: Sequence[Future[None]]) -> None:
         """Decode what is left and wait for *helpers*: they write to the caller's memory."""
-        with suppress(Empty):
-            while (arrived := self._waiting.get_nowait()) is not None:
-                self._try(arrived)
-        for _ in helpers:
-            self._waiting.put(None)
-        running = [helper for helper in helpers if not helper.cancel()]
-        wait(running)
+        try:
+            with suppress(Empty):
+                while (arrived := self._waiting.get_nowait()) is not None:
+                    self._try(arrived)
+        finally:  # a room may raise anything: no thread waits for more after that
+            for _ in helpers:
+                self._waiting.put(None)
+            running = [helper for helper in helpers if not helper.cancel()]
+            wait(running)
         for helper in running:
             helper.result()
 

@@ -101,10 +101,12 @@ class Side(ABC):
     def read(self, work: LoadWork) -> int:
         """Return how many chunks of a load were read: its blocks have them now."""
 
-    def put_near(self, chunks: Sequence[Chunk], copies: Sequence[Copy], hints: Hints) -> set[int]:
+    def put_near(
+        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[Copy], hints: Hints
+    ) -> set[int]:
         """Put copies that no host memory has to have; return the numbers of those that are there.
 
-        *chunks* say what they are, without tensors.
+        *chunks* returns what they are, without tensors.
         """
         return set()
 

@@ -277,10 +277,7 @@ class DeviceSide(Side):
         self.headers = {layout: _blank_header(layout) for layout in self._layouts.values()}
         self.chunk_bytes = -(-raw_frame_bytes(self._layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
         self.device = device or open_device(pages.device)
-        whole = KVLayout.of(client.representation, tokens)
-        self.reader = DeviceReader(
-            self.device, max(self.chunk_bytes, raw_frame_bytes(whole)), LOAD_SLOTS
-        )
+        self.reader = DeviceReader(self.device, self.chunk_bytes, LOAD_SLOTS)
         self._ring, slots = self._allocated(ring_bytes)
         self._puts = DeviceRing(self.device, self._ring)
         self.room_bytes = slots * self.chunk_bytes
@@ -384,33 +381,37 @@ class DeviceSide(Side):
             brought.synchronize()
 
     @override
-    def put_near(self, chunks: Sequence[Chunk], copies: Sequence[Copy], hints: Hints) -> set[int]:
+    def put_near(
+        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[Copy], hints: Hints
+    ) -> set[int]:
         """Have a server whose gpu tier is on this device copy them out of the ring itself."""
         client, connector = self._connector.client, self._connector
         if not isinstance(client, CudaClient) or connector.rectangle or connector.durable:
             return set()
         whole = [
             (number, copy)
-            for number, (_, copy) in enumerate(zip(chunks, copies, strict=False))
+            for number, copy in enumerate(copies)
             if isinstance(copy, DeviceCopy) and copy.slot is not None and copy.has_windows
         ]
-        if not whole:
+        written = whole[-1][1].gathered if whole else None
+        if written is None:
             return set()
-        named = [
-            DeviceChunk(
-                chunk.key, (copy.slot or 0) * self.chunk_bytes, self._layouts[True], chunk.parent,
-                chunk.position, chunk.prefill_flops, chunk.content,
-            )
-            for number, copy in whole
-            for chunk in (chunks[number],)
-        ]  # fmt: skip
-        written = whole[-1][1].gathered
-        assert written is not None
-        put = partial(client.put_on_device, self._puts, named, written, hints)
+
+        def put() -> list[Put]:
+            named = chunks()
+            placed = [self._placed(named[number], copy.slot or 0) for number, copy in whole]
+            return client.put_on_device(self._puts, placed, written, hints)
+
         nothing: list[Put] = []
-        told = self._connector.ask(put, nothing)
-        pairs = zip(whole, told, strict=False)
+        outcomes = self._connector.ask(put, nothing)
+        pairs = zip(whole, outcomes, strict=False)
         return {number for (number, _), one in pairs if one.outcome in _THERE}
+
+    def _placed(self, chunk: Chunk, slot: int) -> DeviceChunk:
+        return DeviceChunk(
+            chunk.key, slot * self.chunk_bytes, self._layouts[True], chunk.parent, chunk.position,
+            chunk.prefill_flops, chunk.content,
+        )  # fmt: skip
 
     def give(self, slot: int) -> None:
         """Take a slot of the ring back."""
@@ -477,24 +478,23 @@ class DeviceSide(Side):
     def _up(self, work: LoadWork, first: int, layouts: Sequence[KVLayout]) -> None:
         """Bring chunks from host memory into the pages, and wait for that."""
         reader, size = self.reader, self.reader.frame_bytes
-        for number in range(len(layouts)):
-            start = number * size
-            reader.copies.copy(
-                reader.ring[start : start + self.chunk_bytes], self._load_host[number].tensor
-            )
-        reader.work.wait(reader.copies.record())
-        if work.after is not None:
-            reader.work.wait(work.after)
-        for start, stop in _runs(layouts):
-            frames = [
-                FrameAt(at * size, self.headers[layouts[at]], (at - start) * self._chunk_tokens)
-                for at in range(start, stop)
-            ]
-            paged = self._paged(layouts[start], work, first + start, stop - start)
-            reader.work.launch(
-                partial(reader.kernels.move, reader.ring, frames, paged, to_pages=True)
-            )
-        reader.work.record().synchronize()
+        try:
+            for number in range(len(layouts)):
+                slot = reader.ring[number * size : number * size + self.chunk_bytes]
+                reader.copies.copy(slot, self._load_host[number].tensor)
+            reader.work.wait(reader.copies.record())
+            if work.after is not None:
+                reader.work.wait(work.after)
+            for start, stop in _runs(layouts):
+                frames = [
+                    FrameAt(at * size, self.headers[layouts[at]], (at - start) * self._chunk_tokens)
+                    for at in range(start, stop)
+                ]
+                paged = self._paged(layouts[start], work, first + start, stop - start)
+                move = partial(reader.kernels.move, reader.ring, frames, paged, to_pages=True)
+                reader.work.launch(move)
+        finally:
+            reader.wait()  # after an error too: what was queued until then still writes
 
     @override
     def close(self) -> None:

@@ -178,7 +178,7 @@ class VllmWorker:
         """Take the engine's pages; return why they cannot be stored, or nothing."""
         try:
             self._side = self._side_of(registered, writer)
-        except (*MISFITS, KVStoreError) as error:
+        except (*MISFITS, KVStoreError, OSError) as error:
             self.refuse(f"{type(error).__name__}: {error}")
         return self._refusal
 
@@ -369,9 +369,7 @@ class VllmWorker:
 
     def _send(self, side: Side, batch: Batch) -> None:
         chunks, copies, hints = batch.chunks, batch.copies, batch.hints
-        named: list[Chunk] = []
-        named = self._connector.ask(lambda: [self._chunk(chunk) for chunk in chunks], named)
-        near = side.put_near(named, copies, hints)
+        near = side.put_near(lambda: [self._chunk(chunk) for chunk in chunks], copies, hints)
         rest = [pair for at, pair in enumerate(zip(chunks, copies, strict=True)) if at not in near]
         for _, copy in rest:
             self._connector.ask(copy.begin, None)

@@ -423,6 +423,30 @@ def test_pages_are_written_behind_the_engines_work_and_reported_once_they_are(
     reader.close()
 
 
+def test_a_session_registers_no_more_slabs_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_reads, "MAX_SLABS", 2)
+    device = HostDevice()
+    slabs = [np.zeros(4096, np.uint8) for _ in range(3)]
+    registration = Registration(device)
+    for number, slab in enumerate(slabs):
+        registration.note(number, slab)
+    assert eventually(lambda: device.is_registered(slabs[1]))
+    registration.close()
+    assert not device.is_registered(slabs[1])
+    assert 2 not in registration._slabs
+
+
+def test_a_client_of_a_server_without_a_socket_opens_one_session(make_server: ServerMaker) -> None:
+    server = make_server("--socket", "off")
+    with CudaClient(server.address, SMALL, OPTIONS) as client:
+        keys = store(client, 1, 2)
+        assert client.transport_name != "cuda"
+        assert len(server.node.sessions) == 1
+        engine = Engine(SMALL, blocks_for(2))
+        with pytest.raises(TierUnavailableError, match="not on this host"):
+            client.get_device_pages(keys, engine.pages, engine.block_ids)
+
+
 def test_slabs_are_registered_by_a_thread_in_pieces_and_no_copy_is_of_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

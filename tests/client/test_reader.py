@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -141,6 +143,24 @@ def test_room_of_another_layout_is_the_caller_s_error(reader: Reader, session: S
     room = [empty_tensors(KVLayout.of(SMALL, 16 + (i == 3))) for i in range(6)]
     with pytest.raises(LayoutMismatchError):
         reader.read(session, KEYS, map(arrived, range(6)), given(room))
+
+
+@pytest.mark.timeout(60)
+def test_a_room_that_fails_in_an_unknown_way_ends_the_read_and_leaves_no_thread_waiting(
+    session: Session,
+) -> None:
+    caller = threading.current_thread()
+
+    def room(index: int, layout: KVLayout) -> object:
+        if threading.current_thread() is caller:
+            raise AttributeError("a mistake of the caller's")
+        time.sleep(0.05)  # the caller takes what waits meanwhile
+        return empty_tensors(layout)
+
+    reader = Reader(3)
+    with pytest.raises(AttributeError, match="mistake"):
+        reader.read(session, KEYS, iter([arrived(index) for index in range(6)]), room)
+    reader.close()  # waits for its threads
 
 
 def test_a_read_of_a_closed_reader_ends_and_leaves_no_thread_waiting(session: Session) -> None:
