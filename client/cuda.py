@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TypeVar
 
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.client.arena import Arena, open_arena
@@ -25,6 +27,7 @@ from kvstore.client.device_reads import DeviceReader, InArena, Reading, Registra
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrived, Assembly, Transport
+from kvstore.codecs.frame_kernels import brought, device_table
 from kvstore.codecs.paged import Paged
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -167,28 +170,46 @@ class CudaTransport(ShmTransport):
                     "place", (place.offset, place.size_bytes), f"arena has {len(memory)} bytes"
                 )
         words = 1 + -(-self._head_bytes // _WORD_BYTES)
-        starts = [place.offset // _WORD_BYTES - 1 for place in places]
-        found = self._words(starts, words, stream)
+        found = self._words(places, words, stream)()
         _check_generations(found[:, 0].tolist(), places)
-        heads = found[:, 1:].contiguous().view(torch.uint8).numpy()
+        heads = np.ascontiguousarray(found[:, 1:]).view(np.uint8)
         pairs = zip(heads, places, strict=True)
         return [head[: min(self._head_bytes, place.size_bytes)] for head, place in pairs]
 
-    def _words(self, starts: Sequence[int], count: int, stream: Stream) -> torch.Tensor:
-        """Return *count* words of the arena from each of *starts* on, int64 on the host."""
+    def _words(
+        self, places: Sequence[Place], count: int, stream: Stream
+    ) -> Callable[[], NDArray[np.int64]]:
+        """Queue reading *count* words of the arena, from the one before each place on.
+
+        The returned function waits for them.
+        """
         assert self.arena is not None
         words = self.arena.memory[: len(self.arena.memory) // 8 * 8].view(torch.int64)
-        at = torch.tensor(starts)[:, None] + torch.arange(count)
-        at.clamp_(max=len(words) - 1)  # past the last frame's end nobody looks
-        found: list[torch.Tensor] = []
-        stream.launch(lambda: found.append(words[at.to(words.device)].cpu()))
-        stream.record().synchronize()
-        return found[0]
+        starts = np.array([place.offset // _WORD_BYTES - 1 for place in places])
+        at = starts[:, None] + np.arange(count)
+        np.minimum(at, len(words) - 1, out=at)  # past the last frame's end nobody looks
+        found: list[Callable[[], NDArray[np.int64]]] = []
 
-    def confirm(self, places: Sequence[Place], stream: Stream) -> None:
-        """Raise LeaseExpiredError if the memory of one of *places* was reused."""
-        starts = [place.offset // _WORD_BYTES - 1 for place in places]
-        _check_generations(self._words(starts, 1, stream)[:, 0].tolist(), places)
+        def launch() -> None:
+            (there,) = device_table(words.device, at.ravel())
+            found.append(brought(words[there]))
+
+        stream.launch(launch)
+        done = stream.record()
+
+        def wait() -> NDArray[np.int64]:
+            done.synchronize()
+            return found[0]().reshape(at.shape)
+
+        return wait
+
+    def confirming(self, places: Sequence[Place], stream: Stream) -> Callable[[], None]:
+        """Queue a look at *places* behind what *stream* has to do.
+
+        The returned function raises LeaseExpiredError if the memory of one was reused until then.
+        """
+        found = self._words(places, 1, stream)
+        return lambda: _check_generations(found()[:, 0].tolist(), places)
 
     @override
     def close(self) -> None:

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 BATCHES_AHEAD = 4
 """Batches of frames that the device works on while the host prepares the next."""
 MAX_BATCH_FRAMES = 32
-READ_SLOTS = 4
-"""Frames of host memory on their way at once."""
+READ_SLOTS = 8
+"""Frames of host memory on their way at once: half of them are copied while the device is at work
+on the others."""
 PIECE_BYTES = 64 << 20
 """What is registered in one call. CUDA holds up other work of the process meanwhile: 4 ms."""
 MAX_SLABS = 64
@@ -330,11 +331,11 @@ class Reading:
             sums.append(reader.kernels.start(memory, frames, self._paged))
 
         reader.work.launch(launch)
+        if places:
+            confirms = [self._transport.confirming(places, reader.work)]
         done = reader.work.record()
         for slot in slots:
             reader.busy[slot] = done
-        if places:
-            confirms = [partial(self._transport.confirm, places, reader.work)]
         self._queue.append(_Batch(frames, partial(_each, confirms), done, held, sums))
 
     def _prove(self, batch: _Batch) -> None:

@@ -134,7 +134,7 @@ class LaunchedKernels(FrameKernels):
         self._launch("chain_blocks", (grid_of(_LANES * total), 1), given)
         given = [memory, frames, segments.table, accumulators, hashes, each, np.uint32(total)]
         self._launch("finish_segments", (grid_of(total), 1), given)
-        there = _brought(hashes)
+        there = brought(hashes)
 
         def wait() -> list[list[int]]:
             found = iter(there().view(np.uint64).tolist())
@@ -252,7 +252,7 @@ def _frame_cuts(frames: int, rows: int) -> list[slice]:
     return grid_cuts(frames, max(1, MAX_GRID_Y // rows))
 
 
-def _brought(numbers: torch.Tensor) -> Callable[[], NDArray[np.int64]]:
+def brought(numbers: torch.Tensor) -> Callable[[], NDArray[np.int64]]:
     """Queue a copy of *numbers* to the host; the returned function waits for it."""
     if numbers.device.type == "cpu":
         return numbers.numpy
@@ -337,14 +337,16 @@ def cuda_launcher(
         reason = str(error).partition("\n")[0]
         raise TierUnavailableError("gpu", f"cannot compile {sources[-1].name}: {reason}") from error
     function = cache(module.get_function)
+    stream_of = lru_cache(maxsize=64)(lambda at: cupy.cuda.Stream.from_external(_TorchStream(at)))
 
     def launch(name: str, grid: tuple[int, int], arguments: Sequence[Argument]) -> None:
         given = tuple(
             np.uint64(value.data_ptr()) if isinstance(value, torch.Tensor) else value
             for value in arguments
         )
-        stream = _TorchStream(torch.cuda.current_stream(index).cuda_stream)
-        with cupy.cuda.Device(index), cupy.cuda.Stream.from_external(stream):
+        # torch.cuda.current_stream makes an object of it, which takes longer than the launch.
+        stream = stream_of(torch._C._cuda_getCurrentRawStream(index))
+        with cupy.cuda.Device(index), stream:
             function(name)((*grid, 1), (threads, 1, 1), given)
 
     return launch

@@ -55,7 +55,7 @@ from kvstore.proto.types import (
 )
 
 LOAD_SLOTS = 4
-"""Chunks of a load on their way at once."""
+"""Chunks of a load in host memory at once, where they have to pass it."""
 LEAST_SLOTS = 2
 """Chunks of a step that there must be room for."""
 _ALIGN_BYTES = 256
@@ -277,7 +277,7 @@ class DeviceSide(Side):
         self.headers = {layout: _blank_header(layout) for layout in self._layouts.values()}
         self.chunk_bytes = -(-raw_frame_bytes(self._layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
         self.device = device or open_device(pages.device)
-        self.reader = DeviceReader(self.device, self.chunk_bytes, LOAD_SLOTS)
+        self.reader = DeviceReader(self.device, self.chunk_bytes)
         self._ring, slots = self._allocated(ring_bytes)
         self._puts = DeviceRing(self.device, self._ring)
         self.room_bytes = slots * self.chunk_bytes

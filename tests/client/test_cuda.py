@@ -34,13 +34,14 @@ from kvstore.client.device_reads import (
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.paged import FrameKernels, HostKernels
-from kvstore.proto.device import HostDevice
+from kvstore.proto.device import HostDevice, Stream
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     LeaseExpiredError,
     TierUnavailableError,
 )
+from kvstore.proto.places import Place
 from kvstore.proto.types import ChainDigest, ChunkKey, DType, Representation
 from kvstore.tiers.gpu import GpuTier
 
@@ -205,16 +206,23 @@ def test_a_place_that_was_reused_is_looked_up_again(
 ) -> None:
     keys = store(client, 1, 2)
     warm(gpu_server, client, keys)
-    confirm = CudaTransport.confirm
+    confirming = CudaTransport.confirming
     raised: list[LeaseExpiredError] = []
 
-    def reused_once(self: CudaTransport, places: Sequence[object], stream: object) -> None:
-        if not raised:
-            raised.append(LeaseExpiredError("replaced on purpose"))
-            raise raised[0]
-        confirm(self, places, stream)  # type: ignore[arg-type]
+    def reused_once(
+        self: CudaTransport, places: Sequence[Place], stream: Stream
+    ) -> Callable[[], None]:
+        confirm = confirming(self, places, stream)
 
-    monkeypatch.setattr(CudaTransport, "confirm", reused_once)
+        def confirm_later() -> None:
+            if not raised:
+                raised.append(LeaseExpiredError("replaced on purpose"))
+                raise raised[0]
+            confirm()
+
+        return confirm_later
+
+    monkeypatch.setattr(CudaTransport, "confirming", reused_once)
     engine = Engine(SMALL, blocks_for(2))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 2
     gpu_server.settled()
@@ -231,10 +239,10 @@ def test_the_generation_of_a_freed_place_is_seen(
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
         (arrived,) = arriving
         assert isinstance(arrived, InArena)
-        transport.confirm([arrived.place], reader.work)
+        transport.confirming([arrived.place], reader.work)()
         gpu_of(gpu_server).delete(keys[0])
         with pytest.raises(LeaseExpiredError):
-            transport.confirm([arrived.place], reader.work)
+            transport.confirming([arrived.place], reader.work)()
 
 
 def test_pages_that_are_not_the_models_are_refused_and_nothing_is_held(
