@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
 from local_server import DEADLINE_MS, eventually
@@ -163,18 +163,29 @@ class Engine:
         self.scheduler.allocated(request, tokens, tables_of(blocks))
         orders = self.scheduler.orders(step(), lambda _: [])
         failed: set[int] = set()
-        news: WorkerNews | None = None
         for worker in self.workers:
             worker.begin(orders)
             worker.load(orders)
             assert isinstance(worker, RefusedWorker) or worker.settled(20.0)
             assert worker.finished_loads(is_idle=True) == {request.request_id}
             failed |= worker.failed_blocks()
-            said = worker.news()
-            news = said if news is None else news.joined(said) if said else news
-        if news is not None:
-            self.scheduler.learn(news)
+        self.tell()
         return failed
+
+    def tell(self) -> None:
+        """Tell the scheduler what workers have to say, as vLLM joins it at the end of a step."""
+        said = [news for worker in self.workers if (news := worker.news()) is not None]
+        if said:
+            self.scheduler.learn(reduce(WorkerNews.joined, said))
+
+    def idle(self) -> None:
+        """Run a step that computes nothing: vLLM leaves its hook for stores out."""
+        orders = self.scheduler.orders(step(), lambda _: [])
+        for worker in self.workers:
+            worker.begin(orders)
+            worker.load(orders)
+            assert worker.finished_loads(is_idle=True) == set()
+        self.tell()
 
     def run(self, name: str, tokens: list[int]) -> int:
         """Take a prompt from its arrival to its end; return how many tokens were loaded."""

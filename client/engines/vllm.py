@@ -162,6 +162,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None and isinstance(said, WorkerMetadata):
             self._scheduler.learn(said.news)
 
+    def has_pending_push_work(self) -> bool:
+        """Whether to step on without a request: chunks wait in their pages for a free slot."""
+        return self._scheduler is not None and self._scheduler.has_stores_waiting
+
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

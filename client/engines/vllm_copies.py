@@ -83,8 +83,8 @@ class Side(ABC):
     """Where an engine's pages lie, as a worker loads into them and stores out of them."""
 
     chunk_bytes: int
-    room_bytes: int = 0
-    """Of copies that wait in memory of the side's own."""
+    waits_in_pages: bool = False
+    """Whether what there is no room for waits in the engine's pages, and takes no memory."""
 
     @abstractmethod
     def copies(self, chunks: Sequence[BlockTables]) -> Sequence[Copy]:

@@ -256,6 +256,8 @@ class DeviceSide(Side):
     less, but for one chunk's. Raises TierUnavailableError with the fix when there is none.
     """
 
+    waits_in_pages = True
+
     def __init__(
         self,
         pages: EngineDevicePages,
@@ -280,7 +282,6 @@ class DeviceSide(Side):
         self.reader = DeviceReader(self.device, self.chunk_bytes)
         self._ring, slots = self._allocated(ring_bytes)
         self._puts = DeviceRing(self.device, self._ring)
-        self.room_bytes = slots * self.chunk_bytes
         self._slots = list(range(slots))
         self._lock = threading.Lock()  # guards the slots that are free, here and on the host
         self._down = self.device.stream()

@@ -80,8 +80,10 @@ class WorkerNews:
 
     ``short_loads``: requests of which not every chunk was read, and how many were. ``refusal``:
     why this engine's pages cannot be stored, or nothing. ``is_down``: a load failed as the
-    server did not answer. ``unstored``: chunks of a hand-over that will not come. ``stored``:
-    chunks that are in the store now, and by how many ranks, where somebody wants to be told.
+    server did not answer. ``unstored``: chunks that were to be stored and will not come.
+    ``stored``: chunks that are in the store now, and by how many ranks, where somebody wants to be
+    told.
+    ``is_waiting``: chunks wait in their pages for a further step, though it be an idle one.
     """
 
     short_loads: dict[str, int] = field(default_factory=dict)
@@ -89,6 +91,7 @@ class WorkerNews:
     is_down: bool = False
     unstored: tuple[ChainDigest, ...] = ()
     stored: Mapping[ChainDigest, int] = field(default_factory=dict)
+    is_waiting: bool = False
 
     def joined(self, other: WorkerNews) -> WorkerNews:
         """Return what two ranks say together: a chunk is read when every rank has read it."""
@@ -97,8 +100,9 @@ class WorkerNews:
             loads[request_id] = min(chunks, loads.get(request_id, chunks))
         stored = Counter(self.stored) + Counter(other.stored)
         refusal, is_down = self.refusal or other.refusal, self.is_down or other.is_down
-        unstored = self.unstored + other.unstored
-        return WorkerNews(loads, refusal, is_down, unstored, stored)
+        unstored = tuple(dict.fromkeys(self.unstored + other.unstored))
+        is_waiting = self.is_waiting or other.is_waiting
+        return WorkerNews(loads, refusal, is_down, unstored, stored, is_waiting)
 
 
 class FollowedTables:

@@ -16,6 +16,7 @@ class RefusedScheduler:
     """What stands in for the scheduler's half: every request is a counted miss, for *reason*."""
 
     events = None
+    has_stores_waiting = False
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

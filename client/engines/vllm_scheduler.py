@@ -102,6 +102,7 @@ class VllmScheduler:
         lookups.client.counts = lambda: {**lookups.counts(), **self.counted}
         self._reported: Counter[str] = Counter()
         self._refusal = ""
+        self._is_waiting = False
         self.events: KVEvents | None = None
         """Where others are told what is stored; None if nobody is."""
         self._desk = LookupDesk(
@@ -356,6 +357,11 @@ class VllmScheduler:
         while len(self._recent) > MAX_RECENT_CHUNKS:
             self._recent.popitem(last=False)
 
+    def _forget(self, digests: Sequence[ChainDigest]) -> None:
+        """Have chunks that are not there stored by who computes them next."""
+        for digest in digests:
+            self._recent.pop(digest, None)
+
     def _may_store(self, tracked: Tracked) -> bool:
         is_possible = self._role.stores and not self._refusal and not self._desk.is_down
         return is_possible and tracked.ticket.chain is not None
@@ -365,9 +371,11 @@ class VllmScheduler:
     def learn(self, news: WorkerNews) -> None:
         """Take in what the workers have to say."""
         self._refusal = self._refusal or ("pages" if news.refusal else "")
+        self._is_waiting = news.is_waiting
         if news.is_down:
             self._desk.note_down()
         self._desk.take_back(news.unstored)
+        self._forget(news.unstored)
         if self.events is not None:
             self.events.stored(news.stored)
         for request_id, chunks in news.short_loads.items():
@@ -379,10 +387,14 @@ class VllmScheduler:
                 tracked.stored = read if tracked.stored is None else min(tracked.stored, read)
                 chain = tracked.ticket.chain
                 lost = chain.digests[tracked.stored :] if chain is not None else []
-                for digest in lost:
-                    self._recent.pop(digest, None)
+                self._forget(lost)
                 if self.events is not None:
                     self.events.lost(lost)
+
+    @property
+    def has_stores_waiting(self) -> bool:
+        """Whether an engine with no request is to step on, for chunks that wait in its pages."""
+        return self._is_waiting and not self._desk.is_down
 
     def refuse(self, reason: str) -> None:
         """Answer every request with a miss from now on, for *reason*."""

@@ -40,12 +40,12 @@ class VllmSettings:
     block; 0 takes the least multiple from 256 on. ``model_revision``: a commit or a digest of
     the weights, instead of reading all of them once at the start. ``deadline_ms`` bounds a load
     and a store, ``lookup_deadline_ms`` what a request waits to learn what is stored. After the
-    server did not answer nobody asks it for ``retry_after_ms``. ``queue_bytes``: KV that waits
-    to be stored; what comes beyond it is not stored. ``durable``: stores are on disk when they
-    are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored is promised when
-    its prompt arrives, and kept until another engine read it, for so long at most. ``wait_ms``:
-    what a request waits for what another engine has promised. ``prefill_token_us``: about what
-    the engine takes to compute a token; what the store loads later than that is computed; 0: all
+    server did not answer nobody asks it for ``retry_after_ms``. ``queue_bytes``: KV of pages in
+    CPU memory that waits to be stored; what comes beyond it is not stored. ``durable``: stores are
+    on disk when they are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored
+    is promised when its prompt arrives, and kept until another engine read it, for so long at most.
+    ``wait_ms``: what a request waits for what another engine has promised. ``prefill_token_us``:
+    about what the engine takes to compute a token; what the store loads later than that is computed; 0: all
     that is found is loaded. ``token_file`` has an API key or a
     JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files, as in Access; ``tenant``: as in
     ClientOptions. A token is no setting: engines print those.

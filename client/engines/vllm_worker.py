@@ -56,10 +56,13 @@ IDLE_WAIT_S = 0.002
 
 BREATH_S = 0.005
 """What a store waits before it begins: the step that filled its chunks has a token to give out,
-and would share the interpreter with it."""
+and would share the interpreter with it. Not between the batches of a backlog."""
 
 SHUTDOWN_S = 5.0
 """What the end of an engine waits for stores that are under way."""
+
+MOST_UNSTORED = 4096
+"""Chunks of one message that were not stored; of more, the first are left out."""
 
 DEVICE_RING_BYTES = 1 << 30
 """Device memory for what steps completed and is on its way to the store: so much, or a 64th."""
@@ -157,8 +160,12 @@ class VllmWorker:
         """Chunks that no copy was begun of yet. For the engine's thread."""
         self._unsent: deque[Batch] = deque()
         """Bounded as ``_storing`` is."""
+        self._is_behind = False
+        """Whether more waited when a batch had been sent. For the thread that stores."""
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
+        self._said_waiting = False
+        """Whether the scheduler was told that chunks wait. For the engine's thread."""
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
@@ -168,7 +175,7 @@ class VllmWorker:
         self.tells_stores = False
         """Whether the scheduler is to learn of every chunk that is stored."""
         self._stored: list[ChainDigest] = []
-        self._unstored: list[ChainDigest] = []
+        self._unstored: dict[ChainDigest, None] = {}
         # Guards the fields above but for the threads; its waiters wait for a load to end.
         self._news = threading.Condition()
 
@@ -277,8 +284,12 @@ class VllmWorker:
     def finished_loads(self, *, is_idle: bool) -> set[str]:
         """Return requests whose loads ended since the last call, well or not.
 
-        An *is_idle* step waits a moment for one.
+        An *is_idle* step waits a moment for one. It has no hook for stores, and copies here what
+        waits in its pages: on the engine's stream, as they are.
         """
+        side = self._usable
+        if is_idle and side is not None:
+            self._begin_copies(side)
         with self._news:
             if is_idle and self._loading and not self._done:
                 self._news.wait(IDLE_WAIT_S)
@@ -304,7 +315,8 @@ class VllmWorker:
         taken = orders.taken_blocks
         lost = [one for one in self._waiting if taken is None or not taken.isdisjoint(one.blocks)]
         if lost:
-            self._waiting = deque(one for one in self._waiting if one not in lost)
+            gone = set(lost)
+            self._waiting = deque(one for one in self._waiting if one not in gone)
             self._note_gone(lost, "gone_chunks")
         if not self._storing:
             return
@@ -318,9 +330,16 @@ class VllmWorker:
         """Have what the step completed copied and sent, as far as there is room for it."""
         side = self._usable
         if side is None:
+            with self._news:
+                for order in orders.stores:
+                    self._note_unstored(order.chunks)
             return
         for order in orders.stores:
             self._await_room(side, order)
+        self._begin_copies(side)
+
+    def _begin_copies(self, side: Side) -> None:
+        """Copy what waits, as much of it as there is room for. Within a hook alone."""
         if not self._waiting:
             return
         chunks = [one.tables for one in self._waiting]
@@ -338,13 +357,14 @@ class VllmWorker:
 
     def _await_room(self, side: Side, order: StoreOrder) -> None:
         """Line up the chunks of an order, the first ones: later ones are of no use without them."""
-        room_bytes = self._queue_bytes + side.room_bytes
-        most = min(MOST_COPIES, max(1, room_bytes // side.chunk_bytes))
+        most = MOST_COPIES
+        if not side.waits_in_pages:
+            most = min(most, max(1, self._queue_bytes // side.chunk_bytes))
         with self._news:
             room = max(0, most - len(self._storing) - len(self._waiting))
             dropped = order.chunks[room:]
             self.counted["dropped_chunks"] += len(dropped)
-            self._note_unstored(dropped, order.hints)
+            self._note_unstored(dropped)
         cut = self._cut(order.tables, len(order.chunks) - len(dropped))
         pairs = zip(order.chunks, cut, strict=False)
         self._waiting += [_Waiting.of(chunk, tables, order.hints) for chunk, tables in pairs]
@@ -352,20 +372,21 @@ class VllmWorker:
     def _note_gone(self, lost: Sequence[_Waiting], count: str) -> None:
         with self._news:
             self.counted[count] += len(lost)
-            for one in lost:
-                self._note_unstored([one.chunk], one.hints)
+            self._note_unstored([one.chunk for one in lost])
 
     def _send_next(self, side: Side) -> None:
         """Send what waits, as much of it as goes into one batch."""
         if not self._unsent:
             return  # it went with what was before it
-        time.sleep(BREATH_S)
+        if not self._is_behind:
+            time.sleep(BREATH_S)
         with self._news:
             batch = self._unsent.popleft()
             while self._unsent and (more := batch.joined(self._unsent[0], side.chunk_bytes)):
                 batch = more
                 self._unsent.popleft()
         self._send(side, batch)
+        self._is_behind = bool(self._unsent)
 
     def _send(self, side: Side, batch: Batch) -> None:
         chunks, copies, hints = batch.chunks, batch.copies, batch.hints
@@ -385,7 +406,7 @@ class VllmWorker:
         held = [chunk.digest for (chunk, _), one in told if one is not PutOutcome.refused]
         held += [chunks[at].digest for at in near]
         with self._news:
-            self._note_unstored([chunk for chunk in chunks if chunk.digest not in held], hints)
+            self._note_unstored([chunk for chunk in chunks if chunk.digest not in held])
             self._stored += held if self.tells_stores else ()
             over = set(copies)
             self._storing = [one for one in self._storing if one not in over]
@@ -393,10 +414,11 @@ class VllmWorker:
             self.counted["gone_chunks"] += len(rest) - len(sent)
             self._news.notify_all()
 
-    def _note_unstored(self, chunks: Sequence[NamedChunk], hints: Hints) -> None:
-        """Have those told who wait for chunks that will not come. Called with the lock."""
-        if hints.handover_ms:
-            self._unstored += [chunk.digest for chunk in chunks]
+    def _note_unstored(self, chunks: Sequence[NamedChunk]) -> None:
+        """Have the scheduler told of chunks that will not come. Called with the lock."""
+        self._unstored |= dict.fromkeys(chunk.digest for chunk in chunks)
+        while len(self._unstored) > MOST_UNSTORED:
+            del self._unstored[next(iter(self._unstored))]
 
     def _chunk(self, named: NamedChunk, whole: Whole | None = None) -> Chunk:
         """Return a chunk to put; without its tensors where *whole* is None."""
@@ -422,14 +444,17 @@ class VllmWorker:
 
     def news(self) -> WorkerNews | None:
         """Return what the scheduler has to learn, if anything happened since the last call."""
+        is_waiting = bool(self._waiting) and self._usable is not None
+        was_waiting, self._said_waiting = self._said_waiting, is_waiting
         with self._news:
             short, self._short_loads = self._short_loads, {}
             stored, self._stored = self._stored, []
-            unstored, self._unstored = tuple(self._unstored), []
+            unstored, self._unstored = tuple(self._unstored), {}
             refusal = self._refusal
             is_down, self._is_down = self._is_down, False
-        news = WorkerNews(short, refusal, is_down, unstored, dict.fromkeys(stored, 1))
-        return news if any((short, refusal, is_down, unstored, stored)) else None
+        news = WorkerNews(short, refusal, is_down, unstored, dict.fromkeys(stored, 1), is_waiting)
+        said = (short, refusal, is_down, unstored, stored, is_waiting, was_waiting)
+        return news if any(said) else None
 
     def counts(self) -> dict[str, int]:
         """Return what was counted since the last call; ``counted`` has all of it."""

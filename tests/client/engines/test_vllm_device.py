@@ -283,7 +283,50 @@ def test_what_finds_no_slot_before_its_blocks_are_given_away_is_dropped_and_coun
     assert worker.settled(20.0)
     assert worker.counted["gone_chunks"] == 1
     assert worker.counted["stored_chunks"] == 3
-    assert start().run("c", prompt) == 3 * CHUNK_TOKENS
+    engine.tell()
+    assert engine.run("c", prompt) == 3 * CHUNK_TOKENS
+    assert start().run("d", prompt) == 4 * CHUNK_TOKENS, "computed again, it is stored"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
+    start: Start, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """It waits in its pages, and no further request has to come for it."""
+    monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)  # two slots, the least
+    engine, hold = start(queue_bytes=1, zeroes=True), threading.Event()
+    (worker,) = engine.workers
+    worker._storer.do(hold.wait)
+    prompt = prompt_tokens(6, 8 * CHUNK_TOKENS)
+    request, blocks = FakeRequest("a", list(prompt)), engine.blocks(len(prompt))
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+    for _ in range(steps):
+        engine.step(request, blocks, len(prompt) // steps)
+        engine.tell()
+    engine.scheduler.finished(request)
+    assert engine.scheduler.has_stores_waiting, "the engine steps on without a request"
+    hold.set()
+    while engine.scheduler.has_stores_waiting:
+        assert worker.settled(20.0)
+        engine.idle()
+    engine.wipe([blocks], value=9.0)  # after the last hook nothing reads them
+    assert worker.settled(20.0)
+    assert worker.counted["stored_chunks"] == 8
+    assert worker.counted["dropped_chunks"] == 0
+    assert start().run("b", prompt) == len(prompt)
+
+
+def test_an_engine_does_not_step_on_for_a_store_that_is_down(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)
+    engine = start()
+    computed(engine, "a", prompt_tokens(7, 4 * CHUNK_TOKENS))
+    engine.tell()
+    assert engine.scheduler.has_stores_waiting
+    engine.scheduler._desk.note_down()
+    assert not engine.scheduler.has_stores_waiting
 
 
 def test_a_device_with_little_memory_has_a_smaller_ring(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,13 +23,14 @@ from vllm_pages import (
     writer,
 )
 from vllm_stand_ins import FakeRequest, step
-from vllm_steps import Engine, options
+from vllm_steps import QUEUE_BYTES, Engine, options
 
-from kvstore.client.engines import vllm_scheduler
+from kvstore.client.engines import vllm_copies, vllm_scheduler, vllm_worker
 from kvstore.client.engines.vllm_layout import PACKINGS
 from kvstore.client.engines.vllm_orders import StepOrders
 from kvstore.client.engines.vllm_refused import RefusedScheduler, RefusedWorker
 from kvstore.client.engines.vllm_settings import Role
+from kvstore.client.rectangle import Rectangle
 
 Start = Callable[..., Engine]
 
@@ -199,6 +201,72 @@ def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Sta
     assert engine.workers[0].counted["dropped_chunks"] == 1
     assert engine.workers[0].counted["stored_chunks"] == 2
     assert start().run("b", PROMPT) == 128
+
+
+@pytest.mark.parametrize(
+    "ranks", [(None,), (Rectangle(kv_heads=((0, 1),)), Rectangle(kv_heads=((1, 2),)))]
+)
+def test_what_any_rank_did_not_store_is_stored_when_it_is_computed_again(
+    start: Start, ranks: tuple[Rectangle | None, ...]
+) -> None:
+    engine = start(ranks=ranks)
+    engine.workers[-1]._queue_bytes = 1  # one chunk, the least
+    engine.run("a", PROMPT)
+    engine.tell()
+    engine.workers[-1]._queue_bytes = QUEUE_BYTES
+    assert engine.run("b", PROMPT) == CHUNK_TOKENS
+    assert start().run("c", PROMPT) == 192
+
+
+def test_an_engine_without_its_pages_stores_what_it_computes_once_it_has_them(
+    start: Start,
+) -> None:
+    engine = start()
+    (worker,) = engine.workers
+    worker.drop_pages()
+    engine.run("a", PROMPT)
+    engine.tell()
+    worker.register(engine.pages[0], writer(engine.packing))
+    engine.run("b", PROMPT)
+    assert start().run("c", PROMPT) == 192
+
+
+def test_what_is_said_of_chunks_that_are_not_stored_is_bounded(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_worker, "MOST_UNSTORED", 2)
+    engine = start(queue_bytes=1)
+    request = FakeRequest("a", prompt_tokens(3, 6 * CHUNK_TOKENS))
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
+    orders = engine.step(request, engine.blocks(request.num_tokens), request.num_tokens)
+    news = engine.workers[0].news()
+    assert news.unstored == tuple(chunk.digest for chunk in orders.stores[0].chunks[-2:])
+    assert news.joined(news).unstored == news.unstored
+
+
+def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (vllm_copies, vllm_worker):
+        monkeypatch.setattr(module, "BATCH_BYTES", 1)  # a chunk at a time
+    pauses: list[float] = []
+    monkeypatch.setattr(vllm_worker, "time", SimpleNamespace(sleep=pauses.append))
+    engine, hold = start(), threading.Event()
+    (worker,) = engine.workers
+    worker._storer.do(hold.wait)
+    for name in "ab":
+        request = FakeRequest(name, prompt_tokens(ord(name), 200))
+        engine.scheduler.arrived(request)
+        assert engine.matched(request) == 0
+        engine.step(request, engine.blocks(200), 200)
+    hold.set()
+    assert worker.settled(20.0)
+    assert worker.counted["stored_chunks"] == 6
+    assert len(pauses) == 1
+    assert eventually(lambda: worker._storer._work.empty() and not worker._is_behind)
+    engine.run("c", PROMPT[:CHUNK_TOKENS])
+    assert len(pauses) == 2, "a pause before what nothing was sent before"
 
 
 def test_roles_load_only_or_store_only(start: Start) -> None:
