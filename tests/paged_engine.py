@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import accumulate
 from threading import Event as Gate
 from typing import Any, cast
 
 import torch
+from delayed_device import DelayedDevice
 from local_server import eventually
 from slow_device import SlowDevice, SlowEvent
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -40,6 +42,7 @@ IN_FLIGHT = 2
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, TOKEN_IDS = 3, 4, 2, 16, 512
 WIDTH = 2 * HEAD_DIM
+CPU = torch.device("cpu")
 _WAIT_S = 30.0
 
 SHAPE = EngineShape(
@@ -54,7 +57,7 @@ SHAPE = EngineShape(
 
 
 @lru_cache
-def small_model() -> PreTrainedModel:
+def small_model(place: torch.device = CPU) -> PreTrainedModel:
     """Return a Llama of random weights, whose tokens follow from all that came before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -65,16 +68,24 @@ def small_model() -> PreTrainedModel:
         )  # fmt: skip
         model: Any = LlamaForCausalLM(config)
     model.set_attn_implementation("pages_of_a_test")
-    return cast(PreTrainedModel, model.eval())
+    return cast(PreTrainedModel, model.eval().to(place))
 
 
-def views(layout: str) -> list[torch.Tensor]:
+def indices(values: Sequence[int], place: torch.device) -> torch.Tensor:
+    """Return *values* in the memory of *place*, for what is queued next: the host does not wait."""
+    made = torch.tensor(values, dtype=torch.long)
+    if place.type == "cpu":
+        return made
+    return made.pin_memory().to(place, non_blocking=True)
+
+
+def views(layout: str, place: torch.device) -> list[torch.Tensor]:
     """Return the pages of each layer as vLLM registers them: views of one buffer of bytes, in
     which layers, blocks, heads, tokens (N) and contents lie in the order of *layout*.
     """
     sizes = {"L": LAYERS, "B": BLOCKS, "H": KV_HEADS, "N": BLOCK_TOKENS, "C": WIDTH}
     count = LAYERS * BLOCKS * KV_HEADS * BLOCK_TOKENS * WIDTH
-    buffer = torch.zeros(count * 4, dtype=torch.int8)
+    buffer = torch.zeros(count * 4, dtype=torch.int8, device=place)
     whole = buffer.view(torch.float32).view([sizes[name] for name in layout])
     return list(whole.permute([layout.index(name) for name in "LBHNC"]).unbind(0))
 
@@ -103,13 +114,16 @@ class _Batch:
 
     @property
     def positions(self) -> torch.Tensor:
-        return torch.cat([torch.arange(row.start, row.start + row.tokens) for row in self.rows])
+        return torch.cat([self._range(row) for row in self.rows])
+
+    def _range(self, row: _Row) -> torch.Tensor:
+        return torch.arange(row.start, row.start + row.tokens, device=row.table.device)
 
     @property
     def slots(self) -> torch.Tensor:
         found = []
         for row in self.rows:
-            at = torch.arange(row.start, row.start + row.tokens)
+            at = self._range(row)
             found.append(row.table[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS)
         return torch.cat(found)
 
@@ -120,9 +134,10 @@ class _Batch:
             stop = row.start + row.tokens
             whole = pages[row.table].transpose(0, 1).flatten(1, 2)[:, :stop]
             keys, values = whole.split(HEAD_DIM, -1)
+            mask = torch.ones((row.tokens, stop), dtype=torch.bool, device=pages.device)
             seen = torch.nn.functional.scaled_dot_product_attention(
                 query[None, :, first : first + row.tokens], keys[None], values[None],
-                torch.ones((row.tokens, stop), dtype=torch.bool).tril(row.start), enable_gqa=True,
+                mask.tril(row.start), enable_gqa=True,
             )  # fmt: skip
             found.append(seen.transpose(1, 2))
             first += row.tokens
@@ -153,7 +168,7 @@ class _Sequence:
     """The request whose blocks it begins with copies of."""
     blocks: list[int] = field(default_factory=list)
     last: list[torch.Tensor] = field(default_factory=list)
-    """What the device sampled last."""
+    """What the device sampled last: there, and as the host sees it once the step is over."""
     is_loading: bool = False
 
     @property
@@ -185,11 +200,15 @@ class PagedEngine:
         zeroes_first: bool = True,
         stores_last: bool = False,
         layout: str = "LBNHC",
-        device: SlowDevice | None = None,
+        device: SlowDevice | DelayedDevice | None = None,
     ) -> None:
-        self.model = small_model()
         self.device = device or SlowDevice()
-        self.pages = views(layout)
+        is_cuda = isinstance(self.device, DelayedDevice)
+        self.place = torch.device("cuda", 0) if is_cuda else CPU
+        self.model = small_model(self.place)
+        self.pages = views(layout, self.place)
+        self.late_steps = 0
+        """That had not ended when their hooks were over."""
         self._zeroes_first, self._stores_last = zeroes_first, stores_last
         self._free = list(range(1, BLOCKS))
         self.given = 0
@@ -212,7 +231,9 @@ class PagedEngine:
         identity, opts = representation(shape=SHAPE), options(retry_after_ms=300)
         self.scheduler = VllmScheduler(Connector(Client(address, identity, opts)), SHAPE)
         connector = Connector(client(address, identity, opts))
-        self.worker = VllmWorker(connector, SHAPE, 64 << 20, device=self.device)
+        # Of CUDA memory it finds the device itself.
+        device = self.device if isinstance(self.device, SlowDevice) else None
+        self.worker = VllmWorker(connector, SHAPE, 64 << 20, device=device)
         (group,) = SHAPE.groups
         named = zip(group.layers, self.pages, strict=True)
         refusal = self.worker.register({one.name: each for one, each in named}, lambda _: write)
@@ -332,6 +353,7 @@ class PagedEngine:
         sampled = self._queue(chosen, {one.name: counts[one.name] for one in chosen})
         if chosen:
             self._steps.append(_Step(self.device.compute.record(), sampled))
+            self.late_steps += not self._steps[-1].event.query()
         if self.worker is not None:
             if not self._stores_last:
                 assert self.worker.settled(_WAIT_S)
@@ -362,8 +384,9 @@ class PagedEngine:
         return sampled
 
     def _prepare(self, taken: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
+        zeroed = indices(taken, self.place)
         for pages in self.pages:
-            pages[list(taken)] = 0.0
+            pages.index_fill_(0, zeroed, 0.0)
             for source, target in copied:
                 pages[target] = pages[source]
 
@@ -374,10 +397,11 @@ class PagedEngine:
         rows, ids, sampled = [], [], []
         for one in chosen:
             start, tokens = one.request.num_computed_tokens, counts[one.name]
-            rows.append(_Row(start, tokens, torch.tensor(one.blocks)))
+            rows.append(_Row(start, tokens, indices(one.blocks, self.place)))
             known = one.request.all_token_ids[start : start + tokens]
             is_prompt = start + tokens <= one.prompt_tokens
-            ids.append(partial(torch.tensor, known) if is_prompt else partial(_first, one.last))
+            given = partial(indices, known, self.place)
+            ids.append(given if is_prompt else partial(_first, one.last))
             one.request.num_computed_tokens = start + tokens
             one.last = []
             is_sampled = start + tokens >= one.prompt_tokens
@@ -401,15 +425,21 @@ class PagedEngine:
                 input_ids=tokens[None], position_ids=batch.positions[None], use_cache=False,
                 batch=batch,
             ).logits[0]  # fmt: skip
-        ends = torch.tensor([row.tokens for row in batch.rows]).cumsum(0) - 1
-        for at, out in outs:
-            out.append(logits[ends[at]].argmax().reshape(1).clone())
+        ends = [*accumulate(row.tokens for row in batch.rows)]
+        self._give(outs, [logits[ends[at] - 1].argmax().reshape(1) for at, _ in outs])
+
+    def _give(
+        self, outs: Sequence[tuple[int, list[torch.Tensor]]], sampled: Sequence[torch.Tensor]
+    ) -> None:
+        for (_, out), token in zip(outs, sampled, strict=True):
+            kept = token.clone()
+            out += [kept, kept.to("cpu", non_blocking=True)]
 
     def _look(self) -> None:
         """Read the tokens of the oldest step, and end requests that have all of theirs."""
         oldest = self._steps.popleft()
         oldest.event.synchronize()
-        for one, (token,) in oldest.sampled:
+        for one, (_, token) in oldest.sampled:
             if one not in self._running:
                 continue  # it had all of its tokens
             one.request.all_token_ids.append(int(token))
@@ -418,9 +448,9 @@ class PagedEngine:
 
     def _end(self, one: _Sequence) -> None:
         self.outputs[one.name] = one.request.all_token_ids[one.prompt_tokens :]
+        blocks = indices(one.blocks, self.place)
         self.kept[one.name] = [
-            pages[one.blocks].transpose(1, 2).flatten(0, 1)[: one.stop].clone()
-            for pages in self.pages
+            pages[blocks].transpose(1, 2).flatten(0, 1)[: one.stop].clone() for pages in self.pages
         ]
         self._running.remove(one)
         self._free += one.blocks
@@ -461,11 +491,11 @@ def _first(tokens: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def drop_wait(waiting: Any, waited: Any) -> None:
-    """Have the stream *waiting* never wait for *waited*."""
+    """Have the stream *waiting* never wait for *waited*; on CUDA it waits for nothing."""
     wait = waiting.wait
 
-    def some(event: SlowEvent) -> None:
-        if event._stream is not waited:
+    def some(event: Event) -> None:
+        if isinstance(event, SlowEvent) and event._stream is not waited:
             wait(event)
 
     waiting.wait = some

@@ -1,33 +1,46 @@
 """The vLLM connector in an engine that runs a real model out of pages on a device.
 
-The device is late: what is queued runs when somebody waits for it. The last tests take one wait
-after the other out of the connector, and the same comparisons see it.
+The device is late: what is queued runs when somebody waits for it, and a CUDA device sleeps before
+each step. The last tests take one wait after the other out of the connector, and the same
+comparisons see it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from decode_graph import GraphEngine
+from delayed_device import DelayedDevice
 from gpu_twin import use_device
 from local_server import LocalServer
 from paged_engine import BLOCKS, TOKEN_IDS, PagedEngine, drop_wait, small_model
+from server_process import ServerProcess
 from slow_device import SlowDevice, SlowStream
 from typing_extensions import override
 
 from kvstore.client import Client
-from kvstore.client.cuda import CudaClient
+from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.proto.device import Stream
 
 Start = Callable[..., PagedEngine]
+ServerMaker = Callable[..., LocalServer]
+On = Callable[[], SlowDevice | DelayedDevice]
+Right = list[dict[str, list[int]]]
 NEW = 50
 LENGTHS = {"a": 150, "b": 90, "c": 200, "d": 130}
 HITS = {"a": 192, "b": 128, "c": 192, "d": 128}
 """Of these prompts and their new tokens, some of which decode steps computed."""
 ORDERS = pytest.mark.parametrize("zeroes_first", [False, True], ids=["v1", "v2"])
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = pytest.mark.parametrize(
+    "on", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])], indirect=True
+)
 LATEST = pytest.mark.parametrize("stores_last", [False, True], ids=["stores-first", "stores-last"])
 
 
@@ -49,15 +62,30 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def right() -> list[dict[str, list[int]]]:
+@pytest.fixture
+def on(request: pytest.FixtureRequest) -> Iterator[On]:
+    """Return what makes the device of an engine."""
+    if getattr(request, "param", "cpu") == "cpu":
+        yield SlowDevice
+        return
+    device = DelayedDevice()
+    with torch.cuda.stream(device.engine_stream):
+        yield lambda: device
+
+
+@lru_cache
+def _right(kind: str) -> Right:
+    device = DelayedDevice() if kind == "cuda" else SlowDevice()
+    stream = device.engine_stream if isinstance(device, DelayedDevice) else None
+    with torch.cuda.stream(stream):  # does nothing without one
+        first = PagedEngine(None, device=device).generate(PROMPTS, NEW)
+        return [first, PagedEngine(None, device=device).generate(longer(first), NEW)]
+
+
+@pytest.fixture
+def right(on: On) -> Right:
     """What the model says to the prompts, and to those with what it said: without a store."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    first = PagedEngine(None).generate(PROMPTS, NEW)
-    second = PagedEngine(None).generate(longer(first), NEW)
-    torch.set_num_threads(before)
-    return [first, second]
+    return _right("cpu" if on is SlowDevice else "cuda")
 
 
 def longer(told: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -65,11 +93,33 @@ def longer(told: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def start(make_server: Callable[..., LocalServer], request: pytest.FixtureRequest) -> Start:
+def serve(on: On, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerMaker]:
+    """Start servers in this process, where CUDA leaves files open and threads behind."""
+    if on is SlowDevice:
+        yield request.getfixturevalue("make_server")
+        return
+    with ExitStack() as stack:
+
+        def make(*flags: str) -> LocalServer:
+            return stack.enter_context(closing(LocalServer(tmp_path, *flags)))
+
+        yield make
+
+
+@pytest.fixture
+def server(serve: ServerMaker) -> LocalServer:
+    return serve()
+
+
+@pytest.fixture
+def start(serve: ServerMaker, on: On, request: pytest.FixtureRequest) -> Start:
     """Start engines, closed before their servers."""
 
-    def make(address: str | None, client: type[Client] = Client, **more: Any) -> PagedEngine:
-        engine = PagedEngine(address, client, **more)
+    def make(
+        address: str | None, client: type[Client] = Client, kind: type[PagedEngine] = PagedEngine,
+        **more: Any,
+    ) -> PagedEngine:  # fmt: skip
+        engine = kind(address, client, **{"device": on(), **more})
         request.addfinalizer(engine.close)
         return engine
 
@@ -78,11 +128,17 @@ def start(make_server: Callable[..., LocalServer], request: pytest.FixtureReques
 
 @pytest.fixture
 def near(
-    make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> LocalServer:
-    """A server whose gpu tier is on the engines' device."""
-    use_device(monkeypatch, tmp_path, SlowDevice())
-    return make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
+    on: On, serve: ServerMaker, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> LocalServer | ServerProcess:  # fmt: skip
+    """A server whose gpu tier is on the engines' device: a CUDA device's is another process."""
+    flags, more = ("--tiers", "gpu,cpu", "--gpu", "8MiB"), ("--gpu", "64MiB", "--cpu", "64MiB")
+    if on is SlowDevice:
+        use_device(monkeypatch, tmp_path, SlowDevice())
+        return serve(*flags)
+    process: ServerProcess = request.getfixturevalue("server_process")(*flags, *more)
+    process.start()
+    return process
 
 
 def are_equal(reader: PagedEngine, writer: PagedEngine) -> bool:
@@ -95,7 +151,7 @@ def are_equal(reader: PagedEngine, writer: PagedEngine) -> bool:
 
 
 def test_the_engine_alone_says_what_the_model_says_by_itself(
-    right: list[dict[str, list[int]]],
+    right: Right,
 ) -> None:
     model: Any = small_model()
     model.set_attn_implementation("sdpa")
@@ -127,39 +183,67 @@ def through_the_store(
     return writer, reader
 
 
-def check(writer: PagedEngine, reader: PagedEngine, right: list[dict[str, list[int]]]) -> None:
+def check(writer: PagedEngine, reader: PagedEngine, right: Right) -> None:
     assert [writer.outputs, reader.outputs] == right
     assert reader.hits == HITS
     assert are_equal(reader, writer)
     assert min(writer.given, reader.given) > BLOCKS, "blocks were used again"
 
 
+def is_late(engine: PagedEngine) -> bool:
+    """Whether the device was behind: only then is it seen that somebody does not wait."""
+    return engine.late_steps > NEW
+
+
+@DEVICES
 @LATEST
 @ORDERS
 @pytest.mark.parametrize("client", [Client, CudaClient], ids=["host", "straight"])
 def test_tokens_and_pages_are_those_of_an_engine_without_a_store(
     start: Start, server: LocalServer, client: type[Client], zeroes_first: bool,
-    stores_last: bool, right: list[dict[str, list[int]]],
+    stores_last: bool, right: Right,
 ) -> None:  # fmt: skip
     more = {"zeroes_first": zeroes_first, "stores_last": stores_last}
     writer, reader = through_the_store(start, server.address, client, **more)
     check(writer, reader, right)
+    assert is_late(writer)
+    assert is_late(reader)
 
 
+@DEVICES
 @ORDERS
 def test_so_they_are_where_the_servers_gpu_tier_is_on_the_engines_device(
-    start: Start, near: LocalServer, zeroes_first: bool, right: list[dict[str, list[int]]]
+    start: Start, near: LocalServer | ServerProcess, zeroes_first: bool, right: Right
 ) -> None:
     more = {"zeroes_first": zeroes_first, "stores_last": zeroes_first}
-    check(*through_the_store(start, near.address, CudaClient, **more), right)
-    gpu = near.node.manager.transfers.gpu_tier
-    assert gpu is not None
-    assert gpu.stats().chunks
+    writer, reader = through_the_store(start, near.address, CudaClient, **more)
+    check(writer, reader, right)
+    transport = reader.side._connector.client._connected()
+    assert isinstance(transport, CudaTransport)
+    assert transport.arena is not None, transport.without_arena
+    if isinstance(near, LocalServer):
+        gpu = near.node.manager.transfers.gpu_tier
+        assert gpu is not None
+        assert gpu.stats().chunks
+
+
+@DEVICES
+@ORDERS
+def test_so_they_are_where_decode_steps_are_replayed_over_memory_that_stays(
+    start: Start, server: LocalServer, zeroes_first: bool, right: Right
+) -> None:
+    more = {"zeroes_first": zeroes_first, "stores_last": zeroes_first, "kind": GraphEngine}
+    writer, reader = through_the_store(start, server.address, CudaClient, **more)
+    check(writer, reader, right)
+    for engine in (writer, reader):
+        assert isinstance(engine, GraphEngine)
+        assert engine.replays > NEW
+        assert is_late(engine)
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BLNHC"])
 def test_so_they_are_in_every_order_that_pages_lie_in(
-    start: Start, server: LocalServer, layout: str, right: list[dict[str, list[int]]]
+    start: Start, server: LocalServer, layout: str, right: Right
 ) -> None:
     check(*through_the_store(start, server.address, CudaClient, layout=layout), right)
 
@@ -193,7 +277,7 @@ def test_a_request_that_begins_with_copies_of_anothers_blocks_is_stored_right(
 # --- a wait that is missing
 
 
-def is_seen(writer: PagedEngine, reader: PagedEngine, right: list[dict[str, list[int]]]) -> bool:
+def is_seen(writer: PagedEngine, reader: PagedEngine, right: Right) -> bool:
     """Whether what is compared above shows wrong KV, that the connector took for right."""
     assert writer.outputs == right[0]
     assert reader.hits == HITS, "nothing was noticed"
@@ -204,6 +288,8 @@ def without_a_wait(
     start: Start, address: str, taken: Callable[[PagedEngine], None], *, of_store: bool
 ) -> tuple[PagedEngine, PagedEngine]:
     writer = start(address)
+    if isinstance(writer.device, DelayedDevice):
+        writer.device.compute.late_ms = 15
     if of_store:
         taken(writer)
     told = writer.generate(PROMPTS, NEW)
@@ -215,8 +301,9 @@ def without_a_wait(
     return writer, reader
 
 
+@DEVICES
 def test_a_store_that_does_not_wait_for_its_gather_would_be_seen(
-    start: Start, server: LocalServer, right: list[dict[str, list[int]]]
+    start: Start, server: LocalServer, right: Right
 ) -> None:
     def take(engine: PagedEngine) -> None:
         drop_wait(engine.side._down, engine.device.compute)
@@ -226,7 +313,7 @@ def test_a_store_that_does_not_wait_for_its_gather_would_be_seen(
 
 @ORDERS
 def test_a_gather_on_a_stream_of_its_own_would_be_seen(
-    start: Start, server: LocalServer, zeroes_first: bool, right: list[dict[str, list[int]]]
+    start: Start, server: LocalServer, zeroes_first: bool, right: Right
 ) -> None:
     class Aside(SlowDevice):
         """Gathers behind the forward pass, and so that nothing waits for them."""
@@ -246,8 +333,9 @@ def test_a_gather_on_a_stream_of_its_own_would_be_seen(
     assert is_seen(writer, reader, right)
 
 
+@DEVICES
 def test_a_load_that_does_not_wait_for_the_engines_stream_would_be_seen(
-    start: Start, server: LocalServer, right: list[dict[str, list[int]]]
+    start: Start, server: LocalServer, right: Right
 ) -> None:
     def take(engine: PagedEngine) -> None:
         drop_wait(engine.side.reader.work, engine.device.compute)
@@ -256,7 +344,7 @@ def test_a_load_that_does_not_wait_for_the_engines_stream_would_be_seen(
 
 
 def test_a_load_that_does_not_wait_for_what_goes_up_would_be_seen(
-    start: Start, server: LocalServer, right: list[dict[str, list[int]]]
+    start: Start, server: LocalServer, right: Right
 ) -> None:
     def take(engine: PagedEngine) -> None:
         drop_wait(engine.side.reader.work, engine.side.reader.copies)
@@ -265,7 +353,7 @@ def test_a_load_that_does_not_wait_for_what_goes_up_would_be_seen(
 
 
 def test_a_load_that_is_told_before_it_is_over_would_be_seen(
-    start: Start, server: LocalServer, right: list[dict[str, list[int]]]
+    start: Start, server: LocalServer, right: Right
 ) -> None:
     def take(engine: PagedEngine) -> None:
         engine.side.reader.work.run = lambda position=None: None  # type: ignore[attr-defined]
