@@ -43,7 +43,7 @@ from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_cost import PrefillCost
 from kvstore.client.engines.vllm_events import EventMaker, KVEvents
 from kvstore.client.engines.vllm_identity import representation_of
-from kvstore.client.engines.vllm_layout import BlockWriter
+from kvstore.client.engines.vllm_layout import BlockWriter, with_heads
 from kvstore.client.engines.vllm_orders import MISFITS, FollowedTables, StepOrders, WorkerNews
 from kvstore.client.engines.vllm_refused import RefusedScheduler, RefusedWorker
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
@@ -198,7 +198,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             return
         self._registered = kv_caches
-        refusal = self._worker.register(kv_caches, self._writer)
+        pages = {name: with_heads(each) for name, each in kv_caches.items()}
+        refusal = self._worker.register(pages, self._writer)
         if refusal:
             logger.error("running without the store: %s", refusal)
 

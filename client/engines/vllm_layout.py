@@ -206,6 +206,11 @@ def packings_of(
     )
 
 
+def with_heads(pages: torch.Tensor) -> torch.Tensor:
+    """Return *pages* with their dimension of heads, which latents of vLLM 0.26 lack."""
+    return pages.unsqueeze(1) if pages.ndim == 3 else pages
+
+
 def _check(shape: EngineShape, group: KeptGroup, pages: torch.Tensor) -> None:
     width = group.layer_group.parts * group.head_dim
     if DType.parse(str(pages.dtype)) is not group.dtype and not (

@@ -25,6 +25,7 @@ from kvstore.client.engines.vllm_layout import (
     Packing,
     find_packing,
     rows,
+    with_heads,
 )
 from kvstore.proto.errors import LayoutMismatchError
 
@@ -80,6 +81,16 @@ def test_latents_are_one_part_and_lie_as_the_shape_says() -> None:
     assert latents.shape == (1, BLOCK_TOKENS, HEAD_DIM)
     with pytest.raises(LayoutMismatchError, match="packs otherwise"):
         EnginePages.of(LATENT, registered, scrambled)
+
+
+def test_latents_of_an_older_engine_get_their_dimension_of_heads() -> None:
+    registered = empty_pages(shape=LATENT)
+    bare = {name: pages.squeeze(1) for name, pages in registered.items()}
+    assert {pages.ndim for pages in bare.values()} == {3}
+    pages = {name: with_heads(each) for name, each in bare.items()}
+    assert all(pages[name].data_ptr() == each.data_ptr() for name, each in registered.items())
+    EnginePages.of(LATENT, pages, writer(rows))
+    assert {with_heads(each).ndim for each in registered.values()} == {4}
 
 
 @pytest.mark.parametrize(
