@@ -44,7 +44,7 @@ from kvstore.client.engines.vllm_orders import (
     WorkerNews,
 )
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.vllm_watch import LoadWatch
+from kvstore.client.engines.vllm_watch import QUIET_S, LoadWatch
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
@@ -152,6 +152,8 @@ class VllmWorker:
         self._device = device
         self._side: Side | None = None
         self._loader, self._storer = WorkThread("kvstore-load"), WorkThread("kvstore-store")
+        self._opener, self._opened = WorkThread("kvstore-connect"), threading.Event()
+        self._opened.set()
         self._watch = LoadWatch(lambda: connector.ask(connector.client.end_if_hung, False))
         self._is_down = False
         self._loading = 0
@@ -182,12 +184,37 @@ class VllmWorker:
     def register(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
     ) -> str:
-        """Take the engine's pages; return why they cannot be stored, or nothing."""
+        """Take the engine's pages; return why they cannot be stored, or nothing.
+
+        A session is opened meanwhile: a load that has one notices when the server hangs.
+        """
         try:
             self._side = self._side_of(registered, writer)
         except (*MISFITS, KVStoreError, OSError) as error:
             self.refuse(f"{type(error).__name__}: {error}")
+        self._begin_session()
         return self._refusal
+
+    def _begin_session(self) -> None:
+        with self._news:
+            if self._opened.is_set():
+                self._opened.clear()
+                self._opener.do(self._open_session)
+
+    def _open_session(self) -> None:
+        self._connector.ask(self._connector.client.tell_counts, None)
+        self._opened.set()
+
+    def _await_session(self) -> bool:
+        """Whether there is a session; one that is being opened is waited for, not a hang."""
+        client = self._connector.client
+        if client.is_connected:
+            return True
+        self._begin_session()
+        while not self._opened.wait(QUIET_S):
+            if client.is_shut or self._connector.ask(client.end_if_hung, True):
+                return False
+        return client.is_connected
 
     def _side_of(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
@@ -270,6 +297,8 @@ class VllmWorker:
             self._news.notify_all()
 
     def _read(self, side: Side, work: LoadWork) -> int:
+        if not self._await_session():
+            return 0
         with self._watch.over():
             return side.read(work)
 
@@ -467,7 +496,8 @@ class VllmWorker:
         """End the threads, once they are through with what they have, and the client."""
         self.settled(SHUTDOWN_S)
         self._watch.close()
-        is_over = [self._loader.stop(SHUTDOWN_S), self._storer.stop(SHUTDOWN_S)]
+        threads = (self._loader, self._storer, self._opener)
+        is_over = [thread.stop(SHUTDOWN_S) for thread in threads]
         side, self._side = self._side, None
         if all(is_over) and side is not None:
             self._connector.ask(side.close, None)
