@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ from kvstore.client.engines.vllm_orders import (
     StoreOrder,
     WorkerNews,
 )
+from kvstore.client.engines.vllm_refused import RefusalTeller
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.vllm_watch import QUIET_S, LoadWatch
 from kvstore.proto.device import Device, Event
@@ -173,11 +174,12 @@ class VllmWorker:
         self._failed_loads: set[str] = set()
         self._short_loads: dict[str, int] = {}
         self._refusal = ""
+        self._teller: RefusalTeller | None = None
         self.cost = PrefillCost()
         self.tells_stores = False
         """Whether the scheduler is to learn of every chunk that is stored."""
         self._stored: list[ChainDigest] = []
-        self._unstored: dict[ChainDigest, None] = {}
+        self._unstored: OrderedDict[ChainDigest, None] = OrderedDict()
         # Guards the fields above but for the threads; its waiters wait for a load to end.
         self._news = threading.Condition()
 
@@ -192,8 +194,16 @@ class VllmWorker:
             self._side = self._side_of(registered, writer)
         except (*MISFITS, KVStoreError, OSError) as error:
             self.refuse(f"{type(error).__name__}: {error}")
-        self._begin_session()
+        if self._refusal:
+            self._tell_refusal()
+        else:
+            self._begin_session()
         return self._refusal
+
+    def _tell_refusal(self) -> None:
+        if self._teller is None:
+            connector = self._connector
+            self._teller = RefusalTeller(connector.client, self._refusal, connector.counts)
 
     def _begin_session(self) -> None:
         with self._news:
@@ -445,9 +455,9 @@ class VllmWorker:
 
     def _note_unstored(self, chunks: Sequence[NamedChunk]) -> None:
         """Have the scheduler told of chunks that will not come. Called with the lock."""
-        self._unstored |= dict.fromkeys(chunk.digest for chunk in chunks)
+        self._unstored.update(dict.fromkeys(chunk.digest for chunk in chunks))
         while len(self._unstored) > MOST_UNSTORED:
-            del self._unstored[next(iter(self._unstored))]
+            self._unstored.popitem(last=False)
 
     def _chunk(self, named: NamedChunk, whole: Whole | None = None) -> Chunk:
         """Return a chunk to put; without its tensors where *whole* is None."""
@@ -478,7 +488,7 @@ class VllmWorker:
         with self._news:
             short, self._short_loads = self._short_loads, {}
             stored, self._stored = self._stored, []
-            unstored, self._unstored = tuple(self._unstored), {}
+            unstored, self._unstored = tuple(self._unstored), OrderedDict()
             refusal = self._refusal
             is_down, self._is_down = self._is_down, False
         news = WorkerNews(short, refusal, is_down, unstored, dict.fromkeys(stored, 1), is_waiting)
@@ -501,4 +511,6 @@ class VllmWorker:
         side, self._side = self._side, None
         if all(is_over) and side is not None:
             self._connector.ask(side.close, None)
+        if self._teller is not None:
+            self._teller.close()
         self._connector.client.close()
