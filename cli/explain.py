@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvstore.cli.access import dial
 from kvstore.cli.blend_report import gate_as_dict, gate_line
@@ -25,6 +26,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES
 from kvstore.proto.wire import join_digests, representation_from_message
+from kvstore.server.miss_log import REASON
 
 DEADLINE_MS = 10_000
 CLIENT_NAME = "kvstore explain"
@@ -177,12 +179,21 @@ def explain_as_json(address: str, reply: pb.ExplainResponse) -> str:
         parts["recent"] = [json_format.MessageToDict(one, True, True) for one in reply.recent]
         parts["engines"] = [
             {"client": one.client, "model_id": one.model_id, "ago_s": one.ago_s}
-            | {"counts": dict(sorted(one.counts.items()))}
+            | {"refused": _reasons(one), "counts": dict(_counts(one))}
             for one in reply.engines
         ]
         parts["gates"] = [gate_as_dict(gate_from_message(one)) for one in reply.gates]
         parts["spaces"] = [_space(one) for one in reply.spaces]
     return json.dumps(parts, indent=2)
+
+
+def _reasons(engine: pb.EngineReport) -> list[str]:
+    """Return why an engine runs without its store."""
+    return sorted(name.removeprefix(REASON) for name in engine.counts if name.startswith(REASON))
+
+
+def _counts(engine: pb.EngineReport) -> list[tuple[str, int]]:
+    return sorted(pair for pair in engine.counts.items() if not pair[0].startswith(REASON))
 
 
 def _copy(copy: pb.Copy) -> dict[str, object]:
@@ -247,16 +258,22 @@ def _print_chunks(console: Console, reply: pb.ExplainResponse) -> None:
 def _print_recent(console: Console, reply: pb.ExplainResponse) -> None:
     misses = Table("ago", "client", "model", "found", "pending", "state", "why")
     for miss in reply.recent:
-        misses.add_row(
+        cells = (
             f"{miss.ago_s:.0f} s", miss.client, miss.model_id, f"{miss.ready} of {miss.chunks}",
             str(miss.pending), miss.state, miss.reason,
         )  # fmt: skip
+        misses.add_row(*map(Text, cells))  # no markup: a client may say anything
     console.print(misses)
     engines = Table("heard", "client", "model", "what its engine counted")
     for one in reply.engines:
-        counts = ", ".join(f"{name} {count}" for name, count in sorted(one.counts.items()))
-        engines.add_row(f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
+        counts = ", ".join(f"{name} {count}" for name, count in _counts(one))
+        row = (f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
+        engines.add_row(*map(Text, row))
     console.print(engines)
+    for one in reply.engines:
+        for reason in _reasons(one):
+            text = Text(f"{one.client or 'no name'} runs without the store: {reason}")
+            console.print(text, soft_wrap=True)
 
 
 def _print_spaces(console: Console, title: str, spaces: Sequence[pb.KnownSpace]) -> None:

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Self, TypeVar
 from kvstore.client.connection import Connection
 from kvstore.client.levelled_get import Meters
 from kvstore.client.link_meter import LinkMeter
+from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
 from kvstore.client.reader import Reader, Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
-from kvstore.client.session import Session
+from kvstore.client.session import FIRST_PACE_S, Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import Transport, as_true
@@ -145,10 +146,25 @@ class Caller:
         """Whether the server hangs; if so, calls that wait for it fail now, as if it were late.
 
         A server on this host that neither answers nor runs does, one that takes its time does
-        not; of others one that does not even refuse a call. Takes some 20 ms.
+        not; of others one that does not even refuse a call. Takes some 20 ms; a quarter of a second
+        while there is no session, as nothing is known of its answers.
         """
         transport = self._transport
-        return transport is not None and transport.end_if_hung()
+        if transport is not None:
+            return transport.end_if_hung()
+        if self.is_shut or not stays_silent(self._connection, FIRST_PACE_S):
+            return False
+        self._connection.hang_up()
+        return True
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a session, as far as is known here; asks nobody."""
+        return self._transport is not None
+
+    def tell_counts(self) -> None:
+        """Tell the server what ``counts`` returns, as heartbeats do; opens a session if need be."""
+        self._with_session(lambda transport: transport.session.heartbeat())
 
     @property
     def namespace(self) -> Namespace:

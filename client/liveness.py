@@ -12,6 +12,7 @@ import socket
 import struct
 from pathlib import Path
 
+from kvstore.client.connection import Connection
 from kvstore.client.session import Session, SessionTerms
 from kvstore.proto import shm
 
@@ -93,5 +94,10 @@ def is_silent(session: Session) -> bool:
     Takes 20 ms at most where answers take 3 ms or less: one far away, or that is slow to answer
     all the time, is given time accordingly.
     """
-    patience_s = max(PULSE_S, _PACES * session.pace_s)
-    return not any(map(session.connection.answers, (patience_s, _ONCE_MORE * patience_s)))
+    return stays_silent(session.connection, session.pace_s)
+
+
+def stays_silent(connection: Connection, pace_s: float) -> bool:
+    """Do the same without a session, for a server that is thought to answer in *pace_s*."""
+    patience_s = max(PULSE_S, _PACES * pace_s)
+    return not any(map(connection.answers, (patience_s, _ONCE_MORE * patience_s)))

@@ -15,7 +15,7 @@ from kvstore.proto.types import Namespace, Representation
 from kvstore.proto.wire import representation_to_message
 
 _BEATS_PER_LIFETIME = 3
-_FIRST_PACE_S = 0.05
+FIRST_PACE_S = 0.05
 """How soon the server is thought to answer until it was asked."""
 _FIRST_ANSWERS = 3
 _FADES = 0.5
@@ -96,7 +96,7 @@ class Session:
         )
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")
-        self.pace_s = _FIRST_PACE_S
+        self.pace_s = FIRST_PACE_S
         """What the slowest of the last answers took, fading."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)

@@ -17,6 +17,12 @@ MAX_REPORTS = 256
 MAX_COUNTS = 64
 MAX_NAME_CHARS = 64
 
+REASON = "refused: "
+"""How a name begins that says why an engine runs without its store."""
+MAX_REASONS = 4
+MAX_REASON_CHARS = 240
+"""Of one of them; a longer one is cut."""
+
 
 class LoggedMiss(NamedTuple):
     """One lookup. *key* is the first chunk that was not found, *asked* how many chunks were."""
@@ -56,12 +62,19 @@ class MissLog:
             self._misses.append(miss)
 
     def report(self, session: Session, counts: Mapping[str, int]) -> None:
-        """Take note of what an engine counted; what is over the limits is left out.
+        """Take note of what an engine counted; what is over the limits is left out, reasons last.
 
-        A heartbeat may not fail for it: the session would end.
+        A heartbeat may not fail for it: the session would end. Names are a client's: who shows
+        them gets nothing that a terminal would obey.
         """
-        fit = [pair for pair in counts.items() if len(pair[0]) <= MAX_NAME_CHARS]
-        kept = dict(sorted(fit)[:MAX_COUNTS])
+        pairs = sorted(counts.items())
+        told = [pair for pair in pairs if pair[0].startswith(REASON)][:MAX_REASONS]
+        told += [
+            pair
+            for pair in pairs
+            if len(pair[0]) <= MAX_NAME_CHARS and not pair[0].startswith(REASON)
+        ]
+        kept = {_shown(name): count for name, count in told[:MAX_COUNTS]}
         if not kept:
             return
         with self._lock:
@@ -80,3 +93,9 @@ class MissLog:
         """Return what engines counted, the latest first."""
         with self._lock:
             return list(reversed(self._reports.values()))
+
+
+def _shown(name: str) -> str:
+    if len(name) > MAX_REASON_CHARS:
+        name = f"{name[: MAX_REASON_CHARS - 3]}..."
+    return "".join(char if char.isprintable() else " " for char in name)

@@ -12,6 +12,7 @@ as if there were no store, and says why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +46,11 @@ from kvstore.client.engines.vllm_events import EventMaker, KVEvents
 from kvstore.client.engines.vllm_identity import representation_of
 from kvstore.client.engines.vllm_layout import BlockWriter, with_heads
 from kvstore.client.engines.vllm_orders import MISFITS, FollowedTables, StepOrders, WorkerNews
-from kvstore.client.engines.vllm_refused import RefusedScheduler, RefusedWorker
+from kvstore.client.engines.vllm_refused import (
+    RefusedScheduler,
+    RefusedWorker,
+    client_of_refused,
+)
 from kvstore.client.engines.vllm_scheduler import VllmScheduler
 from kvstore.client.engines.vllm_settings import Role, VllmSettings
 from kvstore.client.engines.vllm_shape import EngineShape, shape_of
@@ -113,11 +118,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else:
                 self._worker = _worker(vllm_config, settings, shape)
         except (*MISFITS, KVStoreError, OSError) as error:
-            logger.error("running without the store: %s: %s", type(error).__name__, str(error))
+            text = f"{type(error).__name__}: {error}"
+            logger.error("running without the store: %s", text)
+            refused: RefusedScheduler | RefusedWorker
             if is_scheduler:
-                self._scheduler = RefusedScheduler(reason_of(error))
+                refused = self._scheduler = RefusedScheduler(reason_of(error))
             else:
-                self._worker = RefusedWorker(str(error))
+                refused = self._worker = RefusedWorker(str(error))
+            name = "vllm-lookup" if is_scheduler else "vllm-rank"
+            with suppress(*MISFITS, KVStoreError, OSError):
+                model = str(vllm_config.model_config.model)
+                refused.tell(client_of_refused(model, settings, name), text)
 
     @property
     def requires_kv_delivery(self) -> bool:

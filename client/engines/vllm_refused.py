@@ -2,14 +2,76 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from kvstore.client.client import Client
 from kvstore.client.engines.vllm_layout import BlockWriter
 from kvstore.client.engines.vllm_orders import BlockTables, LoadOrder, StepOrders, WorkerNews
+from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.types import (
+    DEFAULT_CHUNK_TOKENS,
+    DType,
+    LayerGroup,
+    LayerKind,
+    Representation,
+    RopeParameters,
+)
+
+TELL_EVERY_S = 10.0
+"""How often a server is told why an engine runs without it: it may have started later, or again."""
+
+REASON = "refused: "
+"""What a count's name begins with that is a reason; ``kvstore explain`` prints what follows."""
+
+MAX_REASON_CHARS = 1024
+"""What is sent of one; the server keeps less."""
+
+
+def client_of_refused(model: str, settings: VllmSettings, name: str) -> Client:
+    """Return a client of an engine of *model* whose KV has no name, to say so.
+
+    Raises what Access does of files that cannot be used.
+    """
+    group = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
+    rope = RopeParameters(theta=1.0, rotary_dim=0)
+    identity = Representation(model, "refused", "none", "none", (group,), rope, "none")
+    options = settings.options(DEFAULT_CHUNK_TOKENS, name)
+    return Client(settings.address, identity, replace(options, transport="grpc", staging_bytes=1))
+
+
+class RefusalTeller:
+    """Tells a server why an engine runs without it, in a thread: nobody waits for that.
+
+    *counts* returns what is said beside it.
+    """
+
+    def __init__(
+        self, client: Client, reason: str, counts: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
+        self._client = client
+        told = {f"{REASON}{' '.join(reason[:MAX_REASON_CHARS].split())}": 1}
+        client.counts = lambda: {**counts(), **told}
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run, name="kvstore-refused", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            with suppress(KVStoreError):
+                self._client.tell_counts()
+            self._is_over.wait(TELL_EVERY_S)
+
+    def close(self) -> None:
+        """Say nothing more, and close the client."""
+        self._is_over.set()
+        self._client.close()
 
 
 class RefusedScheduler:
@@ -22,6 +84,11 @@ class RefusedScheduler:
         self._reason = reason
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
+        self._teller: RefusalTeller | None = None
+
+    def tell(self, client: Client, text: str) -> None:
+        """Have the server told *text*, and what is counted."""
+        self._teller = RefusalTeller(client, text, self.counted.copy)
 
     def arrived(self, request: Any) -> None:
         """Count a miss."""
@@ -55,7 +122,9 @@ class RefusedScheduler:
         return dict(new)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Tell the server nothing more."""
+        if self._teller is not None:
+            self._teller.close()
 
 
 class RefusedWorker:
@@ -69,6 +138,11 @@ class RefusedWorker:
         self._loads: list[LoadOrder] = []
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
+        self._teller: RefusalTeller | None = None
+
+    def tell(self, client: Client, text: str) -> None:
+        """Have the server told *text*."""
+        self._teller = RefusalTeller(client, text)
 
     def register(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
@@ -119,4 +193,6 @@ class RefusedWorker:
         return {}
 
     def close(self) -> None:
-        """Do nothing."""
+        """Tell the server nothing more."""
+        if self._teller is not None:
+            self._teller.close()

@@ -45,8 +45,8 @@ class VllmSettings:
     on disk when they are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored
     is promised when its prompt arrives, and kept until another engine read it, for so long at most.
     ``wait_ms``: what a request waits for what another engine has promised. ``prefill_token_us``:
-    about what the engine takes to compute a token; what the store loads later than that is computed; 0: all
-    that is found is loaded. ``token_file`` has an API key or a
+    about what the engine takes to compute a token; what the store loads later than that is
+    computed; 0: all that is found is loaded. ``token_file`` has an API key or a
     JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files, as in Access; ``tenant``: as in
     ClientOptions. A token is no setting: engines print those.
     """

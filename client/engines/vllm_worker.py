@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +43,9 @@ from kvstore.client.engines.vllm_orders import (
     StoreOrder,
     WorkerNews,
 )
+from kvstore.client.engines.vllm_refused import RefusalTeller
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.vllm_watch import LoadWatch
+from kvstore.client.engines.vllm_watch import QUIET_S, LoadWatch
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
@@ -152,6 +153,8 @@ class VllmWorker:
         self._device = device
         self._side: Side | None = None
         self._loader, self._storer = WorkThread("kvstore-load"), WorkThread("kvstore-store")
+        self._opener, self._opened = WorkThread("kvstore-connect"), threading.Event()
+        self._opened.set()
         self._watch = LoadWatch(lambda: connector.ask(connector.client.end_if_hung, False))
         self._is_down = False
         self._loading = 0
@@ -171,23 +174,57 @@ class VllmWorker:
         self._failed_loads: set[str] = set()
         self._short_loads: dict[str, int] = {}
         self._refusal = ""
+        self._teller: RefusalTeller | None = None
         self.cost = PrefillCost()
         self.tells_stores = False
         """Whether the scheduler is to learn of every chunk that is stored."""
         self._stored: list[ChainDigest] = []
-        self._unstored: dict[ChainDigest, None] = {}
+        self._unstored: OrderedDict[ChainDigest, None] = OrderedDict()
         # Guards the fields above but for the threads; its waiters wait for a load to end.
         self._news = threading.Condition()
 
     def register(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
     ) -> str:
-        """Take the engine's pages; return why they cannot be stored, or nothing."""
+        """Take the engine's pages; return why they cannot be stored, or nothing.
+
+        A session is opened meanwhile: a load that has one notices when the server hangs.
+        """
         try:
             self._side = self._side_of(registered, writer)
         except (*MISFITS, KVStoreError, OSError) as error:
             self.refuse(f"{type(error).__name__}: {error}")
+        if self._refusal:
+            self._tell_refusal()
+        else:
+            self._begin_session()
         return self._refusal
+
+    def _tell_refusal(self) -> None:
+        if self._teller is None:
+            connector = self._connector
+            self._teller = RefusalTeller(connector.client, self._refusal, connector.counts)
+
+    def _begin_session(self) -> None:
+        with self._news:
+            if self._opened.is_set():
+                self._opened.clear()
+                self._opener.do(self._open_session)
+
+    def _open_session(self) -> None:
+        self._connector.ask(self._connector.client.tell_counts, None)
+        self._opened.set()
+
+    def _await_session(self) -> bool:
+        """Whether there is a session; one that is being opened is waited for, not a hang."""
+        client = self._connector.client
+        if client.is_connected:
+            return True
+        self._begin_session()
+        while not self._opened.wait(QUIET_S):
+            if client.is_shut or self._connector.ask(client.end_if_hung, True):
+                return False
+        return client.is_connected
 
     def _side_of(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
@@ -270,6 +307,8 @@ class VllmWorker:
             self._news.notify_all()
 
     def _read(self, side: Side, work: LoadWork) -> int:
+        if not self._await_session():
+            return 0
         with self._watch.over():
             return side.read(work)
 
@@ -416,9 +455,9 @@ class VllmWorker:
 
     def _note_unstored(self, chunks: Sequence[NamedChunk]) -> None:
         """Have the scheduler told of chunks that will not come. Called with the lock."""
-        self._unstored |= dict.fromkeys(chunk.digest for chunk in chunks)
+        self._unstored.update(dict.fromkeys(chunk.digest for chunk in chunks))
         while len(self._unstored) > MOST_UNSTORED:
-            del self._unstored[next(iter(self._unstored))]
+            self._unstored.popitem(last=False)
 
     def _chunk(self, named: NamedChunk, whole: Whole | None = None) -> Chunk:
         """Return a chunk to put; without its tensors where *whole* is None."""
@@ -449,7 +488,7 @@ class VllmWorker:
         with self._news:
             short, self._short_loads = self._short_loads, {}
             stored, self._stored = self._stored, []
-            unstored, self._unstored = tuple(self._unstored), {}
+            unstored, self._unstored = tuple(self._unstored), OrderedDict()
             refusal = self._refusal
             is_down, self._is_down = self._is_down, False
         news = WorkerNews(short, refusal, is_down, unstored, dict.fromkeys(stored, 1), is_waiting)
@@ -467,8 +506,11 @@ class VllmWorker:
         """End the threads, once they are through with what they have, and the client."""
         self.settled(SHUTDOWN_S)
         self._watch.close()
-        is_over = [self._loader.stop(SHUTDOWN_S), self._storer.stop(SHUTDOWN_S)]
+        threads = (self._loader, self._storer, self._opener)
+        is_over = [thread.stop(SHUTDOWN_S) for thread in threads]
         side, self._side = self._side, None
         if all(is_over) and side is not None:
             self._connector.ask(side.close, None)
+        if self._teller is not None:
+            self._teller.close()
         self._connector.client.close()

@@ -142,6 +142,21 @@ def test_recent_misses_are_printed_with_what_engines_counted(
         assert word in out
 
 
+def test_what_clients_say_of_themselves_is_printed_as_it_is(
+    server: LocalServer, explain: Explain
+) -> None:
+    client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="[/bold]"))
+    client.lookup(keys_of(client, 1, 1))
+    client.counts = lambda: {"refused: [red]packs otherwise[/]": 1, "[/x]": 1}
+    client.tell_counts()
+    (report,) = as_json(explain, "--recent", "5")["engines"]
+    assert report["refused"] == ["[red]packs otherwise[/]"]
+    assert report["counts"] == {"[/x]": 1}
+    status, out, _ = explain("--recent", "5")
+    assert status == 0
+    assert "[/bold] runs without the store: [red]packs otherwise[/]\n" in out
+
+
 def test_what_spaces_prints_can_be_asked_with(
     server: LocalServer, explain: Explain, prompt: Path, tmp_path: Path
 ) -> None:

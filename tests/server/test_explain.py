@@ -36,7 +36,15 @@ from kvstore.proto.errors import (
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, DType, Fidelity, Namespace, PutOutcome
 from kvstore.proto.wire import fidelity_number
-from kvstore.server.miss_log import MAX_COUNTS, MAX_MISSES, MAX_REPORTS, MissLog
+from kvstore.server.miss_log import (
+    MAX_COUNTS,
+    MAX_MISSES,
+    MAX_REASON_CHARS,
+    MAX_REASONS,
+    MAX_REPORTS,
+    REASON,
+    MissLog,
+)
 from kvstore.server.rpc.checks import Checks, ServiceLimits
 from kvstore.server.rpc.explain_wire import ExplainDesk
 from kvstore.server.sessions import Session
@@ -360,6 +368,22 @@ def test_counts_beyond_the_limits_are_left_out_and_the_session_lives(server: Loc
     assert "x" * 65 not in report.counts
     beat(wire, {"y" * 1000: 1})
     assert len(recent(server).engines) == 1
+
+
+def test_reasons_of_engines_are_cut_cleaned_few_and_before_all_counts(server: LocalServer) -> None:
+    wire = wire_to(server)
+    counts = {f"count_{number:04}": 1 for number in range(500)}
+    beat(wire, counts | {"refused: \x1b[31m\nno\u202e pages " + "x" * 10_000: 1})
+    (report,) = recent(server).engines
+    assert len(report.counts) == MAX_COUNTS
+    (reason,) = [name for name in report.counts if name.startswith(REASON)]
+    assert reason.isprintable()
+    assert reason.startswith("refused:  [31m no  pages xx")
+    assert len(reason) == MAX_REASON_CHARS
+    beat(wire, counts | {f"refused: {number}": 1 for number in range(100)} | {"\x07bell": 1})
+    (report,) = recent(server).engines
+    assert sum(name.startswith(REASON) for name in report.counts) == MAX_REASONS
+    assert all(name.isprintable() for name in report.counts)
 
 
 def test_the_identities_that_are_known_are_listed(server: LocalServer) -> None:

@@ -23,12 +23,19 @@ from vllm_pages import SHAPE, empty_pages, representation, scrambled, writer
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import QUEUE_BYTES, Engine, options
 
+from kvstore.cli.main import main
 from kvstore.client import Client, device_reads
 from kvstore.client.cuda import CudaClient, CudaTransport
-from kvstore.client.engines import vllm_watch
+from kvstore.client.engines import vllm_refused, vllm_watch
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_layout import side_by_side
 from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
+from kvstore.client.engines.vllm_refused import (
+    RefusedScheduler,
+    RefusedWorker,
+    client_of_refused,
+)
+from kvstore.client.engines.vllm_settings import VllmSettings
 from kvstore.client.engines.vllm_worker import VllmWorker
 from kvstore.codecs.frame_kernels import cuda_launcher
 from kvstore.proto.cuda import import_cupy
@@ -304,6 +311,44 @@ def test_an_engine_whose_pages_are_refused_computes_all_and_counts_why(
     engine.scheduler.arrived(asked)
     assert engine.matched(asked) == 0
     assert engine.scheduler.counted["miss_pages"] == 1
+
+
+def explained(address: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what ``kvstore explain`` prints of what engines said."""
+    with pytest.raises(SystemExit):
+        main(["explain", "--address", address, "--recent", "5"])
+    return capsys.readouterr().out
+
+
+def test_why_pages_were_refused_is_what_the_server_explains(
+    process: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    engine = Engine(process.address, packing=side_by_side, device=NeedsCupy(), refusing=True)
+    said = "no name runs without the store: TierUnavailableError: tier 'gpu': needs cupy"
+    assert eventually(lambda: said in explained(process.address, capsys))
+    engine.close()
+    assert said in explained(process.address, capsys), "and after it"
+
+
+@pytest.mark.parametrize("half", [RefusedScheduler, RefusedWorker])
+def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_too(
+    process: ServerProcess, capsys: pytest.CaptureFixture[str], half: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(vllm_refused, "TELL_EVERY_S", 0.1)
+    process.kill()
+    side = half("state_layers")
+    settings = VllmSettings.of({"address": process.address, "retry_after_ms": 1})
+    side.tell(client_of_refused("a/model", settings, "vllm-half"), "no state\x1b[2J\nlayers")
+    process.start()
+    said = "vllm-half runs without the store: no state [2J layers"
+    assert eventually(lambda: said in explained(process.address, capsys))
+    process.kill()
+    process.start()
+    assert eventually(lambda: said in explained(process.address, capsys)), "to each that comes"
+    side.close()
+    assert eventually(lambda: "kvstore-refused" not in [one.name for one in threading.enumerate()])
 
 
 # --- a gpu tier elsewhere

@@ -20,15 +20,21 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import tokens as prompt_tokens
 from server_process import ServerProcess
 from slow_link import SlowLink
+from vllm_pages import SHAPE, empty_pages, representation, writer
 from vllm_stand_ins import FakeRequest, step
-from vllm_steps import Engine, options
+from vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.client import liveness
 from kvstore.client.client import Client
 from kvstore.client.engines import vllm_watch
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm_layout import PACKINGS
+from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
 from kvstore.client.engines.vllm_watch import LoadWatch
+from kvstore.client.engines.vllm_worker import VllmWorker
 from kvstore.client.liveness import hangs, is_runnable, is_silent, peer_pid
 from kvstore.client.options import ClientOptions
+from kvstore.proto.types import ChainDigest
 
 PROMPT, OTHER, THIRD = (prompt_tokens(number, 200) for number in (1, 2, 3))
 
@@ -76,6 +82,67 @@ def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked
     again = FakeRequest("d", PROMPT)
     assert engine.matched(again) == 192
     assert engine.load(again, engine.blocks(200), 192) == set()
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq", "grpc"])
+def test_the_first_load_of_an_engine_ends_soon_when_the_server_hangs(
+    process: ServerProcess, transport: str
+) -> None:
+    first = Engine(process.address, opts=over(transport))
+    first.run("a", PROMPT)
+    engine = Engine(process.address, opts=over(transport))
+    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
+    assert engine.matched(request) == 192
+    process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert engine.load(request, blocks, 192) == set(blocks[:6])
+        assert time.monotonic() - began < HANGS_S
+        assert engine.scheduler._desk.is_down
+    finally:
+        process.send_signal(signal.SIGCONT)
+    first.close()
+    engine.close()
+
+
+def test_neither_a_start_nor_a_load_waits_for_a_server_that_hung_before(
+    process: ServerProcess,
+) -> None:
+    client = Client(process.address, representation(), over("auto"))
+    worker = VllmWorker(Connector(client), SHAPE, QUEUE_BYTES)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert worker.register(empty_pages(), writer(PACKINGS[0])) == ""
+        worker.load(StepOrders((LoadOrder("a", (ChainDigest(bytes(16)),), ((3, 4),)),)))
+        assert worker.settled(HANGS_S)
+        assert time.monotonic() - began < HANGS_S
+        assert worker.failed_blocks() == {3, 4}
+        news = worker.news()
+        assert news is not None
+        assert news.is_down
+    finally:
+        process.send_signal(signal.SIGCONT)
+    worker.close()
+
+
+def test_a_server_that_comes_after_the_engine_is_loaded_from(process: ServerProcess) -> None:
+    process.kill()
+    engine = Engine(process.address, opts=over("auto"))
+    assert eventually(lambda: engine.scheduler._desk.is_down)
+    process.start()
+    other = Engine(process.address, opts=over("auto"))
+
+    def matched(asked: Engine) -> int:
+        asked.scheduler.finished(FakeRequest("b", PROMPT))
+        return asked.matched(FakeRequest("b", PROMPT))
+
+    assert eventually(lambda: matched(other) == 0 and not other.scheduler._desk.is_down)
+    other.run("a", PROMPT)
+    assert eventually(lambda: matched(engine) == 192)
+    assert engine.load(FakeRequest("b", PROMPT), engine.blocks(200), 192) == set()
+    other.close()
     engine.close()
 
 
