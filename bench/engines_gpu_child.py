@@ -105,6 +105,12 @@ class Engine:
             getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
         )
 
+    @property
+    def load_ms(self) -> float:
+        """What our loads have taken, of ``hit_ms``; 0 with another connector or without."""
+        worker = self.worker
+        return worker.counted["load_us"] / 1e3 if hasattr(worker, "settled") else 0.0
+
     def ask(self, ids: list[int], tokens: int, best: int = 0) -> Answer:
         """Answer one prompt, alone."""
         from vllm import SamplingParams
@@ -276,15 +282,18 @@ def measure_prompt(engine: Engine, tokens: int, *, has_control: bool) -> dict[st
     own = engine.ask(ids, RESULT_TOKENS, BEST)  # from vLLM's own cache
     engine.settle()
     filled = fill(engine, ids) if engine.has_store else []
-    again = []
+    again, load_ms = [], []
     for _ in range(REPEATS):
         engine.forget()
+        before = engine.load_ms
         again.append(engine.ask(ids, 1))
+        load_ms.append(engine.load_ms - before)
     engine.forget()
     hit = engine.ask(ids, RESULT_TOKENS, BEST)
     found = {
         "tokens": tokens, "cold_ms": cold.ms, "filled": filled,
-        "hit_ms": [one.ms for one in again], "cached": [one.cached for one in (*again, hit)],
+        "hit_ms": [one.ms for one in again], "load_ms": load_ms,
+        "cached": [one.cached for one in (*again, hit)],
         "own_tokens": own.tokens, "hit_tokens": hit.tokens, "apart": apart(own.best, hit.best),
     }  # fmt: skip
     if has_control:

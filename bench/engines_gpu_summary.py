@@ -49,11 +49,11 @@ class Summary:
         return found
 
     def hit_vs(self, theirs: str) -> tuple[float, str, str]:
-        """Return the worst ratio over the lengths, and both times."""
+        """Return the ratio at the greatest length, and both times."""
         ours, other = self.times(self._ours), self.times(theirs)
-        worst = max(ours, key=lambda tokens: ours[tokens] / other[tokens])
-        against = f"{theirs}: {other[worst]:.1f} ms"
-        return ours[worst] / other[worst], f"{ours[worst]:.1f} ms at {worst} tokens", against
+        tokens = max(ours)
+        against = f"{theirs}: {other[tokens]:.1f} ms"
+        return ours[tokens] / other[tokens], f"{ours[tokens]:.1f} ms at {tokens} tokens", against
 
     def decode(self) -> tuple[float, str, str]:
         """Return the time of a step with stores over that without, and both."""
@@ -102,6 +102,8 @@ def add_notes(report: Report, name: str, result: Result) -> None:
         parts = [f"ms: {times}; cold {run['cold_ms']:.1f}", f"hit share {share_of(run):.2f}"]
         if run["filled"]:
             parts.append(f"{run['filled'][0] / run['tokens']:.2f} stored at once")
+        if any(run["load_ms"]):
+            parts.append(f"{median(run['load_ms']):.1f} of it loading")
         parts.append(differing("log-probabilities", run["apart"]))
         if "control_apart" in run:
             parts.append(differing("control", run["control_apart"]))

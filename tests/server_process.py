@@ -17,6 +17,12 @@ _STOP_S = 60.0
 _LISTENING = re.compile(r"kvstore-server listening on (\S+):(\d+) tiers=\S+ recovered_chunks=(\d+)")
 
 
+def _source_path() -> str:
+    """Return PYTHONPATH with this checkout first, and what else this process has there."""
+    others = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join(one for one in (str(_ROOT / "src"), others) if one)
+
+
 class ServerProcess:
     """One server that can be killed and started again on the same port and the same disk.
 
@@ -73,7 +79,7 @@ class ServerProcess:
                     *("--socket", str(self.socket_path), *self._flags),
                 ],
                 cwd=self.socket_path.parent,
-                env={**os.environ, "PYTHONPATH": str(_ROOT / "src"), **self.environment},
+                env={**os.environ, "PYTHONPATH": _source_path(), **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -324,12 +324,16 @@ class VllmScheduler:
         self, request_id: str, tokens: int, tables_of: Callable[[str], BlockTables]
     ) -> StoreOrder | None:
         tracked = self._tracked.get(request_id)
-        if tracked is None or not self._may_store(tracked):
+        if tracked is None:
             return None
-        chain, request, size = tracked.ticket.chain, tracked.request, self._chunk_tokens
-        assert chain is not None
+        request, size = tracked.request, self._chunk_tokens
         # Tokens that are only guessed are not among the request's own.
         whole = min(request.num_computed_tokens + tokens, request.num_tokens) // size
+        is_new = tracked.stored is None or whole > tracked.stored
+        if not is_new or not self._may_store(tracked):  # most steps complete no chunk
+            return None
+        chain = tracked.ticket.chain
+        assert chain is not None
         if tracked.stored is None:
             # What the lookup did not find is stored, even if this engine had it cached.
             tracked.stored = tracked.ticket.found
