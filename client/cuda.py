@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from threading import Lock
 from typing import TypeVar
 
@@ -143,21 +145,22 @@ class CudaTransport(ShmTransport):
             leases.add(reply.lease_id)
             names = reply.places.tier_names
             places = unpack_places(reply.places.rows)
-            near = [place for place in places if place.reach == Reach.device]
-            heads = iter(self._heads(near, reader.copies) if near else ())
-            for index, place in enumerate(places, reply.index):
-                if place.reach == Reach.device:
-                    yield InArena(index, place, next(heads))
-                    continue
-                if place.reach == Reach.memory:
-                    registration.note(place.number, self.slabs.reach(place).data)
-                yield self._arrived(index, names[place.tier], place)
+            index = reply.index
+            for is_near, run in groupby(places, lambda place: place.reach == Reach.device):
+                some = list(run)
+                if is_near:
+                    yield InArena(index, some, self._heads(some, reader.copies))
+                for at, place in enumerate(() if is_near else some, index):
+                    if place.reach == Reach.memory:
+                        registration.note(place.number, self.slabs.reach(place).data)
+                    yield self._arrived(at, names[place.tier], place)
+                index += len(some)
             whole = assembly.add(reply.part) if reply.HasField("part") else None
             if whole is not None:
                 yield Arrived(reply.index, reply.tier, whole, lambda: None)
 
-    def _heads(self, places: Sequence[Place], stream: Stream) -> list[Bytes]:
-        """Return the header of each frame in the arena, brought to the host in one go.
+    def _heads(self, places: Sequence[Place], stream: Stream) -> NDArray[np.uint8]:
+        """Return the first bytes of each frame in the arena, brought to the host in one go.
 
         Raises LeaseExpiredError for a place that was reused, InvalidRequestError for one outside.
         """
@@ -172,9 +175,7 @@ class CudaTransport(ShmTransport):
         words = 1 + -(-self._head_bytes // _WORD_BYTES)
         found = self._words(places, words, stream)()
         _check_generations(found[:, 0].tolist(), places)
-        heads = np.ascontiguousarray(found[:, 1:]).view(np.uint8)
-        pairs = zip(heads, places, strict=True)
-        return [head[: min(self._head_bytes, place.size_bytes)] for head, place in pairs]
+        return np.ascontiguousarray(found[:, 1:]).view(np.uint8)
 
     def _words(
         self, places: Sequence[Place], count: int, stream: Stream
@@ -322,8 +323,13 @@ def _check_generations(found: Sequence[int], places: Sequence[Place]) -> None:
 def _as_true(arriving: Iterator[InArena | Arrived], least: Fidelity) -> Iterator[InArena | Arrived]:
     """Do what ``as_true`` does, of frames in the arena too."""
     for arrived in arriving:
-        head = arrived.head if isinstance(arrived, InArena) else arrived.frame
-        if int(head[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0]) < least:
+        if isinstance(arrived, InArena):
+            is_true = arrived.heads[:, FIDELITY_OFFSET] >= least
+            if not is_true.all():
+                first = int(is_true.argmin())
+                yield replace(arrived, places=arrived.places[:first], heads=arrived.heads[:first])
+                return
+        elif int(arrived.frame[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0]) < least:
             return
         yield arrived
 

@@ -11,12 +11,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.client.device_decode import Begun, DeviceDecoder
 from kvstore.client.layer_feed import in_time
 from kvstore.client.reader import check_header
 from kvstore.client.transport import Arrived
 from kvstore.codecs.frame_kernels import open_kernels
-from kvstore.codecs.paged import RAW, FrameAt, FrameKernels, Paged, Sums, check_sums
+from kvstore.codecs.paged import RAW, FrameAt, FrameKernels, Paged, Sums
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, tensor_over
 from kvstore.proto.errors import (
@@ -27,7 +30,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FrameHeader
+from kvstore.proto.frame import KEY_OFFSET, FrameHeader, like_header
 from kvstore.proto.places import Place
 from kvstore.proto.types import ChunkKey, KVLayout
 
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 BATCHES_AHEAD = 4
 """Batches of frames that the device works on while the host prepares the next."""
 MAX_BATCH_FRAMES = 32
+FIRST_BATCH_FRAMES = 8
+"""Of an idle device, which would wait while the host prepares more."""
 READ_SLOTS = 8
 """Frames of host memory on their way at once: half of them are copied while the device is at work
 on the others."""
@@ -51,14 +56,15 @@ _BROKEN = (ChunkCorruptError, InvalidFrameError, RepresentationError)
 
 @dataclass(frozen=True, slots=True)
 class InArena:
-    """A frame in the mapped memory of the device: where, and its header's bytes on the host.
+    """Frames of consecutive chunks from number ``index`` on, in the mapped memory of the device.
 
-    Like ``Arrived``, with device memory in place of ``frame``.
+    ``heads``: a row for each place, on the host: as many of its first bytes as the header of a
+    whole chunk has. Like ``Arrived``, with places instead of ``frame``.
     """
 
     index: int
-    place: Place
-    head: Bytes
+    places: list[Place]
+    heads: NDArray[np.uint8]
 
 
 class DeviceReader:
@@ -161,6 +167,8 @@ class _Batch:
     done: Event
     held: list[Bytes]
     """Host memory that is copied from."""
+    stated: list[list[int]]
+    """The checksums that each frame's header states."""
     sums: list[Sums] = field(default_factory=list)
     """One, once the device came to it."""
 
@@ -185,7 +193,10 @@ class Reading:
         self._paged = paged
         self._chunk_tokens = transport.session.options.chunk_tokens
         self._frames: list[FrameAt] = []
+        self._stated: list[list[int]] = []
         self._places: list[Place] = []
+        self._parsed: tuple[Bytes, FrameHeader] | None = None
+        """The last header in the arena that was parsed, and its bytes."""
         self._confirms: list[Callable[[], None]] = []
         self._held: list[Bytes] = []
         self._slots: list[int] = []
@@ -201,7 +212,7 @@ class Reading:
     def run(self, arriving: Iterator[InArena | Arrived]) -> None:
         """Read until the end of the prefix; ``done`` and ``broken`` then say how it went."""
         try:
-            for arrived in in_time(arriving):  # type: ignore[arg-type]
+            for arrived in in_time(arriving, _frame_count):
                 if isinstance(arrived, InArena):
                     self._add(arrived)
                 else:
@@ -243,21 +254,62 @@ class Reading:
     def _follows(self, frame: FrameAt, *, in_arena: bool) -> None:
         """Flush the run of frames at hand unless *frame* goes with them."""
         run = self._frames
-        most = MAX_BATCH_FRAMES if in_arena else len(self.reader.busy) // 2
+        most = len(self.reader.busy) // 2
+        if in_arena:
+            most = MAX_BATCH_FRAMES if self._queue else FIRST_BATCH_FRAMES
         is_other = bool(run) and (
             in_arena != bool(self._places) or _like(run[0].header) != _like(frame.header)
         )
         if is_other or len(run) >= most:
             self._flush()
 
-    def _add(self, arrived: InArena) -> None:
-        place = arrived.place
-        frame = self._frame(arrived.index, arrived.head, place.size_bytes, place.offset)
-        if frame.header.codec_id != RAW.codec_id:
-            self._flush()
-            raise UnknownCodecError(frame.header.codec_id, "raw, in a device's memory")
+    def _add(self, run: InArena) -> None:
+        """Queue frames where they lie. One is parsed, those like it are compared with it."""
+        number = 0
+        while number < len(run.places):
+            alike = self._alike(run, number)
+            for at, stated in enumerate(alike, number):
+                self._add_one(run, at, stated)
+            number += len(alike)
+            if alike:
+                continue
+            place, head = run.places[number], run.heads[number]
+            frame = self._frame(run.index + number, head, place.size_bytes, place.offset)
+            if frame.header.codec_id != RAW.codec_id:
+                self._flush()
+                raise UnknownCodecError(frame.header.codec_id, "raw, in a device's memory")
+            self._parsed = head, frame.header
+            self._add_one(run, number, frame.header.segments["checksum"].tolist())
+            number += 1
+
+    def _alike(self, run: InArena, first: int) -> list[list[int]]:
+        """Return the checksums that headers from number *first* on state, of a batch at most, up
+        to the first that is not right, or not like the last that was parsed.
+        """
+        if self._parsed is None:
+            return []
+        head, header = self._parsed
+        stop = first + MAX_BATCH_FRAMES
+        places, heads = run.places[first:stop], run.heads[first:stop]
+        is_alike, stated = like_header(head, header, heads)
+        keys = b"".join(self.keys[run.index + first : run.index + first + len(places)])
+        wanted = np.frombuffer(keys, np.uint8).reshape(len(places), -1)
+        found = heads[:, KEY_OFFSET : KEY_OFFSET + wanted.shape[1]]
+        is_alike &= (found == wanted).all(1)
+        is_alike &= [place.size_bytes == header.frame_bytes for place in places]
+        count = len(places) if is_alike.all() else int(is_alike.argmin())
+        rows: list[list[int]] = stated[:count].tolist()
+        return rows
+
+    def _add_one(self, run: InArena, number: int, stated: list[int]) -> None:
+        """Add a frame that is right and like the last that was parsed."""
+        assert self._parsed is not None
+        place = run.places[number]
+        first_token = (run.index + number) * self._chunk_tokens
+        frame = FrameAt(place.offset, self._parsed[1], first_token)
         self._follows(frame, in_arena=True)
         self._frames.append(frame)
+        self._stated.append(stated)
         self._places.append(place)
 
     def _upload(self, arrived: Arrived) -> None:
@@ -280,6 +332,7 @@ class Reading:
             reader.copies.copy(slot[cut], tensor_over(data[cut]))
         self._held.append(data)
         self._frames.append(frame)
+        self._stated.append(frame.header.segments["checksum"].tolist())
         self._confirms.append(arrived.confirm)
         self._slots.append(self._next_slot)
         self._next_slot = (self._next_slot + 1) % len(reader.busy)
@@ -297,7 +350,10 @@ class Reading:
         reader.work.launch(launch)
         done = reader.work.record()
         (begun,) = found
-        self._queue.append(_Batch([begun.frame], begun.confirm, done, [data], [begun.sums]))
+        stated = [begun.frame.header.segments["checksum"].tolist()]
+        self._queue.append(
+            _Batch([begun.frame], begun.confirm, done, [data], stated, [begun.sums])
+        )
 
     def _make_room(self) -> None:
         while len(self._queue) >= BATCHES_AHEAD:
@@ -308,6 +364,7 @@ class Reading:
         if not self._frames:
             return
         frames, self._frames = self._frames, []
+        stated, self._stated = self._stated, []
         places, self._places = self._places, []
         confirms, self._confirms = self._confirms, []
         held, self._held = self._held, []
@@ -336,7 +393,7 @@ class Reading:
         done = reader.work.record()
         for slot in slots:
             reader.busy[slot] = done
-        self._queue.append(_Batch(frames, partial(_each, confirms), done, held, sums))
+        self._queue.append(_Batch(frames, partial(_each, confirms), done, held, stated, sums))
 
     def _prove(self, batch: _Batch) -> None:
         """Wait for a batch and count its frames, up to the first that is wrong."""
@@ -345,12 +402,24 @@ class Reading:
             (sums,) = batch.sums
             found = sums()
             batch.confirm()  # first of all: memory that was reused says nothing of the chunk
-            for frame, those in zip(batch.frames, found, strict=True):
-                check_sums(frame.header, those)
+            for frame, stated, those in zip(batch.frames, batch.stated, found, strict=True):
+                if stated != those:
+                    raise self._damaged(frame, stated, those)
                 self.done += 1
         except KVStoreError:
             self._queue.clear()  # what is behind it counts no more
             raise
+
+
+    def _damaged(self, frame: FrameAt, stated: list[int], found: list[int]) -> ChunkCorruptError:
+        wrong = next(at for at, pair in enumerate(zip(stated, found, strict=True)) if len({*pair}) > 1)
+        row = frame.header.segments[wrong]
+        text = f"component {row['component']} layer {row['layer']} fails its checksum"
+        return ChunkCorruptError(self.keys[self.done], text)
+
+
+def _frame_count(arrived: InArena | Arrived) -> int:
+    return len(arrived.places) if isinstance(arrived, InArena) else 1
 
 
 def _like(header: FrameHeader) -> tuple[KVLayout, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from typing_extensions import override
 
@@ -99,14 +99,28 @@ class WholeFrames(LayerFeed):
         """They are all here."""
 
 
-def in_time(arriving: Iterator[Arrived]) -> Iterator[Arrived]:
-    """Yield what follows without a gap and arrives in time; raise only if nothing does."""
+class Numbered(Protocol):
+    """What arrives for chunk number ``index`` of a get."""
+
+    @property
+    def index(self) -> int:
+        """The number."""
+
+
+N = TypeVar("N", bound=Numbered)
+
+
+def in_time(arriving: Iterator[N], frames: Callable[[N], int] = lambda one: 1) -> Iterator[N]:
+    """Yield what follows without a gap and arrives in time; raise only if nothing does.
+
+    *frames* says how many chunks one is of.
+    """
     count = 0
     try:
         for arrived in arriving:
             if arrived.index != count:
                 return
-            count += 1
+            count += frames(arrived)
             yield arrived
     except (DeadlineError, TierUnavailableError):
         if not count:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
@@ -137,8 +138,9 @@ class LaunchedKernels(FrameKernels):
         there = brought(hashes)
 
         def wait() -> list[list[int]]:
-            found = iter(there().view(np.uint64).tolist())
-            return [[next(found) for _ in range(count)] for count in counts]
+            found = there().view(np.uint64).tolist()
+            stops = accumulate(counts)
+            return [found[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
         return wait
 

@@ -49,6 +49,8 @@ _KNOWN_FLAGS = FLAG_RESTORED
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd16s24xQ")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
 _HEADER_BYTES_OFFSET, FIDELITY_OFFSET, KEY_OFFSET = 8, 18, 48
+_POSITION, _KEYS, _CONTENT, _FLOPS = slice(44, 48), slice(48, 96), slice(112, 128), slice(128, 136)
+"""What is a frame's own: its first token, key and parent, content, and cost."""
 assert _FIXED.size == FIXED_BYTES
 
 
@@ -277,6 +279,44 @@ def parse_header(
         revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,
         levels, fixed[20], portion,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _own_bytes(component_count: int, segment_count: int) -> NDArray[np.bool_]:
+    """Return which bytes of a header may differ between frames of one shape."""
+    start = FIXED_BYTES + COMPONENT.size * component_count
+    own = np.zeros(_aligned(start + SEGMENT_DTYPE.itemsize * segment_count), np.bool_)
+    for part in (_POSITION, _KEYS, _CONTENT, _FLOPS, slice(_CHECKSUM_OFFSET, FIXED_BYTES)):
+        own[part] = True
+    offset = SEGMENT_DTYPE.fields["checksum"][1] if SEGMENT_DTYPE.fields else 0
+    for at in range(start + offset, start + SEGMENT_DTYPE.itemsize * segment_count, 32):
+        own[at : at + 8] = True
+    own.flags.writeable = False
+    return own
+
+
+def like_header(
+    head: Bytes, header: FrameHeader, heads: NDArray[np.uint8]
+) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+    """Return which rows of *heads* are right headers like *header*, which was parsed from *head*;
+    and the checksums of segments that each row states.
+
+    Those alike differ in their names, place, costs and checksums alone. Rows are as long as
+    *head* or longer. For who reads many frames of one shape: a fifth of what parsing each takes.
+    """
+    components = len(header.layout.components)
+    own = _own_bytes(components, len(header.segments))
+    size = len(own)
+    rows = np.array(heads[:, :size])
+    is_alike = (rows == head[:size])[:, ~own].all(1)
+    flops = rows[:, _FLOPS].copy().view("<f8")[:, 0]
+    is_alike &= (flops >= 0) & (flops < math.inf)
+    stated = rows[:, _CHECKSUM_OFFSET:FIXED_BYTES].copy().view("<u8")[:, 0]
+    rows[:, _CHECKSUM_OFFSET:FIXED_BYTES] = 0
+    is_alike &= stated == np.array([checksum(row) for row in rows], np.uint64)
+    start = FIXED_BYTES + COMPONENT.size * components
+    table = rows[:, start : start + header.segments.nbytes].copy().view(SEGMENT_DTYPE)
+    return is_alike, table["checksum"]
 
 
 def stated_header_bytes(start: Bytes) -> int:

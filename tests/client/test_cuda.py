@@ -201,6 +201,22 @@ def test_a_damaged_header_on_the_device_is_a_miss(
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 1
 
 
+@pytest.mark.parametrize("wrong", range(1, 4))
+def test_a_place_with_another_chunk_ends_the_prefix(
+    gpu_server: LocalServer, client: CudaClient, wrong: int
+) -> None:
+    keys = store(client, 1, 4)
+    warm(gpu_server, client, keys)
+    gpu = gpu_of(gpu_server)
+    stream = gpu.device.stream()
+    with gpu.lend(keys[0], stream) as first, gpu.lend(keys[wrong], stream) as frame:
+        assert first is not None
+        assert frame is not None
+        frame[:] = first
+    engine = Engine(SMALL, blocks_for(4))
+    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == wrong
+
+
 def test_a_place_that_was_reused_is_looked_up_again(
     gpu_server: LocalServer, client: CudaClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,10 +255,10 @@ def test_the_generation_of_a_freed_place_is_seen(
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
         (arrived,) = arriving
         assert isinstance(arrived, InArena)
-        transport.confirming([arrived.place], reader.work)()
+        transport.confirming(arrived.places, reader.work)()
         gpu_of(gpu_server).delete(keys[0])
         with pytest.raises(LeaseExpiredError):
-            transport.confirming([arrived.place], reader.work)()
+            transport.confirming(arrived.places, reader.work)()
 
 
 def test_pages_that_are_not_the_models_are_refused_and_nothing_is_held(

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import math
 import struct
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,18 +17,21 @@ from contracts.codec import template as any_template
 from golden.strategies import costs, small_layouts
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.codecs.zstd import ZstdCodec
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.component_table import MAX_COMPONENTS, pack_components, unpack_components
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (
     MAX_FRAME_BYTES,
+    FrameHeader,
     FrameTemplate,
     FrameWriter,
     check_frame,
     header_bytes,
+    like_header,
     pack_header,
     parse_header,
     raw_frame_bytes,
@@ -257,3 +263,60 @@ def test_an_info_under_another_codec_differs_in_codec_and_size_alone() -> None:
     other = with_size(info, 1, 777)
     assert (other.codec_id, other.size_bytes) == (1, 777)
     assert with_size(other, info.codec_id, info.size_bytes) == info
+
+
+# --- headers like one that was parsed
+
+
+def heads_of(*headers: FrameHeader) -> NDArray[np.uint8]:
+    return np.stack([as_bytes(pack_header(header)) for header in headers])
+
+
+def some_header() -> FrameHeader:
+    return raw_header(any_template(SMALL), range(SMALL.segment_count))
+
+
+def test_headers_like_another_differ_in_what_is_a_frames_own() -> None:
+    header = some_header()
+    other = replace(
+        header, key=ChunkKey(b"k" * 32), parent=ChainDigest(b"p" * 16), content=b"c" * 16,
+        position=77, prefill_flops=1e12,
+    )  # fmt: skip
+    other = replace(other, segments=header.segments.copy())
+    other.segments["checksum"] += 5
+    heads = heads_of(header, other)
+    is_alike, stated = like_header(heads[0], header, heads)
+    assert is_alike.tolist() == [True, True]
+    assert stated.tolist() == [one.segments["checksum"].tolist() for one in (header, other)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"representation": b"r" * 16}, {"codec_id": 3}, {"codec_revision": 9},
+        {"fidelity": Fidelity.bounded}, {"flags": 0}, {"error_bound": 0.5}, {"asset": b"a" * 16},
+        {"frame_bytes": 1 << 20}, {"prefill_flops": -1.0}, {"prefill_flops": math.inf},
+        {"prefill_flops": math.nan},
+    ],
+)  # fmt: skip
+def test_headers_of_another_shape_or_out_of_bounds_are_not_alike(change: dict[str, Any]) -> None:
+    header = some_header()
+    heads = heads_of(header, replace(header, **change))
+    assert like_header(heads[0], header, heads)[0].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("field", ["component", "section", "layer", "offset", "stored_bytes"])
+def test_headers_with_other_segments_are_not_alike(field: str) -> None:
+    header = some_header()
+    segments = header.segments.copy()
+    segments[field][-1] += 1
+    heads = heads_of(header, replace(header, segments=segments))
+    assert like_header(heads[0], header, heads)[0].tolist() == [True, False]
+
+
+def test_no_changed_byte_of_a_header_passes_for_alike() -> None:
+    header = some_header()
+    (head,) = heads_of(header)
+    heads = np.repeat(head[None], len(head), 0)
+    heads[np.arange(len(head)), np.arange(len(head))] ^= 1
+    assert not like_header(head, header, heads)[0].any()
