@@ -32,7 +32,6 @@ from kvstore.client.transport import Arrived, Assembly, Transport
 from kvstore.codecs.frame_kernels import brought, device_table
 from kvstore.codecs.paged import Paged
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, Stream, open_device
 from kvstore.proto.errors import (
     InvalidRequestError,

@@ -92,10 +92,10 @@ class DeviceDecoder:
 
 
 def _has_kernels(frame: FrameAt, paged: Paged) -> bool:
-    """Whether there are kernels for a kvq frame: not for refinements, parts of a chunk's tokens,
-    or several block tables.
+    """Whether there are kernels for a kvq frame: not for refinements, parts of a chunk, or several
+    block tables.
     """
     components = frame.header.layout.components
     is_whole = not any(component.first_token for component in components)
     is_plain = len(paged.tables) == 1 and SKIPPED_BLOCK not in paged.tables[0]
-    return not frame.header.levels and is_whole and is_plain
+    return not frame.header.levels and is_whole and is_plain and paged.portion is None

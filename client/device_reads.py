@@ -351,9 +351,7 @@ class Reading:
         done = reader.work.record()
         (begun,) = found
         stated = [begun.frame.header.segments["checksum"].tolist()]
-        self._queue.append(
-            _Batch([begun.frame], begun.confirm, done, [data], stated, [begun.sums])
-        )
+        self._queue.append(_Batch([begun.frame], begun.confirm, done, [data], stated, [begun.sums]))
 
     def _make_room(self) -> None:
         while len(self._queue) >= BATCHES_AHEAD:
@@ -410,9 +408,10 @@ class Reading:
             self._queue.clear()  # what is behind it counts no more
             raise
 
-
     def _damaged(self, frame: FrameAt, stated: list[int], found: list[int]) -> ChunkCorruptError:
-        wrong = next(at for at, pair in enumerate(zip(stated, found, strict=True)) if len({*pair}) > 1)
+        wrong = next(
+            at for at, pair in enumerate(zip(stated, found, strict=True)) if len({*pair}) > 1
+        )
         row = frame.header.segments[wrong]
         text = f"component {row['component']} layer {row['layer']} fails its checksum"
         return ChunkCorruptError(self.keys[self.done], text)

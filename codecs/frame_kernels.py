@@ -27,6 +27,7 @@ from kvstore.codecs.paged import (
 from kvstore.proto.cuda import import_cupy
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import FrameHeader
+from kvstore.proto.portion import Portion
 from kvstore.proto.types import Component, KVLayout
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -101,7 +102,7 @@ class LaunchedKernels(FrameKernels):
     def __init__(self, device: torch.device, launch: Launch) -> None:
         self._device = device
         self._launch = launch
-        self._plans: OrderedDict[tuple[KVLayout, int, int], _Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[KVLayout, int, int, Portion | None], _Plan] = OrderedDict()
         self._lock = Lock()  # guards the plans
 
     @override
@@ -149,11 +150,11 @@ class LaunchedKernels(FrameKernels):
 
     @override
     def start(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
-        """Sum words as they are copied, where all rows are made of the largest: each is read once,
-        and what was copied is what was summed.
+        """Sum words as they are copied, where all rows are made of the largest and all are copied:
+        each is read once, and what was copied is what was summed.
         """
-        plan = self._plan(frames[0].header, paged.pages)
-        if self._word(plan, memory, frames) != _WORD_BYTES:
+        plan = self._plan(frames[0].header, paged)
+        if paged.portion is not None or self._word(plan, memory, frames) != _WORD_BYTES:
             return super().start(memory, frames, paged)
         starts, blocks = self._places(frames, paged)
         segments, counts = plan.segments, [plan.segments.count] * len(frames)
@@ -174,7 +175,7 @@ class LaunchedKernels(FrameKernels):
     def move(
         self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, to_pages: bool
     ) -> None:
-        plan = self._plan(frames[0].header, paged.pages)
+        plan = self._plan(frames[0].header, paged)
         starts, blocks = self._places(frames, paged)
         word = self._word(plan, memory, frames)
         name = f"{'scatter' if to_pages else 'gather'}_{word}"
@@ -197,46 +198,49 @@ class LaunchedKernels(FrameKernels):
         starts = [memory.data_ptr(), *(frame.offset for frame in frames)]
         return int(np.gcd.reduce([plan.word_bytes, *starts]))
 
-    def _plan(self, header: FrameHeader, pages: tuple[Pages, ...]) -> _Plan:
+    def _plan(self, header: FrameHeader, paged: Paged) -> _Plan:
         """Return what is made once for frames like that of *header* and these pages."""
-        key = header.layout, int(header.segments["offset"][0]), id(pages)
+        offset = int(header.segments["offset"][0])
+        key = header.layout, offset, id(paged.pages), paged.portion
         with self._lock:
             plan = self._plans.get(key)
             if plan is None:
-                plan = self._plans[key] = self._made(header, pages)
+                plan = self._plans[key] = self._made(header, paged)
                 while len(self._plans) > MAX_PLANS:
                     self._plans.popitem(last=False)
             return plan
 
-    def _made(self, header: FrameHeader, pages: tuple[Pages, ...]) -> _Plan:
-        layout, segments = header.layout, header.segments
-        offsets = iter(segments["offset"].tolist())
+    def _made(self, header: FrameHeader, paged: Paged) -> _Plan:
+        segments = header.segments
         rows: list[tuple[int, ...]] = []
         shapes, first_rows = [], []
-        for number, (component, those) in enumerate(zip(layout.components, pages, strict=True)):
+        part_bytes = 0
+        offsets = FrameAt(0, header, 0).part_offsets(paged.portion)
+        for number, (those, (component, starts)) in enumerate(
+            zip(paged.pages, offsets, strict=True)
+        ):
             shapes.append(_shape(component, those))
+            part_bytes = max(part_bytes, component.part_bytes)
+            at = iter(starts)
             for views, table in zip(those.views, those.tables, strict=True):
-                start = next(offsets)
                 first_rows.append(len(rows))
-                for part, view in enumerate(views):
-                    at = start + part * component.part_bytes
-                    rows.append((view.data_ptr(), at, table, number))
+                rows += [(view.data_ptr(), next(at), table, number) for view in views]
         columns = np.array(shapes)[:, [2, 5, 6, 7]], np.array(rows)[:, :2]
         word = np.gcd.reduce([_WORD_BYTES, *(number for c in columns for number in c.ravel())])
         there = device_table(self._device, np.ravel(rows), np.ravel(shapes))
         return _Plan(
-            pages,
+            paged.pages,
             _Segments.of(
                 self._device,
                 segments["offset"].astype(np.int64),
                 segments["stored_bytes"].astype(np.int64),
-                np.array(first_rows, np.int64),
+                np.array(first_rows, np.int64) if paged.portion is None else None,
             ),
             there[0],
             there[1],
             len(rows),
             int(word),
-            max(component.part_bytes for component in layout.components),
+            part_bytes,
         )
 
 

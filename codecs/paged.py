@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from kvstore.proto.frame import (
     check_segment,
     pack_header,
 )
+from kvstore.proto.portion import Extent, Portion
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
 RAW = RawCodec()
@@ -86,11 +87,13 @@ class Paged:
 
     Token t of the request lies in slot ``t % block_tokens`` of ``table[t // block_tokens]``, of
     the table of each layer. All tables have one length. What belongs in a ``SKIPPED_BLOCK`` is
-    neither read nor written.
+    neither read nor written. ``portion``: what the pages have of each chunk, as those of a rank
+    of a parallel engine; None: everything.
     """
 
     pages: tuple[Pages, ...]
     tables: Sequence[Sequence[int] | NDArray[np.int64]]
+    portion: Portion | None = None
 
     @property
     def table_blocks(self) -> int:
@@ -102,11 +105,16 @@ class Paged:
 
         LayoutMismatchError for pages of another layout, InvalidRequestError for other slots.
         """
-        if len(self.pages) != len(layout.components):
-            raise LayoutMismatchError("pages", len(self.pages), f"give {len(layout.components)}")
+        components = layout.components
+        if self.portion is not None:
+            if self.portion.whole != layout:
+                raise LayoutMismatchError("rectangle", self.portion.whole, "be of this chunk")
+            components = self.portion.layout.components
+        if len(self.pages) != len(components):
+            raise LayoutMismatchError("pages", len(self.pages), f"give {len(components)}")
         if len({len(table) for table in self.tables}) != 1:
             raise InvalidRequestError("tables", [*map(len, self.tables)], "give one length")
-        for pages, component in zip(self.pages, layout.components, strict=True):
+        for pages, component in zip(self.pages, components, strict=True):
             if component.kind is LayerKind.state:
                 fix = "pages hold tokens: move states through tensors"
                 raise LayoutMismatchError("kind", component.kind.name, fix)
@@ -140,13 +148,24 @@ class FrameAt:
     header: FrameHeader
     first_token: int
 
-    def part_offsets(self) -> Iterator[list[int]]:
-        """Yield, for each component, where in memory each part of each layer begins."""
+    def part_offsets(self, portion: Portion | None = None) -> Iterator[tuple[Component, list[int]]]:
+        """Yield each component, and where in memory each part of each of its layers begins.
+
+        Of a *portion*: its layers, from its first head on.
+        """
         offsets = iter(self.header.segments["offset"].tolist())
-        for component in self.header.layout.components:
+        components = self.header.layout.components
+        extents = map(Extent.whole, components) if portion is None else portion.extents
+        for component, extent in zip(components, extents, strict=True):
             starts = [self.offset + next(offsets) for _ in range(component.layers)]
-            parts = range(component.parts)
-            yield [start + part * component.part_bytes for start in starts for part in parts]
+            if extent is None:
+                continue
+            cut = replace(component, layers=extent.layers, kv_heads=extent.heads)
+            head_bytes = component.part_bytes // component.kv_heads
+            firsts = [part * component.part_bytes for part in range(component.parts)]
+            firsts = [first + extent.first_head * head_bytes for first in firsts]
+            layers = starts[extent.first_layer : extent.layer_stop]
+            yield cut, [start + first for start in layers for first in firsts]
 
 
 Sums = Callable[[], list[list[int]]]
@@ -258,9 +277,8 @@ class HostKernels(FrameKernels):
     ) -> None:
         tables = [torch.tensor([*table]) for table in paged.tables]
         for frame in frames:
-            for component, pages, starts in zip(
-                frame.header.layout.components, paged.pages, frame.part_offsets(), strict=True
-            ):
+            offsets = frame.part_offsets(paged.portion)
+            for pages, (component, starts) in zip(paged.pages, offsets, strict=True):
                 first_slot = frame.first_token + component.first_token
                 slots = torch.arange(component.tokens) + first_slot
                 block_tokens = pages.first.shape[2]

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ from typing_extensions import override
 from kvstore.client.chunk import Chunk, DeviceChunk
 from kvstore.client.cuda import CudaClient
 from kvstore.client.device_puts import DeviceRing
-from kvstore.client.device_reads import DeviceReader
+from kvstore.client.device_reads import READ_SLOTS, DeviceReader
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_copies import BATCH_BYTES, Copy, LoadWork, Side
 from kvstore.client.engines.vllm_layout import NULL_BLOCK, BlockWriter, packings_of
@@ -58,6 +58,8 @@ LOAD_SLOTS = 4
 """Chunks of a load in host memory at once, where they have to pass it."""
 LEAST_SLOTS = 2
 """Chunks of a step that there must be room for."""
+LOAD_RING_BYTES = 256 << 20
+"""Device memory for chunks of a load, unless so few do not fit it."""
 _ALIGN_BYTES = 256
 _THERE = (PutOutcome.stored, PutOutcome.exists)
 
@@ -279,7 +281,13 @@ class DeviceSide(Side):
         self.headers = {layout: _blank_header(layout) for layout in self._layouts.values()}
         self.chunk_bytes = -(-raw_frame_bytes(self._layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
         self.device = device or open_device(pages.device)
-        self.reader = DeviceReader(self.device, self.chunk_bytes)
+        whole = KVLayout.of(client.representation, tokens)
+        self._portion = (
+            None if rectangle is None else rectangle.portion(client.representation, whole)
+        )
+        frame_bytes = raw_frame_bytes(whole)  # a rank's, too: what is read is verified as a whole
+        slots = max(LOAD_SLOTS, min(READ_SLOTS, LOAD_RING_BYTES // frame_bytes))
+        self.reader = DeviceReader(self.device, frame_bytes, slots)
         self._ring, slots = self._allocated(ring_bytes)
         self._puts = DeviceRing(self.device, self._ring)
         self._slots = list(range(slots))
@@ -435,10 +443,10 @@ class DeviceSide(Side):
         """Read straight into the pages what lies near, and the rest by way of host memory."""
         done = 0
         client = self._connector.client
-        is_whole = self._connector.rectangle is None and not self._pages.shape.has_ends
-        if is_whole and isinstance(client, CudaClient) and work.digests:
+        if not self._pages.shape.has_ends and isinstance(client, CudaClient) and work.digests:
             keys = [chunk_key(client.namespace, digest) for digest in work.digests]
             paged = self._paged(self._layouts[True], work, 0, len(keys))
+            paged = replace(paged, portion=self._portion)
             straight = partial(client.read_on_device, keys, paged, self.reader)
             done = self._connector.ask(lambda: straight(work.after, work.arrived), 0)
         while done < len(work.digests) and not work.is_over() and not client.is_shut:

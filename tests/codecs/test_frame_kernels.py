@@ -29,9 +29,10 @@ from kvstore.codecs.frame_kernels import (
 )
 from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged, Pages
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
 from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
+from kvstore.proto.portion import Extent, Portion
+from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Representation
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -187,6 +188,54 @@ def two_frames(
         FrameAt(64, parse_header(made[0]), first_token),
         FrameAt(second, parse_header(made[1]), first_token + tokens),
     ]
+
+
+@pytest.mark.parametrize("kernels_of", ["host", "compiled"])
+@pytest.mark.parametrize(
+    "extent", [Extent(0, 2, 1, 3), Extent(1, 3, 0, 4), Extent(2, 3, 3, 4)], ids=str
+)
+def test_pages_of_a_rank_get_their_layers_and_heads_and_the_whole_frame_is_summed(
+    compiled: LaunchedKernels, extent: Extent, kernels_of: str
+) -> None:
+    kernels = compiled if kernels_of == "compiled" else HostKernels()
+    layers, heads, dim, tokens, block_tokens, first_token = 3, 4, 16, 17, 4, 3
+    memory, frames = two_frames(
+        (DType.bfloat16, layers, heads, dim, tokens, block_tokens, first_token)
+    )
+    taken = -(-(first_token + 2 * tokens) // block_tokens)
+    ids = random.Random(2).sample(range(taken + 3), taken)
+    size = (taken + 3, block_tokens)
+    whole = make_pages("layer_major", (layers, *size, heads, dim), DType.bfloat16, CPU)
+    HostKernels().scatter(aligned(memory), frames, Paged((whole,), [ids]))
+    pages = make_pages(
+        "block_major", (extent.layers, *size, extent.heads, dim), DType.bfloat16, CPU
+    )
+    portion = Portion(frames[0].header.layout, (extent,))
+    paged = Paged((pages,), [ids], portion)
+    found = kernels.scatter(aligned(memory), frames, paged)()
+    assert found == [f.header.segments["checksum"].tolist() for f in frames]
+    slots = np.arange(first_token, first_token + 2 * tokens)
+    blocks, places = np.array(ids)[slots // block_tokens], slots % block_tokens
+    for layer in range(extent.layers):
+        for part in range(2):
+            mine = pages.views[layer][part].view(torch.int16)[blocks, :, places]
+            theirs = whole.views[extent.first_layer + layer][part].view(torch.int16)[
+                blocks, :, places
+            ]
+            assert torch.equal(mine, theirs[:, extent.first_head : extent.head_stop])
+
+
+def test_pages_of_a_rank_are_checked_against_its_portion(compiled: LaunchedKernels) -> None:
+    memory, frames = two_frames((DType.bfloat16, 3, 4, 16, 17, 4, 3))
+    pages = make_pages("layer_major", (3, 20, 4, 4, 16), DType.bfloat16, CPU)
+    layout = frames[0].header.layout
+    for portion in (Portion(layout, (Extent(0, 2, 0, 4),)), Portion(layout, (Extent(0, 3, 0, 2),))):
+        with pytest.raises(LayoutMismatchError):
+            compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], portion))
+    other = make_representation(2, 4, 16, DType.bfloat16)
+    portion = Portion(KVLayout.of(other, 17), (Extent(0, 2, 0, 4),))
+    with pytest.raises(LayoutMismatchError):
+        compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], portion))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -277,7 +277,8 @@ def all_rows(
     """Yield the rows of each layer in each frame; the first *kept_blocks* of all are left out."""
     for number, (frame, tables) in enumerate(zip(frames, chunks, strict=True)):
         components = frame.header.layout.components
-        for group, part, starts in zip(shape.groups, components, frame.part_offsets(), strict=True):
+        offsets = [starts for _, starts in frame.part_offsets()]
+        for group, part, starts in zip(shape.groups, components, offsets, strict=True):
             dtype = torch.uint8 if part.dtype.item_bytes == 1 else torch.bfloat16
             views = [
                 memory[start : start + part.part_bytes].view(dtype).view(part.shape).transpose(0, 1)

@@ -91,10 +91,13 @@ def test_engines_on_cpus_and_on_devices_share(start: Start) -> None:
     ids=["tensor", "pipeline"],
 )
 def test_ranks_of_a_parallel_engine_store_and_load_their_shards(
-    start: Start, ranks: tuple[Rectangle, ...]
+    start: Start, ranks: tuple[Rectangle, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(ranks=ranks, client=CudaClient).run("a", PROMPT)
-    assert start(ranks=ranks, client=CudaClient).run("b", PROMPT) == 192
+    engine = start(ranks=ranks, client=CudaClient)
+    monkeypatch.setattr(DeviceSide, "_through_host", lambda *_: 0)
+    assert engine.run("b", PROMPT) == 192, "straight into the pages of each rank"
+    monkeypatch.undo()
     assert start().run("c", PROMPT) == 192, "and so does an engine of one rank"
 
 
