@@ -14,7 +14,7 @@ SIZES = {
 }
 CHUNK_TOKENS = 256
 WARM_UP_TOKENS = 4096
-DECODE_REQUESTS, DECODE_ROUNDS = 8, 4
+DECODE_REQUESTS, DECODE_ROUNDS = 8, 8
 """The first round warms up."""
 DECODE_PROMPT, DECODE_FIRST, DECODE_STEPS = 257, 8, 512
 """Tokens of a prompt, steps that are not timed, and steps that are."""

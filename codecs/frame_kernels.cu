@@ -7,7 +7,7 @@
 // Its long form adds up the sixteen 64-byte stripes of a 1 KiB block into eight accumulators
 // and scrambles them after each block. The sums do not depend on what was accumulated before,
 // so all blocks are summed side by side (sum_blocks, which reads the memory) and only one
-// addition and one scramble a block are done in order (chain_blocks, on a sixteenth of it).
+// addition and one scramble a block are done in order (finish_segments, on a sixteenth of it).
 // Rows that go to pages in words of 16 bytes are summed as they pass (scatter_and_sum).
 
 typedef unsigned char u8;
@@ -187,30 +187,6 @@ extern "C" __global__ void sum_blocks(
     }
 }
 
-// One thread an accumulator: eight a segment. *total*: the segments of all frames.
-extern "C" __global__ void chain_blocks(
-    const Segment* segments, const u64* sums, u64* accumulators, u32 segment_count,
-    u32 frame_blocks, u32 total
-) {
-    const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (thread >= (u64)total * LANES) return;
-    const u64 starts[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
-    const u32 lane = thread % LANES;
-    const u32 number = thread / LANES;
-    const Segment segment = segments[number % segment_count];
-    const u64 blocks = full_blocks(segment.size);
-    const u64 first_block = (u64)(number / segment_count) * frame_blocks + segment.first_block;
-    const u64* sum = sums + first_block * LANES + lane;
-    const u64 key = secret_word(128 / 8 + lane);
-    u64 value = starts[lane];
-#pragma unroll 8
-    for (u64 block = 0; block < blocks; ++block) {
-        value += sum[block * LANES];
-        value = (value ^ value >> 47 ^ key) * P32_1;
-    }
-    accumulators[thread] = value;
-}
-
 __device__ static void add_stripe(u64* values, const u8* p, const u8* secret) {
     for (u32 lane = 0; lane < LANES; ++lane) {
         const u64 value = word(p + 8 * lane);
@@ -219,9 +195,28 @@ __device__ static void add_stripe(u64* values, const u8* p, const u8* secret) {
     }
 }
 
-__device__ static u64 hash_of_rest(const u8* p, u64 size, const u64* accumulators) {
+// The accumulators behind all blocks. Each waits for itself alone, so a thread has all eight under way.
+__device__ static void chain_blocks(u64* values, const u64* sums, u64 blocks) {
+    const u64 starts[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    u64 keys[LANES];
+#pragma unroll
+    for (u32 lane = 0; lane < LANES; ++lane) {
+        values[lane] = starts[lane];
+        keys[lane] = secret_word(128 / 8 + lane);
+    }
+#pragma unroll 4
+    for (u64 block = 0; block < blocks; ++block) {
+#pragma unroll
+        for (u32 lane = 0; lane < LANES; ++lane) {
+            const u64 value = values[lane] + sums[block * LANES + lane];
+            values[lane] = (value ^ value >> 47 ^ keys[lane]) * P32_1;
+        }
+    }
+}
+
+__device__ static u64 hash_of_long(const u8* p, u64 size, const u64* sums) {
     u64 values[LANES];
-    for (u32 lane = 0; lane < LANES; ++lane) values[lane] = accumulators[lane];
+    chain_blocks(values, sums, full_blocks(size));
     const u8* rest = p + full_blocks(size) * BLOCK_BYTES;
     const u32 stripes = (p + size - 1 - rest) / STRIPE_BYTES;
     for (u32 i = 0; i < stripes; ++i) add_stripe(values, rest + i * STRIPE_BYTES, SECRET + 8 * i);
@@ -234,18 +229,20 @@ __device__ static u64 hash_of_rest(const u8* p, u64 size, const u64* accumulator
     return avalanche(hash);
 }
 
-// One thread a segment of all frames.
+// One thread a segment of all frames. *total*: how many these are.
 extern "C" __global__ void finish_segments(
-    const u8* memory, const u64* frames, const Segment* segments, const u64* accumulators,
-    u64* hashes, u32 segment_count, u32 total
+    const u8* memory, const u64* frames, const Segment* segments, const u64* sums,
+    u64* hashes, u32 segment_count, u32 frame_blocks, u32 total
 ) {
     const u32 number = blockIdx.x * blockDim.x + threadIdx.x;
     if (number >= total) return;
     const Segment segment = segments[number % segment_count];
-    const u8* p = memory + frames[2 * (number / segment_count)] + segment.offset;
+    const u64 frame = number / segment_count;
+    const u8* p = memory + frames[2 * frame] + segment.offset;
     const u64 size = segment.size;
     u64 hash;
-    if (size > SHORT_BYTES) hash = hash_of_rest(p, size, accumulators + (u64)number * LANES);
+    if (size > SHORT_BYTES)
+        hash = hash_of_long(p, size, sums + (frame * frame_blocks + segment.first_block) * LANES);
     else if (size > 128) hash = hash_up_to_240(p, size);
     else if (size > 16) hash = hash_up_to_128(p, size);
     else hash = hash_up_to_16(p, size);

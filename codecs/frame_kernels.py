@@ -130,11 +130,11 @@ class LaunchedKernels(FrameKernels):
         """Make checksums of the sums of blocks; *counts* says how many segments a frame has."""
         memory, frames, sums = summed
         total = sum(counts)
-        accumulators, hashes = self._empty(_LANES * total), self._empty(total)
-        each, blocks = np.uint32(segments.count), np.uint32(segments.blocks)
-        given: list[Argument] = [segments.table, sums, accumulators, each, blocks, np.uint32(total)]
-        self._launch("chain_blocks", (grid_of(_LANES * total), 1), given)
-        given = [memory, frames, segments.table, accumulators, hashes, each, np.uint32(total)]
+        hashes = self._empty(total)
+        given: list[Argument] = [
+            memory, frames, segments.table, sums, hashes, np.uint32(segments.count),
+            np.uint32(segments.blocks), np.uint32(total),
+        ]  # fmt: skip
         self._launch("finish_segments", (grid_of(total), 1), given)
         there = brought(hashes)
 

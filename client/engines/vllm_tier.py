@@ -135,9 +135,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to store chunks, which vLLM keeps in place until the job is over."""
+        """Begin to store chunks, which vLLM keeps in place until the job is over.
+
+        Where others wait and it is too much beside them, it fails. Alone any job has room: what a
+        long prompt fills in one step is one.
+        """
         with self._changes:
-            is_full = self._waiting + len(job_metadata.keys) > self._room
+            is_full = self._waiting and self._waiting + len(job_metadata.keys) > self._room
         if is_full:
             self._end(job_metadata, (), counted=False)
         else:

@@ -286,7 +286,7 @@ def test_rows_of_the_largest_words_are_summed_as_they_are_copied() -> None:
         )
         assert launched[0] == copy
         if copy == "scatter_and_sum":
-            assert launched[1:] == ["chain_blocks", "finish_segments"]
+            assert launched[1:] == ["finish_segments"]
 
 
 def test_components_of_a_frame_go_each_into_pages_of_their_own(compiled: LaunchedKernels) -> None:

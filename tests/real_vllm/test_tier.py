@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -151,10 +152,24 @@ def test_a_dead_server_is_misses_and_failed_jobs_and_nothing_worse(start: Start)
     assert not tier.tier.has_pending_work()
 
 
-def test_stores_beyond_the_queue_fail_at_once(start: Start) -> None:
+def test_stores_beyond_the_queue_fail_at_once_while_others_wait(start: Start) -> None:
     tier = start(queue_bytes=2 * CHUNK_BYTES)
-    assert not tier.run([1, 2, 3], is_promotion=False).success
-    assert tier.run([1, 2], is_promotion=False).success
+    write, may_write = tier.tier._connector.write, threading.Event()
+
+    def slowly(chunks: Any) -> int:
+        may_write.wait(20.0)
+        return write(chunks)
+
+    tier.tier._connector.write = slowly  # type: ignore[method-assign]
+    tier.tier.submit_store(TransferJob(8, [KEYS[1]], np.array([1]), False, REQUEST))
+    assert not tier.run([2, 3], is_promotion=False).success
+    may_write.set()
+    assert eventually(lambda: [one.success for one in tier.tier.get_finished_jobs()] == [True])
+
+
+def test_a_job_larger_than_the_queue_is_stored_where_no_other_waits(start: Start) -> None:
+    assert start(queue_bytes=2 * CHUNK_BYTES).run([1, 2, 3], is_promotion=False).success
+    assert start().found(3) is LookupResult.HIT
 
 
 def test_engines_of_other_layouts_or_weights_do_not_share(start: Start) -> None:
