@@ -232,6 +232,16 @@ class CudaClient(DevicePutting, Client):
     shared_memory = CudaTransport
     _pages_reader: DeviceReader | None = None
 
+    @property
+    def is_gpu_tier_far(self) -> bool:
+        """Whether the server has a gpu tier that is out of reach, as far as is known."""
+        transport = self._transport
+        return (
+            isinstance(transport, CudaTransport)
+            and transport.arena is None
+            and bool(transport.session.terms.arena_device)
+        )
+
     def get_device_pages(
         self,
         keys: Sequence[ChunkKey],

@@ -86,6 +86,11 @@ class Side(ABC):
     waits_in_pages: bool = False
     """Whether what there is no room for waits in the engine's pages, and takes no memory."""
 
+    @property
+    def is_gpu_tier_far(self) -> bool:
+        """Whether the server has a gpu tier that this side does not reach."""
+        return False
+
     @abstractmethod
     def copies(self, chunks: Sequence[BlockTables]) -> Sequence[Copy]:
         """Begin to copy *chunks*, or the first of them that there is room for.

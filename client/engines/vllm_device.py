@@ -325,6 +325,12 @@ class DeviceSide(Side):
         """Return the layout of what this rank has of a chunk."""
         return self._layouts[has_windows]
 
+    @property
+    @override
+    def is_gpu_tier_far(self) -> bool:
+        client = self._connector.client
+        return isinstance(client, CudaClient) and client.is_gpu_tier_far
+
     # --- stores
 
     @override

@@ -303,6 +303,7 @@ class VllmWorker:
             self.counted["loaded_chunks"] += read
             self.counted["lost_chunks"] += len(order.digests) - read
             self.counted["late_loads"] += is_late
+            self.counted["far_gpu_loads"] += side is not None and side.is_gpu_tier_far
             self.counted["load_us"] += round(1e6 * (self._clock() - began))
             self._news.notify_all()
 

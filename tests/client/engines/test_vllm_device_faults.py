@@ -354,7 +354,7 @@ def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_to
 # --- a gpu tier elsewhere
 
 
-def test_a_gpu_tier_on_another_device_serves_by_way_of_host_memory_and_says_why(
+def test_a_gpu_tier_on_another_device_serves_by_way_of_host_memory_and_is_counted(
     make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
@@ -373,5 +373,6 @@ def test_a_gpu_tier_on_another_device_serves_by_way_of_host_memory_and_says_why(
         assert isinstance(transport, CudaTransport)
         assert "cuda:GPU-elsewhere is not among" in transport.without_arena
         assert worker.counted["lost_chunks"] == 0
+    assert worker.counted["far_gpu_loads"] == 1
     side: Any = worker._side
     assert sum(side.reader.copies.copied), "it went up from host memory"
