@@ -25,8 +25,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES
-from kvstore.proto.wire import join_digests, representation_from_message
-from kvstore.server.miss_log import REASON
+from kvstore.proto.wire import REFUSED, join_digests, representation_from_message
 
 DEADLINE_MS = 10_000
 CLIENT_NAME = "kvstore explain"
@@ -189,11 +188,11 @@ def explain_as_json(address: str, reply: pb.ExplainResponse) -> str:
 
 def _reasons(engine: pb.EngineReport) -> list[str]:
     """Return why an engine runs without its store."""
-    return sorted(name.removeprefix(REASON) for name in engine.counts if name.startswith(REASON))
+    return sorted(name.removeprefix(REFUSED) for name in engine.counts if name.startswith(REFUSED))
 
 
 def _counts(engine: pb.EngineReport) -> list[tuple[str, int]]:
-    return sorted(pair for pair in engine.counts.items() if not pair[0].startswith(REASON))
+    return sorted(pair for pair in engine.counts.items() if not pair[0].startswith(REFUSED))
 
 
 def _copy(copy: pb.Copy) -> dict[str, object]:

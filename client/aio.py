@@ -113,9 +113,9 @@ class AsyncClient:
         """Whether the server hangs; calls that wait for it fail then."""
         return await asyncio.to_thread(self.sync.end_if_hung)
 
-    async def tell_counts(self) -> None:
+    async def send_counts(self) -> None:
         """Tell the server what the engine counted."""
-        await asyncio.to_thread(self.sync.tell_counts)
+        await asyncio.to_thread(self.sync.send_counts)
 
     async def promise(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
         """Say that *keys* will be put within *within_ms*."""

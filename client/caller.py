@@ -162,7 +162,7 @@ class Caller:
         """Whether there is a session, as far as is known here; asks nobody."""
         return self._transport is not None
 
-    def tell_counts(self) -> None:
+    def send_counts(self) -> None:
         """Tell the server what ``counts`` returns, as heartbeats do; opens a session if need be."""
         self._with_session(lambda transport: transport.session.heartbeat())
 

@@ -147,13 +147,14 @@ class CudaTransport(ShmTransport):
             index = reply.index
             for is_near, run in groupby(places, lambda place: place.reach == Reach.device):
                 some = list(run)
+                first, index = index, index + len(some)
                 if is_near:
-                    yield InArena(index, some, self._heads(some, reader.copies))
-                for at, place in enumerate(() if is_near else some, index):
+                    yield InArena(first, some, self._heads(some, reader.copies))
+                    continue
+                for at, place in enumerate(some, first):
                     if place.reach == Reach.memory:
                         registration.note(place.number, self.slabs.reach(place).data)
                     yield self._arrived(at, names[place.tier], place)
-                index += len(some)
             whole = assembly.add(reply.part) if reply.HasField("part") else None
             if whole is not None:
                 yield Arrived(reply.index, reply.tier, whole, lambda: None)

@@ -302,7 +302,7 @@ def like_header(
     and the checksums of segments that each row states.
 
     Those alike differ in their names, place, costs and checksums alone. Rows are as long as
-    *head* or longer. For who reads many frames of one shape: a fifth of what parsing each takes.
+    *head* or longer. For many frames of one shape: a seventh of the time of parsing each.
     """
     components = len(header.layout.components)
     own = _own_bytes(components, len(header.segments))

@@ -45,6 +45,9 @@ FEATURE_DURABLE_PUT = 2
 MESSAGE_BYTES = 1 << 20
 """Payload of one streamed message: larger ones are slower in every gRPC we measured."""
 
+REFUSED = "refused: "
+"""In what an engine counted: how a name begins that says why it runs without its store."""
+
 ERROR_NAME = "kvstore-error"
 """Trailing metadata with the error's class: gRPC itself also sends RESOURCE_EXHAUSTED."""
 

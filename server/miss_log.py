@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.proto.types import ChunkKey
+from kvstore.proto.wire import REFUSED
 from kvstore.server.sessions import Session
 
 MAX_MISSES = 1024
@@ -17,8 +18,6 @@ MAX_REPORTS = 256
 MAX_COUNTS = 64
 MAX_NAME_CHARS = 64
 
-REASON = "refused: "
-"""How a name begins that says why an engine runs without its store."""
 MAX_REASONS = 4
 MAX_REASON_CHARS = 240
 """Of one of them; a longer one is cut."""
@@ -68,13 +67,13 @@ class MissLog:
         them gets nothing that a terminal would obey.
         """
         pairs = sorted(counts.items())
-        told = [pair for pair in pairs if pair[0].startswith(REASON)][:MAX_REASONS]
-        told += [
+        fit = [pair for pair in pairs if pair[0].startswith(REFUSED)][:MAX_REASONS]
+        fit += [
             pair
             for pair in pairs
-            if len(pair[0]) <= MAX_NAME_CHARS and not pair[0].startswith(REASON)
+            if len(pair[0]) <= MAX_NAME_CHARS and not pair[0].startswith(REFUSED)
         ]
-        kept = {_shown(name): count for name, count in told[:MAX_COUNTS]}
+        kept = {_shown(name): count for name, count in fit[:MAX_COUNTS]}
         if not kept:
             return
         with self._lock:

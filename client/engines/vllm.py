@@ -128,7 +128,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             name = "vllm-lookup" if is_scheduler else "vllm-rank"
             with suppress(*MISFITS, KVStoreError, OSError):
                 model = str(vllm_config.model_config.model)
-                refused.tell(client_of_refused(model, settings, name), text)
+                refused.report(client_of_refused(model, settings, name), text)
 
     @property
     def requires_kv_delivery(self) -> bool:

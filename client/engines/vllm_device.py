@@ -59,7 +59,7 @@ LOAD_SLOTS = 4
 LEAST_SLOTS = 2
 """Chunks of a step that there must be room for."""
 LOAD_RING_BYTES = 256 << 20
-"""Device memory for chunks of a load, unless so few do not fit it."""
+"""Device memory for chunks of a load; LOAD_SLOTS of them may take more."""
 _ALIGN_BYTES = 256
 _THERE = (PutOutcome.stored, PutOutcome.exists)
 
@@ -285,7 +285,9 @@ class DeviceSide(Side):
         self._portion = (
             None if rectangle is None else rectangle.portion(client.representation, whole)
         )
-        frame_bytes = raw_frame_bytes(whole)  # a rank's, too: what is read is verified as a whole
+        self._is_straight = isinstance(client, CudaClient) and not pages.shape.has_ends
+        # A rank's too: what is read straight into the pages is verified as a whole.
+        frame_bytes = raw_frame_bytes(whole) if self._is_straight else self.chunk_bytes
         slots = max(LOAD_SLOTS, min(READ_SLOTS, LOAD_RING_BYTES // frame_bytes))
         self.reader = DeviceReader(self.device, frame_bytes, slots)
         self._ring, slots = self._allocated(ring_bytes)
@@ -449,7 +451,7 @@ class DeviceSide(Side):
         """Read straight into the pages what lies near, and the rest by way of host memory."""
         done = 0
         client = self._connector.client
-        if not self._pages.shape.has_ends and isinstance(client, CudaClient) and work.digests:
+        if self._is_straight and isinstance(client, CudaClient) and work.digests:
             keys = [chunk_key(client.namespace, digest) for digest in work.digests]
             paged = self._paged(self._layouts[True], work, 0, len(keys))
             paged = replace(paged, portion=self._portion)

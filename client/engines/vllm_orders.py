@@ -81,9 +81,8 @@ class WorkerNews:
     ``short_loads``: requests of which not every chunk was read, and how many were. ``refusal``:
     why this engine's pages cannot be stored, or nothing. ``is_down``: a load failed as the
     server did not answer. ``unstored``: chunks that were to be stored and will not come.
-    ``stored``: chunks that are in the store now, and by how many ranks, where somebody wants to be
-    told.
-    ``is_waiting``: chunks wait in their pages for a further step, though it be an idle one.
+    ``stored``: chunks that are in the store now, and by how many ranks, where there are KV events.
+    ``is_waiting``: chunks wait in their pages for the next step, which may be an idle one.
     """
 
     short_loads: dict[str, int] = field(default_factory=dict)

@@ -24,12 +24,10 @@ from kvstore.proto.types import (
     Representation,
     RopeParameters,
 )
+from kvstore.proto.wire import REFUSED
 
-TELL_EVERY_S = 10.0
-"""How often a server is told why an engine runs without it: it may have started later, or again."""
-
-REASON = "refused: "
-"""What a count's name begins with that is a reason; ``kvstore explain`` prints what follows."""
+REPORT_EVERY_S = 10.0
+"""How often the reason is sent: a server may have started later, or again."""
 
 MAX_REASON_CHARS = 1024
 """What is sent of one; the server keeps less."""
@@ -47,26 +45,26 @@ def client_of_refused(model: str, settings: VllmSettings, name: str) -> Client:
     return Client(settings.address, identity, replace(options, transport="grpc", staging_bytes=1))
 
 
-class RefusalTeller:
-    """Tells a server why an engine runs without it, in a thread: nobody waits for that.
+class RefusalReporter:
+    """Sends a server the reason why an engine runs without it, in a thread: nobody waits for that.
 
-    *counts* returns what is said beside it.
+    *counts* returns what is sent beside it.
     """
 
     def __init__(
         self, client: Client, reason: str, counts: Callable[[], Mapping[str, int]] = dict
     ) -> None:
         self._client = client
-        told = {f"{REASON}{' '.join(reason[:MAX_REASON_CHARS].split())}": 1}
-        client.counts = lambda: {**counts(), **told}
+        name = f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}"
+        client.counts = lambda: {**counts(), name: 1}
         self._is_over = threading.Event()
         threading.Thread(target=self._run, name="kvstore-refused", daemon=True).start()
 
     def _run(self) -> None:
         while not self._is_over.is_set():
             with suppress(KVStoreError):
-                self._client.tell_counts()
-            self._is_over.wait(TELL_EVERY_S)
+                self._client.send_counts()
+            self._is_over.wait(REPORT_EVERY_S)
 
     def close(self) -> None:
         """Say nothing more, and close the client."""
@@ -84,11 +82,11 @@ class RefusedScheduler:
         self._reason = reason
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
-        self._teller: RefusalTeller | None = None
+        self._reporter: RefusalReporter | None = None
 
-    def tell(self, client: Client, text: str) -> None:
-        """Have the server told *text*, and what is counted."""
-        self._teller = RefusalTeller(client, text, self.counted.copy)
+    def report(self, client: Client, text: str) -> None:
+        """Send the server *text*, and what is counted."""
+        self._reporter = RefusalReporter(client, text, self.counted.copy)
 
     def arrived(self, request: Any) -> None:
         """Count a miss."""
@@ -123,8 +121,8 @@ class RefusedScheduler:
 
     def close(self) -> None:
         """Tell the server nothing more."""
-        if self._teller is not None:
-            self._teller.close()
+        if self._reporter is not None:
+            self._reporter.close()
 
 
 class RefusedWorker:
@@ -138,11 +136,11 @@ class RefusedWorker:
         self._loads: list[LoadOrder] = []
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
-        self._teller: RefusalTeller | None = None
+        self._reporter: RefusalReporter | None = None
 
-    def tell(self, client: Client, text: str) -> None:
-        """Have the server told *text*."""
-        self._teller = RefusalTeller(client, text)
+    def report(self, client: Client, text: str) -> None:
+        """Send the server *text*."""
+        self._reporter = RefusalReporter(client, text)
 
     def register(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
@@ -194,5 +192,5 @@ class RefusedWorker:
 
     def close(self) -> None:
         """Tell the server nothing more."""
-        if self._teller is not None:
-            self._teller.close()
+        if self._reporter is not None:
+            self._reporter.close()

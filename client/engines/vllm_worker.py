@@ -43,7 +43,7 @@ from kvstore.client.engines.vllm_orders import (
     StoreOrder,
     WorkerNews,
 )
-from kvstore.client.engines.vllm_refused import RefusalTeller
+from kvstore.client.engines.vllm_refused import RefusalReporter
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.vllm_watch import QUIET_S, LoadWatch
 from kvstore.proto.device import Device, Event
@@ -168,13 +168,13 @@ class VllmWorker:
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._said_waiting = False
-        """Whether the scheduler was told that chunks wait. For the engine's thread."""
+        """Whether the last news said that chunks wait. For the engine's thread."""
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._short_loads: dict[str, int] = {}
         self._refusal = ""
-        self._teller: RefusalTeller | None = None
+        self._reporter: RefusalReporter | None = None
         self.cost = PrefillCost()
         self.tells_stores = False
         """Whether the scheduler is to learn of every chunk that is stored."""
@@ -195,15 +195,15 @@ class VllmWorker:
         except (*MISFITS, KVStoreError, OSError) as error:
             self.refuse(f"{type(error).__name__}: {error}")
         if self._refusal:
-            self._tell_refusal()
+            self._report_refusal()
         else:
             self._begin_session()
         return self._refusal
 
-    def _tell_refusal(self) -> None:
-        if self._teller is None:
+    def _report_refusal(self) -> None:
+        if self._reporter is None:
             connector = self._connector
-            self._teller = RefusalTeller(connector.client, self._refusal, connector.counts)
+            self._reporter = RefusalReporter(connector.client, self._refusal, connector.counts)
 
     def _begin_session(self) -> None:
         with self._news:
@@ -212,7 +212,7 @@ class VllmWorker:
                 self._opener.do(self._open_session)
 
     def _open_session(self) -> None:
-        self._connector.ask(self._connector.client.tell_counts, None)
+        self._connector.ask(self._connector.client.send_counts, None)
         self._opened.set()
 
     def _await_session(self) -> bool:
@@ -455,7 +455,7 @@ class VllmWorker:
             self._news.notify_all()
 
     def _note_unstored(self, chunks: Sequence[NamedChunk]) -> None:
-        """Have the scheduler told of chunks that will not come. Called with the lock."""
+        """Put chunks that will not come into the next news. Called with the lock."""
         self._unstored.update(dict.fromkeys(chunk.digest for chunk in chunks))
         while len(self._unstored) > MOST_UNSTORED:
             self._unstored.popitem(last=False)
@@ -512,6 +512,6 @@ class VllmWorker:
         side, self._side = self._side, None
         if all(is_over) and side is not None:
             self._connector.ask(side.close, None)
-        if self._teller is not None:
-            self._teller.close()
+        if self._reporter is not None:
+            self._reporter.close()
         self._connector.client.close()

@@ -148,7 +148,7 @@ def test_what_clients_say_of_themselves_is_printed_as_it_is(
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="[/bold]"))
     client.lookup(keys_of(client, 1, 1))
     client.counts = lambda: {"refused: [red]packs otherwise[/]": 1, "[/x]": 1}
-    client.tell_counts()
+    client.send_counts()
     (report,) = as_json(explain, "--recent", "5")["engines"]
     assert report["refused"] == ["[red]packs otherwise[/]"]
     assert report["counts"] == {"[/x]": 1}

@@ -35,14 +35,13 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, DType, Fidelity, Namespace, PutOutcome
-from kvstore.proto.wire import fidelity_number
+from kvstore.proto.wire import REFUSED, fidelity_number
 from kvstore.server.miss_log import (
     MAX_COUNTS,
     MAX_MISSES,
     MAX_REASON_CHARS,
     MAX_REASONS,
     MAX_REPORTS,
-    REASON,
     MissLog,
 )
 from kvstore.server.rpc.checks import Checks, ServiceLimits
@@ -376,13 +375,13 @@ def test_reasons_of_engines_are_cut_cleaned_few_and_before_all_counts(server: Lo
     beat(wire, counts | {"refused: \x1b[31m\nno\u202e pages " + "x" * 10_000: 1})
     (report,) = recent(server).engines
     assert len(report.counts) == MAX_COUNTS
-    (reason,) = [name for name in report.counts if name.startswith(REASON)]
+    (reason,) = [name for name in report.counts if name.startswith(REFUSED)]
     assert reason.isprintable()
     assert reason.startswith("refused:  [31m no  pages xx")
     assert len(reason) == MAX_REASON_CHARS
     beat(wire, counts | {f"refused: {number}": 1 for number in range(100)} | {"\x07bell": 1})
     (report,) = recent(server).engines
-    assert sum(name.startswith(REASON) for name in report.counts) == MAX_REASONS
+    assert sum(name.startswith(REFUSED) for name in report.counts) == MAX_REASONS
     assert all(name.isprintable() for name in report.counts)
 
 

@@ -336,11 +336,11 @@ def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_to
     process: ServerProcess, capsys: pytest.CaptureFixture[str], half: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(vllm_refused, "TELL_EVERY_S", 0.1)
+    monkeypatch.setattr(vllm_refused, "REPORT_EVERY_S", 0.1)
     process.kill()
     side = half("state_layers")
     settings = VllmSettings.of({"address": process.address, "retry_after_ms": 1})
-    side.tell(client_of_refused("a/model", settings, "vllm-half"), "no state\x1b[2J\nlayers")
+    side.report(client_of_refused("a/model", settings, "vllm-half"), "no state\x1b[2J\nlayers")
     process.start()
     said = "vllm-half runs without the store: no state [2J layers"
     assert eventually(lambda: said in explained(process.address, capsys))
