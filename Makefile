@@ -9,13 +9,13 @@ APT_INSTALL = $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninter
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-VERSION ?= 0.32
-VLLM := build/vllm-$(VERSION)
+VLLM_VERSION := $(or $(VERSION),0.32)
+VLLM := build/vllm-$(VLLM_VERSION)
 VLLM_STAMP := $(VLLM)/.installed
 SGLANG := build/sglang
 SGLANG_STAMP := $(SGLANG)/.installed
-VERSION ?= 5.17.0
-TRANSFORMERS := build/transformers-$(VERSION)
+TRANSFORMERS_VERSION := $(or $(VERSION),5.17.0)
+TRANSFORMERS := build/transformers-$(TRANSFORMERS_VERSION)
 TRANSFORMERS_STAMP := $(TRANSFORMERS)/.installed
 CHART := build/chart
 CHART_STAMP := $(CHART)/.installed
@@ -58,9 +58,9 @@ test: $(STAMP) redis chromium ## run the test suite; ARGS=... goes to pytest
 
 vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 2 GB in build/vllm-VERSION; VERSION=0.32, 0.29, 0.26 (5.5 GB)
 
-$(VLLM_STAMP): tests/real_vllm/requirements.txt tests/real_vllm/requirements-$(VERSION).txt pyproject.toml
+$(VLLM_STAMP): tests/real_vllm/requirements.txt tests/real_vllm/requirements-$(VLLM_VERSION).txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)/venv
-	$(VLLM)/venv/bin/python -m pip install -q --no-deps -r tests/real_vllm/requirements-$(VERSION).txt
+	$(VLLM)/venv/bin/python -m pip install -q --no-deps -r tests/real_vllm/requirements-$(VLLM_VERSION).txt
 	$(VLLM)/venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -84,7 +84,7 @@ $(TRANSFORMERS_STAMP): | $(STAMP)
 	$(BIN)/python -m venv $(TRANSFORMERS)
 	$(BIN)/python -c 'import site; print(*site.getsitepackages(), sep="\n")' > \
 		$$($(TRANSFORMERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/dev.pth
-	$(TRANSFORMERS)/bin/python -m pip install -q transformers==$(VERSION)
+	$(TRANSFORMERS)/bin/python -m pip install -q transformers==$(TRANSFORMERS_VERSION)
 	@touch $@
 
 test-transformers: $(TRANSFORMERS_STAMP) ## the connector with another transformers: VERSION=5.17.0; ARGS=... goes to pytest
