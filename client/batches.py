@@ -23,7 +23,7 @@ from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.plans import LoadPlan, PlannedBatch, PlanRange, PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
 
-MAX_STREAMS = 8
+MAX_OPEN_BATCHES = 8
 """Batches of one layered get or put, each a stream: all of them are open at the same time."""
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from itertools import islice
 
 from kvstore.client.batches import (
-    MAX_STREAMS,
+    MAX_OPEN_BATCHES,
     JoinedFeed,
     JoinedSink,
     batches,
@@ -121,7 +121,7 @@ class EngineCalls(Caller, ABC):
         A chunk that is late or proves wrong ends the prefix: the layers after it have fewer
         chunks, and when none is left no more layers come. So what was read is what the last of
         all layers has. The deadline is that of the whole get. Run the iterator to its end or
-        close it: it keeps the chunks from eviction. No more than MAX_STREAMS batches of chunks
+        close it: it keeps the chunks from eviction. No more than MAX_OPEN_BATCHES batches of chunks
         come, as each is a stream that stays open until the last layer.
         """
         check_out(keys, out)
@@ -160,7 +160,7 @@ class EngineCalls(Caller, ABC):
             transport.get_layers(some, 0, left_ms(), least) for _, some in batches(digests, limit)
         )
         with ExitStack() as stack:
-            feed = JoinedFeed(stack, islice(feeds, MAX_STREAMS), limit)
+            feed = JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
             reading = LayerReader(self._reader, transport.session, keys, feed, room)
             with closing(reading.layers()) as layers:
                 yield from layers
@@ -253,7 +253,7 @@ class EngineCalls(Caller, ABC):
             raise InvalidRequestError("within_ms", within_ms, f"use 1 to {MAX_DEADLINE_MS}")
         transport = self._connected()
         limit = transport.session.terms.max_batch_chunks
-        most = MAX_STREAMS * limit
+        most = MAX_OPEN_BATCHES * limit
         if not 1 <= len(chunks) <= most:
             raise InvalidRequestError("chunks", len(chunks), f"give 1 to {most} in one put")
         templates = [self._template(transport.session, chunk) for chunk in chunks]

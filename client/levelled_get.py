@@ -7,7 +7,7 @@ least, then refinements, with a new plan after every batch. What came by the dea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -295,7 +295,7 @@ class LevelledGet:
 
     def _pieces(
         self, batch: Sequence[Fetch], left_s: float, least: Fidelity
-    ) -> Iterator[FramePiece]:
+    ) -> Generator[FramePiece, None, None]:
         """Yield the pieces of *batch* in its order, by requests for chunks under one lease each."""
         left_ms = countdown(max(1, int(1000 * left_s)))
         ranges = _in_pieces(batch)

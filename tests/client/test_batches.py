@@ -10,7 +10,7 @@ from conftest import ServerMaker
 from contracts.layers import assert_layer, layers_of, planned
 from local_server import LocalServer
 from pages import engine_pages, rows_of
-from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store
+from prompts import SMALL, assert_reads, is_right, keys_of, store, tensors_of
 
 from kvstore.client import Client
 from kvstore.client.levels import PlanTerms
@@ -175,8 +175,8 @@ def test_layers_go_and_come_of_all_batches_together(
     client = any_client
     keys = keys_of(client, 1, CHUNKS)
     with client.begin_put(planned(client, keys)) as put:
-        for number, layer in layers_of(client, keys).items():
-            put.layer(number, layer)
+        for number, parts in layers_of(client, keys).items():
+            put.layer(number, parts)
     assert [one.outcome for one in put.results] == [PutOutcome.stored] * CHUNKS
     found = []
     for layer in client.get_layers(keys):
@@ -212,7 +212,7 @@ def test_a_rank_reads_its_part_of_all_batches(any_client: Client) -> None:
     found = client.get(keys, rectangle=Rectangle(layers=(1, 2)))
     assert len(found) == CHUNKS
     for key, one in zip(keys, found, strict=True):
-        whole = chunks_of(client, [key])[0].tensors[0]
+        whole = tensors_of(key, SMALL, 16)[0]
         assert all(map(np.array_equal, one[0][0], whole[1]))
 
 

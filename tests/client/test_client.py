@@ -9,7 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from bare_wire import wire_to
 from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, other_revision, store, tokens
+from prompts import (
+    MEDIUM,
+    SMALL,
+    assert_reads,
+    chunks_of,
+    is_right,
+    keys_of,
+    other_revision,
+    store,
+    tokens,
+)
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
