@@ -146,6 +146,11 @@ class AsyncClient:
         self.sync = Client(address, representation, options)
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process make a client of the same server."""
+        address = self.sync._connection.address
+        return type(self), (address, self.sync.representation, self.sync.options)
+
     async def keys(self, tokens: Sequence[int], extra: Sequence[bytes] = ()) -> list[ChunkKey]:
         """Name the chunks of a prompt."""
         return await asyncio.to_thread(self.sync.keys, tokens, extra)

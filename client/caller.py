@@ -223,6 +223,8 @@ class Caller:
         return self._with_session(work)
 
     def _digest(self, key: ChunkKey) -> ChainDigest:
+        if not isinstance(key, bytes | bytearray | memoryview):
+            raise InvalidRequestError("key", key, "give a list of bytes: name chunks with keys()")
         if len(key) != KEY_BYTES or key[:DIGEST_BYTES] != self.namespace:
             raise InvalidRequestError(
                 "key", key.hex(),

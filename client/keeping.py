@@ -14,7 +14,7 @@ from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import MAX_HANDOVER_MS
 from kvstore.proto.plan_wire import batch_from_message
 from kvstore.proto.plans import PlannedBatch
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import ChunkKey, Fidelity, is_text
 from kvstore.proto.wire import fidelity_number
 
 
@@ -85,6 +85,8 @@ class Keeping(Caller):
 
         With *tier* only their copies there go, with *dry_run* none: the answer says what would.
         """
+        if not is_text(tier):
+            raise InvalidRequestError("tier", tier, "give a tier's name, or ''")
         request = pb.ClearRequest(tier=tier, dry_run=dry_run, deadline_ms=self.options.deadline_ms)
 
         def work(transport: Transport) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, get_args
 
 from kvstore.client.access import OPEN, Access
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+from kvstore.proto.keys import check_chunk_tokens
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, is_text
 
 TransportName = Literal["auto", "shm", "zmq", "grpc"]
 
@@ -47,12 +49,13 @@ class ClientOptions:
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):
             raise InvalidRequestError("transport", self.transport, "use auto, shm, zmq or grpc")
-        if not MIN_CHUNK_TOKENS <= self.chunk_tokens <= MAX_CHUNK_TOKENS:
-            raise InvalidRequestError(
-                "chunk_tokens", self.chunk_tokens, f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
-            )
+        check_chunk_tokens(self.chunk_tokens)
         for name in ("deadline_ms", "staging_bytes", "retry_after_ms", "copy_threads"):
-            if getattr(self, name) < 1:
-                raise InvalidRequestError(name, getattr(self, name), "give a positive number")
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or value < 1:
+                raise InvalidRequestError(name, value, "give a positive whole number")
+        for name in ("name", "tenant"):
+            if not is_text(getattr(self, name)):
+                raise InvalidRequestError(name, getattr(self, name), "give text that UTF-8 has")
         if self.deadline_ms > MAX_DEADLINE_MS:
             raise InvalidRequestError("deadline_ms", self.deadline_ms, f"at most {MAX_DEADLINE_MS}")

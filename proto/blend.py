@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
+from kvstore.proto.keys import chain_digest, check_chunk_tokens, content_digest, tokens_le32
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
     DIGEST_BYTES,
@@ -81,9 +81,7 @@ def name_segments(
     there is none; chain digests go on over it. *extra* enters the first chain digest, and every
     content digest. Raises InvalidRequestError for ranges that are not in order or past the end.
     """
-    if not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
-        fix = f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
-        raise InvalidRequestError("chunk_tokens", chunk_tokens, fix)
+    check_chunk_tokens(chunk_tokens)
     data = memoryview(tokens_le32(tokens))
     found: list[NamedSegment] = []
     parent = ROOT

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from numbers import Integral
 
 import numpy as np
 from blake3 import blake3
@@ -30,6 +31,8 @@ _REPRESENTATION = b"kvstore.v1.representation"
 _CHAIN = b"kvstore.v1.chain"
 _CONTENT = b"kvstore.v1.content"
 _U32 = struct.Struct("<I")
+_FLAT = "give a flat sequence of integer token ids, one prompt at a time"
+_BYTES = "give a sequence of bytes, such as [b'salt']"
 
 
 def _field(data: bytes) -> bytes:
@@ -92,11 +95,14 @@ def chunk_key(space: Namespace, digest: ChainDigest) -> ChunkKey:
 
 def tokens_le32(tokens: Sequence[int]) -> bytes:
     """Return token ids as little-endian uint32. Raises InvalidRequestError on a bad id."""
-    ids = np.asarray(tokens)
-    if ids.size == 0:
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, TypeError, RuntimeError):  # ragged, or on a device
+        raise InvalidRequestError("tokens", tokens, _FLAT) from None
+    if ids.size == 0 and ids.ndim == 1:
         return b""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InvalidRequestError("tokens", tokens, "give a flat sequence of integer token ids")
+        raise InvalidRequestError("tokens", tokens, _FLAT)
     if int(ids.min()) < 0 or int(ids.max()) >= 1 << 32:
         raise InvalidRequestError("tokens", tokens, "token ids are in 0..2^32-1")
     return ids.astype("<u4", copy=False).tobytes()
@@ -119,18 +125,26 @@ def _digest(
 ) -> bytes:
     parts = [_field(domain), _field(parent), _U32.pack(len(token_bytes)), bytes(token_bytes)]
     parts.append(_U32.pack(len(extra)))
+    if not isinstance(extra, Sequence) or not all(isinstance(one, bytes) for one in extra):
+        raise InvalidRequestError("extra", extra, _BYTES)
     parts += map(_field, extra)
     return blake3(b"".join(parts)).digest(length=DIGEST_BYTES)
+
+
+def check_chunk_tokens(chunk_tokens: int) -> None:
+    """Raise InvalidRequestError for a chunk size that cannot be."""
+    fix = f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
+    if not isinstance(chunk_tokens, Integral):
+        raise InvalidRequestError("chunk_tokens", chunk_tokens, f"{fix}, a whole number")
+    if not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise InvalidRequestError("chunk_tokens", chunk_tokens, fix)
 
 
 def chunk_spans(
     token_count: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS
 ) -> list[tuple[int, int]]:
     """Cut *token_count* tokens into (start, stop) spans; a last one below 16 is left out."""
-    if not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
-        raise InvalidRequestError(
-            "chunk_tokens", chunk_tokens, f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
-        )
+    check_chunk_tokens(chunk_tokens)
     starts = range(0, token_count, chunk_tokens)
     spans = [(start, min(start + chunk_tokens, token_count)) for start in starts]
     if spans and spans[-1][1] - spans[-1][0] < MIN_CHUNK_TOKENS:

@@ -122,6 +122,14 @@ class LayerGroup:
         return 2 if self.kind in (LayerKind.attention, LayerKind.window) else 1
 
 
+def is_text(value: object) -> bool:
+    """Whether *value* is text that UTF-8 has: no half of a surrogate pair."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
     """The rotary embedding applied to stored keys.
@@ -137,10 +145,12 @@ class RopeParameters:
     factors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.scaling:
+        if not self.scaling or not is_text(self.scaling):
             raise RepresentationError("rope.scaling", self.scaling, "name the rule, or 'none'")
         if list(self.factors) != sorted(self.factors):
             raise RepresentationError("rope.factors", self.factors, "sort them by name")
+        if not all(is_text(name) for name, _ in self.factors):
+            raise RepresentationError("rope.factors", self.factors, "give names that UTF-8 has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +174,7 @@ class Representation:
     def __post_init__(self) -> None:
         for name, fix in _IDENTITY_FIXES.items():
             value = getattr(self, name)
-            if not isinstance(value, str) or not value.strip():
+            if not is_text(value) or not value.strip():
                 raise RepresentationError(name, value, fix)
         if self.layout_version < 1:
             raise RepresentationError("layout_version", self.layout_version, "use 1")

@@ -133,8 +133,11 @@ def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKe
 
 
 def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
-    """Return the packed digests of *keys*; None when any is not of the namespace *space*."""
-    joined = b"".join(keys)
+    """Return the packed digests of *keys*; None when any is no key of the namespace *space*."""
+    try:
+        joined = b"".join(keys)
+    except TypeError:
+        return None
     count = len(keys)
     if not set(map(len, keys)) <= {KEY_BYTES}:
         return None

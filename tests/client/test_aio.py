@@ -63,6 +63,19 @@ def test_many_gets_run_at_once(server: LocalServer) -> None:
     asyncio.run(work())
 
 
+def test_a_copy_for_another_process_is_a_client_of_its_own(server: LocalServer) -> None:
+    async def work() -> None:
+        options = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
+        async with AsyncClient(server.address, SMALL, options) as client:
+            keys = await client.keys(tokens(1, 64))
+            await client.put(chunks_of(client.sync, keys))
+            kind, words = client.__reduce__()
+        async with kind(*words) as other:  # as multiprocessing does
+            assert (await other.lookup(keys)).ready == 4
+
+    asyncio.run(work())
+
+
 def test_pages_and_layers_are_awaited(server: LocalServer) -> None:
     async def work() -> None:
         options = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from bare_wire import wire_to
@@ -87,6 +88,17 @@ def test_key_of_another_namespace_is_refused_and_changes_nothing(
         call(client, keys)
     with pytest.raises(InvalidRequestError, match="name chunks with keys"):
         call(client, [ChunkKey(keys[0][:31])])
+
+
+@pytest.mark.parametrize("keys", [["abc"], "abc", [7], [None], b"abc"], ids=repr)
+def test_keys_that_are_no_bytes_are_refused(client: Client, keys: Any) -> None:
+    for call in (client.get, client.lookup, client.lease, client.delete, client.stat):
+        with pytest.raises(InvalidRequestError, match=r"key=.*: give a list of bytes"):
+            call(keys)
+    with pytest.raises(InvalidRequestError, match="key="):
+        client.plan([keys])
+    with pytest.raises(InvalidRequestError, match="tier="):
+        client.clear("\ud800")
 
 
 # --- verbs

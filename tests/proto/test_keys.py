@@ -15,7 +15,7 @@ from golden.strategies import representations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.keys import (
     chain_digest,
     chain_digests,
@@ -300,6 +300,11 @@ def test_chunk_sizes_outside_the_limits_are_refused(size: int) -> None:
         ["7"],
         [True],
         [[1, 2]],
+        [[1, 2], [3]],
+        [[]],
+        "12",
+        None,
+        {"input_ids": [1, 2]},
         np.zeros((2, 2), np.int64),
         np.array([1 << 32], np.uint64),
         np.array([-1], np.int8),
@@ -309,6 +314,31 @@ def test_chunk_sizes_outside_the_limits_are_refused(size: int) -> None:
 def test_bad_token_ids_are_refused(tokens: Any) -> None:
     with pytest.raises(InvalidRequestError, match="tokens="):
         tokens_le32(tokens)
+
+
+@pytest.mark.parametrize("extra", ["salt", b"salt", ["salt"], [7], [b"a", None]], ids=repr)
+def test_extras_that_are_no_bytes_are_refused(extra: Any) -> None:
+    for name in (chain_digests, content_digest):
+        words = (range(16), 16) if name is chain_digests else (b"",)
+        with pytest.raises(InvalidRequestError, match=r"extra=.*: give a sequence of bytes"):
+            name(*words, extra)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("size", [256.0, "256", None])
+def test_chunk_sizes_that_are_no_whole_numbers_are_refused(size: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"chunk_tokens=.*, a whole number"):
+        chain_digests(range(300), size)
+
+
+def test_identity_with_half_a_surrogate_pair_is_refused_by_its_field() -> None:
+    model = REPRESENTATION
+    for field in ("model_id", "model_revision", "adapter_digest", "tokenizer_digest"):
+        with pytest.raises(RepresentationError, match=f"{field}="):
+            replace(model, **{field: "a\ud800"})
+    with pytest.raises(RepresentationError, match="scaling="):
+        replace(model.rope, scaling="\ud800")
+    with pytest.raises(RepresentationError, match="factors="):
+        replace(model.rope, factors=(("\ud800", 1.0),))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", ">u4", ">i8", "uint64"])
