@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -318,10 +319,9 @@ def test_bad_token_ids_are_refused(tokens: Any) -> None:
 
 @pytest.mark.parametrize("extra", ["salt", b"salt", ["salt"], [7], [b"a", None]], ids=repr)
 def test_extras_that_are_no_bytes_are_refused(extra: Any) -> None:
-    for name in (chain_digests, content_digest):
-        words = (range(16), 16) if name is chain_digests else (b"",)
+    for name in (partial(chain_digests, range(16), 16), partial(content_digest, b"")):
         with pytest.raises(InvalidRequestError, match=r"extra=.*: give a sequence of bytes"):
-            name(*words, extra)  # type: ignore[operator]
+            name(extra)
 
 
 @pytest.mark.parametrize("size", [256.0, "256", None])
@@ -334,7 +334,7 @@ def test_identity_with_half_a_surrogate_pair_is_refused_by_its_field() -> None:
     model = REPRESENTATION
     for field in ("model_id", "model_revision", "adapter_digest", "tokenizer_digest"):
         with pytest.raises(RepresentationError, match=f"{field}="):
-            replace(model, **{field: "a\ud800"})
+            replace(model, **{field: "a\ud800"})  # type: ignore[arg-type]
     with pytest.raises(RepresentationError, match="scaling="):
         replace(model.rope, scaling="\ud800")
     with pytest.raises(RepresentationError, match="factors="):
