@@ -183,7 +183,7 @@ def explain_as_json(address: str, reply: pb.ExplainResponse) -> str:
         ]
         parts["gates"] = [gate_as_dict(gate_from_message(one)) for one in reply.gates]
         parts["spaces"] = [_space(one) for one in reply.spaces]
-    return json.dumps(parts, indent=2)
+    return json.dumps(parts | {"left_out": reply.left_out}, indent=2)
 
 
 def _reasons(engine: pb.EngineReport) -> list[str]:
@@ -230,6 +230,8 @@ def print_explain(reply: pb.ExplainResponse) -> None:
             console.print(line, highlight=False, soft_wrap=True)
     if reply.spaces:
         _print_spaces(console, "known here", reply.spaces)
+    if reply.left_out:
+        console.print(f"{reply.left_out} more do not fit into one reply")
     if not (reply.chunks or reply.recent or reply.engines or reply.spaces or reply.gates):
         console.print("nothing: no lookup has missed, no engine has reported, no session opened")
 
