@@ -158,6 +158,7 @@ def put(
 
     from kvstore.cli.progress import progress
     from kvstore.cli.put import put_files
+    from kvstore.proto.text import printable
     from kvstore.proto.types import PutOutcome
 
     rows = []
@@ -168,7 +169,8 @@ def put(
             outcome = done.outcome.name
             rows.append((str(files[number]), key.hex(), outcome, done.reason))
             if not as_json:
-                print(f"{files[number]}: {key.hex()} {outcome} {done.reason}".rstrip())
+                line = f"{files[number]}: {key.hex()} {outcome} {done.reason}"
+                print(printable(line).rstrip())
     if as_json:
         names = ("file", "key", "outcome", "reason")
         print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))

@@ -6,10 +6,10 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.progress import followed
+from kvstore.cli.screen import Screen
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.speed import make_sample, measure
 from kvstore.proto.codec_speed import CodecSpeed
@@ -61,7 +61,7 @@ def speeds_as_json(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> 
 
 def print_speeds(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> None:
     """Print the figures as a table."""
-    console = Console()
+    console = Screen()
     table = Table()
     for heading in ("codec", "backend", "fidelity"):
         table.add_column(heading, no_wrap=True)

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.cli.screen import Screen
 from kvstore.cli.server_child import ServerChild
 from kvstore.proto.errors import KVStoreError
 
@@ -105,7 +106,7 @@ def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> 
     """
     started = time.monotonic()
     folder = check_model(model, prompt_tokens)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
         reports = _play(console, Path(scratch), [str(folder), str(prompt_tokens)])
     outcome = Outcome.of(reports, time.monotonic() - started)

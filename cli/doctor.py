@@ -6,13 +6,13 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.access import dial
 from kvstore.cli.doctor_checks import CHECKS
 from kvstore.cli.doctor_redis import check_directory
 from kvstore.cli.finding import Finding, State
+from kvstore.cli.screen import Screen
 from kvstore.cli.status import DEADLINE_MS, ask_status
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
@@ -90,4 +90,4 @@ def print_findings(findings: Sequence[Finding]) -> None:
     table = Table("check", "state", "saw", "what to do")
     for one in findings:
         table.add_row(one.check, one.state, one.saw, one.fix)
-    Console().print(table)
+    Screen().print(table)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from kvstore.cli.access import dial
 from kvstore.cli.blend_report import gate_as_dict, gate_line
+from kvstore.cli.screen import Screen
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend_wire import gate_from_message
 from kvstore.proto.errors import (
@@ -183,7 +182,7 @@ def explain_as_json(address: str, reply: pb.ExplainResponse) -> str:
         ]
         parts["gates"] = [gate_as_dict(gate_from_message(one)) for one in reply.gates]
         parts["spaces"] = [_space(one) for one in reply.spaces]
-    return json.dumps(parts, indent=2)
+    return json.dumps(parts | {"left_out": reply.left_out}, indent=2)
 
 
 def _reasons(engine: pb.EngineReport) -> list[str]:
@@ -218,7 +217,7 @@ def _space(space: pb.KnownSpace) -> dict[str, object]:
 
 def print_explain(reply: pb.ExplainResponse) -> None:
     """Print *reply* as tables."""
-    console = Console()
+    console = Screen()
     if reply.chunks:
         _print_chunks(console, reply)
     if reply.recent or reply.engines:
@@ -230,11 +229,13 @@ def print_explain(reply: pb.ExplainResponse) -> None:
             console.print(line, highlight=False, soft_wrap=True)
     if reply.spaces:
         _print_spaces(console, "known here", reply.spaces)
+    if reply.left_out:
+        console.print(f"{reply.left_out} more do not fit into one reply")
     if not (reply.chunks or reply.recent or reply.engines or reply.spaces or reply.gates):
         console.print("nothing: no lookup has missed, no engine has reported, no session opened")
 
 
-def _print_chunks(console: Console, reply: pb.ExplainResponse) -> None:
+def _print_chunks(console: Screen, reply: pb.ExplainResponse) -> None:
     count = len(reply.chunks)
     console.print(f"hit: {reply.hit_chunks} of {count} chunks", highlight=False)
     table = Table("chunk", "digest", "state", "why", "copies")
@@ -254,28 +255,27 @@ def _print_chunks(console: Console, reply: pb.ExplainResponse) -> None:
             console.print(text, highlight=False, soft_wrap=True)
 
 
-def _print_recent(console: Console, reply: pb.ExplainResponse) -> None:
+def _print_recent(console: Screen, reply: pb.ExplainResponse) -> None:
     misses = Table("ago", "client", "model", "found", "pending", "state", "why")
     for miss in reply.recent:
         cells = (
             f"{miss.ago_s:.0f} s", miss.client, miss.model_id, f"{miss.ready} of {miss.chunks}",
             str(miss.pending), miss.state, miss.reason,
         )  # fmt: skip
-        misses.add_row(*map(Text, cells))  # no markup: a client may say anything
+        misses.add_row(*cells)
     console.print(misses)
     engines = Table("heard", "client", "model", "what its engine counted")
     for one in reply.engines:
         counts = ", ".join(f"{name} {count}" for name, count in _counts(one))
-        row = (f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
-        engines.add_row(*map(Text, row))
+        engines.add_row(f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
     console.print(engines)
     for one in reply.engines:
         for reason in _reasons(one):
-            text = Text(f"{one.client or 'no name'} runs without the store: {reason}")
-            console.print(text, soft_wrap=True)
+            text = f"{one.client or 'no name'} runs without the store: {reason}"
+            console.print(text, highlight=False, soft_wrap=True)
 
 
-def _print_spaces(console: Console, title: str, spaces: Sequence[pb.KnownSpace]) -> None:
+def _print_spaces(console: Screen, title: str, spaces: Sequence[pb.KnownSpace]) -> None:
     table = Table("namespace", "model", "revision", "adapter", "client", "chunks", title=title)
     for one in spaces:
         kind = one.representation

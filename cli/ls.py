@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from kvstore.cli.screen import Screen
 from kvstore.cli.spaces import Where, ask_spaces, hex_prefix, places
 from kvstore.cli.status import readable_size
 from kvstore.proto import kvstore_pb2 as pb
@@ -106,7 +106,7 @@ FIDELITIES = {0: "none", 1: "bounded", 2: "exact"}
 
 def print_chunks(pages: Sequence[Page]) -> None:
     """Print a page as tables, one a namespace."""
-    console = Console()
+    console = Screen()
     pages = [page for page in pages if page.chunks]
     if not pages:
         console.print("no chunks")
@@ -179,4 +179,4 @@ def print_spaces(spaces: Sequence[pb.KnownSpace]) -> None:
             one.key_namespace.hex(), one.tenant, f"{kind.model_id} {kind.model_revision[:8]}",
             one.client, str(one.chunks),
         )  # fmt: skip
-    Console().print(table)
+    Screen().print(table)

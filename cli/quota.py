@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToJson
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.access import dial
+from kvstore.cli.screen import Screen
 from kvstore.cli.status import DEADLINE_MS, readable_size
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
@@ -88,7 +88,7 @@ def print_quotas(reply: pb.QuotaResponse) -> None:
                 readable_size(tier.guaranteed_bytes),
                 str(tier.used_chunks),
             )
-    console = Console()
+    console = Screen()
     console.print(limits)
     if tiers.row_count:
         console.print(tiers)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.plot import line_chart
+from kvstore.cli.screen import Screen
 from kvstore.cli.simulate import Outcome
 from kvstore.proto.errors import InvalidRequestError
 
@@ -29,7 +29,7 @@ def outcomes_as_json(outcomes: Sequence[Outcome]) -> str:
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """Print a table with a row each."""
-    console = Console()
+    console = Screen()
     table = Table()
     table.add_column("policy", no_wrap=True)
     for heading in ("GiB", "tokens hit", "blocks hit", "PFLOPs saved", "evictions", "requests/s"):

@@ -69,10 +69,16 @@ def hex_prefix(field: str, text: str) -> str:
 def ask_spaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
     """Return the namespaces of a tenant that the server at *address* knows, the latest first."""
     connection = dial(address, DEADLINE_MS)
+    found: dict[bytes, pb.KnownSpace] = {}
     try:
         request = pb.SpacesRequest(tenant=tenant)
-        reply = connection.call("Spaces", request, DEADLINE_MS, pb.SpacesResponse)
-        return list(reply.spaces)
+        while True:
+            reply = connection.call("Spaces", request, DEADLINE_MS, pb.SpacesResponse)
+            for one in reply.spaces:
+                found.setdefault(one.key_namespace, one)  # a session that opens moves the rest
+            request.skip += len(reply.spaces)
+            if not reply.left or not reply.spaces:
+                return list(found.values())
     except (TierUnavailableError, DeadlineError) as error:
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
         raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import json_format
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.ls import chunk_as_dict, kept, readable_time
+from kvstore.cli.screen import Screen
 from kvstore.cli.spaces import Where, find, hex_prefix, places
 from kvstore.cli.status import readable_size
 from kvstore.proto import kvstore_pb2 as pb
@@ -89,7 +89,7 @@ def _component(one: pb.Component) -> dict[str, object]:
 
 def print_stat(facts: ChunkFacts) -> None:
     """Print it as tables."""
-    chunk, kind, console = facts.chunk, facts.representation, Console()
+    chunk, kind, console = facts.chunk, facts.representation, Screen()
     rows = [
         ("key", facts.key.hex()),
         ("parent", chunk.parent.hex() if any(chunk.parent) else "none: it begins a prompt"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.access import dial
+from kvstore.cli.screen import Screen
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 
@@ -66,7 +66,7 @@ def _directory_as_dict(reply: pb.StatusResponse) -> dict[str, object] | None:
 
 def print_status(address: str, reply: pb.StatusResponse) -> None:
     """Print *reply* as tables."""
-    console = Console()
+    console = Screen()
     console.print(
         f"{address}: {reply.state}, version {reply.version}, up {reply.uptime_s:.0f} s, "
         f"{reply.sessions} sessions, {reply.leases} leases",

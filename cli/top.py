@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
+from kvstore.cli.screen import Screen
 from kvstore.cli.status import ask_status, readable_size
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -167,14 +168,14 @@ def show_once(address: str, *, as_json: bool) -> None:
     if as_json:
         print(top_as_json(address, reply, rates))
     else:
-        Console().print(top_as_tables(address, reply, rates))
+        Screen().print(top_as_tables(address, reply, rates))
 
 
 def show_live(address: str, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show the server until the key that interrupts. Raises KVStoreErrors."""
     before = ask_status(address)
     rates = Rates.between(None, before)
-    with Live(top_as_tables(address, before, rates), auto_refresh=False) as live:
+    with Live(top_as_tables(address, before, rates), auto_refresh=False, console=Screen()) as live:
         try:
             while True:
                 sleep(every_s)

@@ -254,10 +254,11 @@ def _day(made_s: int) -> str:
 
 
 def _print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from kvstore.cli.screen import Screen
 
     table = Table(*names)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Screen().print(table)

@@ -15,6 +15,8 @@ from kvstore.proto.errors import InvalidRequestError
 
 MAX_TOKEN_CHARS = 8192
 _HEADER = "authorization"
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""gRPC would take a proxy out of the environment, for the loopback and a cluster's addresses too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Access:
 
     def open(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
         """Return a channel to *address*. Raises InvalidRequestError for files that will not do."""
+        options = [*options, _NO_PROXY]
         if not self.tls:
             if (self.token or self.token_file) and not (self.insecure or _is_near(address)):
                 fix = "a token would travel in plain text: give tls or ca, or insecure"

@@ -1301,7 +1301,7 @@ class EngineReport(_message.Message):
     def __init__(self, ago_s: _Optional[float] = ..., client: _Optional[str] = ..., model_id: _Optional[str] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "spaces", "gates")
+    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "spaces", "gates", "left_out")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
@@ -1310,6 +1310,7 @@ class ExplainResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     SPACES_FIELD_NUMBER: _ClassVar[int]
     GATES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     server: Server
     hit_chunks: int
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkReason]
@@ -1318,7 +1319,8 @@ class ExplainResponse(_message.Message):
     engines: _containers.RepeatedCompositeFieldContainer[EngineReport]
     spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
     gates: _containers.RepeatedCompositeFieldContainer[Gate]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ...) -> None: ...
+    left_out: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class QuotaRequest(_message.Message):
     __slots__ = ("tenant",)
@@ -1415,18 +1417,22 @@ class ScrubResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., begun: bool = ..., running: bool = ..., passes: _Optional[int] = ..., total_chunks: _Optional[int] = ..., checked_chunks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_chunks: _Optional[int] = ..., unread_chunks: _Optional[int] = ...) -> None: ...
 
 class SpacesRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "skip")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+    skip: int
+    def __init__(self, tenant: _Optional[str] = ..., skip: _Optional[int] = ...) -> None: ...
 
 class SpacesResponse(_message.Message):
-    __slots__ = ("server", "spaces")
+    __slots__ = ("server", "spaces", "left")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SPACES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     server: Server
     spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ...) -> None: ...
+    left: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., left: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("session_id", "boot_id", "cursor")

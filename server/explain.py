@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.known_spaces import Differing, KnownSpaces, Space
+from kvstore.server.known_spaces import Differing, KnownSpaces, Space, nearest
 from kvstore.server.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.policy.state_admission import StateAdmission
 from kvstore.server.shelf import Shelf
@@ -20,6 +21,9 @@ _SEARCHED = 32
 """Of the others, those that differ least are searched for so many of a prompt's chunks."""
 
 _COUNTED = 6
+
+_MAX_TOLD = 4
+"""Fields in which two identities differ, named for each chunk."""
 
 Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
 """Tiers and what lies there, in the order in which they are read."""
@@ -106,7 +110,18 @@ class Explainer:
     def others(self, space: Namespace) -> Others:
         """Return the other spaces of its tenant, those that differ least first."""
         asked = self.spaces.of(space)
-        return self.spaces.nearest(asked)[:_SEARCHED] if asked is not None else ()
+        return nearest(asked, self.spaces.others(asked))[:_SEARCHED] if asked is not None else ()
+
+    def others_with(self, space: Namespace, key: ChunkKey) -> Others:
+        """Return a few other spaces of its tenant that have the chunk of the same tokens.
+
+        To compare two identities takes longer than to look for a chunk.
+        """
+        asked = self.spaces.of(space)
+        if asked is None:
+            return ()
+        found = (other for other in self.spaces.others(asked) if self._has(other, key))
+        return nearest(asked, islice(found, MAX_NEAR))
 
     def reason(self, key: ChunkKey, others: Others, least: Fidelity = Fidelity.exact) -> Reason:
         """Say of one chunk why it can be read, or why not; *others* are those of its space."""
@@ -171,7 +186,9 @@ class Explainer:
 
 
 def _said(differing: Sequence[Differing]) -> str:
-    return "; ".join(f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing)
+    told = [f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing[:_MAX_TOLD]]
+    more = [f"{len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else []
+    return "; ".join(told + more)
 
 
 _SENTENCES = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from heapq import nsmallest
 from typing import NamedTuple
 
+from kvstore.proto.text import printable
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.wire import REFUSED
 from kvstore.server.sessions import Session
@@ -63,17 +65,17 @@ class MissLog:
     def report(self, session: Session, counts: Mapping[str, int]) -> None:
         """Take note of what an engine counted; what is over the limits is left out, reasons last.
 
-        A heartbeat may not fail for it: the session would end. Names are a client's: who shows
-        them gets nothing that a terminal would obey.
+        A heartbeat may not fail for it: the session would end.
         """
-        pairs = sorted(counts.items())
-        fit = [pair for pair in pairs if pair[0].startswith(REFUSED)][:MAX_REASONS]
-        fit += [
+        reasons = (pair for pair in counts.items() if pair[0].startswith(REFUSED))
+        named = (
             pair
-            for pair in pairs
+            for pair in counts.items()
             if len(pair[0]) <= MAX_NAME_CHARS and not pair[0].startswith(REFUSED)
-        ]
-        kept = {_shown(name): count for name, count in fit[:MAX_COUNTS]}
+        )
+        fit = nsmallest(MAX_REASONS, reasons)
+        fit += nsmallest(MAX_COUNTS - len(fit), named)
+        kept = {_kept(name): count for name, count in fit}
         if not kept:
             return
         with self._lock:
@@ -94,7 +96,7 @@ class MissLog:
             return list(reversed(self._reports.values()))
 
 
-def _shown(name: str) -> str:
+def _kept(name: str) -> str:
     if len(name) > MAX_REASON_CHARS:
         name = f"{name[: MAX_REASON_CHARS - 3]}..."
-    return "".join(char if char.isprintable() else " " for char in name)
+    return printable(name)

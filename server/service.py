@@ -13,6 +13,7 @@ from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.text import check_text
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.blend.blend_calls import BlendCalls
 from kvstore.server.cluster.peer_calls import PeerCalls
@@ -108,13 +109,12 @@ class KVStoreService(
     def OpenSession(
         self, request: pb.OpenSessionRequest, context: grpc.ServicerContext
     ) -> pb.OpenSessionResponse:
-        if len(request.client) > MAX_CLIENT_CHARS:
-            raise InvalidRequestError("client", request.client, f"at most {MAX_CLIENT_CHARS}")
+        client = check_text("client", request.client, MAX_CLIENT_CHARS)
         representation = wire.representation_from_message(request.representation)
         caller = principal_of(context)
         standing = self._standings.of(caller, request.tenant)
         session = self._sessions.open(
-            representation, request.client, standing.tenant, caller, standing.roles
+            representation, client, standing.tenant, caller, standing.roles
         )
         plane, gpu = self._data_plane, self._manager.transfers.gpu_tier
         return pb.OpenSessionResponse(
