@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.trust.doorkeeper import Door
 from kvstore.server.unix_socket import can_send, is_trusted, listen
 
 CONNECTIONS_PER_SESSION = 16
@@ -36,6 +37,11 @@ _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
 _IN_A_ROW = 16
 """Messages of one peer before others have their turn."""
+
+_METHODS = {shm.Op.slab: "Slab", shm.Op.extent: "Extent", shm.Op.ring: "Ring"}
+"""What roles and the audit log call an operation; all others are ways to attach."""
+_ATTACH = "Attach"
+_ORIGIN = "unix"
 
 logger = structlog.get_logger(__name__)
 
@@ -72,7 +78,9 @@ class _Peer:
 
 
 class DataPlane:
-    """Listen on *path*, check who connects, hand out slabs, take in staging memory, answer calls.
+    """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
+
+    *door* says what each session may, and has it written down.
 
     Several threads wait for messages side by side: whoever gets one answers it, so that no
     call is handed from thread to thread. The end of the connection that brought a session's
@@ -85,20 +93,17 @@ class DataPlane:
         self,
         path: Path,
         sessions: SessionTable,
-        slab_file: SlabFile,
+        files: Mapping[shm.Op, SlabFile],
         clock: Callable[[], float],
         limits: PlaneLimits,
-        extent_file: SlabFile | None = None,
+        door: Door,
     ) -> None:
         self.path = path
         self._sessions = sessions
-        self._files = {shm.Op.slab: slab_file}
-        if extent_file is not None:
-            self._files[shm.Op.extent] = extent_file
+        self._files = files
         self._clock = clock
         self._limits = limits
-        self.refused: Callable[[str], None] = lambda outcome: None
-        """Told of who was not let in, by the name of an error."""
+        self._door = door
         self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
@@ -210,7 +215,7 @@ class DataPlane:
         connection.setblocking(False)
         is_welcome = is_trusted(connection)
         if not is_welcome:
-            self.refused(PermissionDeniedError.__name__)
+            self._door.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
             is_welcome = is_welcome and strangers < self._limits.max_sessions
@@ -276,6 +281,7 @@ class DataPlane:
 
     def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
         """Answer one message. False when the peer hung up or is to be hung up on."""
+        request: shm.Request | None = None
         try:
             if not message:
                 return False
@@ -288,16 +294,21 @@ class DataPlane:
             if body:
                 raise InvalidRequestError("message", len(message), f"send {shm.MESSAGE_BYTES}")
             self._obey(peer, request, descriptors)
-        except UnauthenticatedError:
-            self.refused(UnauthenticatedError.__name__)
-            peer.connection.send(shm.pack_reply(shm.Reply.denied))
         except KVStoreError as error:
-            logger.info("data plane refused", reason=str(error))
-            peer.connection.send(shm.pack_reply(shm.Reply.invalid))
+            self._refuse(peer, request, error)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
+
+    def _refuse(self, peer: _Peer, request: shm.Request | None, error: KVStoreError) -> None:
+        logger.info("data plane refused", reason=str(error))
+        if request is not None:  # or else it is noise, which nobody wants written down
+            method = _METHODS.get(request.op, _ATTACH)
+            self._door.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
+        is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
+        reply = shm.Reply.denied if is_denied else shm.Reply.invalid
+        peer.connection.send(shm.pack_reply(reply))
 
     def _take_call(self, peer: _Peer, request: shm.Request, body: bytes) -> bool:
         if peer.session is None:
@@ -340,13 +351,15 @@ class DataPlane:
         peer.connection.send(shm.pack_reply(shm.Reply.ok))
 
     def _send_file(self, peer: _Peer, request: shm.Request) -> None:
-        if peer.session is None:
-            raise UnauthenticatedError("attach before asking for slabs and extents")
+        session = self._admitted(peer, request.op)
+        if request.op is shm.Op.extent and "write" not in session.roles:
+            # As the server's user it can open the file anew through /proc, for writing too.
+            raise PermissionDeniedError("Extent: this session may not write, and gets copies")
         file = self._files.get(request.op)
         if file is None:
             raise InvalidRequestError("op", request.op.name, "this server shares no files")
         try:
-            descriptor, size_bytes = file(request.arg, peer.session.tenant)
+            descriptor, size_bytes = file(request.arg, session.tenant)
         except OSError as error:  # out of descriptors, say: no reason to end the session
             raise TierUnavailableError(request.op.name, f"cannot be opened: {error}") from None
         try:
@@ -354,12 +367,22 @@ class DataPlane:
             socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
             os.close(descriptor)
+        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+
+    def _admitted(self, peer: _Peer, op: shm.Op) -> Session:
+        """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
+        session = peer.session
+        if session is None or session.is_closed:
+            raise UnauthenticatedError(f"{op.name}: attach with a session that is open first")
+        self._door.admit(session, _METHODS[op])
+        return session
 
     def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
         memory = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
         session = self._sessions.attach(request.token)
+        _check_is_engine(session)
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
@@ -367,15 +390,17 @@ class DataPlane:
             self._staging[session.session_id] = np.frombuffer(memory, np.uint8)
 
     def _ring(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
-        if peer.session is None or peer.staging_map is None:
-            raise UnauthenticatedError("attach before bringing a ring, on the same connection")
+        session = self._admitted(peer, request.op)
+        if peer.staging_map is None:
+            raise UnauthenticatedError("bring a ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
         exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
-        self.take_ring(peer.session, request, np.frombuffer(exported, np.uint8))
+        self.take_ring(session, request, np.frombuffer(exported, np.uint8))
 
     def _join(self, peer: _Peer, token: bytes) -> None:
         session = self._sessions.of_token(token)
+        _check_is_engine(session)
         with self._lock:
             if session.session_id not in self._staging:
                 raise InvalidRequestError("join", session.session_id, "attach first")
@@ -398,3 +423,9 @@ class DataPlane:
         peer.connection.close()
         if peer.session is not None and peer.staging_map is not None:
             self._sessions.close(peer.session.session_id)
+
+
+def _check_is_engine(session: Session) -> None:
+    """Raise PermissionDeniedError for who has no use for memory: another server, an admin."""
+    if not session.roles & {"read", "write"}:
+        raise PermissionDeniedError("Attach: this session may neither read nor write")

@@ -24,6 +24,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_BYTES = 32 << 20
 EXIT_CANNOT_START = 2
 
+logger = structlog.get_logger(__name__)
+
 
 def create_server(config: ServerConfig) -> tuple[Node, int]:
     """Build a server and bind it; return it, not yet started, with the port it got."""
@@ -34,6 +36,7 @@ def create_server(config: ServerConfig) -> tuple[Node, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop. Returns the exit status: 0, or 2 when it could not start."""
     try:
+        os.umask(0o077)  # what it writes is nobody else's to read
         config = load_config(sys.argv[1:] if argv is None else argv)
         _set_up_logs(config)
         keep_freed_memory()
@@ -41,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
+    if node.trust.authenticator.is_open and not config.insecure:
+        logger.warning(
+            "every user of this host can read and write all chunks",
+            fix="give --auth-keys, or --insecure where that is meant",
+        )
     told = _listen_for_signals()
     node.start()
     gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more

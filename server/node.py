@@ -17,7 +17,7 @@ import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.shm import ARENA_SLAB, host_id
+from kvstore.proto.shm import ARENA_SLAB, Op, host_id
 from kvstore.server.auto_codec import begin_choices
 from kvstore.server.blend.blend_keeper import BlendKeeper
 from kvstore.server.cluster.directory_start import open_directory
@@ -190,13 +190,11 @@ class Node:
         plane = DataPlane(
             path,
             self.sessions,
-            self._slab_file,
+            {Op.slab: self._slab_file, Op.extent: self._extent_file},
             self._clock,
             PlaneLimits(self._config.max_sessions, MAX_STAGING_BYTES, self._config.workers),
-            self._extent_file,
+            self.trust.doorkeeper.door,
         )
-        note_on = self.trust.doorkeeper.note_on
-        plane.refused = lambda outcome: note_on(None, "Attach", outcome, 0, "unix")
         self._closers.append(plane.close)
         return plane
 
@@ -227,7 +225,6 @@ class Node:
         from kvstore.server.bulk.stream_start import open_streams
         from kvstore.server.bulk.zmq_connections import most_links
         from kvstore.server.bulk.zmq_keys import load_keys
-        from kvstore.server.bulk.zmq_peer import Door
         from kvstore.server.bulk.zmq_plane import BulkLimits, ZmqPlane
         from kvstore.server.bulk.zmq_socket import is_private
 
@@ -236,8 +233,7 @@ class Node:
         service.tracing = self._tracing
         links = most_links(config.max_sessions)
         limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers, links)
-        keeper = self.trust.doorkeeper
-        door = Door(keeper.admit_on, keeper.note_on)
+        door = self.trust.doorkeeper.door
         plane = ZmqPlane(config.zmq, keys, self.sessions, service, limits, door)
         self._closers.append(plane.close)
         opened = open_streams(

@@ -13,6 +13,7 @@ from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.places import Reach
 from kvstore.proto.text import check_text
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.blend.blend_calls import BlendCalls
@@ -217,6 +218,8 @@ class KVStoreService(
         if request.via not in REACH:
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._data_plane is not None else None
+        if reach is not None and "write" not in session.roles:
+            reach = reach - {Reach.file}  # whoever has a file open can open it for writing
         self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys))
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)

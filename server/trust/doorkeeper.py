@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.proto.errors import PermissionDeniedError
@@ -20,6 +21,17 @@ REFUSALS_PER_S = 20
 
 _QUIET = frozenset({"Heartbeat", "Status", "Quota"})
 _DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """``admit`` raises for a session that may not call a method. ``note`` is told of a call: whose
+    session it was on, None for a stranger's, its method, how it ended, of how many chunks it was
+    and where it came from.
+    """
+
+    admit: Callable[[Session, str], None]
+    note: Callable[[Session | None, str, str, int, str], None]
 
 
 class Doorkeeper:
@@ -42,6 +54,11 @@ class Doorkeeper:
         self.clock = clock
         self.times = CallTimes()
         """How long calls took, told by those who let them in."""
+
+    @property
+    def door(self) -> Door:
+        """What a way in needs that knows callers by their sessions alone."""
+        return Door(self.admit_on, self.note_on)
 
     # --- may it
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually, open_session
 from prompts import SMALL, chunks_of, keys_of
-from socket_peer import STAGING_BYTES, Peer, staging
+from socket_peer import OPEN, STAGING_BYTES, Peer, staging
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
@@ -240,7 +240,11 @@ def no_slabs(slab_id: int, tenant: str) -> tuple[int, int]:
 
 
 def open_plane(path: Path, clock: Clock, slab_file: SlabFile = no_slabs) -> DataPlane:
-    return DataPlane(path, sessions(clock), slab_file, clock, PlaneLimits(2, 1 << 20, 4))
+    return open_plane_of(path, sessions(clock), slab_file, clock)
+
+
+def open_plane_of(path: Path, table: SessionTable, slab_file: SlabFile, clock: Clock) -> DataPlane:
+    return DataPlane(path, table, {Op.slab: slab_file}, clock, PlaneLimits(2, 1 << 20, 4), OPEN)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
@@ -270,13 +274,7 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
     clock = Clock()
     table = sessions(clock)
     slab = shm.create_memfd("test-slab", 4096)
-    plane = DataPlane(
-        tmp_path / "s.sock",
-        table,
-        lambda *_: (os.dup(slab), 4096),
-        clock,
-        PlaneLimits(2, 1 << 20, 4),
-    )
+    plane = open_plane_of(tmp_path / "s.sock", table, lambda *_: (os.dup(slab), 4096), clock)
     session = table.open(SMALL, "test")
     peer = Peer(str(plane.path))
     with staging() as descriptor:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import LARGE, SMALL, store
-from socket_peer import Peer, attached, joined, staging
+from socket_peer import OPEN, Peer, attached, joined, staging
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
@@ -529,15 +529,11 @@ class Plane:
         self.table = SessionTable(8, 1000, lambda _: b"", lambda: 0.0, os.urandom)
         self.session = session_of(self.table)
         self.plane = DataPlane(
-            path, self.table, self.slab, lambda: 0.0, PlaneLimits(8, 1 << 20, threads)
+            path, self.table, {}, lambda: 0.0, PlaneLimits(8, 1 << 20, threads), OPEN
         )
         self.begun = threading.Semaphore(0)
         self.let_go = threading.Event()
         self.host = attached(str(path), self.session.attach_token)
-
-    def slab(self, slab_id: int, tenant: str) -> tuple[int, int]:
-        """There are none."""
-        raise InvalidRequestError("slab_id", slab_id, "there is none")
 
     def answer(self, session: Session, head: Request, body: bytes) -> Generator[Packet, None, None]:
         """Wait, then answer with an empty message."""

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prompts import SMALL
+from credentials import KeyRing
+from prompts import SMALL, chunks_of, keys_of
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
@@ -115,7 +116,8 @@ def test_disk_and_socket_of_a_running_server_end_the_start_of_another(
 def test_signal_stops_the_server_with_status_0(
     server_process: ProcessMaker, tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = server_process("--cpu", "16MiB", "--disk", f"32MiB:{tmp_path / 'server0' / 'disk'}")
+    disk = f"32MiB:{tmp_path / 'server0' / 'disk'}"
+    process = server_process("--cpu", "16MiB", "--disk", disk, "--insecure")
     process.start()
     assert "tiers=cpu,disk recovered_chunks=0" in process.output
     assert process.socket_path.exists()
@@ -127,7 +129,8 @@ def test_signal_stops_the_server_with_status_0(
 
 
 def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> None:
-    process = server_process("--tiers", "cpu", "--log-format", "json", "--log-level", "info")
+    flags = ("--log-format", "json", "--log-level", "info", "--insecure")
+    process = server_process("--tiers", "cpu", *flags)
     process.start()
     options = ClientOptions(transport="grpc", deadline_ms=20_000, name="x" * 200)
     with Client(process.address, SMALL, options) as client, pytest.raises(InvalidRequestError):
@@ -153,3 +156,39 @@ def test_importing_the_server_loads_neither_torch_nor_cupy() -> None:
         check=True,
     )
     assert done.stdout == "[]\n"
+
+
+def test_open_server_on_the_loopback_says_so_at_the_start_and_one_that_asks_does_not(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    open_to_all = server_process("--tiers", "cpu", "--log-level", "warning")
+    open_to_all.start()
+    assert "every user of this host can read and write all chunks" in open_to_all.errors
+    assert "--auth-keys" in open_to_all.errors
+    ring = KeyRing(tmp_path / "keys")
+    flags = ("--auth-keys", str(ring.path), "--log-level", "warning")
+    asks = server_process("--tiers", "cpu", *flags)
+    asks.start()
+    assert asks.errors == ""
+
+
+@pytest.mark.parametrize("umask", ["022", "000"])
+def test_no_file_of_the_server_is_another_user_s_to_read(
+    server_process: ProcessMaker, tmp_path: Path, umask: str
+) -> None:
+    folder, audit = tmp_path / "disk", str(tmp_path / "audit")
+    folder.mkdir()
+    folder.chmod(0o755)
+    flags = ("--disk", f"32MiB:{folder}", "--audit-log", audit, "--log-level", "warning")
+    process = server_process("--cpu", "16MiB", *flags)
+    process.launcher = ["sh", "-c", f'umask {umask}; exec "$@"', "sh"]
+    process.start()
+    with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        keys = keys_of(client, 1, 2)
+        client.put(chunks_of(client, keys))
+        client.get(keys)
+    assert f"chmod 700 {folder}" in process.errors
+    assert process.terminate() == 0
+    files = [*folder.rglob("*"), Path(audit)]
+    assert {"FORMAT", "history.kvh", "audit", "data.mdb"} <= {path.name for path in files}
+    assert [path for path in files if path.stat().st_mode & 0o077] == []
