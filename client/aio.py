@@ -1,16 +1,25 @@
-"""The asyncio client: the blocking one, called in threads."""
+"""The asyncio client: the blocking one, called in threads.
+
+A call that reads or writes the caller's memory, or holds something on the server, is over once its
+await has ended, cancelled or not. That takes the call's own deadline at most. Others go on unseen.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
+from contextvars import copy_context
+from functools import partial
 from types import TracebackType
+from typing import Any, TypeVar
 
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.client import Client
-from kvstore.client.engine_calls import LAYERED_PUT_MS
+from kvstore.client.engine_calls import LAYERED_PUT_MS, check_out
 from kvstore.client.events import EventPage, Place, followed
+from kvstore.client.keeping import check_wait
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer
 from kvstore.client.lease import ChunkLease
@@ -18,7 +27,7 @@ from kvstore.client.levelled_get import Levelled, Within
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.pages import PagedKV
-from kvstore.client.reader import Room
+from kvstore.client.reader import Room, given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.client.tensors import LayerTensors, TensorLike
@@ -27,10 +36,73 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, NamedSegment, SegmentRange
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.plans import PlannedBatch, PrefillModel
-from kvstore.proto.types import ChunkKey, Fidelity, Match, Representation
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Representation
+
+MAX_WAITING = 2
+"""Lookups of one client that wait on the server, a thread each; the rest look again and again."""
+WAIT_MS = 500
+"""What one of them waits for before it looks whether somebody still wants to know."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.1
+"""Between two looks: twice as long each time."""
+
+T = TypeVar("T")
+
+
+class _Work:
+    """What runs in a thread, unless it is cancelled before it begins."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._is_begun = False
+        self._is_cancelled = False
+        self._lock = threading.Lock()  # guards the two above
+
+    def run(self) -> Any:
+        """Do it."""
+        with self._lock:
+            if self._is_cancelled:
+                return None
+            self._is_begun = True
+        return self._work()
+
+    def cancel(self) -> bool:
+        """Return whether it will never begin."""
+        with self._lock:
+            self._is_cancelled = True
+            return not self._is_begun
+
+
+async def settled(
+    work: Callable[[], T],
+    *,
+    undo: Callable[[T], object] | None = None,
+    stop: Callable[[], object] | None = None,
+    always: bool = False,
+) -> T:
+    """Run *work* in a thread. Cancelled, it returns once *work* has ended, or will never begin.
+
+    *stop* then makes it end sooner, and *undo* is called in a thread with what it returned, which
+    nobody else gets. With *always* it does begin.
+    """
+    loop, task = asyncio.get_running_loop(), _Work(work)
+    running: asyncio.Future[T] = loop.run_in_executor(None, copy_context().run, task.run)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop()
+        if not always and task.cancel():
+            raise
+        while not running.done():
+            with suppress(asyncio.CancelledError):  # once is enough
+                await asyncio.wait([running])
+        if running.exception() is None and undo is not None:
+            await settled(partial(undo, running.result()), always=True)
+        raise
 
 
 class AsyncLayeredPut:
@@ -48,7 +120,7 @@ class AsyncLayeredPut:
         self, layer_id: int, tensors: Sequence[Sequence[TensorLike | BlockPart]]
     ) -> None:
         """Give one layer of all chunks."""
-        await asyncio.to_thread(self.sync.layer, layer_id, tensors)
+        await settled(partial(self.sync.layer, layer_id, tensors))
 
     async def __aenter__(self) -> AsyncLayeredPut:
         return self
@@ -59,7 +131,7 @@ class AsyncLayeredPut:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await asyncio.to_thread(self.sync.__exit__, kind, error, trace)
+        await settled(partial(self.sync.__exit__, kind, error, trace), always=True)
 
 
 class AsyncClient:
@@ -72,6 +144,7 @@ class AsyncClient:
         options: ClientOptions | None = None,
     ) -> None:
         self.sync = Client(address, representation, options)
+        self._waiting = threading.BoundedSemaphore(MAX_WAITING)
 
     async def keys(self, tokens: Sequence[int], extra: Sequence[bytes] = ()) -> list[ChunkKey]:
         """Name the chunks of a prompt."""
@@ -86,8 +159,9 @@ class AsyncClient:
         rectangle: Rectangle | None = None,
     ) -> list[Put]:
         """Store chunks, or what one rank has of them."""
-        return await asyncio.to_thread(
-            self.sync.put, chunks, durable=durable, hints=hints, rectangle=rectangle
+        put = self.sync.put
+        return await settled(
+            partial(put, chunks, durable=durable, hints=hints, rectangle=rectangle)
         )
 
     async def lookup(
@@ -100,14 +174,38 @@ class AsyncClient:
         wait_ms: int = 0,
     ) -> Match:
         """Find the longest prefix of *keys* that can be read now, and plan its loads."""
-        return await asyncio.to_thread(
+        look = partial(
             self.sync.lookup,
             keys,
             min_fidelity=min_fidelity,
             prefill=prefill,
             prompt_tokens=prompt_tokens,
-            wait_ms=wait_ms,
         )
+        clock = asyncio.get_running_loop().time
+        until, pause_s = clock() + check_wait(wait_ms) / 1000, FIRST_PAUSE_S
+        while True:
+            left_s = until - clock()
+            match = await self._look(look, round(1000 * left_s))
+            if not match.pending or left_s <= 0:
+                return match
+            await asyncio.sleep(max(0.0, min(pause_s, until - clock())))
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+    async def _look(self, look: Callable[..., Match], wait_ms: int) -> Match:
+        """Look once, and wait for a while where few others do: threads are for those who put."""
+        waits = wait_ms > 0 and self._waiting.acquire(blocking=False)
+        looking = asyncio.ensure_future(
+            asyncio.to_thread(look, wait_ms=min(wait_ms, WAIT_MS) if waits else 0)
+        )
+
+        def end(looked: asyncio.Future[Match]) -> None:
+            if waits:
+                self._waiting.release()
+            if not looked.cancelled():
+                looked.exception()  # seen, whether or not somebody still wants to know
+
+        looking.add_done_callback(end)
+        return await asyncio.shield(looking)
 
     async def end_if_hung(self) -> bool:
         """Whether the server hangs; calls that wait for it fail then."""
@@ -134,9 +232,8 @@ class AsyncClient:
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified."""
-        return await asyncio.to_thread(
-            self.sync.get, keys, out, min_fidelity=min_fidelity, rectangle=rectangle
-        )
+        check_out(keys, out)
+        return await self.get_into(keys, given(out), min_fidelity=min_fidelity, rectangle=rectangle)
 
     async def get_into(
         self,
@@ -147,8 +244,17 @@ class AsyncClient:
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read into what *room* gives for each chunk once its layout is known."""
-        return await asyncio.to_thread(
-            self.sync.get_into, keys, room, min_fidelity=min_fidelity, rectangle=rectangle
+        stopped = threading.Event()
+
+        def place(index: int, layout: KVLayout) -> Any:
+            if stopped.is_set():
+                raise KVStoreError("the call was cancelled")
+            return room(index, layout)
+
+        get = self.sync.get_into
+        return await settled(
+            partial(get, keys, place, min_fidelity=min_fidelity, rectangle=rectangle),
+            stop=stopped.set,
         )
 
     async def get_pages(
@@ -160,9 +266,8 @@ class AsyncClient:
         min_fidelity: Fidelity = Fidelity.exact,
     ) -> int:
         """Read the longest prefix of *keys* straight into an engine's pages."""
-        return await asyncio.to_thread(
-            self.sync.get_pages, keys, paged, block_ids, min_fidelity=min_fidelity
-        )
+        room = paged.room_of(block_ids, len(keys), self.sync.options.chunk_tokens)
+        return len(await self.get_into(keys, room, min_fidelity=min_fidelity))
 
     async def put_pages(
         self,
@@ -175,9 +280,8 @@ class AsyncClient:
         hints: Hints = NO_HINTS,
     ) -> list[Put]:
         """Store tokens straight from an engine's pages."""
-        return await asyncio.to_thread(
-            self.sync.put_pages, keys, paged, block_ids, token_count, durable=durable, hints=hints
-        )
+        put = partial(self.sync.put_pages, durable=durable, hints=hints)
+        return await settled(partial(put, keys, paged, block_ids, token_count))
 
     async def get_layers(
         self,
@@ -189,10 +293,10 @@ class AsyncClient:
         """Yield each layer as soon as it is there. Use with ``contextlib.aclosing``."""
         layers = self.sync.get_layers(keys, out, min_fidelity=min_fidelity)
         try:
-            while (layer := await asyncio.to_thread(next, layers, None)) is not None:
+            while (layer := await settled(partial(next, layers, None))) is not None:
                 yield layer
         finally:
-            await asyncio.to_thread(layers.close)
+            await settled(layers.close, always=True)
 
     async def get_levelled(
         self,
@@ -202,7 +306,7 @@ class AsyncClient:
         begin: Callable[[Sequence[int]], None] | None = None,
     ) -> Levelled:
         """Read chunks at the levels that a deadline leaves time for; *begin* runs in a thread."""
-        return await asyncio.to_thread(self.sync.get_levelled, keys, terms, out, begin)
+        return await settled(partial(self.sync.get_levelled, keys, terms, out, begin))
 
     async def get_within(
         self, keys: Sequence[ChunkKey], slo_ms: int, *, min_fidelity: Fidelity = Fidelity.bounded
@@ -220,8 +324,10 @@ class AsyncClient:
         hints: Hints = NO_HINTS,
     ) -> AsyncLayeredPut:
         """Begin to store chunks whose layers come one by one: ``async with await begin_put()``."""
-        put = await asyncio.to_thread(
-            self.sync.begin_put, chunks, durable=durable, within_ms=within_ms, hints=hints
+        begin = self.sync.begin_put
+        put = await settled(
+            partial(begin, chunks, durable=durable, within_ms=within_ms, hints=hints),
+            undo=LayeredPut.abandon,
         )
         return AsyncLayeredPut(put)
 
@@ -230,11 +336,13 @@ class AsyncClient:
         self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact
     ) -> AsyncIterator[ChunkLease]:
         """Keep what is ready of *keys* from eviction inside ``async with``."""
-        lease = await asyncio.to_thread(self.sync.lease, keys, min_fidelity=min_fidelity)
+        lease = await settled(
+            partial(self.sync.lease, keys, min_fidelity=min_fidelity), undo=ChunkLease.release
+        )
         try:
             yield lease
         finally:
-            await asyncio.to_thread(lease.release)
+            await settled(lease.release, always=True)
 
     async def name_segments(
         self, tokens: Sequence[int], ranges: Sequence[SegmentRange], extra: Sequence[bytes] = ()
@@ -250,11 +358,13 @@ class AsyncClient:
         terms: ResolveTerms | None = None,
     ) -> AsyncIterator[Resolved]:
         """Keep what there is of a prompt's segments inside ``async with``; layers block."""
-        resolved = await asyncio.to_thread(self.sync.resolve, tokens, ranges, terms)
+        resolved = await settled(
+            partial(self.sync.resolve, tokens, ranges, terms), undo=Resolved.release
+        )
         try:
             yield resolved
         finally:
-            await asyncio.to_thread(resolved.release)
+            await settled(resolved.release, always=True)
 
     async def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
         """Tell the server what one blended request was worth."""
@@ -308,7 +418,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End the session and close the connection."""
-        await asyncio.to_thread(self.sync.close)
+        await settled(self.sync.close, always=True)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -8,6 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
 
+from kvstore.client.batches import batches, behind, countdown, digest_batches
 from kvstore.client.connection import Connection
 from kvstore.client.levelled_get import Meters
 from kvstore.client.link_meter import LinkMeter
@@ -207,12 +208,17 @@ class Caller:
     def _call(self, method: str, request: Any, reply: type[T]) -> T:
         return self._connection.call(method, request, self.options.deadline_ms, reply)
 
-    def _ask(self, method: str, request: Any, keys: Sequence[ChunkKey] | None, reply: type[T]) -> T:
-        def work(transport: Transport) -> T:
-            request.session_id = transport.session.terms.session_id
-            if keys is not None:
-                request.digests = self._digests(keys)
-            return self._call(method, request, reply)
+    def _ask(self, method: str, request: Any, keys: Sequence[ChunkKey], reply: type[T]) -> list[T]:
+        """Call *method* about *keys*, a batch at a time; return the replies."""
+
+        def work(transport: Transport) -> list[T]:
+            terms, left_ms = transport.session.terms, countdown(self.options.deadline_ms)
+            request.session_id = terms.session_id
+            replies = []
+            for some in digest_batches(self._digests(keys), terms.max_batch_chunks):
+                request.digests = some
+                replies.append(self._connection.call(method, request, left_ms(), reply))
+            return replies
 
         return self._with_session(work)
 
@@ -237,7 +243,7 @@ class Caller:
         """Read under a lease of the call's own."""
 
         def work(_: Transport) -> list[ChunkTensors]:
-            return self._read(keys, room, 0, least)
+            return self._read(keys, room, (), least)
 
         try:
             return self._with_session(work)
@@ -249,17 +255,43 @@ class Caller:
         self,
         keys: Sequence[ChunkKey],
         room: Room,
-        lease_id: int,
+        leases: Sequence[int],
         least: Fidelity = Fidelity.exact,
     ) -> list[ChunkTensors]:
-        transport = self._connected()
+        """Read a batch at a time, each under its own of *leases*; without them each takes one."""
+        transport, left_ms = self._connected(), countdown(self.options.deadline_ms)
+        self._digests(keys)  # all of them are ours, or nothing is read
+        found: list[ChunkTensors] = []
+        limit = transport.session.terms.max_batch_chunks
+        for number, (first, some) in enumerate(batches(keys, limit)):
+            lease_id = leases[number] if leases else 0
+            try:
+                found += self._read_batch(
+                    transport, some, behind(room, first), lease_id, left_ms(), least
+                )
+            except (DeadlineError, TierUnavailableError):
+                if not found:
+                    raise
+            if len(found) < first + len(some):
+                break
+        return found
+
+    def _read_batch(
+        self,
+        transport: Transport,
+        keys: Sequence[ChunkKey],
+        room: Room,
+        lease_id: int,
+        within_ms: int,
+        least: Fidelity,
+    ) -> list[ChunkTensors]:
         digests = [self._digest(key) for key in keys]
         portion = None
         if isinstance(room, RectangleRoom):
             portion = room.usual_portion(self.options.chunk_tokens)
         landing = partial(direct, transport.session, keys, room)
         with transport.get_layers_of(
-            portion, digests, lease_id, self.options.deadline_ms, least, landing
+            portion, digests, lease_id, within_ms, least, landing
         ) as arriving:
             frames = as_true(arriving, least)
             found, broken = self._reader.read(transport.session, keys, frames, room)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from typing_extensions import override
 
+from kvstore.client.batches import batches, countdown, digest_batches, joined, prefix_plan
 from kvstore.client.chunk import Chunk
 from kvstore.client.engine_calls import EngineCalls, check_frame_bytes, check_out
 from kvstore.client.events import Following
@@ -21,6 +23,7 @@ from kvstore.client.resolving import Resolving
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Outgoing, Put, Transport
+from kvstore.client.view import View
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
@@ -82,7 +85,7 @@ class Client(Keeping, EngineCalls, Resolving, Following):
             if any(chunk.importance is not None for chunk in chunks):
                 self._weigh(transport, chunks, outgoing)
             results: list[Put] = []
-            for batch in _batches(outgoing, transport.session.terms.max_batch_chunks):
+            for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
                 results += transport.put(
                     batch,
                     durable=durable,
@@ -102,9 +105,7 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         pairs = zip(chunks, outgoing, strict=True)
         weights = [(one.key, one.weights(out.template.layout.tokens)) for one, out in pairs]
         told = [(key, each) for key, each in weights if each]
-        limit = transport.session.terms.max_batch_chunks
-        for start in range(0, len(told), limit):
-            batch = told[start : start + limit]
+        for _, batch in batches(told, transport.session.terms.max_batch_chunks) if told else ():
             request = pb.WeighRequest(
                 session_id=transport.session.terms.session_id,
                 digests=self._digests([key for key, _ in batch]),
@@ -142,7 +143,10 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         prompt_tokens: int = 0,
         wait_ms: int = 0,
     ) -> Match:
-        """Find the longest prefix of *keys* that can be read now; one round trip.
+        """Find the longest prefix of *keys* that can be read now.
+
+        One round trip; one for each batch of a prompt that is longer than the server takes in a
+        request, up to the first that is not ready whole.
 
         With *prefill*, what the engine takes, the match has a ``plan``: which chunks to load and
         which to recompute, never slower than to recompute all. *prompt_tokens* are those of the
@@ -163,23 +167,51 @@ class Client(Keeping, EngineCalls, Resolving, Following):
             prefill=engine_to_message(engine),
             wait_ms=check_wait(wait_ms),
         )
-        return self._look(keys, request)[0]
+        match = self._look(keys, request)[0]
+        if prefill is not None and match.plan is None and keys:
+            plan = prefix_plan(match, self.options.chunk_tokens, len(keys), tokens, prefill)
+            match = replace(match, plan=plan)
+        return match
 
     def _look(
         self, keys: Sequence[ChunkKey], request: pb.LookupRequest
-    ) -> tuple[Match, bytes, Transport]:
-        """Look up *keys*; return the match, the places that came along, and by which transport."""
+    ) -> tuple[Match, Sequence[bytes], Transport]:
+        """Look up *keys*; return the match, the places that each batch brought, and by which
+        transport.
+        """
 
-        def work(transport: Transport) -> tuple[Match, bytes, Transport]:
-            request.session_id = transport.session.terms.session_id
-            request.digests = self._digests(keys)
-            patience_ms = self.options.deadline_ms + request.wait_ms
-            request.deadline_ms = min(patience_ms, MAX_DEADLINE_MS)
-            reply = transport.calls.call("Lookup", request, request.deadline_ms, pb.LookupResponse)
-            match = match_from_message(reply, len(keys))
-            return match, reply.places, transport
+        def work(transport: Transport) -> tuple[Match, Sequence[bytes], Transport]:
+            parts = digest_batches(self._digests(keys), transport.session.terms.max_batch_chunks)
+            matches: list[Match] = []
+            places: list[bytes] = []
+            try:
+                for reply, count in self._replies(transport, request, parts):
+                    matches.append(match_from_message(reply, count))
+                    places.append(reply.places)
+                    if matches[-1].ready < count:  # so nothing behind it is of use
+                        break
+            except BaseException:
+                self._release([lease for match in matches for lease in match.leases])
+                raise
+            return joined(matches, len(keys)), places, transport
 
         return self._with_session(work)
+
+    def _replies(
+        self, transport: Transport, asked: pb.LookupRequest, parts: Sequence[bytes]
+    ) -> Iterator[tuple[pb.LookupResponse, int]]:
+        """Yield the answer about each of *parts* and how many chunks that is of."""
+        request = pb.LookupRequest()
+        request.CopyFrom(asked)
+        request.session_id = transport.session.terms.session_id
+        patience_ms = min(self.options.deadline_ms + asked.wait_ms, MAX_DEADLINE_MS)
+        left_ms = countdown(patience_ms)
+        for part in parts:
+            request.digests, request.deadline_ms = part, left_ms()
+            request.wait_ms = max(0, asked.wait_ms - (patience_ms - request.deadline_ms))
+            reply = transport.calls.call("Lookup", request, request.deadline_ms, pb.LookupResponse)
+            yield reply, len(part) // DIGEST_BYTES
+            request.ClearField("prefill")  # a plan of what is behind the first makes no sense
 
     def get(
         self,
@@ -209,8 +241,8 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         """
         least = fidelity_number(min_fidelity)
         request = pb.LookupRequest(lease=True, places=True, min_fidelity=least)
-        match, rows, transport = self._look(keys, request)
-        view = transport.viewer(rows, keys[: match.ready])
+        match, places, transport = self._look(keys, request)
+        view = _view(transport, places, keys[: match.ready])
         return ChunkLease(keys, match, partial(self._get, min_fidelity), self._release, view)
 
     def _get(
@@ -218,17 +250,19 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         least: Fidelity,
         keys: Sequence[ChunkKey],
         out: Sequence[LayerTensors] | None,
-        lease_id: int,
+        leases: Sequence[int],
     ) -> list[ChunkTensors]:
         check_out(keys, out)
-        return self._read(keys, given(out), lease_id, least)
+        return self._read(keys, given(out), leases, least)
 
-    def _release(self, lease_id: int, hints: Hints = NO_HINTS) -> None:
+    def _release(self, leases: Sequence[int], hints: Hints = NO_HINTS) -> None:
+        if not leases:
+            return
         try:
             transport = self._connected()
             request = pb.ReleaseRequest(
                 session_id=transport.session.terms.session_id,
-                lease_ids=[lease_id],
+                lease_ids=leases,
                 hints=hints_to_message(hints),
             )
             transport.calls.call("Release", request, self.options.deadline_ms, pb.ReleaseResponse)
@@ -241,6 +275,9 @@ def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
     return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]
 
 
-def _batches(chunks: Sequence[Outgoing], limit: int) -> Iterator[Sequence[Outgoing]]:
-    for start in range(0, len(chunks), limit):
-        yield chunks[start : start + limit]
+def _view(transport: Transport, places: Sequence[bytes], keys: Sequence[ChunkKey]) -> View:
+    """Return what shows the leased *keys*, whose *places* came by batches."""
+    limit = transport.session.terms.max_batch_chunks
+    pairs = zip(places, batches(keys, limit), strict=False)  # of the last none may be ready
+    views = [transport.viewer(rows, some) for rows, (_, some) in pairs]
+    return views[0] if len(views) == 1 else lambda index: views[index // limit](index % limit)

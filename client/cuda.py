@@ -9,7 +9,7 @@ out of the server's slabs. torch is imported here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from threading import Lock
@@ -22,10 +22,17 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.client.arena import Arena, open_arena
+from kvstore.client.batches import batches, countdown
 from kvstore.client.client import Client
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting
-from kvstore.client.device_reads import DeviceReader, InArena, Reading, Registration
+from kvstore.client.device_reads import (
+    DeviceReader,
+    InArena,
+    Reading,
+    Registration,
+    frame_count,
+)
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrived, Assembly, Transport
@@ -305,17 +312,29 @@ class CudaClient(DevicePutting, Client):
         arrived: Callable[[], None],
         least: Fidelity,
     ) -> int:
-        digests = [self._digest(key) for key in reading.keys]
-        within_ms = self.options.deadline_ms
         try:
-            with transport.get_on_device(digests, within_ms, reading.reader, least) as arriving:
-                reading.run(_noted(arriving, arrived))
+            with ExitStack() as stack:
+                reading.run(_noted(self._arriving(stack, transport, reading, least), arrived))
         except RuntimeError as error:  # what torch and cupy raise
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)
         return reading.done
+
+    def _arriving(
+        self, stack: ExitStack, transport: CudaTransport, reading: Reading, least: Fidelity
+    ) -> Iterator[InArena | Arrived]:
+        """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
+        digests = [self._digest(key) for key in reading.keys]
+        left_ms, count = countdown(self.options.deadline_ms), 0
+        for first, some in batches(digests, transport.session.terms.max_batch_chunks):
+            if count < first:
+                return
+            arriving = transport.get_on_device(some, left_ms(), reading.reader, least)
+            for one in stack.enter_context(arriving):
+                count += frame_count(one)
+                yield replace(one, index=first + one.index)
 
     @override
     def close(self) -> None:

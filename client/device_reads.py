@@ -212,7 +212,7 @@ class Reading:
     def run(self, arriving: Iterator[InArena | Arrived]) -> None:
         """Read until the end of the prefix; ``done`` and ``broken`` then say how it went."""
         try:
-            for arrived in in_time(arriving, _frame_count):
+            for arrived in in_time(arriving, frame_count):
                 if isinstance(arrived, InArena):
                     self._add(arrived)
                 else:
@@ -412,7 +412,8 @@ class Reading:
             raise
 
 
-def _frame_count(arrived: InArena | Arrived) -> int:
+def frame_count(arrived: InArena | Arrived) -> int:
+    """Return of how many chunks *arrived* is."""
     return len(arrived.places) if isinstance(arrived, InArena) else 1
 
 

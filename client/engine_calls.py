@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from itertools import islice
 
+from kvstore.client.batches import (
+    MAX_OPEN_BATCHES,
+    JoinedFeed,
+    JoinedSink,
+    batches,
+    countdown,
+)
 from kvstore.client.caller import Caller
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.layer_sink import PutTerms
@@ -113,7 +121,8 @@ class EngineCalls(Caller, ABC):
         A chunk that is late or proves wrong ends the prefix: the layers after it have fewer
         chunks, and when none is left no more layers come. So what was read is what the last of
         all layers has. The deadline is that of the whole get. Run the iterator to its end or
-        close it: it keeps the chunks from eviction.
+        close it: it keeps the chunks from eviction. No more than MAX_OPEN_BATCHES batches of chunks
+        come, as each is a stream that stays open until the last layer.
         """
         check_out(keys, out)
         self._check_every_layer()
@@ -143,7 +152,15 @@ class EngineCalls(Caller, ABC):
         self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Fidelity
     ) -> Generator[Layer, None, None]:
         digests = [self._digest(key) for key in keys]
-        with transport.get_layers(digests, 0, self.options.deadline_ms, least) as feed:
+        limit, left_ms = (
+            transport.session.terms.max_batch_chunks,
+            countdown(self.options.deadline_ms),
+        )
+        feeds = (
+            transport.get_layers(some, 0, left_ms(), least) for _, some in batches(digests, limit)
+        )
+        with ExitStack() as stack:
+            feed = JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
             reading = LayerReader(self._reader, transport.session, keys, feed, room)
             with closing(reading.layers()) as layers:
                 yield from layers
@@ -236,11 +253,18 @@ class EngineCalls(Caller, ABC):
             raise InvalidRequestError("within_ms", within_ms, f"use 1 to {MAX_DEADLINE_MS}")
         transport = self._connected()
         limit = transport.session.terms.max_batch_chunks
-        if not 1 <= len(chunks) <= limit:
-            raise InvalidRequestError("chunks", len(chunks), f"give 1 to {limit} in one put")
+        most = MAX_OPEN_BATCHES * limit
+        if not 1 <= len(chunks) <= most:
+            raise InvalidRequestError("chunks", len(chunks), f"give 1 to {most} in one put")
         templates = [self._template(transport.session, chunk) for chunk in chunks]
         layouts = [template.layout for template in templates]
-        sink = transport.begin_put(templates, PutTerms(durable, within_ms, hints))
+        sink = JoinedSink(limit)
+        try:
+            for _, some in batches(templates, limit):
+                sink.add(transport.begin_put(some, PutTerms(durable, within_ms, hints)))
+        except BaseException:
+            sink.abandon()
+            raise
         return LayeredPut(self.representation, layouts, sink)
 
     def _template(self, session: Session, chunk: PlannedChunk) -> FrameTemplate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore.client.batches import chain_batches, countdown, joined_plans
 from kvstore.client.caller import Caller
 from kvstore.client.transport import Transport
 from kvstore.client.whole_frame import checked, join_parts
@@ -25,11 +26,13 @@ class Keeping(Caller):
     def pin(self, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
         """Keep chunks from eviction for *ttl_ms*; return how many are known."""
         _check_uint32("ttl_ms", ttl_ms)
-        return self._ask("Pin", pb.PinRequest(ttl_ms=ttl_ms), keys, pb.PinResponse).pinned
+        replies = self._ask("Pin", pb.PinRequest(ttl_ms=ttl_ms), keys, pb.PinResponse)
+        return sum(reply.pinned for reply in replies)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
         """End pins; return how many there were."""
-        return self._ask("Unpin", pb.UnpinRequest(), keys, pb.UnpinResponse).unpinned
+        replies = self._ask("Unpin", pb.UnpinRequest(), keys, pb.UnpinResponse)
+        return sum(reply.unpinned for reply in replies)
 
     def promise(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
         """Say that this client will put *keys* within *within_ms*, at most ten minutes.
@@ -40,35 +43,42 @@ class Keeping(Caller):
         """
         _check_uint32("within_ms", within_ms)
         request = pb.PromiseRequest(ttl_ms=within_ms)
-        return self._ask("Promise", request, keys, pb.PromiseResponse).pending
+        replies = self._ask("Promise", request, keys, pb.PromiseResponse)
+        return sum(reply.pending for reply in replies)
 
     def plan(self, chains: Sequence[Sequence[ChunkKey]], ttl_ms: int = 0) -> PlannedBatch:
-        """Announce a batch of prompts, each by the keys of its chunks, in one round trip.
+        """Announce a batch of prompts, each by the keys of its chunks.
 
+        One round trip, or several for more chunks than the server takes in a request.
         The answer says in which order to ask for them, and how often each chunk comes. With
         *ttl_ms* the server keeps their chunks until each was asked for as often as announced (by
         a lookup with lease, or by being put), the session ends or the time is up, within its
         limit of pins.
         """
         _check_uint32("ttl_ms", ttl_ms)
-        lengths = [len(chain) for chain in chains]
 
         def work(transport: Transport) -> PlannedBatch:
-            request = pb.PlanRequest(
-                session_id=transport.session.terms.session_id,
-                chains=b"".join(self._digests(chain) for chain in chains),
-                lengths=lengths,
-                ttl_ms=ttl_ms,
-            )
-            deadline_ms = self.options.deadline_ms
-            reply = transport.calls.call("Plan", request, deadline_ms, pb.PlanResponse)
-            return batch_from_message(reply, lengths)
+            terms, left_ms = transport.session.terms, countdown(self.options.deadline_ms)
+            groups = chain_batches(chains, terms.max_batch_chunks)
+            plans = []
+            for group in groups:
+                lengths = [len(chain) for _, chain in group]
+                request = pb.PlanRequest(
+                    session_id=terms.session_id,
+                    chains=b"".join(self._digests(chain) for _, chain in group),
+                    lengths=lengths,
+                    ttl_ms=ttl_ms,
+                )
+                reply = transport.calls.call("Plan", request, left_ms(), pb.PlanResponse)
+                plans.append(batch_from_message(reply, lengths))
+            return joined_plans(chains, groups, plans)
 
         return self._with_session(work)
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks on every tier; return how many. Chunks that are being read stay."""
-        return self._ask("Delete", pb.DeleteRequest(), keys, pb.DeleteResponse).deleted
+        replies = self._ask("Delete", pb.DeleteRequest(), keys, pb.DeleteResponse)
+        return sum(reply.deleted for reply in replies)
 
     def clear(self, tier: str = "", *, dry_run: bool = False) -> int:
         """Forget every chunk of this client's namespace that nobody reads; return how many.
@@ -76,7 +86,12 @@ class Keeping(Caller):
         With *tier* only their copies there go, with *dry_run* none: the answer says what would.
         """
         request = pb.ClearRequest(tier=tier, dry_run=dry_run, deadline_ms=self.options.deadline_ms)
-        return self._ask("Clear", request, None, pb.ClearResponse).deleted
+
+        def work(transport: Transport) -> int:
+            request.session_id = transport.session.terms.session_id
+            return self._call("Clear", request, pb.ClearResponse).deleted
+
+        return self._with_session(work)
 
     # --- looking
 
@@ -85,7 +100,8 @@ class Keeping(Caller):
 
         With *ranks*, of 16 chunks at most, also how many others each tier would evict before.
         """
-        return list(self._ask("Stat", pb.StatRequest(ranks=ranks), keys, pb.StatResponse).chunks)
+        replies = self._ask("Stat", pb.StatRequest(ranks=ranks), keys, pb.StatResponse)
+        return [chunk for reply in replies for chunk in reply.chunks]
 
     def list(
         self, limit: int = 0, *, after: bytes = b"", prefix: bytes = b""

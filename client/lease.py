@@ -14,7 +14,7 @@ from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey, Match
 
 Read: TypeAlias = Callable[
-    [Sequence[ChunkKey], Sequence[LayerTensors] | None, int], list[ChunkTensors]
+    [Sequence[ChunkKey], Sequence[LayerTensors] | None, Sequence[int]], list[ChunkTensors]
 ]
 
 
@@ -26,7 +26,7 @@ class ChunkLease:
         keys: Sequence[ChunkKey],
         match: Match,
         read: Read,
-        release: Callable[[int, Hints], None],
+        release: Callable[[Sequence[int], Hints], None],
         view: View,
     ) -> None:
         self.match = match
@@ -53,13 +53,13 @@ class ChunkLease:
         """
         if not self.keys:
             return []
-        return self._read(self.keys, out, self.match.lease_id)
+        return self._read(self.keys, out, self.match.leases)
 
     def release(self, hints: Hints = NO_HINTS) -> None:
         """End the lease, and say what is known of its chunks by now. Idempotent."""
         if not self._is_released:
             self._is_released = True
-            self._release(self.match.lease_id, hints)
+            self._release(self.match.leases, hints)
 
     def __enter__(self) -> ChunkLease:
         return self

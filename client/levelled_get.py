@@ -7,11 +7,13 @@ least, then refinements, with a new plan after every batch. What came by the dea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 
+from kvstore.client.batches import batches, countdown
 from kvstore.client.connection import SLACK_S
 from kvstore.client.levels import (
     LOADS_ONLY,
@@ -116,7 +118,9 @@ class LevelledGet:
         self._meters = meters
         self._clock = meters.clock
         self._started_s = self._clock()
-        self._lease_id = 0
+        self._limit = transport.session.terms.max_batch_chunks
+        self._leases: list[int] = []
+        """One for each batch of chunks of which any is ready."""
         self._ready = 0
         """Chunks under the lease."""
         self._engine_s = 0.0
@@ -151,7 +155,7 @@ class LevelledGet:
 
     def _give_back(self) -> None:
         """Have the lease released by a thread: on a slow link that waits behind what is on it."""
-        if self._lease_id:
+        if self._leases:
             with suppress(KVStoreError):  # the client was closed: so is its session
                 self._reader.submit(self._release)
 
@@ -168,28 +172,32 @@ class LevelledGet:
 
     def _find(self, terms: PlanTerms) -> None:
         """Lease what is there."""
-        request = pb.LookupRequest(
-            session_id=self._transport.session.terms.session_id,
-            digests=join_digests(self._digests),
-            lease=True,
-            ranges=True,
-            min_fidelity=fidelity_number(terms.least),
-            deadline_ms=max(1, int(1000 * terms.deadline_s)),
-        )
-        try:
-            reply = self._transport.calls.call(
-                "Lookup", request, request.deadline_ms, pb.LookupResponse
-            )
-        except LeaseExpiredError:
-            raise
-        except KVStoreError:
-            return
-        self._lease_id = reply.lease_id
-        self._ready = min(reply.ready, len(self._frames))
+        left_ms = countdown(max(1, int(1000 * terms.deadline_s)))
+        for first, some in batches(self._digests, self._limit):
+            try:
+                request = pb.LookupRequest(
+                    session_id=self._transport.session.terms.session_id,
+                    digests=join_digests(some),
+                    lease=True,
+                    ranges=True,
+                    min_fidelity=fidelity_number(terms.least),
+                    deadline_ms=left_ms(),
+                )
+                reply = self._transport.calls.call(
+                    "Lookup", request, request.deadline_ms, pb.LookupResponse
+                )
+            except LeaseExpiredError:
+                raise
+            except KVStoreError:
+                return
+            self._leases += [reply.lease_id] if reply.lease_id else []
+            self._ready = first + min(reply.ready, len(some))
+            if self._ready < first + len(some):
+                return
 
     def _release(self) -> None:
         request = pb.ReleaseRequest(
-            session_id=self._transport.session.terms.session_id, lease_ids=[self._lease_id]
+            session_id=self._transport.session.terms.session_id, lease_ids=self._leases
         )
         with suppress(KVStoreError):  # it ends with its session or its time
             self._transport.calls.call("Release", request, RELEASE_MS, pb.ReleaseResponse)
@@ -263,14 +271,12 @@ class LevelledGet:
 
     def _fetch(self, batch: Sequence[Fetch], left_s: float, least: Fidelity) -> bool:
         """Ask for *batch*; return whether anything came."""
-        digests, started_s = self._digests[: self._ready], self._clock()
-        end_s, left_ms = started_s + left_s, max(1, int(1000 * left_s))
+        started_s = self._clock()
+        end_s = started_s + left_s
         size_bytes = head_bytes = 0
         head_s = started_s
         try:
-            with self._transport.get_ranges(
-                digests, _in_pieces(batch), self._lease_id, left_ms, least
-            ) as pieces:
+            with closing(self._pieces(batch, left_s, least)) as pieces:
                 for piece in pieces:
                     size_bytes += self._add(piece)
                     if not head_bytes:
@@ -286,6 +292,23 @@ class LevelledGet:
         elif self._clock() - started_s >= SLOW_BATCH_S:  # what came behind the first piece tells
             self._meters.link.observe(size_bytes - head_bytes, self._clock() - head_s)
         return size_bytes > 0 and not is_over
+
+    def _pieces(
+        self, batch: Sequence[Fetch], left_s: float, least: Fidelity
+    ) -> Generator[FramePiece, None, None]:
+        """Yield the pieces of *batch* in its order, by requests for chunks under one lease each."""
+        left_ms = countdown(max(1, int(1000 * left_s)))
+        ranges = _in_pieces(batch)
+        for lease, run in groupby(ranges, lambda one: one.index // self._limit):
+            first = lease * self._limit
+            digests = self._digests[first : min(first + self._limit, self._ready)]
+            wanted = [one._replace(index=one.index - first) for one in run]
+            for _, some in batches(wanted, self._limit):
+                with self._transport.get_ranges(
+                    digests, some, self._leases[lease], left_ms(), least
+                ) as pieces:
+                    for piece in pieces:
+                        yield piece._replace(index=first + piece.index)
 
     def _add(self, piece: FramePiece) -> int:
         if piece.index >= len(self._frames):

@@ -39,6 +39,14 @@ class RectangleRoom:
         is_all = portion.layout.segment_count == portion.whole.segment_count
         return None if is_all else portion
 
+    def behind(self, first: int) -> RectangleRoom:
+        """Return the same for a get whose first chunk is number *first* here."""
+
+        def room(index: int, layout: KVLayout) -> Any:
+            return self._room(first + index, layout)
+
+        return RectangleRoom(room, self._rectangle, self._representation)
+
     def __call__(self, index: int, layout: KVLayout) -> Any:
         """Return where the tensors of chunk number *index* go, which as a whole has *layout*."""
         return self._room(index, self.portion(layout).layout)

@@ -390,7 +390,8 @@ class Match:
     ``loads`` four, little-endian: the estimated microseconds until it is in reach. A prompt has
     hundreds of chunks, so they stay packed until somebody asks for ``tiers`` or ``load_us``.
     ``pending`` counts chunks being written right behind the ready ones. ``lease_id`` is 0 when
-    no lease was asked for or nothing is ready.
+    no lease was asked for or nothing is ready; a long prompt has ``more_leases``, in order, as
+    one covers no more than a request can ask for.
     """
 
     ready: int
@@ -401,10 +402,16 @@ class Match:
     loads: bytes
     lease_id: int = 0
     lease_ttl_ms: int = 0
+    more_leases: tuple[int, ...] = ()
     plan: LoadPlan | None = None
     """What to load and what to recompute; with a lookup that told the engine's speed."""
     shared: int = 0
     """For models with windows or states: chunks that are known, if not to be continued from."""
+
+    @property
+    def leases(self) -> tuple[int, ...]:
+        """All leases of this answer; none when nothing was leased."""
+        return (self.lease_id, *self.more_leases) if self.lease_id else ()
 
     @property
     def tiers(self) -> tuple[str, ...]:

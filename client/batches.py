@@ -1,0 +1,229 @@
+"""Batches: lists that are longer than what a server takes in one request."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import TypeVar
+
+from typing_extensions import override
+
+from kvstore.client.layer_feed import LayerFeed, Opened, Range
+from kvstore.client.layer_sink import LayerSink
+from kvstore.client.prefill import chunks_worth_loading
+from kvstore.client.reader import Room
+from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.transport import Put
+from kvstore.codecs.base import AnyPart
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import DeadlineError, TierUnavailableError
+from kvstore.proto.plans import LoadPlan, PlannedBatch, PlanRange, PrefillModel
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
+
+MAX_OPEN_BATCHES = 8
+"""Batches of one layered get or put, each a stream: all of them are open at the same time."""
+
+T = TypeVar("T")
+
+
+def batches(items: Sequence[T], limit: int) -> Iterator[tuple[int, Sequence[T]]]:
+    """Yield *items* in runs of *limit* at most, each with the place of its first; one if empty."""
+    for first in range(0, max(1, len(items)), limit):
+        yield first, items[first : first + limit]
+
+
+def digest_batches(packed: bytes, limit: int) -> list[bytes]:
+    """Cut packed digests into those of *limit* chunks at most."""
+    return [bytes(part) for _, part in batches(packed, limit * DIGEST_BYTES)]
+
+
+def countdown(deadline_ms: int) -> Callable[[], int]:
+    """Return what says how much of *deadline_ms* is left for the next of several calls.
+
+    Raises DeadlineError once nothing is.
+    """
+    until = time.monotonic() + deadline_ms / 1000
+
+    def left_ms() -> int:
+        left = round(1000 * (until - time.monotonic()))
+        if left < 1:
+            raise DeadlineError(f"deadline_ms={deadline_ms} passed between two batches")
+        return left
+
+    return left_ms
+
+
+def behind(room: Room, first: int) -> Room:
+    """Return *room* for a batch whose first chunk is number *first*."""
+    if not first:
+        return room
+    if isinstance(room, RectangleRoom):
+        return room.behind(first)
+    return lambda index, layout: room(first + index, layout)
+
+
+def joined(matches: Sequence[Match], asked: int) -> Match:
+    """Return the answer about *asked* chunks, of which all but the last of *matches* are ready.
+
+    There is no plan where not all of them were asked for at once.
+    """
+    first, last = matches[0], matches[-1]
+    if first.ready + first.pending + first.missing == asked:
+        return first
+    ready = sum(match.ready for match in matches)
+    return replace(
+        first,
+        ready=ready,
+        pending=last.pending,
+        missing=asked - ready - last.pending,
+        sources=b"".join(match.sources for match in matches),
+        loads=b"".join(match.loads for match in matches),
+        more_leases=tuple(match.lease_id for match in matches[1:] if match.lease_id),
+        plan=None,
+        shared=sum(match.shared for match in matches),
+    )
+
+
+def prefix_plan(
+    match: Match, chunk_tokens: int, chunks: int, tokens: int, prefill: PrefillModel
+) -> LoadPlan:
+    """Plan a prompt of several batches: load from its start, compute the rest.
+
+    A server plans no more than one batch. Never slower than to compute all.
+    """
+    spans = [(at * chunk_tokens, min((at + 1) * chunk_tokens, tokens)) for at in range(match.ready)]
+    count = chunks_worth_loading(match.load_us, spans, tokens, prefill)
+    load_ms = sum(match.load_us[:count]) / 1000
+    start = spans[count - 1][1] if count else 0
+    rest_ms = 1000 * prefill.seconds(tokens - start, start)
+    ranges = (PlanRange(0, count, True, load_ms), PlanRange(count, chunks, False, rest_ms))
+    return LoadPlan(
+        tuple(one for one in ranges if one.first < one.stop),
+        load_ms + rest_ms,
+        1000 * prefill.seconds(tokens, 0),
+    )
+
+
+def chain_batches(
+    chains: Sequence[Sequence[ChunkKey]], limit: int
+) -> list[list[tuple[int, Sequence[ChunkKey]]]]:
+    """Return groups of *limit* chunks at most, of chains with their numbers; long ones are cut.
+
+    Where there is more than one group, chains that share a prefix lie together.
+    """
+    order: Sequence[int] = range(len(chains))
+    if max(len(chains), sum(map(len, chains))) > limit:
+        order = sorted(order, key=lambda number: list(chains[number]))
+    groups: list[list[tuple[int, Sequence[ChunkKey]]]] = [[]]
+    room = limit
+    for number in order:
+        for _, piece in batches(chains[number], limit):
+            if len(piece) > room or len(groups[-1]) == limit:
+                groups.append([])
+                room = limit
+            groups[-1].append((number, piece))
+            room -= len(piece)
+    return groups
+
+
+def joined_plans(
+    chains: Sequence[Sequence[ChunkKey]],
+    groups: Sequence[Sequence[tuple[int, Sequence[ChunkKey]]]],
+    plans: Sequence[PlannedBatch],
+) -> PlannedBatch:
+    """Return the plan of all *chains*, which were planned in *groups*."""
+    if len(plans) == 1:
+        return plans[0]
+    pairs = zip(groups, plans, strict=True)
+    order = dict.fromkeys(group[place][0] for group, plan in pairs for place in plan.order)
+    uses = Counter(key for chain in chains for key in set(chain))
+    return PlannedBatch(
+        tuple(order),
+        tuple(tuple(uses[key] for key in chain) for chain in chains),
+        sum(plan.kept for plan in plans),
+        max(*(plan.peak_chunks for plan in plans), *(len(set(chain)) for chain in chains)),
+    )
+
+
+class JoinedFeed(LayerFeed):
+    """The feeds of several batches of *limit* chunks as one; those that follow a gap stay shut.
+
+    Each of *feeds* is entered when it is needed, and left with *stack*.
+    """
+
+    def __init__(
+        self, stack: ExitStack, feeds: Iterable[AbstractContextManager[LayerFeed]], limit: int
+    ) -> None:
+        self._stack = stack
+        self._feeds = feeds
+        self._limit = limit
+        self._open: list[LayerFeed] = []
+        self._numbers: list[tuple[LayerFeed, int]] = []
+        """By the number of a range, whose it is and its number there."""
+
+    @override
+    def headers(self) -> list[Opened]:
+        found: list[Opened] = []
+        try:
+            for feed in self._feeds:
+                self._open.append(self._stack.enter_context(feed))
+                some = self._open[-1].headers()
+                first = len(found)
+                found += [replace(one, index=first + one.index) for one in some]
+                if len(some) < self._limit:
+                    break
+        except (DeadlineError, TierUnavailableError):
+            if not found:
+                raise
+        return found
+
+    @override
+    def expect(self, plan: Sequence[Range]) -> None:
+        parts: list[list[Range]] = [[] for _ in self._open]
+        for wanted in plan:
+            number, chunk = divmod(wanted.chunk, self._limit)
+            self._numbers.append((self._open[number], len(parts[number])))
+            parts[number].append(wanted._replace(chunk=chunk))
+        for feed, part in zip(self._open, parts, strict=True):
+            feed.expect(part)
+
+    @override
+    def take(self, number: int) -> Bytes | None:
+        feed, place = self._numbers[number]
+        return feed.take(place)
+
+    @override
+    def drop(self, chunk: int) -> None:
+        for number, feed in enumerate(self._open):
+            first = number * self._limit
+            if chunk < first + self._limit:
+                feed.drop(max(0, chunk - first))
+
+
+class JoinedSink(LayerSink):
+    """The sinks of several batches of *limit* chunks as one."""
+
+    def __init__(self, limit: int) -> None:
+        self._sinks: list[LayerSink] = []
+        self._limit = limit
+
+    def add(self, sink: LayerSink) -> None:
+        """Take the sink of the next batch."""
+        self._sinks.append(sink)
+
+    @override
+    def write(self, segment: int, layers: Sequence[Sequence[AnyPart]]) -> None:
+        for sink, (_, some) in zip(self._sinks, batches(layers, self._limit), strict=True):
+            sink.write(segment, some)
+
+    @override
+    def commit(self) -> list[Put]:
+        return [put for sink in self._sinks for put in sink.commit()]
+
+    @override
+    def abandon(self) -> None:
+        for sink in self._sinks:
+            sink.abandon()

@@ -1,0 +1,251 @@
+"""Lists that are longer than what the server takes in one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conftest import ServerMaker
+from contracts.layers import assert_layer, layers_of, planned
+from local_server import LocalServer
+from pages import engine_pages, rows_of
+from prompts import SMALL, assert_reads, is_right, keys_of, store, tensors_of
+
+from kvstore.client import Client
+from kvstore.client.levels import PlanTerms
+from kvstore.client.options import TransportName
+from kvstore.client.prefill import PrefillModel
+from kvstore.client.rectangle import Rectangle
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError
+from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
+
+LIMIT, CHUNKS = 4, 11
+"""Three batches, the last of three chunks."""
+
+
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    return make_server("--zmq", "127.0.0.1:0", "--max-batch-chunks", str(LIMIT))
+
+
+@pytest.fixture
+def client(server: LocalServer) -> Client:
+    return server.connect()
+
+
+@pytest.fixture(params=["shm", "zmq", "grpc"])
+def any_client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
+    """What is read differs by transport; calls about chunks do not."""
+    transport: TransportName = request.param
+    return server.connect(transport)
+
+
+def test_a_prompt_of_several_batches_is_found_and_read_whole(any_client: Client) -> None:
+    client = any_client
+    keys = store(client, 1, CHUNKS)
+    match = client.lookup([*keys, *keys_of(client, 2, 2)])
+    assert (match.ready, match.pending, match.missing) == (CHUNKS, 0, 2)
+    assert match.tiers == ("cpu",) * CHUNKS
+    assert len(match.load_us) == CHUNKS
+    assert_reads(client, keys)
+    room = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
+    assert len(client.get(keys, room)) == CHUNKS
+    assert all(is_right(client, *pair) for pair in zip(keys, room, strict=True))
+
+
+def test_a_lookup_ends_at_the_first_batch_with_a_miss(server: LocalServer, client: Client) -> None:
+    keys = store(client, 1, CHUNKS)
+    assert client.delete(keys[5:6]) == 1
+    before = server.counter("lookups")
+    match = client.lookup(keys)
+    assert (match.ready, match.missing) == (5, CHUNKS - 5)
+    assert server.counter("lookups") == before + 2
+    assert len(client.get(keys)) == 5
+
+
+def test_a_read_ends_where_a_batch_begins_that_is_not_there(client: Client) -> None:
+    keys = store(client, 1, CHUNKS)
+    assert client.delete(keys[2 * LIMIT :]) == 3
+    assert_reads(client, keys[: 2 * LIMIT])
+    assert len(client.get(keys)) == client.lookup(keys).ready == 2 * LIMIT
+    found = {one.layer_id: len(one.tensors) for one in client.get_layers(keys)}
+    assert found == {0: 2 * LIMIT, 1: 2 * LIMIT}
+
+
+def test_leases_of_all_batches_are_one_and_end_together(
+    server: LocalServer, any_client: Client
+) -> None:
+    client = any_client
+    keys = store(client, 1, CHUNKS)
+    with client.lease([*keys, *keys_of(client, 2, 1)]) as lease:
+        assert lease.keys == keys
+        assert server.usage().leases == 3
+        assert client.delete(keys) == 0
+        found = lease.get()
+        assert len(found) == CHUNKS
+        assert all(is_right(client, *pair) for pair in zip(keys, found, strict=True))
+        for place, key in enumerate(keys):
+            view = lease.view(place)
+            if client.transport_name == "shm":
+                assert view is not None
+                assert is_right(client, key, view.tensors())
+            else:
+                assert view is None
+    assert server.settled().leases == 0
+    with pytest.raises(LeaseExpiredError):
+        lease.get()
+
+
+def test_leases_of_a_lookup_that_fails_half_way_are_given_back(
+    server: LocalServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = store(client, 1, CHUNKS)
+    calls = client._connected().calls
+    plain, asked = calls.call, []
+
+    def late(method: str, *rest: object) -> object:
+        asked.append(method)
+        if method == "Lookup" and asked.count(method) == 3:
+            raise DeadlineError("late")
+        return plain(method, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(calls, "call", late)
+    with pytest.raises(DeadlineError):
+        client.lease(keys)
+    assert server.settled().leases == 0
+
+
+def test_a_batch_that_is_late_ends_what_was_read_before_it(
+    server: LocalServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = store(client, 1, CHUNKS)
+    transport = client._connected()
+    plain, asked = transport.get_layers_of, []
+
+    def late(*words: object) -> object:
+        asked.append(words)
+        if len(asked) == 3:
+            raise DeadlineError("late")
+        return plain(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transport, "get_layers_of", late)
+    found = client.get(keys)
+    assert len(found) == 2 * LIMIT
+    assert all(is_right(client, *pair) for pair in zip(keys, found, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        (lambda client, keys: client.pin(keys, 60_000), CHUNKS),
+        (lambda client, keys: client.delete(keys), CHUNKS),
+        (lambda client, keys: len(client.stat(keys)), CHUNKS),
+        (lambda client, keys: client.promise(keys_of(client, 2, 9), 60_000), 9),
+    ],
+    ids=["pin", "delete", "stat", "promise"],
+)
+def test_what_is_counted_is_counted_over_all_batches(
+    client: Client, call: Callable[[Client, list[ChunkKey]], int], count: int
+) -> None:
+    assert call(client, store(client, 1, CHUNKS)) == count
+
+
+def test_pins_of_several_batches_end(client: Client) -> None:
+    keys = store(client, 1, CHUNKS)
+    client.pin(keys, 60_000)
+    assert client.unpin(keys) == CHUNKS
+
+
+def test_a_key_of_another_namespace_in_a_later_batch_changes_nothing(
+    server: LocalServer, client: Client
+) -> None:
+    keys = store(client, 1, CHUNKS)
+    wrong = [*keys, ChunkKey(bytes(32))]
+    with server.unchanged():
+        for call in (client.delete, client.get, client.lookup):
+            with pytest.raises(InvalidRequestError, match="not in this client's namespace"):
+                call(wrong)
+
+
+def test_layers_go_and_come_of_all_batches_together(
+    server: LocalServer, any_client: Client
+) -> None:
+    client = any_client
+    keys = keys_of(client, 1, CHUNKS)
+    with client.begin_put(planned(client, keys)) as put:
+        for number, parts in layers_of(client, keys).items():
+            put.layer(number, parts)
+    assert [one.outcome for one in put.results] == [PutOutcome.stored] * CHUNKS
+    found = []
+    for layer in client.get_layers(keys):
+        assert len(layer.tensors) == CHUNKS
+        assert_layer(client, keys, layer)
+        found.append(layer.layer_id)
+    assert found == [0, 1]
+    assert server.settled().leases == 0
+
+
+def test_a_layered_put_has_a_limit_that_is_named(server: LocalServer, client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="chunks=33: give 1 to 32 in one put"):
+        client.begin_put(planned(client, keys_of(client, 2, 33)))
+    assert server.settled().open_puts == 0
+
+
+def test_levels_are_read_of_all_batches(server: LocalServer, any_client: Client) -> None:
+    client = any_client
+    keys = store(client, 1, CHUNKS)
+    out = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
+    terms = PlanTerms(20.0, PrefillModel(0.0, 10.0))
+    assert client.get_levelled(keys, terms, out).to_compute == ()
+    assert all(is_right(client, *pair) for pair in zip(keys, out, strict=True))
+    assert client.delete(keys[6:7]) == 1
+    within = client.get_within(keys, 10_000)
+    assert len(within.tensors) == 6
+    assert server.settled().leases == 0
+
+
+def test_a_rank_reads_its_part_of_all_batches(any_client: Client) -> None:
+    client = any_client
+    keys = store(client, 1, CHUNKS)
+    found = client.get(keys, rectangle=Rectangle(layers=(1, 2)))
+    assert len(found) == CHUNKS
+    for key, one in zip(keys, found, strict=True):
+        whole = tensors_of(key, SMALL, 16)[0]
+        assert all(map(np.array_equal, one[0][0], whole[1]))
+
+
+def test_pages_are_read_of_all_batches(client: Client) -> None:
+    draw = np.random.default_rng(1)
+    pages = engine_pages(SMALL, "block part token head dim", 64, 8, draw)
+    keys = keys_of(client, 1, CHUNKS)
+    assert len(client.put_pages(keys, pages, range(22), 16 * CHUNKS)) == CHUNKS
+    other = engine_pages(SMALL, "block part token head dim", 64, 8, draw)
+    assert client.get_pages(keys, other, range(30, 52)) == CHUNKS
+    assert np.array_equal(rows_of(other, range(30, 52)), rows_of(pages, range(22)))
+
+
+def test_a_plan_of_several_batches_loads_what_is_sooner_loaded(client: Client) -> None:
+    keys = store(client, 1, CHUNKS)
+    asked = [*keys, *keys_of(client, 2, 2)]
+    slow = client.lookup(asked, prefill=PrefillModel(0.0, 1.0)).plan
+    assert slow is not None
+    assert list(slow.loaded) == list(range(CHUNKS))
+    assert slow.ranges[-1].stop == len(asked)
+    assert slow.plan_ms < slow.recompute_ms == pytest.approx(16_000 * len(asked))
+    fast = client.lookup(asked, prefill=PrefillModel(0.0, 0.0)).plan
+    assert fast is not None
+    assert (list(fast.loaded), fast.plan_ms) == ([], fast.recompute_ms)
+
+
+def test_announced_prompts_of_several_batches_are_all_planned(client: Client) -> None:
+    long, other = keys_of(client, 1, CHUNKS), keys_of(client, 2, 2)
+    chains = [long, other, long[:2]]
+    store(client, 2, 2)
+    planned_batch = client.plan(chains, 60_000)
+    assert sorted(planned_batch.order) == [0, 1, 2]
+    places = {number: place for place, number in enumerate(planned_batch.order)}
+    assert abs(places[0] - places[2]) == 1
+    assert planned_batch.uses == ((2, 2) + (1,) * 9, (1, 1), (2, 2))
+    assert (planned_batch.kept, planned_batch.peak_chunks) == (2, CHUNKS)

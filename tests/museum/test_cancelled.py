@@ -1,0 +1,252 @@
+"""Pain 13: calls that go on behind whoever cancelled them, or hold up others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ServerMaker
+from local_server import DEADLINE_MS, LocalServer
+from prompts import SMALL, chunks_of, is_right, keys_of, parts_of, tokens
+
+from kvstore.client import AsyncClient, Chunk, ClientOptions, PlannedChunk
+from kvstore.client.levels import PlanTerms
+from kvstore.client.options import TransportName
+from kvstore.client.pages import PageAxes, PagedKV
+from kvstore.client.prefill import PrefillModel
+from kvstore.codecs.base import ChunkTensors
+from kvstore.proto.types import ChunkKey, PutOutcome
+
+CHUNKS = 128
+WAYS = {"get": 250, "get_into": 250, "get_pages": 250, "get_layers": 220, "get_levelled": 30}
+"""How often each way of reading is cancelled: a thousand times in all."""
+TERMS = PlanTerms(20.0, PrefillModel(0.0, 10.0))
+MARK = 0xA5A5
+SOON_S = 5.0
+"""Long before a lease ends by its own time."""
+WAITERS, WAIT_MS = 40, 8000
+
+Call = Callable[[], Coroutine[Any, Any, object]]
+
+
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    return make_server("--tiers", "cpu")
+
+
+def connect(server: LocalServer, transport: TransportName = "auto") -> AsyncClient:
+    options = ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)
+    return AsyncClient(server.address, SMALL, options)
+
+
+async def stored(client: AsyncClient) -> list[ChunkKey]:
+    keys = await client.keys(tokens(1, 16 * CHUNKS))
+    await client.put(chunks_of(client.sync, keys))
+    return keys
+
+
+async def took_s(call: Call) -> float:
+    started = time.monotonic()
+    await call()
+    return time.monotonic() - started
+
+
+async def cancel(call: Call, delay_s: float) -> bool:
+    """Whether *call* was cancelled before it came to its end."""
+    task = asyncio.ensure_future(call())
+    await asyncio.sleep(delay_s)
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+async def soon(is_so: Callable[[], bool]) -> bool:
+    until = time.monotonic() + SOON_S
+    while not is_so() and time.monotonic() < until:
+        await asyncio.sleep(0.01)
+    return is_so()
+
+
+class Memory:
+    """Memory of a caller: as room for chunks, and as an engine's pages."""
+
+    def __init__(self) -> None:
+        self.bytes = np.empty((2, CHUNKS, 2, 16, 2, 8), np.uint16)
+        """By layer, block, part, token, head and channel."""
+        self.pages = PagedKV(SMALL, self.bytes, PageAxes.parse("layer block part token head dim"))
+        self.room = self.pages.room(range(CHUNKS), 16 * CHUNKS, 16)
+
+    def reads(self, client: AsyncClient, keys: Sequence[ChunkKey]) -> dict[str, Call]:
+        """Return every way of reading *keys* into it."""
+
+        async def layers() -> None:
+            async with aclosing(client.get_layers(keys, self.room)) as found:
+                async for _ in found:
+                    pass
+
+        return {
+            "get": lambda: client.get(keys, self.room),
+            "get_into": lambda: client.get_into(keys, lambda index, _: self.room[index]),
+            "get_pages": lambda: client.get_pages(keys, self.pages, range(CHUNKS)),
+            "get_layers": layers,
+            "get_levelled": lambda: client.get_levelled(keys, TERMS, self.room),
+        }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_vllm_49889_a_cancelled_read_writes_no_byte_after_it_was_cancelled(
+    server: LocalServer, way: str
+) -> None:
+    """vllm#49889, vllm-ascend#16662, liburing#249: whoever cancelled a read used its memory for
+    something else, and the read wrote into that.
+
+    Here each of a thousand cancelled reads has ended when its caller goes on: what the caller
+    writes from then on stays as it is.
+    """
+
+    async def work() -> None:
+        async with connect(server) as client:
+            keys = await stored(client)
+            memories = [Memory(), Memory()]
+            calls = [memory.reads(client, keys)[way] for memory in memories]
+            usual_s = min([await took_s(calls[0]) for _ in range(3)])
+            delays = np.random.default_rng(1).uniform(0, usual_s, WAYS[way]).tolist()
+            cancelled = 0
+            for number, delay_s in enumerate(delays):
+                cancelled += await cancel(calls[number % 2], delay_s)
+                memories[number % 2].bytes.fill(MARK)
+                if number:
+                    assert (memories[(number - 1) % 2].bytes == MARK).all(), number
+            assert cancelled > WAYS[way] // 4
+            assert len(await client.get(keys, memories[0].room)) == CHUNKS  # all of it still works
+
+    asyncio.run(work())
+    assert server.settled().leases == 0
+
+
+def test_vllm_49889_a_cancelled_put_reads_its_tensors_no_more(server: LocalServer) -> None:
+    """The other direction: what a caller writes to its tensors behind a cancelled put is never
+    stored.
+    """
+
+    async def work() -> None:
+        async with connect(server, "grpc") as client:
+            await stored(client)
+            usual_s = await took_s(lambda: client.put(new_chunks(client, 99)))
+            for seed, delay_s in enumerate(np.linspace(0, usual_s, 20).tolist()):
+                chunks = new_chunks(client, seed)
+                keys = [chunk.key for chunk in chunks]
+                await cancel(lambda chunks=chunks: client.put(chunks), delay_s)  # type: ignore[misc]
+                for chunk in chunks:
+                    overwrite(chunk.tensors)
+                found = await client.get(keys)
+                pairs = zip(keys, found, strict=False)
+                assert all(is_right(client.sync, *pair) for pair in pairs)
+                await client.clear()
+
+    asyncio.run(work())
+
+
+def new_chunks(client: AsyncClient, seed: int) -> list[Chunk]:
+    return chunks_of(client.sync, keys_of(client.sync, seed, CHUNKS))
+
+
+def overwrite(tensors: Any) -> None:
+    chunk: ChunkTensors = tensors
+    for part in parts_of(chunk):
+        part[...] = MARK
+
+
+def test_vllm_49889_what_a_cancelled_call_held_is_released(server: LocalServer) -> None:
+    """A lease, a layered put and a layered get that were cancelled hold nothing on the server."""
+
+    async def leased(client: AsyncClient, keys: Sequence[ChunkKey]) -> None:
+        async with client.lease(keys):
+            await asyncio.sleep(0.001)
+
+    async def put(client: AsyncClient, chunks: Sequence[Any]) -> None:
+        async with await client.begin_put(chunks):
+            await asyncio.sleep(60)
+
+    async def work() -> None:
+        async with connect(server) as client:
+            keys = await stored(client)
+            planned = [PlannedChunk(key, 16) for key in keys_of(client.sync, 2, 8)]
+            for delay_s in np.linspace(0, 0.01, 100).tolist():
+                await cancel(lambda: leased(client, keys), delay_s)
+                await cancel(lambda: put(client, planned), delay_s)
+            assert await soon(lambda: server.usage().leases == 0)
+            assert await soon(lambda: server.usage().open_puts == 0)
+
+    asyncio.run(work())
+
+
+def test_a_read_that_was_cancelled_twice_has_ended_too(server: LocalServer) -> None:
+    async def work() -> None:
+        async with connect(server) as client:
+            keys = await stored(client)
+            memory = Memory()
+            for _ in range(20):
+                task = asyncio.ensure_future(client.get(keys, memory.room))
+                await asyncio.sleep(0.002)
+                task.cancel()
+                await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                memory.bytes.fill(MARK)
+                await asyncio.sleep(0.01)
+                assert (memory.bytes == MARK).all()
+
+    asyncio.run(work())
+
+
+def test_turbovec_342_puts_go_ahead_of_the_lookups_that_wait_for_them(
+    server: LocalServer,
+) -> None:
+    """turbovec#342: readers held every thread of a pool, waiting for writers that needed one.
+
+    Here 40 lookups of one client wait for announced chunks, and then the same client puts these:
+    the puts do not wait for the lookups' time to be up, and every lookup finds its chunks.
+    """
+
+    async def work() -> None:
+        async with connect(server) as client, connect(server) as writer:
+            prompts = [keys_of(client.sync, seed, 2) for seed in range(WAITERS)]
+            for keys in prompts:
+                assert await writer.promise(keys, 60_000) == 2
+            lookups = [
+                asyncio.ensure_future(client.lookup(keys, wait_ms=WAIT_MS)) for keys in prompts
+            ]
+            await asyncio.sleep(0.3)
+            assert not any(lookup.done() for lookup in lookups)
+            started = time.monotonic()
+            for keys in prompts:
+                puts = await client.put(chunks_of(client.sync, keys))
+                assert [put.outcome for put in puts] == [PutOutcome.stored] * 2
+            assert time.monotonic() - started < WAIT_MS / 4000
+            assert [match.ready for match in await asyncio.gather(*lookups)] == [2] * WAITERS
+
+    asyncio.run(work())
+
+
+def test_a_lookup_waits_no_longer_than_it_was_told_to(server: LocalServer) -> None:
+    async def work() -> None:
+        async with connect(server) as client:
+            keys = keys_of(client.sync, 1, 2)
+            await client.promise(keys, 60_000)
+            started = time.monotonic()
+            match = await client.lookup(keys, wait_ms=700)
+            assert (match.ready, match.pending) == (0, 2)
+            assert 0.7 <= time.monotonic() - started < 3
+            await client.promise(keys, 0)
+            assert (await client.lookup(keys, wait_ms=60_000)).missing == 2  # at once
+
+    asyncio.run(work())
