@@ -8,7 +8,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
 from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespace
 from kvstore.server.explain import Explainer, Near, Others, Reason
 from kvstore.server.known_spaces import Space
 from kvstore.server.manager import TierManager
@@ -35,9 +35,13 @@ class ExplainDesk:
         self._log = MissLog(checks.clock)
         sessions.on_open.append(self._explainer.spaces.note)
 
-    def looked_up(self, session: Session, keys: Sequence[ChunkKey], match: Match) -> None:
-        """Take note of a lookup and what it found."""
-        self._log.note(session, keys, match.ready, match.pending)
+    def looked_up(
+        self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Fidelity
+    ) -> None:
+        """Take note of a lookup and what it found, and of why it did not find more."""
+        if match.ready < len(keys):
+            reason = self._explainer.of_miss(keys[match.ready], least)
+            self._log.note(session, len(keys), match, reason)
 
     def heard(self, request: pb.HeartbeatRequest, session: Session) -> None:
         """Take note of what an engine counted."""
@@ -84,8 +88,7 @@ class ExplainDesk:
             space = miss.session.namespace
             if space not in others:
                 others[space] = self._explainer.others(space)
-            reason = self._explainer.reason(miss.key, others[space])
-            is_ready = reason.state == "ready"
+            reason = self._explainer.later(miss.reason, others[space])
             yield pb.Miss(
                 ago_s=self._clock() - miss.at_s,
                 client=miss.session.client,
@@ -93,8 +96,8 @@ class ExplainDesk:
                 chunks=miss.asked,
                 ready=miss.ready,
                 pending=miss.pending,
-                state="stored_since" if is_ready else reason.state,
-                reason=f"{reason.text}, by now" if is_ready else reason.text,
+                state=reason.state,
+                reason=reason.text,
             )
 
     def _report(self, report: Report) -> pb.EngineReport:
