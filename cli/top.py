@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kvstore.cli.screen import Screen
-from kvstore.cli.status import ask_status, readable_size
+from kvstore.cli.status import ask_figures, readable_size
 from kvstore.proto import kvstore_pb2 as pb
 
 
@@ -163,7 +163,7 @@ def _share(ratio: float | None) -> str:
 
 def show_once(address: str, *, as_json: bool) -> None:
     """Print one look, with rates since the server's start. Raises KVStoreErrors."""
-    reply = ask_status(address)
+    reply = ask_figures(address)
     rates = Rates.between(None, reply)
     if as_json:
         print(top_as_json(address, reply, rates))
@@ -173,13 +173,13 @@ def show_once(address: str, *, as_json: bool) -> None:
 
 def show_live(address: str, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show the server until the key that interrupts. Raises KVStoreErrors."""
-    before = ask_status(address)
+    before = ask_figures(address)
     rates = Rates.between(None, before)
     with Live(top_as_tables(address, before, rates), auto_refresh=False, console=Screen()) as live:
         try:
             while True:
                 sleep(every_s)
-                now = ask_status(address)
+                now = ask_figures(address)
                 rates = Rates.between(before, now)
                 live.update(top_as_tables(address, now, rates), refresh=True)
                 before = now

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from heapq import nsmallest
 from typing import NamedTuple
 
 from kvstore.proto.text import printable
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import Match
 from kvstore.proto.wire import REFUSED
+from kvstore.server.explain import Reason
 from kvstore.server.sessions import Session
 
 MAX_MISSES = 1024
@@ -26,11 +27,11 @@ MAX_REASON_CHARS = 240
 
 
 class LoggedMiss(NamedTuple):
-    """One lookup. *key* is the first chunk that was not found, *asked* how many chunks were."""
+    """One lookup of *asked* chunks. *reason* is why the first that was not found was not, then."""
 
     at_s: float
     session: Session
-    key: ChunkKey
+    reason: Reason
     asked: int
     ready: int
     pending: int
@@ -54,11 +55,9 @@ class MissLog:
         # Guards both; held for appends and copies of lists only.
         self._lock = threading.Lock()
 
-    def note(self, session: Session, keys: Sequence[ChunkKey], ready: int, pending: int) -> None:
-        """Take note of a lookup; one that found everything is none of ours."""
-        if ready >= len(keys):
-            return
-        miss = LoggedMiss(self._clock(), session, keys[ready], len(keys), ready, pending)
+    def note(self, session: Session, asked: int, match: Match, reason: Reason) -> None:
+        """Take note of a lookup that found less than it asked for."""
+        miss = LoggedMiss(self._clock(), session, reason, asked, match.ready, match.pending)
         with self._lock:
             self._misses.append(miss)
 

@@ -164,16 +164,17 @@ class KVStoreService(
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
             self._manager.hand_over.wait(keys, min(deadline, started + request.wait_ms / 1000))
+        least = fidelity(request.min_fidelity)
         match = self._manager.lookup(
             session,
             keys,
             deadline,
             lease=Leasing.of(request),
-            min_fidelity=fidelity(request.min_fidelity),
+            min_fidelity=least,
             engine=plan_wire.engine_from_message(request),
         )
         self._log.note(keys, match.ready, request.prefill.tokens)
-        self._explain.looked_up(session, keys, match)
+        self._explain.looked_up(session, keys, match, least)
         wants_places = request.places and match.lease_id and self._data_plane is not None
         reply = pb.LookupResponse(
             server=self._stamp,

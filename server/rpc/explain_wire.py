@@ -8,7 +8,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
 from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespace
 from kvstore.server.explain import Explainer, Near, Reason
 from kvstore.server.known_spaces import Space
 from kvstore.server.manager import TierManager
@@ -38,9 +38,13 @@ class ExplainDesk:
         self._log = MissLog(checks.clock)
         sessions.on_open.append(self._explainer.spaces.note)
 
-    def looked_up(self, session: Session, keys: Sequence[ChunkKey], match: Match) -> None:
-        """Take note of a lookup and what it found."""
-        self._log.note(session, keys, match.ready, match.pending)
+    def looked_up(
+        self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Fidelity
+    ) -> None:
+        """Take note of a lookup and what it found, and of why it did not find more."""
+        if match.ready < len(keys):
+            reason = self._explainer.of_miss(keys[match.ready], least)
+            self._log.note(session, len(keys), match, reason)
 
     def heard(self, request: pb.HeartbeatRequest, session: Session) -> None:
         """Take note of what an engine counted."""
@@ -93,9 +97,8 @@ class ExplainDesk:
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
         for miss in misses:
-            others = self._explainer.others_with(miss.session.namespace, miss.key)
-            reason = self._explainer.reason(miss.key, others)
-            is_ready = reason.state == "ready"
+            others = self._explainer.others_with(miss.session.namespace, miss.reason.key)
+            reason = self._explainer.later(miss.reason, others)
             yield pb.Miss(
                 ago_s=self._clock() - miss.at_s,
                 client=miss.session.client,
@@ -103,8 +106,8 @@ class ExplainDesk:
                 chunks=miss.asked,
                 ready=miss.ready,
                 pending=miss.pending,
-                state="stored_since" if is_ready else reason.state,
-                reason=f"{reason.text}, by now" if is_ready else reason.text,
+                state=reason.state,
+                reason=reason.text,
             )
 
     def _report(self, report: Report) -> pb.EngineReport:

@@ -253,10 +253,20 @@ def test_redis_user_and_its_tls_files_come_from_secrets_of_their_own(helm4: Helm
 def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:
     values = CHART / "ci" / "bundled-redis-values.yaml"
     rendered = helm4.of_values(values)
-    assert "redis_url" not in settings(rendered)
-    env = {one["name"]: one for one in container(rendered)["env"]}
-    assert "secretKeyRef" in env["REDIS_PASSWORD"]["valueFrom"]
+    shown = settings(rendered)
+    assert shown["redis_url"] == "redis://x-kvstore-redis:6379/0"
+    assert shown["redis_password_file"] == "/etc/kvstore/redis-auth/password"
+    env = container(rendered)["env"]
+    assert {one["name"] for one in env} == {"KVSTORE_NODE_ID", "KVSTORE_ADVERTISE"}
+    for one in of_kind(rendered, "StatefulSet"):
+        spec = one["spec"]["template"]["spec"]
+        (volume,) = [one for one in spec["volumes"] if one["name"] == "redis-auth"]
+        assert volume["secret"]["secretName"] == "redis-password"
+        (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "redis-auth"]
+        assert mount["readOnly"]
     assert container(rendered)["args"] == ["--config", "/etc/kvstore/config/kvstore.yaml"]
+    rendered = helm4.of_values(values, "--set", "redis.directory=false")
+    assert "env" not in container(rendered)
 
 
 # --- where it runs

@@ -89,6 +89,16 @@ def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
     assert "acme" in run(capsys, "--token-file", admin, "quota", "show", "*", *where)
     assert "token" in run(capsys, "quota", "show", *where, status=3)
     run(capsys, "--token-file", admin, "status", *where)
+    shown = run(capsys, "--token-file", engine, "status", *where)
+    assert "need the role admin" in shown
+    assert "0 sessions" not in shown
+    assert "0 B" not in shown
+    told = json.loads(run(capsys, "--token-file", engine, "status", *where, "--json"))
+    assert (told["state"], told["sessions"], told["leases"]) == ("serving", None, None)
+    assert told["counters"] is None
+    assert {(one["state"], one["used_bytes"]) for one in told["tiers"]} == {("serving", None)}
+    for words in (("top", "--once"), ("blend", "status")):
+        assert "role admin" in run(capsys, "--token-file", engine, *words, *where, status=3)
     server.stop()
     held = run(capsys, "audit", "verify", log)
     rows = [json.loads(line) for line in log.read_text().splitlines()]

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from credentials import KeyRing
+from local_server import eventually
 from prompts import SMALL, chunks_of, keys_of
+from redis_process import RedisProcess
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
@@ -192,3 +194,38 @@ def test_no_file_of_the_server_is_another_user_s_to_read(
     files = [*folder.rglob("*"), Path(audit)]
     assert {"FORMAT", "history.kvh", "audit", "data.mdb"} <= {path.name for path in files}
     assert [path for path in files if path.stat().st_mode & 0o077] == []
+
+
+def test_log_says_of_a_redis_that_it_is_down_at_start_left_alone_and_back(
+    server_process: ProcessMaker, own_redis: RedisProcess
+) -> None:
+    process = server_process(
+        *("--tiers", "cpu,redis", "--cpu", "16MiB", "--redis", own_redis.url),
+        *("--log-level", "info", "--log-format", "json", "--breaker-retry-ms", "100"),
+    )
+    process.start()
+
+    def warnings() -> list[str]:
+        records = [json.loads(line) for line in process.errors.splitlines()]
+        found = [one for one in records if one["level"] == "warning"]
+        return [one["event"].partition(":")[0] for one in found if "redis" in str(one)]
+
+    def with_puts_until(count: int) -> list[str]:
+        def is_there() -> bool:
+            keys = keys_of(client, next(seeds), 2)
+            client.put(chunks_of(client, keys))
+            return len(warnings()) >= count
+
+        assert eventually(is_there)
+        return warnings()
+
+    seeds = iter(range(10_000))
+    assert warnings() == ["tier is down at start"]
+    with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        (_, redis) = client.status().tiers
+        assert redis.state == "degraded"
+        assert "has not answered since the start" in redis.reason
+        assert with_puts_until(2)[1:] == ["circuit breaker opened"]
+        own_redis.start()
+        assert with_puts_until(3)[2:] == ["circuit breaker closed"]
+        assert eventually(lambda: client.status().tiers[1].state == "serving")

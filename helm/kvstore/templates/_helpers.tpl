@@ -90,6 +90,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s-redis" (include "kvstore.fullname" .) }}
 {{- end }}
 
+{{- /* The secret with the password of Redis, if it has one of its own: mounted, as no URL takes every password. */}}
+{{- define "kvstore.redisAuth" -}}
+{{- $r := .Values.redis }}
+{{- ternary (ternary $r.bundled.existingSecret $r.auth.existingSecret (eq $r.mode "bundled")) dict .Values.tiers.redis.enabled | toJson }}
+{{- end }}
+
 {{- /* What Redis may take of its container: the rest is for its buffers. */}}
 {{- define "kvstore.redisMemory" -}}
 {{- $unit := regexFind "[KMGT]i$" .Values.redis.bundled.memory }}
@@ -116,7 +122,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $_ := set $s "redis_size" $v.tiers.redis.size }}
 {{- $_ := set $s "redis_prefix" $v.redis.prefix }}
 {{- if include "kvstore.hasDirectory" . }}{{ $_ := set $s "directory" true }}{{ end }}
-{{- if $v.redis.auth.existingSecret.name }}
+{{- if eq $v.redis.mode "bundled" }}{{ $_ := set $s "redis_url" (printf "redis://%s:6379/0" (include "kvstore.redisName" .)) }}{{ end }}
+{{- if (include "kvstore.redisAuth" . | fromJson).name }}
 {{- if $v.redis.auth.username }}{{ $_ := set $s "redis_username" $v.redis.auth.username }}{{ end }}
 {{- $_ := set $s "redis_password_file" "/etc/kvstore/redis-auth/password" }}
 {{- end }}
