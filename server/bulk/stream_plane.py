@@ -226,9 +226,9 @@ class StreamPlane:
                 stream = self._attached(wire, word, stranger.origin)
         except (OSError, KVStoreError) as error:
             self._forget(stranger)
-            logger.info("refused", method="stream", reason=str(error))
-            origin = stranger.origin
-            self._terms.door.note(None, "Attach", type(error).__name__, 0, origin)
+            name = type(error).__name__
+            logger.info("refused", method="stream", error=name, reason=str(error))
+            self._terms.door.note(None, "Attach", name, 0, stranger.origin)
             return
         with self._lock:
             self._strangers.discard(stranger)
@@ -280,8 +280,9 @@ class StreamPlane:
             is_answered = True
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
-                logger.info("refused", method="stream", reason=str(error))
-                self._answers.note(stream, method, type(error).__name__, 0)
+                name = type(error).__name__
+                logger.info("refused", method="stream", error=name, reason=str(error))
+                self._answers.note(stream, method, name, 0)
         finally:
             with self._lock:
                 self._clients_served -= stream.is_client

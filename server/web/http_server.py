@@ -110,6 +110,7 @@ class HttpServer:
             loop="asyncio",
             lifespan="off",
             log_config=None,
+            log_level="error",  # below it, a line for whatever a stranger sends
             access_log=False,
             server_header=False,
             proxy_headers=False,
