@@ -16,7 +16,7 @@ from kvstore.proto.errors import InvalidRequestError
 MAX_TOKEN_CHARS = 8192
 _HEADER = "authorization"
 _NO_PROXY = ("grpc.enable_http_proxy", 0)
-"""gRPC takes a proxy out of the environment, for the loopback and a cluster's addresses too."""
+"""gRPC would take one out of the environment, for the loopback and a cluster's addresses too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 import structlog
@@ -15,6 +16,7 @@ import structlog
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig, load_config
 from kvstore.server.node import Node
+from kvstore.server.rate_limit import LogLimit
 from kvstore.server.rpc.request_ids import add_request_id
 
 GRACE_S = 20.0
@@ -98,6 +100,7 @@ def _set_up_logs(config: ServerConfig) -> None:
     )
     structlog.configure(
         processors=[
+            LogLimit(time.monotonic),
             structlog.processors.add_log_level,
             add_request_id,
             structlog.processors.TimeStamper(fmt="iso"),

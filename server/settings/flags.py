@@ -38,7 +38,9 @@ def parse_flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[st
     parser = _parser(fields)
     known, rest = parser.parse_known_args(list(argv))
     if rest:
-        raise InvalidRequestError("flags", " ".join(rest), _fix(rest[0], parser))
+        # Values are not repeated: one may be a password.
+        named = (word.partition("=")[0] if word.startswith("-") else "***" for word in rest)
+        raise InvalidRequestError("flags", " ".join(named), _fix(rest[0], parser))
     return vars(known)
 
 

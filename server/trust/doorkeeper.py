@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.proto.errors import PermissionDeniedError
+from kvstore.server.rate_limit import RateLimit
 from kvstore.server.sessions import Session, SessionTable
 from kvstore.server.tallies import CallTimes
 from kvstore.server.trust.audit_log import AuditLog, Event
@@ -50,7 +51,7 @@ class Doorkeeper:
         self._limits = limits
         self._audit = audit
         self._notes_reads = notes_reads
-        self._refusals = (0.0, float(REFUSALS_PER_S))
+        self._refusals = RateLimit(REFUSALS_PER_S, clock)
         self.clock = clock
         self.times = CallTimes()
         """How long calls took, told by those who let them in."""
@@ -110,7 +111,7 @@ class Doorkeeper:
             return
         name = method.rpartition("/")[2]
         if principal is None:
-            if self._may_write_refusal():
+            if self._refusals.take() is not None:
                 self._audit.note(Event("", "", name, outcome, peer=peer()))
             return
         if outcome == "OK" and self._is_quiet(name):
@@ -136,13 +137,6 @@ class Doorkeeper:
 
     def _is_quiet(self, name: str) -> bool:
         return name in _QUIET or (not self._notes_reads and METHODS.get(name) == "read")
-
-    def _may_write_refusal(self) -> bool:
-        at, left = self._refusals
-        now = self.clock()
-        left = min(float(REFUSALS_PER_S), left + REFUSALS_PER_S * (now - at))
-        self._refusals = (now, left - 1.0 if left >= 1.0 else left)
-        return left >= 1.0
 
 
 def _tenant_in(request: Any) -> str:

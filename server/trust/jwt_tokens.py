@@ -7,12 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
+from kvstore.proto.text import check_text
 from kvstore.server.trust.principal import Principal
 
 LEEWAY_S = 5
 MIN_HMAC_BYTES = 32
 MAX_TOKEN_CHARS = 8192
 MAX_KEYS = 8
+MAX_LIFE_S = 366 * 86_400
+"""From now on: a token that is good for longer is refused, as it can be taken back with its key
+alone."""
+MAX_SUBJECT_CHARS = 256
 
 _PEM_END = b"-----END PUBLIC KEY-----"
 _REFUSED = "the token is not one of this server's callers"
@@ -110,7 +115,7 @@ def _principal(claims: dict[str, Any]) -> Principal:
         raise UnauthenticatedError("the token does not say tenant and roles")
     try:
         return Principal(
-            f"jwt:{str(claims['sub'])[:128]}",
+            f"jwt:{check_text('sub', claims['sub'], MAX_SUBJECT_CHARS)}",
             tenant,
             frozenset(map(str, roles)),
             float(claims["exp"]) + LEEWAY_S,

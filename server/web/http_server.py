@@ -21,7 +21,7 @@ from kvstore.server.watched_file import WatchedFile
 
 MAX_CONNECTIONS = 64
 """Connections at once; as many more are answered 503, and those beyond hung up on."""
-MAX_PER_ADDRESS = MAX_CONNECTIONS // 2
+MAX_PER_ADDRESS = 32
 """Of them those of one address, whose further ones are answered 503."""
 SILENT_S = 20.0
 """A connection that has not asked for anything by then, or for nothing more that long after it was
@@ -110,6 +110,7 @@ class HttpServer:
             loop="asyncio",
             lifespan="off",
             log_config=None,
+            log_level="error",  # below it, a line for whatever a stranger sends
             access_log=False,
             server_header=False,
             proxy_headers=False,

@@ -337,7 +337,7 @@ def test_every_wrong_setting_is_named_at_once_with_its_origin(
 
 def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
     message = refused("--config", write(tmp_path / "c.yaml", "cpu_sise: 8GiB\n"))
-    assert "cpu_sise='8GiB'" in message
+    assert "cpu_sise='***'" in message
     assert "did you mean cpu_size?" in message
 
 
@@ -350,7 +350,51 @@ def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatc
 
 def test_an_unknown_key_under_disk_is_refused(tmp_path: Path) -> None:
     message = refused("--config", write(tmp_path / "c.yaml", "disk: {size: 8GiB}\n"))
-    assert "disk.size='8GiB'" in message
+    assert "disk.size='***'" in message
+
+
+PASSWORD = "SeKrEt7pw"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis_uri: redis://u:{}@h:1/0",
+        "redis_url: redis://u:{}@h: 1",
+        "redis_url: redis://u:{}@h\n  x: [",
+        "redis_url: 'redis://u:{}@h\n",
+        "redis_url: *{}",
+        "redis_url: !{} x",
+        "redis_url: %{}",
+        "redis_url: [redis://u:{}@h]",
+        "redis_url:\n  uri: redis://u:{}@h",
+        "redis://u:{}@h: 1",
+        "- redis://u:{}@h",
+        "\0{}",
+    ],
+)
+def test_no_mistake_in_the_file_repeats_a_password(text: str, tmp_path: Path) -> None:
+    assert PASSWORD not in refused("--config", write(tmp_path / "c.yaml", text.format(PASSWORD)))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--redis-uri", f"redis://u:{PASSWORD}@h"],
+        [f"--redis-uri=redis://u:{PASSWORD}@h"],
+        ["--redis", "redis://u:x", PASSWORD],
+        ["--redis-password", PASSWORD],
+    ],
+)
+def test_no_mistake_in_the_flags_repeats_a_password(flags: list[str]) -> None:
+    assert PASSWORD not in refused(*flags)
+
+
+def test_no_mistake_in_the_environment_repeats_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_REDIS_URI", f"redis://u:{PASSWORD}@h")
+    message = refused()
+    assert PASSWORD not in message
+    assert "did you mean redis_url?" in message
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,10 @@ from redis_process import RedisProcess
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.client.connection import Connection
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
+from kvstore.server.rate_limit import LINES_PER_S
 
 ProcessMaker = Callable[..., ServerProcess]
 
@@ -141,6 +146,33 @@ def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> Non
     records = [json.loads(line) for line in process.errors.splitlines()]
     assert [record["error"] for record in records] == ["InvalidRequestError"]
     assert records[0]["method"] == "/kvstore.v1.KVStore/OpenSession"
+
+
+def test_strangers_do_not_fill_the_log(server_process: ProcessMaker, tmp_path: Path) -> None:
+    keys = KeyRing(tmp_path / "keys")
+    keys.make("acme")
+    flags = ("--auth-keys", str(keys.path), "--http", "127.0.0.1:0")
+    process = server_process(
+        "--tiers", "cpu", "--log-format", "json", "--log-level", "info", *flags
+    )
+    process.start()
+    started = time.monotonic()
+    with closing(Connection(process.address, retry_after_ms=1)) as connection:
+        for _ in range(500):
+            with pytest.raises(UnauthenticatedError):
+                connection.call("Status", pb.StatusRequest(), 20_000, pb.StatusResponse)
+    seconds = time.monotonic() - started
+    time.sleep(0.1)  # one more may be written
+    with (
+        closing(Connection(process.address, retry_after_ms=1)) as connection,
+        pytest.raises(UnauthenticatedError),
+    ):
+        connection.call("Status", pb.StatusRequest(), 20_000, pb.StatusResponse)
+    assert process.terminate() == 0
+    records = [json.loads(line) for line in process.errors.splitlines()]
+    assert {record["error"] for record in records} == {"UnauthenticatedError"}
+    assert len(records) <= LINES_PER_S * (2 + seconds)
+    assert len(records) + sum(record.get("left_out", 0) for record in records) == 501
 
 
 def test_importing_the_server_loads_neither_torch_nor_cupy() -> None:

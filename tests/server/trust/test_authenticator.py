@@ -26,6 +26,7 @@ from kvstore.server.watched_file import WatchedFile
 KEY = ed25519.Ed25519PrivateKey.generate()
 PEM = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 TERMS = JwtTerms("EdDSA", "kvstore", "https://issuer")
+YEAR_S = 365 * 86_400
 ENGINE = frozenset({"read", "write"})
 
 
@@ -183,6 +184,9 @@ BAD_TOKENS = {
     "a pool for a tenant": jwt.encode(claims(tenant="pool:library"), KEY, "EdDSA"),
     "an unknown role": jwt.encode(claims(roles=["root"]), KEY, "EdDSA"),
     "not before later": jwt.encode(claims(nbf=int(time.time()) + 60), KEY, "EdDSA"),
+    "a subject with an escape": jwt.encode(claims(sub="a\x1b[31mb"), KEY, "EdDSA"),
+    "a subject of two lines": jwt.encode(claims(sub="a\nroot"), KEY, "EdDSA"),
+    "a subject that is too long": jwt.encode(claims(sub="a" * 257), KEY, "EdDSA"),
     "no token": "abc.def",
     "too long": "a" * 10_000,
 }
@@ -193,6 +197,19 @@ def test_a_token_that_is_not_exactly_what_is_asked_for_is_refused(what: str) -> 
     with pytest.raises(UnauthenticatedError) as caught:
         JwtVerifier(PEM, TERMS).principal_of(BAD_TOKENS[what])
     assert BAD_TOKENS[what] not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", [int(time.time()) + 100 * YEAR_S, 1e308])
+def test_a_token_for_a_century_is_refused(end: float, tmp_path: Path) -> None:
+    path = tmp_path / "jwt.pem"
+    path.write_bytes(PEM)
+    verifier = WatchedFile((path,), partial(JwtVerifier, terms=TERMS))
+    asked = Authenticator(None, verifier, takes_certificates=False, wall_clock=time.time)
+    near = jwt.encode(claims(exp=int(time.time()) + YEAR_S), KEY, "EdDSA")
+    assert asked.principal_of(bearer(near), {}).tenant == "acme"
+    for _ in range(2):  # also of a token that is known
+        with pytest.raises(UnauthenticatedError, match="over a year"):
+            asked.principal_of(bearer(jwt.encode(claims(exp=end), KEY, "EdDSA")), {})
 
 
 def test_a_token_that_was_verified_ends_all_the_same(tmp_path: Path) -> None:
