@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -189,6 +190,9 @@ class Representation:
             if not isinstance(value, str) or not value.strip():
                 raise RepresentationError(name, value, fix)
             check_text(name, value, MAX_IDENTITY_CHARS, RepresentationError)
+        if _WORD_ENDS.sub("", self.model_revision.lower()).rpartition("/")[2] in _NO_REVISIONS:
+            fix = f"{_IDENTITY_FIXES['model_revision']}: this is what others are called, too"
+            raise RepresentationError("model_revision", self.model_revision, fix)
         if self.layout_version < 1:
             raise RepresentationError("layout_version", self.layout_version, "use 1")
         check_count("layer_groups", len(self.layer_groups), MAX_LAYER_GROUPS)
@@ -212,6 +216,15 @@ _IDENTITY_FIXES = {
     "quantization": "name the KV quantisation, or 'none'",
     "tokenizer_digest": "give a digest of the tokenizer's files",
 }
+_NO_REVISIONS = frozenset(
+    {
+        *("main", "master", "head", "trunk", "dev", "develop", "latest", "stable", "default"),
+        *("commit", "commit_hash", "revision", "model_revision", "sha", "digest", "branch", "tag"),
+        *("unknown", "todo", "tbd", "xxx"),
+    }
+)
+"""Names of branches, and what examples have in a revision's place."""
+_WORD_ENDS = re.compile(r"^[^a-z0-9]+|[^a-z0-9]+$")
 
 
 @dataclass(frozen=True, slots=True)
