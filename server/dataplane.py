@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import mmap
 import os
 import select
@@ -26,7 +27,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.sessions import Challenge, Session, SessionTable
 from kvstore.server.trust.doorkeeper import Door
 from kvstore.server.unix_socket import can_send, is_trusted, listen
 
@@ -72,6 +73,8 @@ class _Peer:
     connection: socket.socket
     since: float
     session: Session | None = None
+    challenge: Challenge | None = None
+    """Of its hello, until it is answered."""
     staging_map: mmap.mmap | None = field(default=None, repr=False)
     is_busy: bool = False
     """A thread serves it: nobody else may close its connection."""
@@ -344,10 +347,15 @@ class DataPlane:
             self._ring(peer, request, descriptors[0])
         elif peer.session is not None:
             raise InvalidRequestError("op", request.op.name, "this connection has a session")
+        elif request.op is shm.Op.hello:
+            peer.challenge = challenge = self._sessions.challenge(request.arg, request.token)
+            proven = challenge.proof(shm.Op.hello)
+            peer.connection.send(shm.pack_greeting(challenge.nonces[1], proven))
+            return
         elif request.op is shm.Op.attach:
             self._attach(peer, request, descriptors[0])
         else:
-            self._join(peer, request.token)
+            self._join(peer, request)
         peer.connection.send(shm.pack_reply(shm.Reply.ok))
 
     def _send_file(self, peer: _Peer, request: shm.Request) -> None:
@@ -381,12 +389,12 @@ class DataPlane:
         memory = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
-        session = self._sessions.attach(request.token)
-        _check_is_engine(session)
+        session = _proven(peer, request)
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
             peer.session, peer.staging_map = session, memory
+            session.is_attached = True
             self._staging[session.session_id] = np.frombuffer(memory, np.uint8)
 
     def _ring(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
@@ -398,9 +406,8 @@ class DataPlane:
         exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
 
-    def _join(self, peer: _Peer, token: bytes) -> None:
-        session = self._sessions.of_token(token)
-        _check_is_engine(session)
+    def _join(self, peer: _Peer, request: shm.Request) -> None:
+        session = _proven(peer, request)
         with self._lock:
             if session.session_id not in self._staging:
                 raise InvalidRequestError("join", session.session_id, "attach first")
@@ -425,7 +432,18 @@ class DataPlane:
             self._sessions.close(peer.session.session_id)
 
 
-def _check_is_engine(session: Session) -> None:
-    """Raise PermissionDeniedError for who has no use for memory: another server, an admin."""
+def _proven(peer: _Peer, request: shm.Request) -> Session:
+    """Return the session of the peer's hello, once: its next proof needs another.
+
+    Raises UnauthenticatedError, and PermissionDeniedError for who has no use for memory: another
+    server, an admin.
+    """
+    challenge, peer.challenge = peer.challenge, None
+    if challenge is None or not hmac.compare_digest(challenge.proof(request.op), request.token):
+        raise UnauthenticatedError("say hello, and prove that the session is yours")
+    session = challenge.session
+    if session.is_closed:
+        raise UnauthenticatedError("the session ended; open another")
     if not session.roles & {"read", "write"}:
         raise PermissionDeniedError("Attach: this session may neither read nor write")
+    return session
