@@ -41,6 +41,9 @@ ARENA_SLAB = 0
 """What a client asks for to map the memory of a device; slabs of CPU memory count from 1."""
 SIZE_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_SEAL
 """The size can never change again: reading a mapping of it cannot fault."""
+STAGING_SEALS = SIZE_SEALS | SEAL_FUTURE_WRITE
+"""Nor can what was written be taken back, so that reading it allocates nothing: only mappings
+made before may write, and the kernel punches no holes."""
 
 
 class Op(IntEnum):
@@ -151,6 +154,11 @@ def unpack_greeting(message: bytes) -> tuple[bytes, bytes]:
     return message[MESSAGE_BYTES:middle], message[middle:]
 
 
+def is_written(descriptor: int, offset: int, size_bytes: int) -> bool:
+    """Whether all of a part of a memfd, within its size, was written: has no hole."""
+    return not size_bytes or os.lseek(descriptor, offset, os.SEEK_HOLE) >= offset + size_bytes
+
+
 def create_memfd(name: str, size_bytes: int) -> int:
     """Return a new memfd of *size_bytes* that can be sealed; the caller owns the descriptor."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -162,10 +170,10 @@ def create_memfd(name: str, size_bytes: int) -> int:
     return descriptor
 
 
-def map_sealed(descriptor: int, most_bytes: int) -> mmap.mmap:
+def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mmap.mmap:
     """Map a memfd of the other side for reading. Raises InvalidRequestError."""
-    if not has_seals(descriptor, SIZE_SEALS):
-        raise InvalidRequestError("memfd", descriptor, "seal its size against changes")
+    if not has_seals(descriptor, seals):
+        raise InvalidRequestError("memfd", descriptor, f"add the seals {seals:#x} to it")
     size_bytes = os.fstat(descriptor).st_size
     if not 0 < size_bytes <= most_bytes:
         raise InvalidRequestError("memfd", size_bytes, f"bring <= {most_bytes} bytes")

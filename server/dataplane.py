@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -80,6 +81,13 @@ class _Peer:
     """A thread serves it: nobody else may close its connection."""
 
 
+class _Staging(NamedTuple):
+    """A session's memory, and a descriptor of it, ours to close, that says what was written."""
+
+    memory: Bytes
+    descriptor: int
+
+
 class DataPlane:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
@@ -110,7 +118,7 @@ class DataPlane:
         self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
-        self._staging: dict[int, Bytes] = {}
+        self._staging: dict[int, _Staging] = {}
         # Guards the two above, for dictionary operations only.
         self._lock = threading.Lock()
         self._listener = listen(path)
@@ -140,7 +148,20 @@ class DataPlane:
         staging = self._staging.get(session_id)
         if staging is None:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
-        return staging
+        return staging.memory
+
+    def check_written(self, session_id: int, offset: int, size_bytes: int) -> None:
+        """Raise InvalidRequestError for a part of staging memory that its session never wrote.
+
+        Reading it would allocate it, and the server would pay. What lies outside has no bytes.
+        """
+        with self._lock:  # or else its end could close the descriptor
+            staging = self._staging.get(session_id)
+            if staging is None or offset + size_bytes > len(staging.memory):
+                return
+            is_written = shm.is_written(staging.descriptor, offset, size_bytes)
+        if not is_written:
+            raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
 
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
@@ -386,16 +407,18 @@ class DataPlane:
         return session
 
     def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
-        memory = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
+        most_bytes = self._limits.max_staging_bytes
+        memory = shm.map_sealed(descriptor, most_bytes, shm.STAGING_SEALS)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
         session = _proven(peer, request)
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
+            staging = _Staging(np.frombuffer(memory, np.uint8), os.dup(descriptor))
+            self._staging[session.session_id] = staging
             peer.session, peer.staging_map = session, memory
             session.is_attached = True
-            self._staging[session.session_id] = np.frombuffer(memory, np.uint8)
 
     def _ring(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
@@ -424,7 +447,7 @@ class DataPlane:
                 return
             if peer.session is not None and peer.staging_map is not None:
                 # A commit that runs holds its own reference to the mapping until it is done.
-                self._staging.pop(peer.session.session_id, None)
+                os.close(self._staging.pop(peer.session.session_id).descriptor)
         with suppress(OSError, ValueError):
             self._poll.unregister(peer.connection)
         peer.connection.close()

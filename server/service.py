@@ -317,6 +317,7 @@ class KVStoreService(
                 request.reservation_ids, request.offsets, strict=True
             ):
                 ticket = puts.claim(session, reservation_id)
+                self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
                 frame = staging[offset : offset + ticket.frame_bytes]
                 results += puts.ingest([ticket], [frame])
                 keys.append(ticket.key)

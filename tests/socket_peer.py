@@ -102,7 +102,7 @@ class Peer:
 
 
 @contextlib.contextmanager
-def staging(seals: int = shm.SIZE_SEALS, size_bytes: int = STAGING_BYTES) -> Iterator[int]:
+def staging(seals: int = shm.STAGING_SEALS, size_bytes: int = STAGING_BYTES) -> Iterator[int]:
     """Make a memfd that could be staging memory."""
     descriptor = shm.create_memfd("test-staging", size_bytes)
     try:

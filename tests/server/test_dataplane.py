@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import struct
@@ -9,16 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from bare_wire import wire_to
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually, open_session
 from prompts import SMALL, chunks_of, keys_of
 from socket_peer import OPEN, STAGING_BYTES, Claim, Peer, staging
 
+from kvstore.client.staging import StagingMemory
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.shm import Op, Reply, Request
+from kvstore.proto.types import KVLayout
 from kvstore.server import dataplane
 from kvstore.server.dataplane import DataPlane, PlaneLimits, SlabFile
 from kvstore.server.sessions import SessionTable
@@ -26,6 +32,7 @@ from kvstore.server.sessions import SessionTable
 ServerMaker = Callable[..., LocalServer]
 
 ONLY_OPEN_FDS = "/proc/self/fd"
+_PUNCH_HOLE = 0x1 | 0x2  # and keep the size
 
 
 @pytest.fixture
@@ -58,9 +65,14 @@ def test_sealed_staging_memory_is_taken(
 
 
 @pytest.mark.parametrize(
-    "seals", [0, shm.SEAL_GROW | shm.SEAL_SEAL, shm.SEAL_SHRINK | shm.SEAL_GROW]
+    "seals",
+    [
+        0,
+        shm.SIZE_SEALS,
+        *(shm.STAGING_SEALS & ~one for one in (shm.SEAL_SHRINK, shm.SEAL_GROW, shm.SEAL_SEAL)),
+    ],
 )
-def test_staging_memory_whose_size_could_change_is_refused(
+def test_staging_memory_whose_size_or_holes_could_change_is_refused(
     server: LocalServer,
     connect: Callable[[], Peer],
     terms: pb.OpenSessionResponse,
@@ -101,6 +113,37 @@ def test_staging_memory_of_no_bytes_or_too_many_is_refused(
             said = connect().attach(terms, descriptor, size_bytes=size_bytes)
         assert said is Reply.invalid
     assert_nothing_attached(server, terms)
+
+
+def test_staging_memory_that_was_never_written_is_refused_and_costs_nothing(
+    server: LocalServer, connect: Callable[[], Peer]
+) -> None:
+    wire, size_bytes, chunks = wire_to(server), 64 << 20, 60
+    frame_bytes = raw_frame_bytes(KVLayout.of(SMALL, 16))
+    with staging(size_bytes=size_bytes) as descriptor:
+        assert connect().attach(wire.terms, descriptor, size_bytes=size_bytes) is Reply.ok
+        for number in range(chunks):
+            (reservation,) = wire.call("Reserve", wire.reserve(frame_bytes)).reservation_ids
+            commit = pb.CommitRequest(reservation_ids=[reservation], offsets=[number << 20])
+            with pytest.raises(InvalidRequestError, match="bytes there first"):
+                wire.call("Commit", commit)
+        assert os.fstat(descriptor).st_blocks == 0
+
+
+def test_what_was_written_to_staging_memory_cannot_be_taken_back() -> None:
+    memory = StagingMemory(STAGING_BYTES)
+    try:
+        memory._memory[:] = 1
+        written = os.fstat(memory.descriptor).st_blocks
+        assert shm.is_written(memory.descriptor, 0, memory.size_bytes)
+        libc = ctypes.CDLL(None, use_errno=True)
+        length = ctypes.c_long(memory.size_bytes)
+        assert libc.fallocate(memory.descriptor, _PUNCH_HOLE, ctypes.c_long(0), length) == -1
+        assert ctypes.get_errno() == errno.EPERM
+        assert os.fstat(memory.descriptor).st_blocks == written
+    finally:
+        memory.close_descriptor()
+        memory.close()
 
 
 def test_descriptor_that_is_no_memfd_is_refused(
