@@ -41,6 +41,8 @@ class SessionTerms:
     stream_certificate: bytes
     arena_device: str
     arena_bytes: int
+    server_pid: int
+    pid_namespace: int
 
 
 def _nothing() -> Mapping[str, int]:
@@ -93,6 +95,8 @@ class Session:
             reply.stream_certificate,
             reply.arena_device,
             reply.arena_bytes,
+            reply.server_pid,
+            reply.pid_namespace,
         )
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")

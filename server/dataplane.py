@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import mmap
 import os
 import select
@@ -11,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -26,7 +28,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.sessions import Challenge, Session, SessionTable
 from kvstore.server.trust.doorkeeper import Door
 from kvstore.server.unix_socket import can_send, is_trusted, listen
 
@@ -72,9 +74,18 @@ class _Peer:
     connection: socket.socket
     since: float
     session: Session | None = None
+    challenge: Challenge | None = None
+    """Of its hello, until it is answered."""
     staging_map: mmap.mmap | None = field(default=None, repr=False)
     is_busy: bool = False
     """A thread serves it: nobody else may close its connection."""
+
+
+class _Staging(NamedTuple):
+    """A session's memory, and a descriptor of it, ours to close, that says what was written."""
+
+    memory: Bytes
+    descriptor: int
 
 
 class DataPlane:
@@ -107,7 +118,7 @@ class DataPlane:
         self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
-        self._staging: dict[int, Bytes] = {}
+        self._staging: dict[int, _Staging] = {}
         # Guards the two above, for dictionary operations only.
         self._lock = threading.Lock()
         self._listener = listen(path)
@@ -137,7 +148,20 @@ class DataPlane:
         staging = self._staging.get(session_id)
         if staging is None:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
-        return staging
+        return staging.memory
+
+    def check_written(self, session_id: int, offset: int, size_bytes: int) -> None:
+        """Raise InvalidRequestError for a part of staging memory that its session never wrote.
+
+        Reading it would allocate it, and the server would pay. What lies outside has no bytes.
+        """
+        with self._lock:  # or else its end could close the descriptor
+            staging = self._staging.get(session_id)
+            if staging is None or offset + size_bytes > len(staging.memory):
+                return
+            is_written = shm.is_written(staging.descriptor, offset, size_bytes)
+        if not is_written:
+            raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
 
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
@@ -344,10 +368,15 @@ class DataPlane:
             self._ring(peer, request, descriptors[0])
         elif peer.session is not None:
             raise InvalidRequestError("op", request.op.name, "this connection has a session")
+        elif request.op is shm.Op.hello:
+            peer.challenge = challenge = self._sessions.challenge(request.arg, request.token)
+            proven = challenge.proof(shm.Op.hello)
+            peer.connection.send(shm.pack_greeting(challenge.nonces[1], proven))
+            return
         elif request.op is shm.Op.attach:
             self._attach(peer, request, descriptors[0])
         else:
-            self._join(peer, request.token)
+            self._join(peer, request)
         peer.connection.send(shm.pack_reply(shm.Reply.ok))
 
     def _send_file(self, peer: _Peer, request: shm.Request) -> None:
@@ -378,16 +407,18 @@ class DataPlane:
         return session
 
     def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
-        memory = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
+        most_bytes = self._limits.max_staging_bytes
+        memory = shm.map_sealed(descriptor, most_bytes, shm.STAGING_SEALS)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
-        session = self._sessions.attach(request.token)
-        _check_is_engine(session)
+        session = _proven(peer, request)
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
+            staging = _Staging(np.frombuffer(memory, np.uint8), os.dup(descriptor))
+            self._staging[session.session_id] = staging
             peer.session, peer.staging_map = session, memory
-            self._staging[session.session_id] = np.frombuffer(memory, np.uint8)
+            session.is_attached = True
 
     def _ring(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
@@ -398,9 +429,8 @@ class DataPlane:
         exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
 
-    def _join(self, peer: _Peer, token: bytes) -> None:
-        session = self._sessions.of_token(token)
-        _check_is_engine(session)
+    def _join(self, peer: _Peer, request: shm.Request) -> None:
+        session = _proven(peer, request)
         with self._lock:
             if session.session_id not in self._staging:
                 raise InvalidRequestError("join", session.session_id, "attach first")
@@ -417,7 +447,7 @@ class DataPlane:
                 return
             if peer.session is not None and peer.staging_map is not None:
                 # A commit that runs holds its own reference to the mapping until it is done.
-                self._staging.pop(peer.session.session_id, None)
+                os.close(self._staging.pop(peer.session.session_id).descriptor)
         with suppress(OSError, ValueError):
             self._poll.unregister(peer.connection)
         peer.connection.close()
@@ -425,7 +455,18 @@ class DataPlane:
             self._sessions.close(peer.session.session_id)
 
 
-def _check_is_engine(session: Session) -> None:
-    """Raise PermissionDeniedError for who has no use for memory: another server, an admin."""
+def _proven(peer: _Peer, request: shm.Request) -> Session:
+    """Return the session of the peer's hello, once: its next proof needs another.
+
+    Raises UnauthenticatedError, and PermissionDeniedError for who has no use for memory: another
+    server, an admin.
+    """
+    challenge, peer.challenge = peer.challenge, None
+    if challenge is None or not hmac.compare_digest(challenge.proof(request.op), request.token):
+        raise UnauthenticatedError("say hello, and prove that the session is yours")
+    session = challenge.session
+    if session.is_closed:
+        raise UnauthenticatedError("the session ended; open another")
     if not session.roles & {"read", "write"}:
         raise PermissionDeniedError("Attach: this session may neither read nor write")
+    return session

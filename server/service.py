@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,6 +15,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.places import Reach
+from kvstore.proto.shm import pid_namespace
 from kvstore.proto.text import check_text
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.blend.blend_calls import BlendCalls
@@ -137,6 +139,8 @@ class KVStoreService(
             arena_device=gpu.device.identity if gpu and plane else "",
             arena_bytes=gpu.capacity_bytes if gpu and plane else 0,
             peers=self._lent(),
+            server_pid=os.getpid(),
+            pid_namespace=pid_namespace(),
         )
 
     @override
@@ -314,6 +318,7 @@ class KVStoreService(
                 request.reservation_ids, request.offsets, strict=True
             ):
                 ticket = puts.claim(session, reservation_id)
+                self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
                 frame = staging[offset : offset + ticket.frame_bytes]
                 results += puts.ingest([ticket], [frame])
                 keys.append(ticket.key)

@@ -35,12 +35,16 @@ class JwtTerms:
 class JwtVerifier:
     """Verifies tokens under a key; they say ``sub``, ``tenant``, ``roles``, ``exp``, ``aud``.
 
-    There may be several public keys in PEM, one after another, while one follows the other.
+    There may be several public keys in PEM, one after another, while one follows the other; with
+    None no token is good.
     """
 
-    def __init__(self, keys: bytes, terms: JwtTerms) -> None:
+    def __init__(self, keys: bytes | None, terms: JwtTerms) -> None:
         """Raises InvalidRequestError for a key that does not go with the algorithm."""
         self._terms = terms
+        self._keys: dict[bytes, Any] = {}
+        if keys is None:
+            return
         pieces = keys.split(_PEM_END)
         is_pem = not terms.algorithm.startswith("HS") and len(pieces) > 1
         found = [piece.lstrip() + _PEM_END for piece in pieces[:-1]] if is_pem else [keys]

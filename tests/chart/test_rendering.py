@@ -426,3 +426,21 @@ def test_the_image_runs_as_the_user_that_the_chart_names() -> None:
     text = (CHART.parents[1] / "Dockerfile").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert re.search(rf"^USER {values['user']['id']}:{values['user']['group']}$", text, re.M)
+
+
+def test_engines_mount_the_socket_s_folder_read_only_and_without_it_there_is_no_socket(
+    helm: Helm,
+) -> None:
+    def lines_of(manifests: list[Manifest]) -> dict[str, str]:
+        maps = of_kind(manifests, "ConfigMap")
+        (one,) = [one["data"] for one in maps if one["metadata"]["name"].endswith("-connection")]
+        return dict(one)
+
+    shared = helm.render("-f", CHART / "ci" / "shared-memory-values.yaml")
+    assert settings(shared)["socket_path"] == "/run/kvstore/kvstore.sock"
+    lines = yaml.safe_load(lines_of(shared)["socket.yaml"])
+    (mount,) = lines["containers"][0]["volumeMounts"]
+    assert (mount["mountPath"], mount["readOnly"]) == ("/run/kvstore", True)
+    alone = helm.render(*PLAIN)
+    assert settings(alone)["socket_path"] == "off"
+    assert "socket.yaml" not in lines_of(alone)

@@ -115,7 +115,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- range $name, $port := dict "listen" $v.ports.grpc "health" $v.ports.health "http" $v.ports.http }}
 {{- $_ := set $s $name (printf "0.0.0.0:%d" (int $port)) }}
 {{- end }}
-{{- $_ := set $s "socket_path" "/run/kvstore/kvstore.sock" }}
+{{- $_ := set $s "socket_path" (ternary "/run/kvstore/kvstore.sock" "off" $v.hostSocket.enabled) }}
 {{- if $v.tiers.gpu.enabled }}{{ $_ := set $s "gpu" (printf "%s:%d" $v.tiers.gpu.size (int $v.tiers.gpu.device)) }}{{ end }}
 {{- if $v.tiers.disk.enabled }}{{ $_ := set $s "disk" (printf "%s:/var/lib/kvstore/disk" $v.tiers.disk.size) }}{{ end }}
 {{- if $v.tiers.redis.enabled }}
