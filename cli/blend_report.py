@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rich.table import Table
-
-from kvstore.cli.screen import Screen
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.proto.blend_wire import gate_from_message
@@ -49,8 +47,8 @@ def _counters(reply: pb.StatusResponse) -> dict[str, int]:
 
 def print_gates(reply: pb.StatusResponse) -> None:
     """Print the gates and the counters of blending as tables."""
-    console = Screen()
-    table = Table("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
+    console = open_console()
+    table = Grid("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
     for one in map(gate_from_message, reply.gates):
         table.add_row(
             one.model,
@@ -63,7 +61,7 @@ def print_gates(reply: pb.StatusResponse) -> None:
             one.why,
         )
     console.print(table if reply.gates else "no gates: nobody has tried to blend; all are closed")
-    counters = Table("counter", "since the start")
+    counters = Grid("counter", "since the start")
     for name, value in _counters(reply).items():
         counters.add_row(name, str(value))
     console.print(counters)

@@ -51,7 +51,9 @@ def _where(address: str, space: str = "", model: Path | None = None, tenant: str
 
 
 def ls(  # noqa: PLR0913 - each is an option
-    prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="First digits.")] = "",
+    prefix: Annotated[
+        str, typer.Argument(metavar="[PREFIX]", help="Digits that the digests begin with.")
+    ] = "",
     address: Address = DEFAULT_ADDRESS,
     space: Space = "",
     model: Model = None,

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from google.protobuf import json_format
+
 from kvstore.cli.access import dial, given_access
-from kvstore.cli.explain import read_representation
 from kvstore.client.client import Client
 from kvstore.client.options import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
@@ -84,6 +85,20 @@ def ask_spaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
         raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
     finally:
         connection.close()
+
+
+def read_representation(path: Path) -> pb.Representation:
+    """Return the Representation in a JSON file, as ``kvstore explain --spaces --json`` prints it.
+
+    Raises InvalidRequestError, RepresentationError.
+    """
+    message = pb.Representation()
+    try:
+        json_format.Parse(path.read_text(), message)
+    except json_format.ParseError as error:
+        raise InvalidRequestError("model_representation", str(path), str(error)) from None
+    representation_from_message(message)
+    return message
 
 
 @contextmanager

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 
-from rich.table import Table
-
 from kvstore.cli.access import dial
-from kvstore.cli.screen import Screen
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     DeadlineError,
@@ -88,14 +86,13 @@ def _directory_as_dict(reply: pb.StatusResponse) -> dict[str, object] | None:
 
 def print_status(address: str, reply: pb.StatusResponse) -> None:
     """Print *reply* as tables."""
-    console = Screen()
+    console = open_console()
     hidden = is_hidden(reply)
     held = "" if hidden else f", {reply.sessions} sessions, {reply.leases} leases"
     console.print(
         f"{address}: {reply.state}, version {reply.version}, up {reply.uptime_s:.0f} s{held}",
-        highlight=False,
     )
-    tiers = Table("tier", "used", "of", "chunks", "codec", "state")
+    tiers = Grid("tier", "used", "of", "chunks", "codec", "state")
     for tier in reply.tiers:
         tiers.add_row(
             tier.name,
@@ -109,13 +106,13 @@ def print_status(address: str, reply: pb.StatusResponse) -> None:
     for tier in reply.tiers:
         followed = [f"{one.name} {one.follows}" for one in tier.partitions if one.follows]
         if followed:
-            console.print(f"{tier.name} evicts by: {', '.join(followed)}", highlight=False)
+            console.print(f"{tier.name} evicts by: {', '.join(followed)}")
     if reply.HasField("directory"):
-        console.print(directory_line(reply.directory), highlight=False)
+        console.print(directory_line(reply.directory))
     if hidden:
-        console.print(HIDDEN, highlight=False)
+        console.print(HIDDEN)
         return
-    counters = Table("counter", "since the start")
+    counters = Grid("counter", "since the start")
     for name, value in sorted(reply.counters.items()):
         counters.add_row(name, str(value))
     console.print(counters)

@@ -13,7 +13,10 @@ from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.units import format_size
 
-_SHORT = {"cpu_size": "--cpu", "redis_url": "--redis", "socket_path": "--socket"}
+SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
+"""Settings that have a second name, everywhere."""
+
+_SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
 _GROUPS = {
     "tls_cert": "trust",
     "tiers": "tiers",

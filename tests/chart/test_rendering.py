@@ -336,12 +336,57 @@ def test_monitoring_comes_where_its_kinds_are(helm4: Helm) -> None:
 def test_a_network_policy_lets_in_who_has_the_label(helm4: Helm) -> None:
     rendered = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
     policy = only(rendered, "NetworkPolicy")["spec"]
-    (rule,) = policy["ingress"]
+    rule, scrapes = policy["ingress"]
+    assert scrapes["from"] == [
+        {
+            "namespaceSelector": {},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+        }
+    ]
+    assert [port["port"] for port in scrapes["ports"]] == ["http"]
     assert rule["from"] == [{"podSelector": {"matchLabels": {"kvstore.io/client": "true"}}}]
     assert {port["port"] for port in rule["ports"]} == {"grpc"}
     assert policy["podSelector"]["matchLabels"].items() <= (
         workload(rendered)["spec"]["template"]["metadata"]["labels"].items()
     )
+
+
+def test_a_chart_whose_metrics_nobody_may_read_says_so(helm4: Helm) -> None:
+    values = ("-f", CHART / "ci" / "daemonset-values.yaml")
+    closed = ("--set", "networkPolicy.metricsFrom=null")
+    policy = only(helm4.render(*values, *closed), "NetworkPolicy")["spec"]
+    assert len(policy["ingress"]) == 1
+    notes = ("install", "x", CHART, "--dry-run=client", *values)
+    assert "metricsFrom is empty" in run(helm4.path, *notes, *closed).out
+    assert "metricsFrom is empty" not in run(helm4.path, *notes).out
+
+
+@pytest.mark.parametrize("url", ["http://otel.mon:4317", "https://[::1]:14317/"])
+def test_a_collector_of_traces_is_let_out_to_and_the_image_can_trace(helm4: Helm, url: str) -> None:
+    values = CHART / "ci" / "daemonset-values.yaml"
+    rendered = helm4.of_values(values, "--set", f"config.tracing_endpoint={url}")
+    policy = only(rendered, "NetworkPolicy")["spec"]
+    ports = [port["port"] for rule in policy["egress"] for port in rule["ports"]]
+    assert ports == [53, 53, int(url.rstrip("/").rpartition(":")[2])]
+    assert "tracing" in extras_of_the_image()
+
+
+def test_a_gpu_tier_has_the_image_with_torch(helm4: Helm) -> None:
+    values = CHART / "ci" / "gpu-values.yaml"
+    assert container(helm4.of_values(values))["image"].endswith("-cuda")
+    own = helm4.of_values(values, "--set", "image.tag=mine")
+    assert container(own)["image"] == "kvstore:mine"
+    plain = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
+    assert not container(plain)["image"].endswith("-cuda")
+    text = (CHART.parents[1] / "Dockerfile").read_text()
+    assert "--build-arg EXTRAS=cpu-fast,tracing,gpu -t kvstore:0.1.0-cuda" in text
+
+
+def extras_of_the_image() -> list[str]:
+    text = (CHART.parents[1] / "Dockerfile").read_text()
+    (names,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
+    assert ".[$EXTRAS]" in text
+    return names.split(",")  # type: ignore[no-any-return]
 
 
 def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None:

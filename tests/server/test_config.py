@@ -341,6 +341,32 @@ def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: P
     assert "did you mean cpu_size?" in message
 
 
+@pytest.mark.parametrize(
+    ("short", "name", "value"),
+    [
+        ("cpu", "cpu_size", "64MiB"),
+        ("redis", "redis_url", "redis://host:1/0"),
+        ("socket", "socket_path", "/run/s.sock"),
+    ],
+)
+def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: str, name: str, value: str
+) -> None:
+    path = write(tmp_path / "c.yaml", f"{short}: {value}\n")
+    flag = getattr(load_config([f"--{short}", value]), name)
+    assert getattr(load_config(["--config", path]), name) == flag
+    monkeypatch.setenv(f"KVSTORE_{short.upper()}", value)
+    config, origins = load_with_origins(
+        ["--config", write(tmp_path / "d.yaml", f"{name}: nonsense\n")]
+    )
+    assert getattr(config, name) == flag
+    assert origins[name] == f"KVSTORE_{short.upper()}"
+    both = write(tmp_path / "e.yaml", f"{name}: {value}\n{short}: {value}\n")
+    message = refused("--config", both)
+    assert f"is {name} too; give one of the two" in message
+    assert "redis://" not in message
+
+
 def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_CPU_SISE", "8GiB")
     message = refused()

@@ -30,7 +30,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.image.digest }}
 {{- printf "%s@%s" .Values.image.repository .Values.image.digest }}
 {{- else }}
-{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- $own := ternary (printf "%s-cuda" .Chart.AppVersion) .Chart.AppVersion .Values.tiers.gpu.enabled }}
+{{- printf "%s:%s" .Values.image.repository (default $own .Values.image.tag) }}
 {{- end }}
 {{- end }}
 
