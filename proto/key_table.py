@@ -13,51 +13,40 @@ from kvstore.proto.types import KEY_BYTES, ChunkKey
 NO_ROW = 0
 """The row of no key."""
 
-_SEGMENT_BITS = 10
-_SEGMENTS = 1 << _SEGMENT_BITS
 _KEY_WORDS = KEY_BYTES // 8
-_FIRST_SLOTS = 4
-_FIRST_STEP = 256
+_FIRST_SLOTS = 64
 _FIRST_ROWS = 64
-_LONG_RUN = 32
-"""Rows in a row that are taken at once; of fewer the links may know better."""
-_TAG_MASK = _ROW_MASK = (1 << 32) - 1
-_EMPTY = array("Q", [0])
+_FEW = 16
+"""Keys up to which Python is faster than numpy."""
+_TAG_BITS = 32
+_TAG_MASK = _ROW_MASK = (1 << _TAG_BITS) - 1
 
 
 class KeyTable:
     """Rows by key. A row is kept while its key is here, and given to another key after that.
 
-    A dictionary, its keys and its numbers take 140 bytes a chunk, this 55: the keys lie in one
-    array, and the hash table is an array of (tag, row) with linear probing, where the tag is 32
-    bits of Python's own hash of the key, which strangers cannot foresee. It is cut into segments
-    that grow by themselves, so that no insertion ever moves more than a 1024th of the table.
-
-    The keys of a prompt are asked for again in the same order, in which they most often lie here:
-    ``prefix`` compares them with the rows behind the first all at once. Each row has a link, too,
-    to the one that followed last, which is gone along where others lie between. Memory is that of
-    the most keys there ever were. Not thread-safe: the owner locks.
+    A dictionary, its keys and its numbers take 140 bytes a key, this 50: the keys lie in one array,
+    and the hash table is an array of (tag, row) with linear probing, where the tag is 32 bits of
+    Python's own hash of the key, which strangers cannot foresee. The keys of a prompt are looked
+    for all at once: first in consecutive rows, as prompts are put, then by their hashes. Memory is
+    that of the most keys there ever were. Not thread-safe: the owner locks.
     """
 
     def __init__(self) -> None:
-        self._segments = [_EMPTY] * _SEGMENTS
-        self._counts = array("I", bytes(4 * _SEGMENTS))
+        self._slots = array("Q", bytes(8 * _FIRST_SLOTS))
         self._keys = bytearray(KEY_BYTES)
-        self._next = array("I", [0])
-        """By row, the row that was found for the key asked for behind its own: a guess."""
         self._free = array("I")
         self._count = 0
 
     def find(self, key: ChunkKey) -> int:
         """Return the row of *key*; NO_ROW when it has none."""
-        code = hash(key)
-        tag = code >> _SEGMENT_BITS & _TAG_MASK
-        slots = self._segments[code & (_SEGMENTS - 1)]
+        tag = hash(key) >> _TAG_BITS & _TAG_MASK
+        slots = self._slots
         mask = len(slots) - 1
         at = tag & mask
         asked: bytes = key
         while entry := slots[at]:
-            if entry >> 32 == tag:
+            if entry >> _TAG_BITS == tag:
                 row = entry & _ROW_MASK
                 if self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] == asked:
                     return row
@@ -75,49 +64,55 @@ class KeyTable:
         else:
             row = len(self._keys) // KEY_BYTES
             self._keys += key
-            self._next.append(NO_ROW)
         self._count += 1
-        code = hash(key)
-        segment = code & (_SEGMENTS - 1)
-        count = self._counts[segment] = self._counts[segment] + 1
-        slots = self._segments[segment]
-        if 3 * count > 2 * len(slots):
-            slots = self._grow(segment)
-        _place(slots, (code >> _SEGMENT_BITS & _TAG_MASK) << 32 | row)
+        if 3 * self._count > 2 * len(self._slots):
+            self._grow()
+        self._place((hash(key) >> _TAG_BITS & _TAG_MASK) << _TAG_BITS | row)
         return row
 
-    def _grow(self, segment: int) -> array[int]:
-        old = self._segments[segment]
-        new = array("Q", bytes(8 * max(_FIRST_SLOTS, 2 * len(old))))
-        for entry in old:
-            if entry:
-                _place(new, entry)
-        self._segments[segment] = new
-        return new
+    def _place(self, entry: int) -> None:
+        mask = len(self._slots) - 1
+        at = entry >> _TAG_BITS & mask
+        while self._slots[at]:
+            at = (at + 1) & mask
+        self._slots[at] = entry
+
+    def _grow(self) -> None:
+        """Double the slots: each entry goes as near to where it belongs as those before it let."""
+        old = np.frombuffer(self._slots, np.uint64)
+        size = 2 * len(old)
+        entries = old[old > 0]
+        homes = (entries >> np.uint64(_TAG_BITS)).astype(np.intp) & (size - 1)
+        order = homes.argsort(kind="stable")
+        entries, homes = entries[order], homes[order]
+        numbers = np.arange(len(homes))
+        places = np.maximum.accumulate(homes - numbers) + numbers
+        self._slots = array("Q", [0]) * size
+        fit = places < size
+        np.frombuffer(self._slots, np.uint64)[places[fit]] = entries[fit]
+        for entry in entries[~fit].tolist():  # past the end: from the start on
+            self._place(entry)
 
     def remove(self, row: int) -> None:
         """Forget the key of *row*, which there must be."""
-        code = hash(self.key(row))
-        segment = code & (_SEGMENTS - 1)
-        slots = self._segments[segment]
-        entry = (code >> _SEGMENT_BITS & _TAG_MASK) << 32 | row
+        slots = self._slots
+        tag = hash(self.key(row)) >> _TAG_BITS & _TAG_MASK
+        entry = tag << _TAG_BITS | row
         mask = len(slots) - 1
-        hole = entry >> 32 & mask
+        hole = tag & mask
         while slots[hole] != entry:
             hole = (hole + 1) & mask
         # Entries after the hole move up to where their probing would look for them.
         at = (hole + 1) & mask
         while other := slots[at]:
-            home = other >> 32 & mask
+            home = other >> _TAG_BITS & mask
             if (at - home) & mask >= (at - hole) & mask:
                 slots[hole] = other
                 hole = at
             at = (at + 1) & mask
         slots[hole] = 0
-        self._counts[segment] -= 1
         self._count -= 1
         self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = bytes(KEY_BYTES)
-        self._next[row] = NO_ROW
         self._free.append(row)
 
     def key(self, row: int) -> ChunkKey:
@@ -130,60 +125,41 @@ class KeyTable:
 
     def prefix(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
         """Return the rows of *keys* up to the first that has none."""
-        return self._rows(keys, all_keys=False)
+        rows = self.find_all(keys)
+        return rows if rows.all() else rows[: int((rows != NO_ROW).argmin())]
 
     def find_all(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
         """Return the row of each of *keys*, NO_ROW for those that have none."""
-        return self._rows(keys, all_keys=True)
-
-    def _rows(self, keys: Sequence[ChunkKey], *, all_keys: bool) -> NDArray[np.intp]:
-        rows = np.empty(len(keys), np.intp)
+        if len(keys) <= _FEW:
+            return np.array([self.find(key) for key in keys], np.intp)
         asked = b"".join(keys)
-        at, row, step = 0, NO_ROW, _FIRST_STEP
-        while at < len(keys):
-            run = self._follow(row, asked, at, step) if row else rows[:0]
-            if len(run):
-                rows[at : at + len(run)] = run
-                row = int(run[-1])
-                at += len(run)
-                step *= 2
-                continue
-            found = self.find(keys[at])
-            if not found and not all_keys:
-                break
-            self._next[row] = found
-            rows[at] = row = found
-            at += 1
-            step = _FIRST_STEP
-        return rows[:at]
+        first = self.find(keys[0])
+        start = first * KEY_BYTES
+        if first and self._keys[start : start + len(asked)] == asked:
+            return np.arange(first, first + len(keys))
+        rows = self._probe(keys)
+        mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)[rows]
+        is_other = (mine != np.frombuffer(asked, np.uint64).reshape(-1, _KEY_WORDS)).any(axis=1)
+        for at in np.flatnonzero(is_other & (rows > 0)).tolist():  # two keys of one tag
+            rows[at] = self.find(keys[at])
+        return rows
 
-    def _follow(self, row: int, asked: bytes, at: int, step: int) -> NDArray[np.intp]:
-        """Return the rows behind *row* of the keys from place *at* of *asked*, at most *step*.
-
-        None when the next key is not the one that followed before.
-        """
-        wanted = asked[at * KEY_BYTES : (at + step) * KEY_BYTES]
-        limit = len(wanted) // KEY_BYTES
-        start = (row + 1) * KEY_BYTES
-        if self._keys[start : start + len(wanted)] == wanted:
-            return np.arange(row + 1, row + 1 + limit)
-        mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)
-        keys = np.frombuffer(wanted, np.uint64).reshape(-1, _KEY_WORDS)
-        run = _same_start(mine[row + 1 : row + 1 + limit], keys)
-        if run >= _LONG_RUN:
-            return np.arange(row + 1, row + 1 + run)
-        guess = self._guess(row, limit)
-        return guess[: _same_start(mine[guess], keys)]
-
-    def _guess(self, row: int, limit: int) -> NDArray[np.intp]:
-        """Return up to *limit* rows whose keys may be asked for behind that of *row*, in order."""
-        follow = self._next
-        rows: list[int] = []
-        row = follow[row]
-        while row and len(rows) < limit:
-            rows.append(row)
-            row = follow[row]
-        return np.array(rows, np.intp)
+    def _probe(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
+        """Return the first row of each key's tag, NO_ROW where there is none."""
+        codes = np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64)
+        tags = codes >> np.uint64(_TAG_BITS)
+        slots, mask = np.frombuffer(self._slots, np.uint64), len(self._slots) - 1
+        rows = np.zeros(len(keys), np.intp)
+        left, at = np.arange(len(keys)), tags.astype(np.intp) & mask
+        while len(left):
+            entries = slots[at]
+            is_tag = entries >> np.uint64(_TAG_BITS) == tags[left]
+            is_full = entries > 0
+            is_found = is_tag & is_full
+            rows[left[is_found]] = entries[is_found] & np.uint64(_ROW_MASK)
+            goes_on = is_full & ~is_tag
+            left, at = left[goes_on], (at[goes_on] + 1) & mask
+        return rows
 
     def rows_of(self, start: bytes) -> NDArray[np.intp]:
         """Return the rows whose keys begin with *start*, in order; free rows have keys of zeros."""
@@ -197,17 +173,3 @@ class KeyTable:
 def spare_rows(rows: int) -> int:
     """Return by how many rows to lengthen columns of *rows*: seldom, and never by much."""
     return max(_FIRST_ROWS, rows >> 4)
-
-
-def _same_start(some: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
-    """Return how many keys are the same in both from the first on."""
-    same = (some == others[: len(some)]).all(axis=1)
-    return len(same) if same.all() else int(same.argmin())
-
-
-def _place(slots: array[int], entry: int) -> None:
-    mask = len(slots) - 1
-    at = entry >> 32 & mask
-    while slots[at]:
-        at = (at + 1) & mask
-    slots[at] = entry

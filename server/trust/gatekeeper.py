@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,7 +16,7 @@ from kvstore.server.sessions import Session
 from kvstore.server.trust.authenticator import Authenticator
 from kvstore.server.trust.doorkeeper import Doorkeeper
 from kvstore.server.trust.principal import ANYBODY, Principal
-from kvstore.server.trust.roles import OPEN, SERVICES
+from kvstore.server.trust.roles import OPEN, SERVICES, check_role
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -111,13 +112,18 @@ class Gatekeeper(HandlerInterceptor):
             call.request = request
             call.session = self._doorkeeper.admit(call.principal, method, request)
             return request
-        self._doorkeeper.admit(call.principal, method, None)
+        check_role(call.principal, method, None)
         return self._each_admitted(call, method, request)
 
     def _each_admitted(self, call: Call, method: str, requests: Iterator[Any]) -> Iterator[Any]:
-        """Yield the messages of a stream; one that names another session is checked anew."""
-        last = 0
-        for request in requests:
+        """Yield the messages of a stream; one that names another session is checked anew.
+
+        The stream is one request, of the tenant that its first message is about.
+        """
+        first = next(requests, None)
+        call.session = self._doorkeeper.admit(call.principal, method, first)
+        last = getattr(first, "session_id", 0)
+        for request in () if first is None else chain((first,), requests):
             # The first message of a frame says how long it is.
             call.request = (call.request or 0) + bool(getattr(request, "frame_bytes", 0))
             session_id = getattr(request, "session_id", 0)

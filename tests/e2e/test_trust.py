@@ -29,7 +29,7 @@ from kvstore.proto.wire import representation_to_message
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     flags = (
         *("--shared-pools", "library=acme+zeta:ops,curated=*:acme"),
-        *("--tenant-limits", "lent=0:0:2,hasty=0:5:0,small=3:0:0"),
+        *("--tenant-limits", "lent=0:0:2,hasty=0:5:0,small=3:0:0,putter=0:10:0"),
     )
     world = World(tmp_path_factory.mktemp("trust"), *flags)
     yield world
@@ -194,6 +194,20 @@ def test_a_tenants_leases_and_requests_have_limits_with_names(
         list(map(hasty.lookup, [keys] * 6))
 
 
+def test_a_put_is_one_request_of_the_tenant_whose_session_it_is_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = world.server.node.trust.limits
+    now_s = limits._clock()
+    monkeypatch.setattr(limits, "_clock", lambda: now_s)
+    putter = world.client(world.new_key("putter"))
+    puts = [chunks_for(putter, seed, 2)[1] for seed in range(200, 210)]  # opens the session
+    for chunks in puts[:9]:
+        assert [put.outcome for put in putter.put(chunks)] == [PutOutcome.stored] * 2
+    with pytest.raises(QuotaExceededError, match=r"tenant 'putter' reached requests_per_s=10"):
+        putter.put(puts[9])
+
+
 def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> None:
     key = world.new_key("small")
     small = world.client(key)
@@ -226,6 +240,6 @@ def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> 
     # What was there when it was put, and on its way out by the old limit, is put again.
     assert eventually(has_room), used
     everybody = world.call(world.admin, "Quota", pb.QuotaRequest(tenant="*")).tenants
-    assert [one.tenant for one in everybody] == ["hasty", "lent", "small"]
+    assert [one.tenant for one in everybody] == ["hasty", "lent", "putter", "small"]
     with pytest.raises(InvalidRequestError, match="--tenant-quotas"):
         world.call(world.admin, "SetQuota", pb.SetQuotaRequest(tenant="acme", quota_bytes=1))

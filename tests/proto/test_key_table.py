@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,8 @@ from kvstore.proto.types import ChunkKey
 
 
 def crowded(key: bytes) -> int:
-    """A hash of few values: keys lie in one segment and fight for its slots."""
-    return (key[0] % 3) << 10
+    """A hash of few values: keys have the same tags and fight for slots."""
+    return (key[0] % 3) << 32
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +116,18 @@ def test_the_rows_of_keys_that_begin_alike(filled: tuple[KeyTable, list[ChunkKey
     expected = [row for row, one in enumerate(keys, 1) if one.startswith(start)]
     assert table.rows_of(start).tolist() == expected
     assert KeyTable().rows_of(b"x").tolist() == []
+
+
+def test_keys_are_found_as_soon_in_an_order_in_which_they_do_not_lie(
+    filled: tuple[KeyTable, list[ChunkKey]],
+) -> None:
+    table, keys = filled
+    draw, times_s = random.Random(2), []
+    for _ in range(20):
+        places = draw.sample(range(len(keys)), 512)
+        asked = [ChunkKey(bytes(bytearray(keys[place]))) for place in places]
+        started = time.thread_time()
+        rows = table.prefix(asked)
+        times_s.append(time.thread_time() - started)
+        assert rows.tolist() == [place + 1 for place in places]
+    assert sorted(times_s)[10] < 1e-3
