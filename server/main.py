@@ -14,6 +14,7 @@ import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig, load_config
+from kvstore.server.memory_limit import check_memory
 from kvstore.server.node import Node
 from kvstore.server.rpc.request_ids import add_request_id
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(sys.argv[1:] if argv is None else argv)
         _set_up_logs(config)
         keep_freed_memory()
+        check_memory(config)
         node, port = create_server(config)
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
