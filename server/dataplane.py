@@ -37,6 +37,8 @@ SEND_WITHIN_S = 5
 _POLL_S = 0.5
 _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
+_STAGING_DESCRIPTORS = 2
+"""Of a session's memory: the map has one of its own."""
 _IN_A_ROW = 16
 """Messages of one peer before others have their turn."""
 
@@ -62,11 +64,15 @@ Answer = Callable[[Session, shm.Request, bytes], Generator[Packet, None, None]]
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """``threads`` answer at once; ``max_sessions`` peers may be about to say who they are."""
+    """``threads`` answer at once; ``max_sessions`` peers may be about to say who they are.
+
+    Connections and staging memory have ``max_descriptors`` of the process in all.
+    """
 
     max_sessions: int
     max_staging_bytes: int
     threads: int
+    max_descriptors: int
 
 
 @dataclass(slots=True, eq=False)
@@ -243,6 +249,7 @@ class DataPlane:
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
             is_welcome = is_welcome and strangers < self._limits.max_sessions
+            is_welcome = is_welcome and self._has_room(1)
             if is_welcome:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
         if not is_welcome:
@@ -252,6 +259,11 @@ class DataPlane:
             self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
         except (OSError, ValueError):  # no room for more, or closing
             self._hang_up(peer)
+
+    def _has_room(self, descriptors: int) -> bool:
+        """Whether so many more are left for peers. For holders of the lock."""
+        used = len(self._peers) + _STAGING_DESCRIPTORS * len(self._staging)
+        return used + descriptors <= self._limits.max_descriptors
 
     def _drop_idlers(self) -> None:
         """Hang up on peers that never said who they are, and on those whose session ended."""
@@ -415,6 +427,9 @@ class DataPlane:
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
+            if not self._has_room(_STAGING_DESCRIPTORS):
+                most = self._limits.max_descriptors
+                raise QuotaExceededError("descriptors", most, "the Unix socket: raise ulimit -n")
             staging = _Staging(np.frombuffer(memory, np.uint8), os.dup(descriptor))
             self._staging[session.session_id] = staging
             peer.session, peer.staging_map = session, memory

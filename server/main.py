@@ -15,6 +15,7 @@ import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig, load_config
+from kvstore.server.memory_limit import check_memory
 from kvstore.server.node import Node
 from kvstore.server.rate_limit import LogLimit
 from kvstore.server.rpc.request_ids import add_request_id
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(sys.argv[1:] if argv is None else argv)
         _set_up_logs(config)
         keep_freed_memory()
+        check_memory(config)
         node, port = create_server(config)
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)

@@ -23,7 +23,8 @@ from kvstore.server.blend.blend_keeper import BlendKeeper
 from kvstore.server.cluster.directory_start import open_directory
 from kvstore.server.cluster.peer_start import Me, desk_limits, ready_peers
 from kvstore.server.config import ServerConfig
-from kvstore.server.dataplane import DataPlane, PlaneLimits
+from kvstore.server.dataplane import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
+from kvstore.server.descriptors import SOCKET_SHARE, share_of, taken
 from kvstore.server.events.event_start import NodeEvents
 from kvstore.server.history_keeper import HistoryKeeper
 from kvstore.server.known_models import KnownModels
@@ -96,7 +97,9 @@ class Node:
         self._overload = overload = Overload(config.workers, self.counters, clock)
         self._closers.append(overload.close)
         scope = self._open_tracing()
-        self._grpc, self.port = bind(config, overload, self.trust.gatekeeper, scope)
+        self._taken = taken(config)
+        gatekeeper = self.trust.gatekeeper
+        self._grpc, self.port = bind(config, overload, gatekeeper, scope, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -187,12 +190,20 @@ class Node:
         path = self._config.socket_path_for(self.port)
         if path is None:
             return None
+        config = self._config
+        most = (CONNECTIONS_PER_SESSION + 2) * config.max_sessions
+        limits = PlaneLimits(
+            config.max_sessions,
+            MAX_STAGING_BYTES,
+            config.workers,
+            share_of(SOCKET_SHARE, self._taken, most),
+        )
         plane = DataPlane(
             path,
             self.sessions,
             {Op.slab: self._slab_file, Op.extent: self._extent_file},
             self._clock,
-            PlaneLimits(self._config.max_sessions, MAX_STAGING_BYTES, self._config.workers),
+            limits,
             self.trust.doorkeeper.door,
         )
         self._closers.append(plane.close)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from local_server import DEADLINE_MS
 from prompts import SMALL, assert_reads, store
 from server_process import ServerProcess
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Access, Client, ClientOptions
+from kvstore.client.connection import Connection
 from kvstore.proto.calls import MAX_PACKET_BYTES
+from kvstore.proto.errors import InvalidRequestError
 
 
 class Relay:
@@ -92,3 +96,56 @@ def test_a_relay_in_the_socket_s_place_gets_neither_token_nor_memory_nor_chunks(
         token = client._connected().session.terms.attach_token
     assert token not in false.heard
     assert (len(false.heard), false.files) == (0, 0)
+
+
+LISTENS = """
+import os, socket, sys
+os.setuid(int(sys.argv[1]))
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+listener.settimeout(60)
+while True:
+    link, _ = listener.accept()
+    print(link.recv(1 << 16), flush=True)
+"""
+
+
+@contextmanager
+def listener(uid: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A process of *uid* on a port that a server might have left."""
+    process = subprocess.Popen([sys.executable, "-c", LISTENS, str(uid)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{int(process.stdout.readline())}", process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a process of another user")
+def test_a_token_in_plain_text_is_not_shown_to_another_user_who_took_the_port(
+    tmp_path: Path,
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("kvs_0123456789ab_secret")
+    with listener(65534) as (address, process):
+        for access in (Access(token="secret"), Access(token_file=token)):
+            with pytest.raises(InvalidRequestError, match="user 65534 listens there"):
+                Connection(address, 20, access=access)
+        run = "import sys; from kvstore.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        command = (sys.executable, "-c", run, "--token-file", str(token), "status", address)
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert "user 65534 listens there and would get the token" in done.stderr
+        assert done.returncode != 0
+        Connection(address, 20).close()  # without a token there is nothing to lose
+        Connection(address, 20, access=Access(token="secret", insecure=True)).close()
+        process.kill()
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a process of another user")
+def test_a_token_goes_to_a_user_of_the_system_and_to_who_is_not_there_yet() -> None:
+    with listener(997) as (address, _):
+        Connection(address, 20, access=Access(token="secret")).close()
+    Connection(address, 20, access=Access(token="secret")).close()

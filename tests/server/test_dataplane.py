@@ -328,7 +328,7 @@ def open_plane(path: Path, clock: Clock, slab_file: SlabFile = no_slabs) -> Data
 
 
 def open_plane_of(path: Path, table: SessionTable, slab_file: SlabFile, clock: Clock) -> DataPlane:
-    return DataPlane(path, table, {Op.slab: slab_file}, clock, PlaneLimits(2, 1 << 20, 4), OPEN)
+    return DataPlane(path, table, {Op.slab: slab_file}, clock, PlaneLimits(2, 1 << 20, 4, 64), OPEN)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:

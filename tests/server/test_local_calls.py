@@ -529,7 +529,7 @@ class Plane:
         self.table = SessionTable(8, 1000, lambda _: b"", lambda: 0.0, os.urandom)
         self.session = session_of(self.table)
         self.plane = DataPlane(
-            path, self.table, {}, lambda: 0.0, PlaneLimits(8, 1 << 20, threads), OPEN
+            path, self.table, {}, lambda: 0.0, PlaneLimits(8, 1 << 20, threads, 64), OPEN
         )
         self.begun = threading.Semaphore(0)
         self.let_go = threading.Event()
