@@ -13,6 +13,7 @@ from kvstore.server.descriptors import GRPC_SHARE, share_of
 from kvstore.server.interceptors import ErrorInterceptor
 from kvstore.server.rpc.overload import Overload
 from kvstore.server.rpc.request_scope import RequestScope
+from kvstore.server.settings.units import join_endpoint, unresolved
 from kvstore.server.trust.certificates import ServerTls
 from kvstore.server.trust.gatekeeper import Gatekeeper
 
@@ -81,15 +82,14 @@ def _open(
     server: grpc.Server, address: tuple[str, int], name: str, tls: ServerTls | None = None
 ) -> int:
     host, port = address
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = join_endpoint(host, port)
     try:
         if tls is None:
             return server.add_insecure_port(where)
         return server.add_secure_port(where, tls.credentials())
     except RuntimeError:
-        raise TierUnavailableError(
-            "grpc", f"cannot listen on {where}; is it taken? choose another --{name}"
-        ) from None
+        why = unresolved(host) or f"is it taken? choose another --{name}"
+        raise TierUnavailableError("grpc", f"cannot listen on {where}; {why}") from None
 
 
 def bind_health(

@@ -22,7 +22,7 @@ from kvstore.server.watched_file import WatchedFile
 MAX_CONNECTIONS = 64
 """Connections at once; as many more are answered 503, and those beyond hung up on."""
 MAX_PER_ADDRESS = 32
-"""Of them those of one address, whose further ones are answered 503."""
+"""Of them those of one address, half: its further ones are answered 503."""
 SILENT_S = 20.0
 """A connection that has not asked for anything by then, or for nothing more that long after it was
 answered, is closed: be there a first byte of a request or not."""
