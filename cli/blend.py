@@ -64,7 +64,7 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
     missing = [name for name in _NEEDS if find_spec(name) is None]
     try:
         if missing:
-            fix = f"needs {' and '.join(missing)}: pip install 'kvstore[transformers]'"
+            fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
             raise InvalidRequestError("model", str(model), fix)
         from kvstore.cli.blend_report import print_gate
         from kvstore.cli.blend_trials import TrialTerms, run_trials

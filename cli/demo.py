@@ -121,9 +121,8 @@ def check_model(model: Path | None, prompt_tokens: int) -> Path:
     usage = 2
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
-        raise DemoError(
-            f"{' and '.join(missing)} not installed: pip install 'kvstore[transformers]'", usage
-        )
+        fix = "pip install 'kvstore-server[transformers]'"
+        raise DemoError(f"{' and '.join(missing)} not installed: {fix}", usage)
     folder = model or Path(__file__).resolve().parents[1] / "data" / "tinylm"
     try:
         config = json.loads((folder / "config.json").read_text())

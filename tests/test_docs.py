@@ -69,6 +69,7 @@ OTHER_FLAGS = {
     "--model-representation": "kvstore explain",
     "--namespace": "kvstore explain",
     "--recent": "kvstore explain",
+    "--build-arg": "docker build",
     "--spaces": "kvstore explain",
     "--tag": "kvstore blend calibrate",
     "--text": "kvstore blend calibrate",
