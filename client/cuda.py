@@ -26,6 +26,7 @@ from kvstore.client.client import Client
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting
 from kvstore.client.device_reads import DeviceReader, InArena, Reading, Registration
+from kvstore.client.forks import keep
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrived, Assembly, Transport
@@ -316,6 +317,12 @@ class CudaClient(DevicePutting, Client):
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)
         return reading.done
+
+    @override
+    def after_fork(self) -> None:
+        super().after_fork()
+        keep(self._pages_reader)  # of a device, which no child can use
+        self._pages_reader = None
 
     @override
     def close(self) -> None:
