@@ -119,6 +119,14 @@ class LocalLink:
             self._drop(link)
         _wake(busy)
 
+    def leave(self) -> None:
+        """In a child: close its descriptors, so that no call is sent over the parent's sockets."""
+        self._lock = threading.Lock()  # another thread may have had it
+        self._is_closed = True
+        self._idle = []
+        for link in self._all:
+            link.close()
+
     def hang_up(self) -> None:
         """End the calls that run: they, too, go through gRPC, as far as its gate lets them."""
         with self._lock:

@@ -311,6 +311,16 @@ class ShmTransport(Transport):
             return  # it ends with the lease's own time
 
     @override
+    def leave(self) -> None:
+        super().leave()
+        if isinstance(self.calls, LocalLink):
+            self.calls.leave()
+        self._socket.close()  # closes the child's descriptor: the parent's connection stays
+        self._staging.close()
+        self.slabs.leave()
+        self._peers.leave()
+
+    @override
     def close(self) -> None:
         self.calls.close()
         self._socket.close()
