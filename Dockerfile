@@ -1,11 +1,13 @@
 # The image of the Helm chart: kvstore-server and kvstore, as a user without rights.
-# Build it from the root of a checkout: docker build -t kvstore .
+# Build it from the root of a checkout: docker build -t kvstore:0.1.0 .
+# With the gpu tier: docker build --build-arg EXTRAS=cpu-fast,tracing,gpu -t kvstore:0.1.0-cuda .
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /build
 COPY . .
 # Without torch: the server and the numpy client need none; the gpu tier does.
+ARG EXTRAS=cpu-fast,tracing
 RUN python -m venv /opt/kvstore && \
-    /opt/kvstore/bin/pip install --no-cache-dir -c constraints.txt '.[cpu-fast]'
+    /opt/kvstore/bin/pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"
 
 FROM python:3.11-slim-bookworm
 LABEL org.opencontainers.image.title="kvstore" \

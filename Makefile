@@ -106,7 +106,7 @@ $(CHART_STAMP): tests/chart/requirements.txt tests/chart/wheels.txt tests/chart/
 	@touch $@
 
 chart-test: $(STAMP) $(CHART_STAMP) ## the Helm chart: rendered, checked, its pod started; ARGS=... goes to pytest
-	$(BIN)/pytest tests/chart --chart-tools $(ARGS)
+	$(BIN)/pytest tests/chart tests/museum/test_secrets.py --chart-tools $(ARGS)
 
 cluster-test: $(STAMP) redis ## three nodes on hosts of their own and a real Redis Cluster, as root; ARGS=... goes to pytest
 	@command -v ip >/dev/null || $(APT_INSTALL) iproute2

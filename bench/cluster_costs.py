@@ -121,7 +121,7 @@ def _node(port: int, name: str) -> Directory:
     link = RedisLink("redis", f"redis://127.0.0.1:{port}/0", 2000, 2)
     number = int.from_bytes(os.urandom(7), "big")
     me = NodeAddress(name, number, f"tcp://127.0.0.1:{number % 60_000}", "127.0.0.1:1")
-    breaker = Breaker(3, 1000, time.monotonic)
+    breaker = Breaker("tier", 3, 1000, time.monotonic)
     return Directory(link, me, DirectoryTerms(ttl_ms=2000), Counters(), breaker)
 
 

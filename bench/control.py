@@ -90,7 +90,7 @@ class Control:
 
 
 def _shelf(tier: Tier) -> Shelf:
-    breaker = Breaker(3, 1000, time.monotonic)
+    breaker = Breaker("tier", 3, 1000, time.monotonic)
     return Shelf(tier, codec_by_name("raw"), LruEviction(), breaker, time.monotonic)
 
 

@@ -223,7 +223,7 @@ def transfer_of(order: dict[str, Any], store: Store | None) -> dict[str, Any] | 
             },
         }  # fmt: skip
     extra = {
-        "address": store.address, "chunk_tokens": CHUNK_TOKENS, "model_revision": "random",
+        "address": store.address, "chunk_tokens": CHUNK_TOKENS, "model_revision": "5eed0f0e",
         "deadline_ms": 10_000, "lookup_deadline_ms": 300, "retry_after_ms": 100,
         "durable": store.is_disk,
     }  # fmt: skip

@@ -36,9 +36,9 @@ def blend_status(
 ) -> None:
     """Show the gates of a server: one for each model and tag that was heard of."""
     from kvstore.cli.blend_report import gates_as_json, print_gates
-    from kvstore.cli.status import ask_status
+    from kvstore.cli.status import ask_figures
 
-    reply = ask_status(one_of(where, address))
+    reply = ask_figures(one_of(where, address))
     if as_json:
         print(gates_as_json(reply))
     else:
@@ -64,7 +64,7 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
     missing = [name for name in _NEEDS if find_spec(name) is None]
     try:
         if missing:
-            fix = f"needs {' and '.join(missing)}: pip install 'kvstore[transformers]'"
+            fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
             raise InvalidRequestError("model", str(model), fix)
         from kvstore.cli.blend_report import print_gate
         from kvstore.cli.blend_trials import TrialTerms, run_trials

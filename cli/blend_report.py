@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
-from rich.table import Table
-
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.proto.blend_wire import gate_from_message
+from kvstore.proto.text import printable
 
 
 def gates_as_json(reply: pb.StatusResponse) -> str:
@@ -48,8 +47,8 @@ def _counters(reply: pb.StatusResponse) -> dict[str, int]:
 
 def print_gates(reply: pb.StatusResponse) -> None:
     """Print the gates and the counters of blending as tables."""
-    console = Console()
-    table = Table("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
+    console = open_console()
+    table = Grid("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
     for one in map(gate_from_message, reply.gates):
         table.add_row(
             one.model,
@@ -62,7 +61,7 @@ def print_gates(reply: pb.StatusResponse) -> None:
             one.why,
         )
     console.print(table if reply.gates else "no gates: nobody has tried to blend; all are closed")
-    counters = Table("counter", "since the start")
+    counters = Grid("counter", "since the start")
     for name, value in _counters(reply).items():
         counters.add_row(name, str(value))
     console.print(counters)
@@ -75,8 +74,7 @@ def _known(value: float) -> str:
 def print_gate(gate: GateView) -> None:
     """Print what came of trials."""
     state = "open" if gate.is_open else "closed"
-    print(f"{gate.model}, tag {gate.tag or '-'}: {state} at ratio {gate.ratio:.3f}")
-    print(
-        f"agreement {_known(gate.agreement)}, KL a token {_known(gate.divergence)}, "
-        f"speedup {_known(gate.speedup)}: {gate.why}"
-    )
+    name = f"{gate.model}, tag {gate.tag or '-'}"
+    print(printable(f"{name}: {state} at ratio {gate.ratio:.3f}"))
+    held = f"agreement {_known(gate.agreement)}, KL a token {_known(gate.divergence)}"
+    print(printable(f"{held}, speedup {_known(gate.speedup)}: {gate.why}"))

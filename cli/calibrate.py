@@ -68,7 +68,7 @@ class Calibration:
             raise InvalidRequestError("text", None, "a model needs a text to read")
         missing = [name for name in _NEEDS if find_spec(name) is None]
         if missing:
-            fix = f"needs {' and '.join(missing)}: pip install 'kvstore[transformers]'"
+            fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
             raise InvalidRequestError("model", str(first), fix)
         try:
             text = self.text.read_text()

@@ -51,7 +51,9 @@ def _where(address: str, space: str = "", model: Path | None = None, tenant: str
 
 
 def ls(  # noqa: PLR0913 - each is an option
-    prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="First digits.")] = "",
+    prefix: Annotated[
+        str, typer.Argument(metavar="[PREFIX]", help="Digits that the digests begin with.")
+    ] = "",
     address: Address = DEFAULT_ADDRESS,
     space: Space = "",
     model: Model = None,
@@ -158,6 +160,7 @@ def put(
 
     from kvstore.cli.progress import progress
     from kvstore.cli.put import put_files
+    from kvstore.proto.text import printable
     from kvstore.proto.types import PutOutcome
 
     rows = []
@@ -168,7 +171,8 @@ def put(
             outcome = done.outcome.name
             rows.append((str(files[number]), key.hex(), outcome, done.reason))
             if not as_json:
-                print(f"{files[number]}: {key.hex()} {outcome} {done.reason}".rstrip())
+                line = f"{files[number]}: {key.hex()} {outcome} {done.reason}"
+                print(printable(line).rstrip())
     if as_json:
         names = ("file", "key", "outcome", "reason")
         print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))

@@ -6,10 +6,8 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from kvstore.cli.progress import followed
+from kvstore.cli.tables import Grid, open_console
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.speed import make_sample, measure
 from kvstore.proto.codec_speed import CodecSpeed
@@ -61,12 +59,10 @@ def speeds_as_json(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> 
 
 def print_speeds(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> None:
     """Print the figures as a table."""
-    console = Console()
-    table = Table()
-    for heading in ("codec", "backend", "fidelity"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s"):
-        table.add_column(heading, justify="right")
+    console = open_console()
+    table = Grid(
+        "codec", "backend", "fidelity", "ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s"
+    )
     for one in speeds:
         figures = (
             one.encode_bytes_per_s, one.decode_bytes_per_s, one.break_even_bytes_per_s,
@@ -78,9 +74,8 @@ def print_speeds(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> No
         )  # fmt: skip
     console.print(table)
     for name, reason in missing.items():
-        console.print(f"{name}: not measured: {reason}", highlight=False)
+        console.print(f"{name}: not measured: {reason}")
     console.print(
         "One thread, 2 MiB of synthetic bfloat16 KV. A codec breaks even on a link of so many GB/s"
         " (slower ones gain), and gains in full where decoding runs beside the next load.",
-        highlight=False,
     )

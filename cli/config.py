@@ -49,6 +49,10 @@ def schema() -> None:
     import json
 
     from kvstore.server.config import ServerConfig
+    from kvstore.server.settings.flags import SHORT_NAMES
     from kvstore.server.settings.settings_schema import settings_schema
 
-    print(json.dumps(settings_schema(ServerConfig), indent=2))
+    schema = settings_schema(ServerConfig)
+    known = schema["properties"]
+    known |= {short: known[name] for short, name in SHORT_NAMES.items()}
+    print(json.dumps(schema, indent=2))

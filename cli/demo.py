@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from kvstore.cli.server_child import ServerChild
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto.errors import KVStoreError
 
 ENGINE_S = 300.0
@@ -105,7 +105,7 @@ def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> 
     """
     started = time.monotonic()
     folder = check_model(model, prompt_tokens)
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_console()
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
         reports = _play(console, Path(scratch), [str(folder), str(prompt_tokens)])
     outcome = Outcome.of(reports, time.monotonic() - started)
@@ -121,9 +121,8 @@ def check_model(model: Path | None, prompt_tokens: int) -> Path:
     usage = 2
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
-        raise DemoError(
-            f"{' and '.join(missing)} not installed: pip install 'kvstore[transformers]'", usage
-        )
+        fix = "pip install 'kvstore-server[transformers]'"
+        raise DemoError(f"{' and '.join(missing)} not installed: {fix}", usage)
     folder = model or Path(__file__).resolve().parents[1] / "data" / "tinylm"
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -171,7 +170,7 @@ def _engine(console: Console, role: str, address: str, arguments: Sequence[str])
 
 
 def _show(console: Console, outcome: Outcome) -> None:
-    table = Table("", "without the store", "with it", "from disk after kill -9")
+    table = Grid("", "without the store", "with it", "from disk after kill -9")
     table.add_row(
         "time to first token (ms)",
         f"{outcome.ttft_without_ms:.1f}",

@@ -6,14 +6,12 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from kvstore.cli.access import dial
 from kvstore.cli.doctor_checks import CHECKS
 from kvstore.cli.doctor_redis import check_directory
 from kvstore.cli.finding import Finding, State
 from kvstore.cli.status import DEADLINE_MS, ask_status
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig
@@ -87,7 +85,7 @@ def has_failed(findings: Sequence[Finding]) -> bool:
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print *findings* as a table."""
-    table = Table("check", "state", "saw", "what to do")
+    table = Grid("check", "state", "saw", "what to do", wraps=2)
     for one in findings:
         table.add_row(one.check, one.state, one.saw, one.fix)
-    Console().print(table)
+    open_console().print(table)

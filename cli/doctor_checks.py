@@ -6,7 +6,6 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -18,6 +17,7 @@ from kvstore.cli.doctor_redis import check_redis
 from kvstore.cli.finding import Check, Finding, State
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig
+from kvstore.server.memory_limit import PROCESS_BYTES, memory_limit_bytes
 from kvstore.server.settings.units import GIB, MIB, format_size
 from kvstore.server.trust.revocations import parse_revocations
 
@@ -41,19 +41,10 @@ def check_limits(config: ServerConfig) -> Iterator[Finding]:
         fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU" if short else ""
         yield Finding("locked memory", "warn" if short else "ok", _size(locked), fix)
     limit = memory_limit_bytes()
-    needed = config.cpu_size + GIB // 4
+    needed = config.cpu_size + PROCESS_BYTES
     short = limit < needed
     fix = f"give {format_size(needed)}, or a smaller --cpu" if short else ""
     yield Finding("memory", "fail" if short else "ok", f"{_size(limit)} may be used", fix)
-
-
-def memory_limit_bytes() -> int:
-    """Return what this process may take: the machine's memory, or its container's limit."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
-    return min(limits)
 
 
 def check_disk(config: ServerConfig) -> Iterator[Finding]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from kvstore.proto.text import printable
+
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
 EXIT_STORE = 3
@@ -20,5 +22,6 @@ EXIT_CODES = f"Exit codes: {'; '.join(f'{code} {text}' for code, text in CODES.i
 
 def fail(reason: object, status: int) -> NoReturn:
     """Say why on standard error, and end the process with *status*."""
-    print(f"kvstore: {reason}", file=sys.stderr)
+    lines = map(printable, f"kvstore: {reason}".split("\n"))
+    print("\n".join(lines), file=sys.stderr)
     raise SystemExit(status)

@@ -10,11 +10,11 @@ from typing import Any
 
 from google.protobuf import json_format
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvstore.cli.access import dial
 from kvstore.cli.blend_report import gate_as_dict, gate_line
+from kvstore.cli.spaces import Where, find, hex_prefix, places, read_representation
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend_wire import gate_from_message
 from kvstore.proto.errors import (
@@ -25,10 +25,11 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES
-from kvstore.proto.wire import REFUSED, join_digests, representation_from_message
+from kvstore.proto.wire import REFUSED, join_digests
 
 DEADLINE_MS = 10_000
 CLIENT_NAME = "kvstore explain"
+_DIGITS = f"{2 * DIGEST_BYTES} of a digest, {2 * KEY_BYTES} of a key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def ask_explain(address: str, question: Question) -> pb.ExplainResponse:
     Raises InvalidRequestError for a question that cannot be asked, other KVStoreErrors when the
     server does not answer within ten seconds or refuses.
     """
-    request, representation = _request(question)
+    request, representation = _request(address, question)
     connection = dial(address, DEADLINE_MS)
     try:
         if representation is None:
@@ -86,12 +87,14 @@ def ask_explain(address: str, question: Question) -> pb.ExplainResponse:
         connection.close()
 
 
-def _request(question: Question) -> tuple[pb.ExplainRequest, pb.Representation | None]:
+def _request(
+    address: str, question: Question
+) -> tuple[pb.ExplainRequest, pb.Representation | None]:
     """Return the request, and the Representation to open a session with, if any is named."""
     request = pb.ExplainRequest(recent=question.recent, spaces=question.spaces)
     if not question.names_chunks:
         return request, None
-    space, digests = _digests(question)
+    space, digests = _digests(address, question)
     request.digests = join_digests(digests)
     if question.representation is not None:
         return request, read_representation(question.representation)
@@ -102,9 +105,9 @@ def _request(question: Question) -> tuple[pb.ExplainRequest, pb.Representation |
     return request, None
 
 
-def _digests(question: Question) -> tuple[bytes, list[bytes]]:
+def _digests(address: str, question: Question) -> tuple[bytes, list[bytes]]:
     """Return the namespace, if one is named, and the chunks' digests in it."""
-    space = b"" if question.space is None else _bytes("namespace", question.space, DIGEST_BYTES)
+    space = b"" if question.space is None else _space_of(address, question.space)
     if question.tokens is not None:
         extra = [_bytes("extra", one) for one in question.extra]
         tokens = read_tokens(question.tokens)
@@ -112,25 +115,47 @@ def _digests(question: Question) -> tuple[bytes, list[bytes]]:
         if not found:
             raise InvalidRequestError("tokens", len(tokens), "fewer than a chunk has")
         return space, found
-    keys = [_bytes("keys", one) for one in question.keys]
-    for key in keys:
-        if len(key) not in (DIGEST_BYTES, KEY_BYTES):
-            fix = f"a key has {2 * KEY_BYTES} digits, a digest {2 * DIGEST_BYTES}"
-            raise InvalidRequestError("keys", key.hex(), fix)
+    where = Where(address, space.hex(), question.representation)
+    keys = [_key_of(where, one) for one in question.keys]
     spaces = {key[:DIGEST_BYTES] for key in keys if len(key) == KEY_BYTES} | ({space} - {b""})
     if len(spaces) > 1:
         raise InvalidRequestError("keys", sorted(one.hex() for one in spaces), "of one namespace")
     return next(iter(spaces), b""), [key[-DIGEST_BYTES:] for key in keys]
 
 
-def _bytes(field: str, text: str, size: int | None = None) -> bytes:
+def _space_of(address: str, text: str) -> bytes:
+    """Return the one namespace that begins with *text*; one that is written out may be unknown."""
+    digits = hex_prefix("namespace", text)
+    if len(digits) == 2 * DIGEST_BYTES:
+        return bytes.fromhex(digits)
+    known = [one.key_namespace for one in ask_explain(address, Question(spaces=True)).spaces]
+    found = sorted(one for one in known if one.hex().startswith(digits))
+    if len(found) != 1:
+        several = ", ".join(one.hex() for one in found[:4])
+        fix = f"stands for several: {several}" if found else "begins none that is known there"
+        fix = f"{fix}; kvstore explain --spaces shows them"
+        raise InvalidRequestError("namespace", text, fix)
+    return found[0]
+
+
+def _key_of(where: Where, text: str) -> bytes:
+    """Return the digest or key that *text* is, or of the one chunk that it is the beginning of."""
+    digits = hex_prefix("keys", text)
+    if len(digits) in (2 * DIGEST_BYTES, 2 * KEY_BYTES):
+        return bytes.fromhex(digits)
+    with places(where) as opened:
+        found = find(opened, digits)
+    if found is None:
+        fix = f"begins no chunk that is there; give all digits of one that is not: {_DIGITS}"
+        raise InvalidRequestError("keys", text, fix)
+    return found[1]
+
+
+def _bytes(field: str, text: str) -> bytes:
     try:
-        found = bytes.fromhex(text)
+        return bytes.fromhex(text)
     except ValueError:
         raise InvalidRequestError(field, text, "write hexadecimal digits") from None
-    if size is not None and len(found) != size:
-        raise InvalidRequestError(field, text, f"{2 * size} digits")
-    return found
 
 
 def read_tokens(path: Path) -> list[int]:
@@ -140,20 +165,6 @@ def read_tokens(path: Path) -> list[int]:
         return [int(word) for word in words]
     except ValueError as error:
         raise InvalidRequestError("tokens", str(path), f"only token ids: {error}") from None
-
-
-def read_representation(path: Path) -> pb.Representation:
-    """Return the Representation in a JSON file, as ``kvstore explain --spaces --json`` prints it.
-
-    Raises InvalidRequestError, RepresentationError.
-    """
-    message = pb.Representation()
-    try:
-        json_format.Parse(path.read_text(), message)
-    except json_format.ParseError as error:
-        raise InvalidRequestError("model_representation", str(path), str(error)) from None
-    representation_from_message(message)
-    return message
 
 
 # --- showing
@@ -183,7 +194,7 @@ def explain_as_json(address: str, reply: pb.ExplainResponse) -> str:
         ]
         parts["gates"] = [gate_as_dict(gate_from_message(one)) for one in reply.gates]
         parts["spaces"] = [_space(one) for one in reply.spaces]
-    return json.dumps(parts, indent=2)
+    return json.dumps(parts | {"left_out": reply.left_out}, indent=2)
 
 
 def _reasons(engine: pb.EngineReport) -> list[str]:
@@ -218,7 +229,7 @@ def _space(space: pb.KnownSpace) -> dict[str, object]:
 
 def print_explain(reply: pb.ExplainResponse) -> None:
     """Print *reply* as tables."""
-    console = Console()
+    console = open_console()
     if reply.chunks:
         _print_chunks(console, reply)
     if reply.recent or reply.engines:
@@ -227,60 +238,61 @@ def print_explain(reply: pb.ExplainResponse) -> None:
         console.print("blending:")
         for one in reply.gates:
             line = f"  {gate_line(gate_from_message(one))}"
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line)
     if reply.spaces:
-        _print_spaces(console, "known here", reply.spaces)
+        _print_spaces(console, reply.spaces)
+    if reply.left_out:
+        console.print(f"{reply.left_out} more do not fit into one reply")
     if not (reply.chunks or reply.recent or reply.engines or reply.spaces or reply.gates):
         console.print("nothing: no lookup has missed, no engine has reported, no session opened")
 
 
 def _print_chunks(console: Console, reply: pb.ExplainResponse) -> None:
     count = len(reply.chunks)
-    console.print(f"hit: {reply.hit_chunks} of {count} chunks", highlight=False)
-    table = Table("chunk", "digest", "state", "why", "copies")
+    console.print(f"hit: {reply.hit_chunks} of {count} chunks")
+    table = Grid("chunk", "digest", "state", "copies", "why", wraps=2)
     for at, one in enumerate(reply.chunks):
         copies = ", ".join(f"{copy.tier} {copy.codec} {copy.size_bytes}" for copy in one.copies)
-        table.add_row(str(at), one.digest.hex()[:8], one.state, one.reason, copies)
+        table.add_row(str(at), one.digest.hex(), one.state, copies or "-", one.reason)
     console.print(table)
     for near in reply.near:
         console.print(
             f"{near.chunks} chunks under another identity"
             f"{', of these tokens too' if near.same_tokens else ''}"
             f" ({near.client or 'no name'}, {near.key_namespace.hex()}):",
-            highlight=False,
         )
         for other in near.differences:
             text = f"  {other.field} differs: {other.stored} stored, {other.asked} asked"
-            console.print(text, highlight=False, soft_wrap=True)
+            console.print(text)
 
 
 def _print_recent(console: Console, reply: pb.ExplainResponse) -> None:
-    misses = Table("ago", "client", "model", "found", "pending", "state", "why")
+    misses = Grid("ago", "client", "model", "found", "state", "why")
     for miss in reply.recent:
-        cells = (
-            f"{miss.ago_s:.0f} s", miss.client, miss.model_id, f"{miss.ready} of {miss.chunks}",
-            str(miss.pending), miss.state, miss.reason,
+        pending = f", {miss.pending} pending" if miss.pending else ""
+        misses.add_row(
+            f"{miss.ago_s:.0f} s", miss.client, miss.model_id,
+            f"{miss.ready} of {miss.chunks}{pending}", miss.state, miss.reason,
         )  # fmt: skip
-        misses.add_row(*map(Text, cells))  # no markup: a client may say anything
-    console.print(misses)
-    engines = Table("heard", "client", "model", "what its engine counted")
+    if reply.recent:
+        console.print(misses)
+    engines = Grid("heard", "client", "model", "what its engine counted")
     for one in reply.engines:
         counts = ", ".join(f"{name} {count}" for name, count in _counts(one))
-        row = (f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
-        engines.add_row(*map(Text, row))
-    console.print(engines)
+        engines.add_row(f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
+    if reply.engines:
+        console.print(engines)
     for one in reply.engines:
         for reason in _reasons(one):
-            text = Text(f"{one.client or 'no name'} runs without the store: {reason}")
-            console.print(text, soft_wrap=True)
+            console.print(f"{one.client or 'no name'} runs without the store: {reason}")
 
 
-def _print_spaces(console: Console, title: str, spaces: Sequence[pb.KnownSpace]) -> None:
-    table = Table("namespace", "model", "revision", "adapter", "client", "chunks", title=title)
+def _print_spaces(console: Console, spaces: Sequence[pb.KnownSpace]) -> None:
+    table = Grid("namespace", "chunks", "adapter", "client", "model and revision", wraps=3)
     for one in spaces:
         kind = one.representation
         table.add_row(
-            one.key_namespace.hex(), kind.model_id, kind.model_revision, kind.adapter_digest,
-            one.client, str(one.chunks),
+            one.key_namespace.hex(), str(one.chunks), kind.adapter_digest, one.client,
+            f"{kind.model_id} {kind.model_revision}",
         )  # fmt: skip
     console.print(table)

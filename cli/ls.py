@@ -6,18 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Column, Table
-
-from kvstore.cli.spaces import Where, ask_spaces, hex_prefix, places
+from kvstore.cli.spaces import Place, Where, ask_spaces, digests_from, hex_prefix, places
 from kvstore.cli.status import readable_size
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES
 
 MAX_LISTED = 10_000
 """Chunks of one page."""
-_SHOWN_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +32,42 @@ def list_chunks(where: Where, prefix: str, after: str, limit: int) -> list[Page]
     if not 1 <= limit <= MAX_LISTED:
         raise InvalidRequestError("limit", limit, f"use 1 to {MAX_LISTED}")
     start = hex_prefix("prefix", prefix) if prefix else ""
-    if len(start) % 2:
-        raise InvalidRequestError("prefix", prefix, "give an even number of digits")
-    behind = bytes.fromhex(hex_prefix("after", after)) if after else b""
-    if len(behind) not in (0, DIGEST_BYTES):
-        fix = f"give all {2 * DIGEST_BYTES} digits, as the end of the page before has them"
-        raise InvalidRequestError("after", after, fix)
+    last = hex_prefix("after", after) if after else ""
     with places(where) as opened:
-        if behind and len(opened) != 1:
+        if last and len(opened) != 1:
             fix = "say of which --namespace the page is"
             raise InvalidRequestError("after", after, fix)
+        behind = _digest_of(opened[0], last) if last else b""
         pages: list[Page] = []
         left = limit
         for place in opened:
-            found = place.client.list(left + 1, after=behind, prefix=bytes.fromhex(start))
+            found = _listed(place, start, behind, left + 1)
             space = place.client.namespace.hex()
             pages.append(Page(space, place.model, found[:left], len(found) > left))
             left -= min(left, len(found))
             if not left:
                 break
         return pages
+
+
+def _digest_of(place: Place, digits: str) -> bytes:
+    if len(digits) == 2 * DIGEST_BYTES:  # its chunk may be gone by now
+        return bytes.fromhex(digits)
+    found = digests_from(place, digits, 2)
+    if len(found) != 1:
+        fix = "give the digest at the end of the page before, or digits that begin it alone"
+        raise InvalidRequestError("after", digits, fix)
+    return found[0]
+
+
+def _listed(place: Place, start: str, after: bytes, limit: int) -> list[pb.ChunkStat]:
+    """Return chunks of *place* whose digests begin with *start*, an odd number of digits or not."""
+    found: list[pb.ChunkStat] = []
+    for digit in "0123456789abcdef" if len(start) % 2 else ("",):
+        if len(found) < limit:
+            prefix = bytes.fromhex(start + digit)
+            found += place.client.list(limit - len(found), after=after, prefix=prefix)
+    return found
 
 
 def list_as_json(address: str, pages: Sequence[Page]) -> str:
@@ -106,19 +119,18 @@ FIDELITIES = {0: "none", 1: "bounded", 2: "exact"}
 
 def print_chunks(pages: Sequence[Page]) -> None:
     """Print a page as tables, one a namespace."""
-    console = Console()
+    console = open_console()
     pages = [page for page in pages if page.chunks]
     if not pages:
         console.print("no chunks")
     for page in pages:
-        console.print(f"namespace {page.space}: {page.model}", highlight=False)
-        table = Table("digest", "tiers", "size", "tokens", "idle", "hits", "kept")
+        console.print(f"namespace {page.space}: {page.model}")
+        table = Grid("digest", "tiers", "size", "idle", "hits", "kept")
         for one in page.chunks:
             table.add_row(
-                one.digest.hex()[:_SHOWN_DIGITS],
+                one.digest.hex(),
                 ",".join(copy.tier for copy in one.copies),
                 readable_size(sum(copy.size_bytes for copy in one.copies)),
-                str(one.tokens),
                 "-" if one.idle_s < 0 else readable_time(one.idle_s),
                 str(one.hits),
                 kept(one),
@@ -126,8 +138,8 @@ def print_chunks(pages: Sequence[Page]) -> None:
         console.print(table)
         if page.is_more:
             last = page.chunks[-1].digest.hex()
-            text = f"more: --namespace {page.space[:8]} --after {last}"
-            console.print(text, highlight=False, soft_wrap=True)
+            text = f"more: --namespace {page.space} --after {last}"
+            console.print(text)
 
 
 def kept(chunk: pb.ChunkStat) -> str:
@@ -172,11 +184,11 @@ def spaces_as_json(address: str, spaces: Sequence[pb.KnownSpace]) -> str:
 
 def print_spaces(spaces: Sequence[pb.KnownSpace]) -> None:
     """Print namespaces as a table."""
-    table = Table(Column("namespace", no_wrap=True), "tenant", "model", "client", "chunks")
+    table = Grid("namespace", "chunks", "tenant", "client", "model and revision", wraps=2)
     for one in spaces:
         kind = one.representation
         table.add_row(
-            one.key_namespace.hex(), one.tenant, f"{kind.model_id} {kind.model_revision[:8]}",
-            one.client, str(one.chunks),
+            one.key_namespace.hex(), str(one.chunks), one.tenant, one.client,
+            f"{kind.model_id} {kind.model_revision}",
         )  # fmt: skip
-    Console().print(table)
+    open_console().print(table)

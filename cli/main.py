@@ -124,13 +124,15 @@ def explain(  # noqa: PLR0913 - each is an option
         ),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option(metavar="HEX", help="Of the chunks; on the server's host.")
+        str | None,
+        typer.Option(metavar="HEX", help="Of the chunks, or how it begins; on the server's host."),
     ] = None,
     tokens: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Token ids of a prompt.")
     ] = None,
     keys: Annotated[
-        list[str] | None, typer.Option(metavar="HEX", help="A key or digest; give it repeatedly.")
+        list[str] | None,
+        typer.Option(metavar="HEX", help="A key or digest, or how it begins; repeatable."),
     ] = None,
     chunk_tokens: Annotated[int, typer.Option(metavar="N", help="Of the engine.")] = 256,
     extra: Annotated[

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToJson
-from rich.console import Console
-from rich.table import Table
 
 from kvstore.cli.access import dial
 from kvstore.cli.status import DEADLINE_MS, readable_size
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.units import parse_size
@@ -71,8 +70,8 @@ def quotas_as_json(reply: pb.QuotaResponse) -> str:
 
 def print_quotas(reply: pb.QuotaResponse) -> None:
     """Print *reply* as tables."""
-    limits = Table("tenant", "leases", "of", "requests/s", "chunks a tier")
-    tiers = Table("tenant", "tier", "used", "of", "sure of", "chunks")
+    limits = Grid("tenant", "leases", "of", "requests/s", "chunks a tier")
+    tiers = Grid("tenant", "tier", "used", "of", "sure of", "chunks")
     for one in reply.tenants:
         limits.add_row(
             one.tenant,
@@ -88,7 +87,7 @@ def print_quotas(reply: pb.QuotaResponse) -> None:
                 readable_size(tier.guaranteed_bytes),
                 str(tier.used_chunks),
             )
-    console = Console()
+    console = open_console()
     console.print(limits)
-    if tiers.row_count:
+    if any(one.tiers for one in reply.tenants):
         console.print(tiers)

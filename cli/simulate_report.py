@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from kvstore.cli.plot import line_chart
 from kvstore.cli.simulate import Outcome
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto.errors import InvalidRequestError
 
 _GIB = float(1 << 30)
@@ -29,11 +27,9 @@ def outcomes_as_json(outcomes: Sequence[Outcome]) -> str:
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """Print a table with a row each."""
-    console = Console()
-    table = Table()
-    table.add_column("policy", no_wrap=True)
-    for heading in ("GiB", "tokens hit", "blocks hit", "PFLOPs saved", "evictions", "requests/s"):
-        table.add_column(heading, justify="right")
+    table = Grid(
+        *("policy", "GiB", "tokens hit", "blocks hit", "PFLOPs saved", "evictions", "requests/s")
+    )
     for one in outcomes:
         table.add_row(
             one.policy,
@@ -44,7 +40,7 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
             "-" if one.evictions is None else str(one.evictions),
             f"{one.requests_per_s:.0f}",
         )
-    console.print(table)
+    open_console().print(table)
 
 
 def check_plot(path: Path) -> None:

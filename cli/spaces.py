@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from google.protobuf import json_format
+
 from kvstore.cli.access import dial, given_access
-from kvstore.cli.explain import read_representation
 from kvstore.client.client import Client
 from kvstore.client.options import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
@@ -69,15 +70,35 @@ def hex_prefix(field: str, text: str) -> str:
 def ask_spaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
     """Return the namespaces of a tenant that the server at *address* knows, the latest first."""
     connection = dial(address, DEADLINE_MS)
+    found: dict[bytes, pb.KnownSpace] = {}
     try:
         request = pb.SpacesRequest(tenant=tenant)
-        reply = connection.call("Spaces", request, DEADLINE_MS, pb.SpacesResponse)
-        return list(reply.spaces)
+        while True:
+            reply = connection.call("Spaces", request, DEADLINE_MS, pb.SpacesResponse)
+            for one in reply.spaces:
+                found.setdefault(one.key_namespace, one)  # a session that opens moves the rest
+            request.skip += len(reply.spaces)
+            if not reply.left or not reply.spaces:
+                return list(found.values())
     except (TierUnavailableError, DeadlineError) as error:
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
         raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
     finally:
         connection.close()
+
+
+def read_representation(path: Path) -> pb.Representation:
+    """Return the Representation in a JSON file, as ``kvstore explain --spaces --json`` prints it.
+
+    Raises InvalidRequestError, RepresentationError.
+    """
+    message = pb.Representation()
+    try:
+        json_format.Parse(path.read_text(), message)
+    except json_format.ParseError as error:
+        raise InvalidRequestError("model_representation", str(path), str(error)) from None
+    representation_from_message(message)
+    return message
 
 
 @contextmanager

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import json_format
-from rich.console import Console
-from rich.table import Table
 
 from kvstore.cli.ls import chunk_as_dict, kept, readable_time
 from kvstore.cli.spaces import Where, find, hex_prefix, places
 from kvstore.cli.status import readable_size
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import FrameHeader
@@ -89,7 +88,7 @@ def _component(one: pb.Component) -> dict[str, object]:
 
 def print_stat(facts: ChunkFacts) -> None:
     """Print it as tables."""
-    chunk, kind, console = facts.chunk, facts.representation, Console()
+    chunk, kind, console = facts.chunk, facts.representation, open_console()
     rows = [
         ("key", facts.key.hex()),
         ("parent", chunk.parent.hex() if any(chunk.parent) else "none: it begins a prompt"),
@@ -107,15 +106,15 @@ def print_stat(facts: ChunkFacts) -> None:
     if facts.header is not None:
         rows.insert(5, ("position", f"token {facts.header.position} of its prompt"))
     for name, value in rows:
-        console.print(f"{name + ':':<23}{value}", highlight=False, soft_wrap=True)
-    copies = Table("tier", "codec", "fidelity", "size", "evicted after", "policy")
+        console.print(f"{name + ':':<23}{value}")
+    copies = Grid("tier", "codec", "fidelity", "size", "evicted after", "policy")
     for one in chunk.copies:
         copies.add_row(
             one.tier, one.codec, Fidelity(one.fidelity).name, readable_size(one.size_bytes),
             f"{'at least ' if one.at_least else ''}{one.before} others", one.policy,
         )  # fmt: skip
     console.print(copies)
-    parts = Table("layers", "kind", "dtype", "KV heads", "head dim", "tokens")
+    parts = Grid("layers", "kind", "dtype", "KV heads", "head dim", "tokens")
     for part in map(_component, chunk.components):
         names = ("layers", "kind", "dtype", "kv_heads", "head_dim", "tokens")
         parts.add_row(*(str(part[name]) for name in names))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
-from rich.table import Table
-
 from kvstore.cli.access import dial
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
+from kvstore.proto.errors import (
+    DeadlineError,
+    KVStoreError,
+    PermissionDeniedError,
+    TierUnavailableError,
+)
 
 DEADLINE_MS = 2000
+HIDDEN = "sessions, leases, sizes and counters are hidden: they need the role admin"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -27,24 +31,40 @@ def ask_status(address: str) -> pb.StatusResponse:
         connection.close()
 
 
+def is_hidden(reply: pb.StatusResponse) -> bool:
+    """Whether the server told no figures, as the caller has not the role admin."""
+    return not reply.counters
+
+
+def ask_figures(address: str) -> pb.StatusResponse:
+    """Do what ``ask_status`` does. Raises PermissionDeniedError where the figures are hidden."""
+    reply = ask_status(address)
+    if is_hidden(reply):
+        raise PermissionDeniedError(f"{address}: {HIDDEN}")
+    return reply
+
+
 def status_as_json(address: str, reply: pb.StatusResponse) -> str:
-    """Return *reply* as JSON."""
-    fields = ("name", "capacity_bytes", "used_bytes", "chunks", "codec", "state", "reason")
+    """Return *reply* as JSON; what is hidden is null."""
+    figures = ("capacity_bytes", "used_bytes", "chunks")
+    fields = ("name", *figures, "codec", "state", "reason")
+    hidden = is_hidden(reply)
+    secret = figures if hidden else ()
     status = {
         "address": address,
         "version": reply.version,
         "state": reply.state,
         "uptime_s": reply.uptime_s,
-        "sessions": reply.sessions,
-        "leases": reply.leases,
-        "socket_path": reply.socket_path,
+        "sessions": None if hidden else reply.sessions,
+        "leases": None if hidden else reply.leases,
+        "socket_path": None if hidden else reply.socket_path,
         "tiers": [
-            {name: getattr(tier, name) for name in fields}
+            {name: None if name in secret else getattr(tier, name) for name in fields}
             | {"follows": {one.name: one.follows for one in tier.partitions if one.follows}}
             for tier in reply.tiers
         ],
         "directory": _directory_as_dict(reply),
-        "counters": dict(sorted(reply.counters.items())),
+        "counters": None if hidden else dict(sorted(reply.counters.items())),
     }
     return json.dumps(status, indent=2)
 
@@ -66,19 +86,19 @@ def _directory_as_dict(reply: pb.StatusResponse) -> dict[str, object] | None:
 
 def print_status(address: str, reply: pb.StatusResponse) -> None:
     """Print *reply* as tables."""
-    console = Console()
+    console = open_console()
+    hidden = is_hidden(reply)
+    held = "" if hidden else f", {reply.sessions} sessions, {reply.leases} leases"
     console.print(
-        f"{address}: {reply.state}, version {reply.version}, up {reply.uptime_s:.0f} s, "
-        f"{reply.sessions} sessions, {reply.leases} leases",
-        highlight=False,
+        f"{address}: {reply.state}, version {reply.version}, up {reply.uptime_s:.0f} s{held}",
     )
-    tiers = Table("tier", "used", "of", "chunks", "codec", "state")
+    tiers = Grid("tier", "used", "of", "chunks", "codec", "state")
     for tier in reply.tiers:
         tiers.add_row(
             tier.name,
-            readable_size(tier.used_bytes),
-            readable_size(tier.capacity_bytes),
-            str(tier.chunks),
+            "-" if hidden else readable_size(tier.used_bytes),
+            "-" if hidden else readable_size(tier.capacity_bytes),
+            "-" if hidden else str(tier.chunks),
             tier.codec,
             f"{tier.state}: {tier.reason}" if tier.reason else tier.state,
         )
@@ -86,10 +106,13 @@ def print_status(address: str, reply: pb.StatusResponse) -> None:
     for tier in reply.tiers:
         followed = [f"{one.name} {one.follows}" for one in tier.partitions if one.follows]
         if followed:
-            console.print(f"{tier.name} evicts by: {', '.join(followed)}", highlight=False)
+            console.print(f"{tier.name} evicts by: {', '.join(followed)}")
     if reply.HasField("directory"):
-        console.print(directory_line(reply.directory), highlight=False)
-    counters = Table("counter", "since the start")
+        console.print(directory_line(reply.directory))
+    if hidden:
+        console.print(HIDDEN)
+        return
+    counters = Grid("counter", "since the start")
     for name, value in sorted(reply.counters.items()):
         counters.add_row(name, str(value))
     console.print(counters)

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
-from kvstore.cli.status import ask_status, readable_size
+from kvstore.cli.status import ask_figures, readable_size
+from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 
 
@@ -92,7 +93,9 @@ def _tier_as_json(tier: pb.TierStatus) -> dict[str, object]:
 
 def top_as_tables(address: str, reply: pb.StatusResponse, rates: Rates) -> Group:
     """Return one look as tables."""
-    parts = [_head(address, reply, rates), _tiers(reply)]
+    parts: list[Text | Grid] = [Text(_head(address, reply, rates)), _tiers(reply)]
+    if any(tier.what_if for tier in reply.tiers):
+        parts.append(_what_if(reply))
     if any(tier.partitions for tier in reply.tiers):
         parts.append(_partitions(reply))
     reasons = [f"{tier.name}: {tier.policy.why}" for tier in reply.tiers if tier.policy.why]
@@ -102,47 +105,48 @@ def top_as_tables(address: str, reply: pb.StatusResponse, rates: Rates) -> Group
         for one in tier.partitions
         if one.why
     ]
-    return Group(*parts, *reasons)
+    return Group(*parts, *map(Text, reasons))
 
 
-def _head(address: str, reply: pb.StatusResponse, rates: Rates) -> Table:
-    head = Table("server", "state", "hit ratio", "lookups/s", "get", "put", "evicted/s", "ghosts")
-    head.add_row(
-        address,
-        reply.state,
-        _share(rates.hit_ratio),
-        f"{rates.per_s('lookups'):.1f}",
-        f"{readable_size(round(rates.per_s('get_bytes')))}/s",
-        f"{readable_size(round(rates.per_s('put_bytes')))}/s",
-        f"{rates.per_s('evicted_chunks'):.1f}",
-        str(reply.ghosts),
+def _head(address: str, reply: pb.StatusResponse, rates: Rates) -> str:
+    moved = (
+        f"{name} {readable_size(round(rates.per_s(f'{name}_bytes')))}/s" for name in ("get", "put")
     )
-    return head
+    return (
+        f"{address}: {reply.state}, hit ratio {_share(rates.hit_ratio)},"
+        f" {rates.per_s('lookups'):.1f} lookups/s, {', '.join(moved)},"
+        f" {rates.per_s('evicted_chunks'):.1f} evicted/s, {reply.ghosts} ghosts"
+    )
 
 
-def _tiers(reply: pb.StatusResponse) -> Table:
-    scales = sorted({point.scale for tier in reply.tiers for point in tier.what_if})
-    columns = [f"hits at {scale:g}x" for scale in scales]
-    table = Table("tier", "used", "of", "chunks", "policy", *columns, "state")
+def _tiers(reply: pb.StatusResponse) -> Grid:
+    table = Grid("tier", "used", "of", "chunks", "policy", "state")
     for tier in reply.tiers:
         policy = tier.policy.name
         if tier.policy.follows not in ("", policy):
             policy = f"{policy}: {tier.policy.follows}"
-        curve = {point.scale: point.hit_ratio for point in tier.what_if}
         table.add_row(
             tier.name,
             readable_size(tier.used_bytes),
             readable_size(tier.capacity_bytes),
             str(tier.chunks),
             policy,
-            *(_share(curve.get(scale)) for scale in scales),
             f"{tier.state}: {tier.reason}" if tier.reason else tier.state,
         )
     return table
 
 
-def _partitions(reply: pb.StatusResponse) -> Table:
-    table = Table("tier", "partition", "used", "quota", "guaranteed", "policy")
+def _what_if(reply: pb.StatusResponse) -> Grid:
+    scales = sorted({point.scale for tier in reply.tiers for point in tier.what_if})
+    table = Grid("tier", *(f"hits at {scale:g}x" for scale in scales))
+    for tier in reply.tiers:
+        curve = {point.scale: point.hit_ratio for point in tier.what_if}
+        table.add_row(tier.name, *(_share(curve.get(scale)) for scale in scales))
+    return table
+
+
+def _partitions(reply: pb.StatusResponse) -> Grid:
+    table = Grid("tier", "partition", "used", "quota", "guaranteed", "policy")
     for tier in reply.tiers:
         for one in tier.partitions:
             table.add_row(
@@ -162,23 +166,24 @@ def _share(ratio: float | None) -> str:
 
 def show_once(address: str, *, as_json: bool) -> None:
     """Print one look, with rates since the server's start. Raises KVStoreErrors."""
-    reply = ask_status(address)
+    reply = ask_figures(address)
     rates = Rates.between(None, reply)
     if as_json:
         print(top_as_json(address, reply, rates))
     else:
-        Console().print(top_as_tables(address, reply, rates))
+        open_console().print(top_as_tables(address, reply, rates))
 
 
 def show_live(address: str, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show the server until the key that interrupts. Raises KVStoreErrors."""
-    before = ask_status(address)
+    before = ask_figures(address)
     rates = Rates.between(None, before)
-    with Live(top_as_tables(address, before, rates), auto_refresh=False) as live:
+    first = top_as_tables(address, before, rates)
+    with Live(first, console=open_console(), auto_refresh=False) as live:
         try:
             while True:
                 sleep(every_s)
-                now = ask_status(address)
+                now = ask_figures(address)
                 rates = Rates.between(before, now)
                 live.update(top_as_tables(address, now, rates), refresh=True)
                 before = now

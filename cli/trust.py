@@ -36,6 +36,9 @@ audit_app = typer.Typer(
     cls=Manual, no_args_is_help=True, rich_markup_mode=None, help="The log of who did what."
 )
 
+LEAST_DIGITS = 4
+"""Of an id that is not written out."""
+
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="It is made if it is not there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -84,20 +87,29 @@ def token_list(file: KeyFile, as_json: AsJson = False) -> None:
 
 @token_app.command("revoke")
 def token_revoke(
-    file: KeyFile, key_id: Annotated[str, typer.Argument(metavar="ID", help="As list shows it.")]
+    file: KeyFile,
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, or how it begins.")],
 ) -> None:
     """Take a key out of a file: its sessions end within a second."""
     from kvstore.server.trust.api_keys import write_keys
 
     try:
         rows = _tokens(file)
-        left = [row for row in rows if row.key_id != key_id]
-        if len(left) == len(rows):
-            raise InvalidRequestError("id", key_id, "is not in the file; kvstore token list")
-        write_keys(file, left)
+        key_id = _one_of([row.key_id for row in rows], key_id)
+        write_keys(file, [row for row in rows if row.key_id != key_id])
     except InvalidRequestError as error:
         fail(error, EXIT_USAGE)
     print(f"revoked {key_id}")
+
+
+def _one_of(ids: Sequence[str], begun: str) -> str:
+    """Return the one id that begins with *begun*. Raises InvalidRequestError."""
+    found = [begun] if begun in ids else [one for one in ids if one.startswith(begun)]
+    if len(begun) < LEAST_DIGITS or not found:
+        raise InvalidRequestError("id", begun, "is not in the file; kvstore token list")
+    if len(found) > 1:
+        raise InvalidRequestError("id", begun, f"stands for several: {', '.join(found)}")
+    return found[0]
 
 
 def _tokens(file: Path) -> list[ApiKey]:
@@ -254,10 +266,9 @@ def _day(made_s: int) -> str:
 
 
 def _print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from kvstore.cli.tables import Grid, open_console
 
-    table = Table(*names)
+    table = Grid(*names)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    open_console().print(table)

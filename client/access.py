@@ -14,7 +14,13 @@ import grpc
 from kvstore.proto.errors import InvalidRequestError
 
 MAX_TOKEN_CHARS = 8192
+FIRST_LOGIN_UID = 1000
+"""Users below are the system's: only root makes them. Those above log in, and may listen on any
+port that a server left (login.defs(5), UID_MIN)."""
+_LISTENS = "0A"
 _HEADER = "authorization"
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""gRPC would take one out of the environment, for the loopback and a cluster's addresses too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,8 @@ class Access:
     system's roots did. ``cert`` and ``key``, all PEM files, are the client's own, for servers that
     ask for one; ``server_name`` is what the server's certificate says, where that is not the
     address. ``token`` is an API key or a JWT; ``token_file`` has one, and is read again when it
-    was replaced. ``insecure`` lets a token travel to other hosts in plain text.
+    was replaced. Without TLS a token goes to this host alone, and only where this user, root or a
+    user of the system listens; ``insecure`` lets it travel in plain text to whoever does.
     """
 
     tls: bool = False
@@ -45,10 +52,10 @@ class Access:
 
     def open(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
         """Return a channel to *address*. Raises InvalidRequestError for files that will not do."""
+        options = [*options, _NO_PROXY]
         if not self.tls:
-            if (self.token or self.token_file) and not (self.insecure or _is_near(address)):
-                fix = "a token would travel in plain text: give tls or ca, or insecure"
-                raise InvalidRequestError("access", address, fix)
+            if (self.token or self.token_file) and not self.insecure:
+                _check_plain(address)
             return grpc.insecure_channel(address, options=options)
         if self.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
@@ -112,6 +119,33 @@ def _read(path: Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise InvalidRequestError("access", str(path), f"{error.strerror}") from None
+
+
+def _check_plain(address: str) -> None:
+    """Raise InvalidRequestError where a token in plain text would go to who should not have it."""
+    if not _is_near(address):
+        fix = "a token would travel in plain text: give tls or ca, or insecure"
+        raise InvalidRequestError("access", address, fix)
+    strangers = [uid for uid in _listeners(address) - {os.geteuid()} if uid >= FIRST_LOGIN_UID]
+    if strangers:
+        fix = f"user {strangers[0]} listens there and would get the token: give tls or ca"
+        raise InvalidRequestError("access", address, fix)
+
+
+def _listeners(address: str) -> set[int]:
+    """Return the users who listen on a port of this host, as far as the kernel says."""
+    port = address.rpartition(":")[2]
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            _, local, _, state, _, _, _, uid, *_ = row.split()
+            if state == _LISTENS and port.isdecimal() and int(local[-4:], 16) == int(port):
+                found.add(int(uid))
+    return found
 
 
 def _is_near(address: str) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
+from weakref import finalize, ref
 
 from kvstore.client.batches import batches, behind, countdown, digest_batches
+from kvstore.client.client_state import ClientState
 from kvstore.client.connection import Connection
+from kvstore.client.forks import FORKS
 from kvstore.client.levelled_get import Meters
-from kvstore.client.link_meter import LinkMeter
 from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
 from kvstore.client.reader import Reader, Room, direct
@@ -43,11 +44,6 @@ from kvstore.proto.wire import cut_keys, join_digests
 
 T = TypeVar("T")
 
-FIRST_GUESS_BYTES_PER_S = 125e6
-"""What is thought of the link until something came over it: a gigabit a second."""
-FIRST_DECODE_BYTES_PER_S = 250e6
-"""What is thought of decoding until something was decoded: half of what one core does."""
-
 
 class Caller:
     """What every part of a Client stands on. Thread-safe."""
@@ -65,32 +61,58 @@ class Caller:
         self.options = options or ClientOptions()
         if self.options.assets is not None:
             ASSETS.load_folder(self.options.assets)
-        self._connection = Connection(
-            address, self.options.retry_after_ms, access=self.options.access
-        )
-        self._reader = Reader(self.options.copy_threads)
-        self._meters = Meters(
-            LinkMeter(FIRST_GUESS_BYTES_PER_S), LinkMeter(FIRST_DECODE_BYTES_PER_S)
-        )
+        self.address = address
+        dial = partial(Connection, address, self.options.retry_after_ms, access=self.options.access)
+        self._state = ClientState(dial, self.options.copy_threads)
+        _ = self._state.connection  # which raises for an access that will not do
+        self._end = self._ends()
         self.counts: Callable[[], Mapping[str, int]] = dict
         """Returns what the engine counted, for ``kvstore explain``; each heartbeat tells it."""
-        self._transport: Transport | None = None
-        self._closed = False
-        # Guards the two fields above; held while a session opens, which happens once.
-        self._lock = threading.Lock()
+        FORKS.watch(self)
+
+    def _ends(self) -> finalize[[], Self]:
+        """Have a client that is dropped end what it has open; a process that ends need not."""
+        end = finalize(self, self._state.drop)
+        end.atexit = False
+        return end
+
+    def after_fork(self) -> None:
+        """In a child: leave all to the parent, and connect anew at the next call."""
+        self._end.detach()
+        self._state = self._state.left()
+        self._end = self._ends()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, Representation, ClientOptions]]:
+        """Have another process make a client of the same server."""
+        return type(self), (self.address, self.representation, self.options)
+
+    @property
+    def _connection(self) -> Connection:
+        return self._state.connection
+
+    @property
+    def _reader(self) -> Reader:
+        return self._state.reader
+
+    @property
+    def _meters(self) -> Meters:
+        return self._state.meters
+
+    @property
+    def _transport(self) -> Transport | None:
+        return self._state.transport
 
     def _connected(self) -> Transport:
-        with self._lock:
-            if self._closed:
-                raise KVStoreError("the client is closed")
-            if self._transport is None:
-                self._transport = self._connect()
-            return self._transport
+        return self._state.connected(self._connect)
 
     def _connect(self) -> Transport:
-        session = Session(
-            self._connection, self.representation, self.options, lambda: self.counts()
-        )
+        client = ref(self)  # the session's thread must not keep the client
+
+        def counts() -> Mapping[str, int]:
+            found = client()
+            return {} if found is None else found.counts()
+
+        session = Session(self._connection, self.representation, self.options, counts)
         wanted = self.options.transport
         if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
             try:
@@ -111,12 +133,7 @@ class Caller:
         return StreamTransport(session)
 
     def _disconnect(self, transport: Transport, *, tell_server: bool) -> None:
-        with self._lock:
-            if self._transport is not transport:
-                return
-            self._transport = None
-        transport.close()
-        transport.session.close(tell_server=tell_server)
+        self._state.disconnect(transport, tell_server=tell_server)
 
     def _with_session(self, work: Callable[[Transport], T]) -> T:
         """Run *work*, once more with a new session if the server lost ours."""
@@ -184,13 +201,7 @@ class Caller:
 
     def close(self) -> None:
         """End the session and close the connection. Idempotent."""
-        with self._lock:
-            self._closed = True
-            transport = self._transport
-        if transport is not None:
-            self._disconnect(transport, tell_server=True)
-        self._connection.close()
-        self._reader.close()
+        self._state.close()
 
     def __enter__(self) -> Self:
         return self

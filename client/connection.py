@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -12,17 +13,21 @@ from typing import Any, TypeVar
 import grpc
 
 from kvstore.client.access import OPEN, Access, Bearer
+from kvstore.client.forks import FORKS, WAITED_FOR_MS, EndedByForkError
 from kvstore.client.retry import Gate, translate
 from kvstore.client.tracing import traced
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.proto.errors import DeadlineError, KVStoreError
+from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.wire import MESSAGE_BYTES
 
 SLACK_S = 0.05
 """What a call may take beyond the deadline that the server was given."""
 
 _CALLERS = 2
+_LEAST_S = 0.001
+_RETRIES_IN_CHILD = 2
+"""Of 200 children the first connection of one was closed while gRPC started anew (grpcio 1.76)."""
 _MEND_S = 10.0
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """Refused by the thread that reads calls: no queue is before it, and it costs next to nothing."""
@@ -34,7 +39,8 @@ class Connection:
     """Calls to one server. Thread-safe.
 
     Every method raises KVStoreErrors only: the server's own, TierUnavailableError when it
-    cannot be reached, DeadlineError when it does not answer in time.
+    cannot be reached, DeadlineError when it does not answer in time, LeaseExpiredError in a child
+    of the process that made it.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Connection:
         """Raises InvalidRequestError for what of *access* cannot be used; connects later."""
         self.address = address
         self.clock = clock
+        self._process = FORKS.process
         self._bearer = Bearer(access)
         limit = 2 * MESSAGE_BYTES
         self._channel = access.open(
@@ -59,6 +66,8 @@ class Connection:
                 # Also what making a connection may take, so that a busy server is not a dead one.
                 ("grpc.min_reconnect_backoff_ms", 2_000),
                 ("grpc.max_reconnect_backoff_ms", 2_000),
+                # Channels of the same options share a connection: a child has one of its own.
+                ("kvstore.process", os.getpid()),
             ],
         )
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
@@ -66,17 +75,52 @@ class Connection:
         self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
         self._mending: Any = None
         self._streams: set[Any] = set()
+        self._retries = _RETRIES_IN_CHILD if FORKS.is_child else 0
         self._lock = threading.Lock()  # guards the two above
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
+        until = self.clock() + deadline_ms / 1000 + SLACK_S
         metadata = traced(self._bearer.metadata())
-        return self._tried(
-            lambda: getattr(self._stub, method)(
-                request, timeout=deadline_ms / 1000 + SLACK_S, metadata=metadata
-            ),
-            reply,
-        )
+        can_be_ended = deadline_ms > WAITED_FOR_MS
+
+        def work() -> Any:
+            verb = getattr(self._stub, method)
+            left_s = max(until - self.clock(), _LEAST_S)
+            if can_be_ended:
+                return self._ended_call(
+                    lambda: verb.future(request, timeout=left_s, metadata=metadata)
+                )
+            with FORKS.calling():
+                return verb(request, timeout=left_s, metadata=metadata)
+
+        while True:
+            try:
+                return self._tried(lambda: self._again(work), reply)
+            except EndedByForkError:
+                continue  # the parent asks again, with what time is left
+
+    def _again(self, work: Callable[[], Any]) -> Any:
+        """Do *work*, once more where gRPC may have lost the connection by itself."""
+        while True:
+            try:
+                return work()
+            except grpc.RpcError as error:
+                if not self._retries or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                self._retries -= 1
+
+    def _ended_call(self, make: Callable[[], Any]) -> Any:
+        """Return the reply of the call that *make* begins, and that a fork may end."""
+        call = FORKS.begin(make)
+        try:
+            return call.result()
+        except grpc.FutureCancelledError:
+            if FORKS.has_ended(call):
+                raise EndedByForkError("the call was ended: the process was forked") from None
+            raise call from None
+        finally:
+            FORKS.end(call)
 
     def send(self, method: str, request: Any, deadline_ms: int) -> Callable[[], Any]:
         """Start *method*; the returned function waits for its reply.
@@ -95,9 +139,11 @@ class Connection:
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""
         metadata = traced(self._bearer.metadata())
+        timeout_s = deadline_ms / 1000 + SLACK_S
+        verb = getattr(self._stub, method)
         return self._tried(
-            lambda: getattr(self._stub, method)(
-                requests, timeout=deadline_ms / 1000 + SLACK_S, metadata=metadata
+            lambda: self._ended_call(
+                lambda: verb.future(requests, timeout=timeout_s, metadata=metadata)
             ),
             reply,
         )
@@ -113,11 +159,13 @@ class Connection:
 
     def begin_stream(self, method: str, request: Any, deadline_ms: int) -> Any:
         """Call *method*; ``next_of`` what is returned are its replies. Pair with ``end_stream``."""
+        FORKS.check(self._process, "the connection")
         self.gate.check()
         timeout_s = deadline_ms / 1000 + SLACK_S
         metadata = traced(self._bearer.metadata())
+        verb = getattr(self._stub, method)
         try:
-            call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=metadata)
+            call = FORKS.begin(lambda: verb(request, timeout=timeout_s, metadata=metadata))
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
         with self._lock:
@@ -132,6 +180,8 @@ class Connection:
         try:
             return next(call, None)
         except grpc.RpcError as error:
+            if FORKS.has_ended(call):
+                raise EndedByForkError("the call was ended: the process was forked") from None
             with self._lock:
                 is_open = call in self._streams
             if is_open:
@@ -140,17 +190,21 @@ class Connection:
 
     def end_stream(self, call: Any) -> None:
         """Cancel a stream; any thread may. Whoever waits for its next reply gets an error."""
+        if self._process is not FORKS.process:
+            return
         with self._lock:
             self._streams.discard(call)
-        call.cancel()
+        FORKS.end(call)
 
     def answers(self, within_s: float) -> bool:
         """Whether the server says anything within so many seconds; a refusal is as good.
 
         One that cannot be reached is not waited for either: its calls say so themselves.
         """
+        FORKS.check(self._process, "the connection")
         try:
-            self._channel.unary_unary(_NO_METHOD, None, None)(b"", timeout=within_s)
+            with FORKS.calling():
+                self._channel.unary_unary(_NO_METHOD, None, None)(b"", timeout=within_s)
         except grpc.RpcError as error:
             return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         except ValueError:  # closed
@@ -166,6 +220,7 @@ class Connection:
             call.cancel()
 
     def _tried(self, work: Callable[[], Any], reply: type[T]) -> T:
+        FORKS.check(self._process, "the connection")
         self.gate.check()
         try:
             result: T = work()
@@ -190,11 +245,14 @@ class Connection:
             if self._mending is not None and not self._mending.done():
                 return
             try:
-                self._mending = self._stub.Status.future(
-                    pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True, metadata=metadata
+                self._mending = FORKS.begin(
+                    lambda: self._stub.Status.future(
+                        pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True, metadata=metadata
+                    )
                 )
-            except ValueError:  # closed meanwhile
+            except (ValueError, TierUnavailableError):  # closed meanwhile, or in a child
                 return
+            self._mending.add_done_callback(FORKS.end)
 
     def close(self) -> None:
         """Finish calls that were sent, close the channel. Idempotent."""

@@ -33,6 +33,7 @@ from kvstore.client.device_reads import (
     Registration,
     frame_count,
 )
+from kvstore.client.forks import keep
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrived, Assembly, Transport
@@ -335,6 +336,12 @@ class CudaClient(DevicePutting, Client):
             for one in stack.enter_context(arriving):
                 count += frame_count(one)
                 yield replace(one, index=first + one.index)
+
+    @override
+    def after_fork(self) -> None:
+        super().after_fork()
+        keep(self._pages_reader)  # of a device, which no child can use
+        self._pages_reader = None
 
     @override
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from kvstore.client.caller import Caller
 from kvstore.client.connection import Connection
+from kvstore.client.forks import FORKS, EndedByForkError
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, LeaseExpiredError
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, Fidelity
@@ -77,6 +78,7 @@ class EventStream:
         self._since = since
         self._call: Any = None
         self._is_lost = False
+        self._process = FORKS.process
         self._closed = False
         self._lock = threading.Lock()  # guards _call and _closed
 
@@ -93,6 +95,7 @@ class EventStream:
 
     def _next(self) -> pb.EventsResponse | None:
         """Return the next message; None when another call is to be made."""
+        FORKS.check(self._process, "the stream of events")
         try:
             if self._call is None:
                 self._begin()
@@ -102,6 +105,9 @@ class EventStream:
             if self._is_lost:
                 raise
             self._is_lost = True  # the server did not know our session: try another, once
+            return None
+        except EndedByForkError:
+            self._end()
             return None
         except KVStoreError:
             self._end()
@@ -135,6 +141,8 @@ class EventStream:
 
     def close(self) -> None:
         """End the stream, and whoever waits for its next page. Idempotent."""
+        if self._process is not FORKS.process:
+            return
         with self._lock:
             self._closed = True
             call = self._call

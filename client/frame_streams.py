@@ -71,6 +71,15 @@ class FrameStreams:
             for stream in self._busy:
                 stream.give_up()
 
+    def leave(self) -> None:
+        """In a child: close its descriptors; what is said stays between parent and server."""
+        self._lock = threading.Lock()  # another thread may have had it
+        self._is_closed = True
+        self._dialling = None
+        for stream in (*self._idle, *self._busy):
+            stream.close()
+        self._idle = []
+
     def close(self) -> None:
         """Hang up on all; calls at work end. Idempotent."""
         with self._lock:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from kvstore.client.chunk import check_dtypes
+from kvstore.client.forks import FORKS
 from kvstore.client.layer_sink import LayerSink
 from kvstore.client.tensors import TensorLike, layer_arrays
 from kvstore.client.transport import Put
@@ -42,6 +43,7 @@ class LayeredPut:
             [layout.components[number] for layout in layouts] for number in numbers
         ]
         self._is_over = False
+        self._process = FORKS.process
 
     def layer(self, layer_id: int, tensors: Sequence[Sequence[TensorLike | BlockPart]]) -> None:
         """Give the layer of the model's number *layer_id*: ``tensors[i]`` its parts of chunk i.
@@ -50,6 +52,7 @@ class LayeredPut:
         blocks; all are the caller's again on return. Raises LayoutMismatchError or
         InvalidRequestError for what does not belong here; the put then goes on without it.
         """
+        FORKS.check(self._process, "the put")
         if self._is_over:
             raise InvalidRequestError("layer_id", layer_id, "this put is over; begin another")
         if layer_id not in self._missing:
@@ -71,6 +74,7 @@ class LayeredPut:
 
     def commit(self) -> list[Put]:
         """Store the chunks. Raises InvalidRequestError, and stores nothing, when layers miss."""
+        FORKS.check(self._process, "the put")
         if self._is_over:
             return self.results
         if self._missing:
@@ -84,9 +88,10 @@ class LayeredPut:
         return self.results
 
     def abandon(self) -> None:
-        """Store nothing. Idempotent; does nothing after ``commit``."""
+        """Store nothing. Idempotent; does nothing after ``commit``, nor in a child."""
         self._is_over = True
-        self._sink.abandon()
+        if self._process is FORKS.process:
+            self._sink.abandon()
 
     def __enter__(self) -> LayeredPut:
         return self

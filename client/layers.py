@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kvstore.client.forks import FORKS
 from kvstore.client.layer_feed import LayerFeed, Opened, Range
 from kvstore.client.reader import Reader, Room, check_header
 from kvstore.client.session import Session
@@ -89,6 +90,7 @@ class LayerReader:
 
         Raises as ``Client.get_layers`` says.
         """
+        process = FORKS.process
         self._open()
         self._feed.expect(
             [
@@ -107,8 +109,10 @@ class LayerReader:
                 if not self._count:
                     return
                 yield Layer(layer_id, [c.layers[segment] for c in self._chunks[: self._count]])  # type: ignore[misc]
+                FORKS.check(process, "the get")
         finally:
-            self._settle(started)
+            if process is FORKS.process:  # in a child the threads are not there
+                self._settle(started)
 
     def _settle(self, started: list[list[Future[None]]]) -> None:
         """Wait for what still reads shared memory and writes the caller's."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
+from kvstore.client.forks import FORKS
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.view import ChunkView, View
 from kvstore.codecs.base import ChunkTensors
@@ -35,13 +36,16 @@ class ChunkLease:
         self._release = release
         self._view = view
         self._is_released = not match.lease_id
+        self._process = FORKS.process
 
     def view(self, index: int) -> ChunkView | None:
         """Return the chunk of ``keys[index]`` where it lies in the server's memory.
 
         None when it lies elsewhere or memory is not shared: ``get`` reads it then. Raises
-        LeaseExpiredError after the release or past the lease's time, ChunkCorruptError.
+        LeaseExpiredError after the release, past the lease's time or in a child process,
+        ChunkCorruptError.
         """
+        FORKS.check(self._process, "the lease")
         if self._is_released:
             raise LeaseExpiredError(f"lease_id={self.match.lease_id}: released; lease again")
         return self._view(index)
@@ -49,16 +53,22 @@ class ChunkLease:
     def get(self, out: Sequence[LayerTensors] | None = None) -> list[ChunkTensors]:
         """Read the leased chunks, into *out* where given, as ``Client.get`` does.
 
-        Raises LeaseExpiredError after the release or past the lease's time.
+        Raises LeaseExpiredError after the release, past the lease's time or in a child.
         """
+        FORKS.check(self._process, "the lease")
         if not self.keys:
             return []
         return self._read(self.keys, out, self.match.leases)
 
     def release(self, hints: Hints = NO_HINTS) -> None:
-        """End the lease, and say what is known of its chunks by now. Idempotent."""
+        """End the lease, and say what is known of its chunks by now. Idempotent.
+
+        A child leaves it to the parent.
+        """
         if not self._is_released:
             self._is_released = True
+            if self._process is not FORKS.process:
+                return
             self._release(self.match.leases, hints)
 
     def __enter__(self) -> ChunkLease:

@@ -1,7 +1,7 @@
 """Whether a server hangs, or only takes its time: of one on this host the kernel says it.
 
 A deadline has to leave time for a slow disk and a busy machine, so one that hangs would cost all
-of it. It is known much sooner by this: nobody answers who joins, and none of its threads runs.
+of it. It is known much sooner by this: nobody answers a hello, and none of its threads runs.
 Of a server elsewhere: it does not even refuse a call that it does not know.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from pathlib import Path
 
 from kvstore.client.connection import Connection
@@ -17,7 +16,7 @@ from kvstore.client.session import Session, SessionTerms
 from kvstore.proto import shm
 
 PROBE_S = 0.015
-"""What a server takes at most to let somebody join, if it runs at all."""
+"""What a server takes at most to answer a hello, if it runs at all."""
 GRACE_S = 0.005
 """Once more, as it may have begun to run when it was looked at."""
 
@@ -35,7 +34,7 @@ _RUNNING = ("R", "D")
 def peer_pid(link: socket.socket) -> int:
     """Return the process at the other end of a Unix socket; 0 if it cannot be looked at."""
     try:
-        pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, _ = shm.peer_ids(link)
     except OSError:
         return 0
     return pid if pid > 0 and os.access(_PROC / str(pid) / "task", os.R_OK | os.X_OK) else 0
@@ -67,20 +66,20 @@ def hangs(terms: SessionTerms, pid: int) -> bool:
         link.settimeout(PROBE_S)
         try:
             link.connect(terms.socket_path)
-            link.send(shm.Request(shm.Op.join, 0, terms.attach_token).pack())
-            link.recv(shm.MESSAGE_BYTES)
+            link.send(shm.Request(shm.Op.hello, terms.session_id).pack())
+            link.recv(shm.GREETING_BYTES)
             return False
         except TimeoutError:
             pass
         except BlockingIOError:
-            return not is_runnable(pid)  # so many wait to join that there is no room for more
+            return not is_runnable(pid)  # so many wait to be let in that there is no room for more
         except OSError:
             return False  # it is gone, which its sockets say themselves
         if is_runnable(pid):
             return False
         link.settimeout(GRACE_S)
         try:
-            link.recv(shm.MESSAGE_BYTES)
+            link.recv(shm.GREETING_BYTES)
         except TimeoutError:
             return True
         except OSError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
+import os
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,6 +118,14 @@ class LocalLink:
         for link in idle:
             self._drop(link)
         _wake(busy)
+
+    def leave(self) -> None:
+        """In a child: close its descriptors, so that no call is sent over the parent's sockets."""
+        self._lock = threading.Lock()  # another thread may have had it
+        self._is_closed = True
+        self._idle = []
+        for link in self._all:
+            link.close()
 
     def hang_up(self) -> None:
         """End the calls that run: they, too, go through gRPC, as far as its gate lets them."""
@@ -253,11 +263,9 @@ class LocalLink:
 
     def _join(self, link: socket.socket, until: float) -> bool:
         """Whether the server let *link* join; where it does not say, half the time is left."""
-        link.settimeout(min(_JOIN_WITHIN_S, self._left_s(until) / 2))
+        link.settimeout(min(_JOIN_WITHIN_S, self._left_s(until) / 4))  # for each of two answers
         try:
-            link.connect(self._terms.socket_path)
-            link.send(shm.Request(shm.Op.join, 0, self._terms.attach_token).pack())
-            reply, _ = shm.unpack_reply(link.recv(shm.MESSAGE_BYTES))
+            reply = enter(link, self._terms, shm.Op.join)
         except (OSError, InvalidRequestError):
             reply = shm.Reply.unknown
         if reply is not shm.Reply.ok:
@@ -278,6 +286,34 @@ class LocalLink:
         with self._lock:
             self._all.discard(link)
         link.close()
+
+
+def enter(
+    link: socket.socket,
+    terms: SessionTerms,
+    op: shm.Op,
+    size_bytes: int = 0,
+    descriptors: Sequence[int] = (),
+) -> shm.Reply:
+    """Connect *link* and ``attach``, with staging memory of *size_bytes*, or ``join``.
+
+    The server proves first that it is the session's. Raises InvalidRequestError when it does not:
+    another process listens in its place; and OSError.
+    """
+    link.connect(terms.socket_path)
+    is_known = terms.pid_namespace and terms.pid_namespace == shm.pid_namespace()
+    if is_known and shm.peer_ids(link)[0] != terms.server_pid:
+        raise InvalidRequestError("socket_path", terms.socket_path, "not the server's process")
+    session_id, nonce = terms.session_id, os.urandom(shm.NONCE_BYTES)
+    link.send(shm.Request(shm.Op.hello, session_id, nonce).pack())
+    theirs, proven = shm.unpack_greeting(link.recv(shm.GREETING_BYTES))
+    nonces = (nonce, theirs)
+    expected = shm.proof(terms.attach_token, shm.Op.hello, session_id, nonces)
+    if not hmac.compare_digest(expected, proven):
+        raise InvalidRequestError("socket_path", terms.socket_path, "not the session's server")
+    own = shm.proof(terms.attach_token, op, session_id, nonces)
+    socket.send_fds(link, [shm.Request(op, size_bytes, own).pack()], descriptors)
+    return shm.unpack_reply(link.recv(shm.MESSAGE_BYTES))[0]
 
 
 class CallQueue:

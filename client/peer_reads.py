@@ -177,6 +177,14 @@ class PeerReads:
                 frame: Bytes | DirectFrame = landed.frame  # type: ignore[assignment]
                 yield Arrived(lent.first + landed.chunk, TIER, frame, _stays)
 
+    def leave(self) -> None:
+        """In a child: do without the parent's connections."""
+        self._lock = threading.Lock()  # another thread may have had it
+        self._is_closed = True
+        for lender in self._lenders.values():
+            lender.streams.leave()
+        self._lenders.clear()
+
     def close(self) -> None:
         """Hang up on all; gets at work go on by way of our own server. Idempotent."""
         with self._lock:

@@ -161,6 +161,11 @@ class Reader:
         except RuntimeError as error:  # the pool's answer after ``close``
             raise KVStoreError(f"the client is closed: {error}") from None
 
+    def leave(self) -> None:
+        """In a child, where its threads do not run: take no more work."""
+        self._pool = ThreadPoolExecutor(1)
+        self._pool.shutdown()
+
     def close(self) -> None:
         """Stop the threads. Idempotent."""
         self._pool.shutdown()

@@ -9,6 +9,7 @@ from functools import partial
 from types import TracebackType
 
 from kvstore.client.caller import Caller
+from kvstore.client.forks import FORKS
 from kvstore.client.layers import Layer, LayerReader
 from kvstore.client.reader import given
 from kvstore.client.tensors import LayerTensors
@@ -89,6 +90,7 @@ class Resolved:
         self.prompt_tokens = asked[-1].stop if asked else 0
         self._client = client
         self._is_released = not found.lease_id
+        self._process = FORKS.process
 
     def chunks(self) -> Iterator[FoundChunk]:
         """Yield the chunks that something is there of, in order."""
@@ -112,12 +114,15 @@ class Resolved:
         frames are raw they stay as they were in *out*, and are not sent by a transport that
         copies. Raises LeaseExpiredError after the release or past the lease's time.
         """
+        FORKS.check(self._process, "the lease")
         return self._client._resolved_layers(self, chunks, out, skipped)
 
     def release(self) -> None:
-        """End the lease. Idempotent."""
+        """End the lease. Idempotent; a child leaves it to the parent."""
         if not self._is_released:
             self._is_released = True
+            if self._process is not FORKS.process:
+                return
             self._client._release_lease(self.found.lease_id)
 
     def abandon(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from kvstore.client.connection import Connection
 from kvstore.client.options import ClientOptions
@@ -41,6 +42,8 @@ class SessionTerms:
     stream_certificate: bytes
     arena_device: str
     arena_bytes: int
+    server_pid: int
+    pid_namespace: int
 
 
 def _nothing() -> Mapping[str, int]:
@@ -93,28 +96,42 @@ class Session:
             reply.stream_certificate,
             reply.arena_device,
             reply.arena_bytes,
+            reply.server_pid,
+            reply.pid_namespace,
         )
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")
         self.pace_s = FIRST_PACE_S
         """What the slowest of the last answers took, fading."""
-        self._closed = threading.Event()
+        self._is_closed = False
+        # Of all that wakes a thread, this alone may be used while garbage is collected.
+        self._words: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
         period_s = self.terms.heartbeat_ms / 1000 / _BEATS_PER_LIFETIME
         for number in range(_FIRST_ANSWERS):
-            if not self._closed.is_set():
+            if not self._is_closed:
                 self.measure_pace(kept=1.0 if number else 0.0)
-        while not self._closed.wait(period_s):
-            self.measure_pace()
-            if self._closed.is_set():
-                return
+        while not self._is_closed:
             try:
-                self.heartbeat()
-            except KVStoreError:
-                continue  # whoever calls next finds out, and opens another session
+                self._words.get(timeout=period_s)()
+            except Empty:
+                self._beat_once()
+
+    def _beat_once(self) -> None:
+        self.measure_pace()
+        if self._is_closed:
+            return
+        try:
+            self.heartbeat()
+        except KVStoreError:
+            return  # whoever calls next finds out, and opens another session
+
+    def say(self, last: Callable[[], None]) -> None:
+        """Have the thread that beats do *last*, which closes the session. Takes no lock."""
+        self._words.put(last)
 
     def heartbeat(self) -> bool:
         """Tell the server that we live; return whether it drains.
@@ -142,10 +159,12 @@ class Session:
 
     def close(self, *, tell_server: bool = True) -> None:
         """Stop beating and end the session. Idempotent; a server that is gone is no error."""
-        if self._closed.is_set():
+        if self._is_closed:
             return
-        self._closed.set()
-        self._thread.join()
+        self._is_closed = True
+        if threading.current_thread() is not self._thread:
+            self._words.put(lambda: None)
+            self._thread.join()
         if tell_server:
             request = pb.CloseSessionRequest(session_id=self.terms.session_id)
             try:

@@ -20,7 +20,7 @@ from kvstore.client.file_frame import FileFrame
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.leased_views import LeasedViews
 from kvstore.client.liveness import hangs, peer_pid
-from kvstore.client.local_link import LocalLink
+from kvstore.client.local_link import LocalLink, enter
 from kvstore.client.peer_reads import LentRun, PeerReads
 from kvstore.client.put_pipeline import PutPipeline
 from kvstore.client.session import Session
@@ -109,10 +109,8 @@ class ShmTransport(Transport):
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(_SOCKET_TIMEOUT_S)
         try:
-            link.connect(terms.socket_path)
-            request = shm.Request(shm.Op.attach, staging.size_bytes, terms.attach_token)
-            socket.send_fds(link, [request.pack()], [staging.descriptor])
-            reply, _ = shm.unpack_reply(link.recv(shm.MESSAGE_BYTES))
+            memory = [staging.descriptor]
+            reply = enter(link, terms, shm.Op.attach, staging.size_bytes, memory)
         except (OSError, InvalidRequestError) as error:
             link.close()
             raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
@@ -311,6 +309,16 @@ class ShmTransport(Transport):
             self.calls.call("Release", request, deadline_ms, pb.ReleaseResponse)
         except KVStoreError:
             return  # it ends with the lease's own time
+
+    @override
+    def leave(self) -> None:
+        super().leave()
+        if isinstance(self.calls, LocalLink):
+            self.calls.leave()
+        self._socket.close()  # closes the child's descriptor: the parent's connection stays
+        self._staging.close()
+        self.slabs.leave()
+        self._peers.leave()
 
     @override
     def close(self) -> None:

@@ -136,6 +136,11 @@ class Slabs:
             raise
         return files[0], size_bytes
 
+    def leave(self) -> None:
+        """In a child, once the socket is closed: forget every map and file."""
+        self._lock = threading.Lock()  # another thread may have had it
+        self.close()
+
     def close(self) -> None:
         """Forget every map and file; views and frames that are held keep theirs. Idempotent."""
         with self._lock:

@@ -26,8 +26,8 @@ class StagingMemory:
         self.size_bytes = PARTS * self._part_bytes
         self.descriptor = shm.create_memfd("kvstore-staging", self.size_bytes)
         try:
-            shm.add_seals(self.descriptor, shm.SIZE_SEALS)
             memory = mmap.mmap(self.descriptor, self.size_bytes)
+            shm.add_seals(self.descriptor, shm.STAGING_SEALS)
         except OSError:
             os.close(self.descriptor)
             raise

@@ -213,6 +213,10 @@ class Transport(ABC):
     def close(self) -> None:
         """Release what the transport holds. Idempotent."""
 
+    def leave(self) -> None:
+        """In a child: have what is the parent's be of no use here. Sends nothing."""
+        self.is_spent = True
+
 
 def piece_of(reply: pb.GetResponse) -> FramePiece:
     """Return the bytes that a reply brought."""

@@ -13,6 +13,7 @@ from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
     KVStoreError,
+    LeaseExpiredError,
     TierUnavailableError,
 )
 
@@ -49,6 +50,7 @@ class ZmqLink:
 
         self._is_closing = is_closing
         self._is_given_up = False
+        self._is_left = False
         self._requests = 0
         self._timeout_ms = _SLICE_MS
         self._socket = context.socket(zmq.DEALER)
@@ -102,6 +104,7 @@ class ZmqLink:
 
         more = 0 if payload is None else zmq.SNDMORE
         header = bulk.pack(word)
+        self._check_owner()
         while True:
             try:
                 self._socket.send(header, more)
@@ -122,6 +125,7 @@ class ZmqLink:
         """
         import zmq
 
+        self._check_owner()
         while True:
             self._wait_at_most(0.0 if self._is_given_up else deadline)
             try:
@@ -151,7 +155,7 @@ class ZmqLink:
 
     def is_broken(self) -> bool:
         """Whether the server hung up, could not be reached, or is not waited for any more."""
-        return self._is_given_up or bool(self._events.poll(0))
+        return self._is_left or self._is_given_up or bool(self._events.poll(0))
 
     def has_more(self) -> bool:
         """Whether a message has arrived that was not received yet."""
@@ -175,9 +179,17 @@ class ZmqLink:
         if time.monotonic() >= deadline:
             raise DeadlineError("the server did not answer in time over zmq")
 
+    def leave(self) -> None:
+        """In a child: use the socket, which is the parent's, no more."""
+        self._is_left = True
+
+    def _check_owner(self) -> None:
+        if self._is_left:
+            raise LeaseExpiredError("the connection is the parent process's")
+
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        if not self._socket.closed:
+        if not self._is_left and not self._socket.closed:
             self._socket.disable_monitor()
             self._events.close(0)
             self._socket.close(0)

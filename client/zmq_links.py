@@ -77,6 +77,15 @@ class ZmqLinks:
             for link in self._busy:
                 link.give_up()
 
+    def leave(self) -> None:
+        """In a child: leave the sockets to the parent, whose threads they need."""
+        self._lock = threading.Lock()  # another thread may have had it
+        self._is_closed = True
+        self._links += 1  # one that never ends: the context is not to be ended here
+        for link in (*self._idle, *self._busy):
+            link.leave()
+        self._idle = []
+
     def close(self) -> None:
         """Close those that are idle; requests at work end. Idempotent."""
         with self._lock:

@@ -337,6 +337,13 @@ class ZmqTransport(Transport):
             self._links.give_back(link, is_clean=is_clean)
 
     @override
+    def leave(self) -> None:
+        super().leave()
+        self._memory = FrameMemory(IDLE_FRAME_BYTES)  # another thread may have had its lock
+        self._streams.leave()
+        self._links.leave()
+
+    @override
     def close(self) -> None:
         self._streams.close()
         self._links.close()

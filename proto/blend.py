@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digest, check_chunk_tokens, content_digest, tokens_le32
+from kvstore.proto.text import check_text
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
     DIGEST_BYTES,
@@ -263,6 +264,4 @@ def check_number(field: str, value: float, top: float = math.inf) -> float:
 
 def check_tag(tag: str) -> str:
     """Return *tag* if it can be one. Raises InvalidRequestError."""
-    if len(tag) > MAX_TAG_CHARS or not tag.isprintable():
-        raise InvalidRequestError("tag", tag, f"at most {MAX_TAG_CHARS} printable characters")
-    return tag
+    return check_text("tag", tag, MAX_TAG_CHARS)

@@ -26,7 +26,7 @@ def import_cupy(who: str) -> Any:
         import cupy
     except ImportError as error:
         raise TierUnavailableError(
-            who, f"needs cupy ({error}): install kvstore[gpu] or kvstore[gpu-cuda12]"
+            who, f"needs cupy ({error}): install kvstore-server[gpu] or kvstore-server[gpu-cuda12]"
         ) from None
     except OSError as error:  # it makes the folder of what it compiled as soon as it is loaded
         raise TierUnavailableError(

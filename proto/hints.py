@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.text import check_text
 
 MAX_PRIORITY = 100
 NO_PRIORITY = 50
@@ -56,13 +57,7 @@ class Hints:
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 <= value <= limit:
                 raise InvalidRequestError(f"hints.{name}", value, f"use 0 to {limit}")
-        is_text = isinstance(self.category, str) and self.category.isprintable()
-        if not is_text or len(self.category) > MAX_CATEGORY_CHARS:
-            raise InvalidRequestError(
-                "hints.category",
-                self.category,
-                f"at most {MAX_CATEGORY_CHARS} printable characters",
-            )
+        check_text("hints.category", self.category, MAX_CATEGORY_CHARS)
 
 
 _LIMITS = {

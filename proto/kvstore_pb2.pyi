@@ -118,7 +118,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes", "stream_address", "stream_certificate", "peers")
+    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes", "stream_address", "stream_certificate", "peers", "server_pid", "pid_namespace")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,8 @@ class OpenSessionResponse(_message.Message):
     STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STREAM_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_PID_FIELD_NUMBER: _ClassVar[int]
+    PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     server: Server
     session_id: int
     key_namespace: bytes
@@ -155,7 +157,9 @@ class OpenSessionResponse(_message.Message):
     stream_address: str
     stream_certificate: bytes
     peers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ...) -> None: ...
+    server_pid: int
+    pid_namespace: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., server_pid: _Optional[int] = ..., pid_namespace: _Optional[int] = ...) -> None: ...
 
 class OpenPeerRequest(_message.Message):
     __slots__ = ("node_id",)
@@ -1301,7 +1305,7 @@ class EngineReport(_message.Message):
     def __init__(self, ago_s: _Optional[float] = ..., client: _Optional[str] = ..., model_id: _Optional[str] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "spaces", "gates")
+    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "spaces", "gates", "left_out")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
@@ -1310,6 +1314,7 @@ class ExplainResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     SPACES_FIELD_NUMBER: _ClassVar[int]
     GATES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     server: Server
     hit_chunks: int
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkReason]
@@ -1318,7 +1323,8 @@ class ExplainResponse(_message.Message):
     engines: _containers.RepeatedCompositeFieldContainer[EngineReport]
     spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
     gates: _containers.RepeatedCompositeFieldContainer[Gate]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ...) -> None: ...
+    left_out: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class QuotaRequest(_message.Message):
     __slots__ = ("tenant",)
@@ -1415,18 +1421,22 @@ class ScrubResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., begun: bool = ..., running: bool = ..., passes: _Optional[int] = ..., total_chunks: _Optional[int] = ..., checked_chunks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_chunks: _Optional[int] = ..., unread_chunks: _Optional[int] = ...) -> None: ...
 
 class SpacesRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "skip")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+    skip: int
+    def __init__(self, tenant: _Optional[str] = ..., skip: _Optional[int] = ...) -> None: ...
 
 class SpacesResponse(_message.Message):
-    __slots__ = ("server", "spaces")
+    __slots__ = ("server", "spaces", "left")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SPACES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     server: Server
     spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ...) -> None: ...
+    left: int
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., left: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("session_id", "boot_id", "cursor")

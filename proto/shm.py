@@ -8,8 +8,11 @@ maps nothing that its sender could still truncate under it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
 import mmap
 import os
+import socket
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,9 +24,15 @@ from kvstore.proto.errors import InvalidRequestError
 _REQUEST = struct.Struct("<4sHHQ16s")
 _REPLY = struct.Struct("<4sHHQ16x")
 _MAGIC = b"KVSM"
-_VERSION = 1
+_VERSION = 2
 MESSAGE_BYTES = _REQUEST.size
 assert _REPLY.size == MESSAGE_BYTES
+NONCE_BYTES = 16
+PROOF_BYTES = 16
+GREETING_BYTES = MESSAGE_BYTES + NONCE_BYTES + PROOF_BYTES
+_PROVEN = struct.Struct("<HQ16s16s")
+_PURPOSE = b"kvstore socket"
+_CREDENTIALS = struct.Struct("3i")
 
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
@@ -32,14 +41,18 @@ ARENA_SLAB = 0
 """What a client asks for to map the memory of a device; slabs of CPU memory count from 1."""
 SIZE_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_SEAL
 """The size can never change again: reading a mapping of it cannot fault."""
+STAGING_SEALS = SIZE_SEALS | SEAL_FUTURE_WRITE
+"""Nor can what was written be taken back, so that reading it allocates nothing: only mappings
+made before may write, and the kernel punches no holes."""
 
 
 class Op(IntEnum):
     """What a client asks.
 
-    ``attach`` brings its staging memory and the session's token; ``join`` the token again, on a
-    further connection for calls (proto/calls.py). ``slab`` and ``extent`` ask for descriptors.
-    ``ring`` brings that of device memory to put out of, and in place of a token says which device.
+    ``hello`` says which session it is about, and has the server prove that it is that session's.
+    ``attach`` then brings staging memory and the client's proof; ``join`` a proof, on a further
+    connection for calls (proto/calls.py). ``slab`` and ``extent`` ask for descriptors. ``ring``
+    brings that of device memory to put out of, and in place of a proof says which device.
     """
 
     attach = 1
@@ -48,10 +61,12 @@ class Op(IntEnum):
     call = 4
     extent = 5
     ring = 6
+    hello = 7
 
 
 class Reply(IntEnum):
-    """What the server answers. ``ok`` to ``slab`` comes with the slab's descriptor.
+    """What the server answers. ``ok`` to ``slab`` comes with the slab's descriptor, to ``hello``
+    with a nonce and the server's proof.
 
     ``more``, ``failed`` and ``part`` answer calls only.
     """
@@ -72,7 +87,10 @@ _REPLIES = {int(reply): reply for reply in Reply}
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``arg`` is the size of the staging memory or of the ring, or the slab's id."""
+    """``arg`` is the size of the staging memory or of the ring, the slab's or the session's id.
+
+    ``token`` is a nonce of the client's, its proof, or a device's.
+    """
 
     op: Op
     arg: int
@@ -111,6 +129,36 @@ def unpack_reply(message: bytes) -> tuple[Reply, int]:
     return reply, arg
 
 
+def proof(secret: bytes, op: Op, session_id: int, nonces: tuple[bytes, bytes]) -> bytes:
+    """Return what only who has the session's *secret* can say: of ``hello`` the server, of
+    ``attach`` and ``join`` the client. *nonces* are the client's and the server's of the hello.
+
+    HMAC-SHA256, cut to 16 bytes. The secret itself never goes over the socket: a process that
+    listens in the server's place learns nothing that it could use there.
+    """
+    terms = _PURPOSE + _PROVEN.pack(op, session_id, *nonces)
+    return hmac.new(secret, terms, hashlib.sha256).digest()[:PROOF_BYTES]
+
+
+def pack_greeting(nonce: bytes, proven: bytes) -> bytes:
+    """Return the answer to a hello."""
+    return pack_reply(Reply.ok) + nonce + proven
+
+
+def unpack_greeting(message: bytes) -> tuple[bytes, bytes]:
+    """Return the server's nonce and proof. Raises InvalidRequestError."""
+    reply, _ = unpack_reply(message[:MESSAGE_BYTES])
+    if reply is not Reply.ok or len(message) != GREETING_BYTES:
+        raise InvalidRequestError("hello", reply.name, "open another session")
+    middle = MESSAGE_BYTES + NONCE_BYTES
+    return message[MESSAGE_BYTES:middle], message[middle:]
+
+
+def is_written(descriptor: int, offset: int, size_bytes: int) -> bool:
+    """Whether all of a part of a memfd, within its size, was written: has no hole."""
+    return not size_bytes or os.lseek(descriptor, offset, os.SEEK_HOLE) >= offset + size_bytes
+
+
 def create_memfd(name: str, size_bytes: int) -> int:
     """Return a new memfd of *size_bytes* that can be sealed; the caller owns the descriptor."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -122,10 +170,10 @@ def create_memfd(name: str, size_bytes: int) -> int:
     return descriptor
 
 
-def map_sealed(descriptor: int, most_bytes: int) -> mmap.mmap:
+def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mmap.mmap:
     """Map a memfd of the other side for reading. Raises InvalidRequestError."""
-    if not has_seals(descriptor, SIZE_SEALS):
-        raise InvalidRequestError("memfd", descriptor, "seal its size against changes")
+    if not has_seals(descriptor, seals):
+        raise InvalidRequestError("memfd", descriptor, f"add the seals {seals:#x} to it")
     size_bytes = os.fstat(descriptor).st_size
     if not 0 < size_bytes <= most_bytes:
         raise InvalidRequestError("memfd", size_bytes, f"bring <= {most_bytes} bytes")
@@ -154,3 +202,20 @@ def host_id() -> str:
     """Name this host and its boot: equal on both sides exactly when memory can be shared."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
+
+
+def peer_ids(link: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a Unix socket; of one that listens,
+    those that began to. Raises OSError.
+    """
+    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def pid_namespace() -> int:
+    """Name the space that this process's id is a number of; 0 where the kernel does not say."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

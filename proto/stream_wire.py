@@ -31,6 +31,31 @@ _NO_PAYLOAD = 0xFFFFFFFF
 _TIMEVAL = struct.Struct("@ll")
 
 
+def word_bytes(begun: bytes | memoryview) -> int:
+    """Return how long a word is that begins so, or how much has to be known of it for that.
+
+    Raises InvalidRequestError for what is no word.
+    """
+    if len(begun) < _LENGTHS.size:
+        return _LENGTHS.size
+    header_bytes, _ = _LENGTHS.unpack_from(begun)
+    if header_bytes > MAX_HEADER_BYTES:
+        raise InvalidRequestError("header", header_bytes, f"at most {MAX_HEADER_BYTES} bytes")
+    return _LENGTHS.size + int(header_bytes)
+
+
+def word_of(data: bytes | memoryview) -> tuple[bulk.Word, int]:
+    """Return the word that *data* is, and how long the payload behind it is.
+
+    Raises InvalidRequestError for what is no word.
+    """
+    _, payload_bytes = _LENGTHS.unpack_from(data)
+    header = bytes(data[_LENGTHS.size :])
+    if payload_bytes == _NO_PAYLOAD:
+        return bulk.unpack(header), 0
+    return bulk.unpack(header, payload_bytes), payload_bytes
+
+
 class StreamWire:
     """Owns *link*, a connected socket, or one that TLS goes over. Used by one thread at a time.
 
@@ -55,7 +80,7 @@ class StreamWire:
         self._until = math.inf
         self._is_encrypted = is_encrypted
         self._patience_s = 0.0
-        self._head = memoryview(bytearray(MAX_HEADER_BYTES))
+        self._head = memoryview(bytearray(_LENGTHS.size + MAX_HEADER_BYTES))
         # In plain text the kernel waits for all of a piece: one call for it, and one wake.
         self._flags = 0 if is_encrypted else socket.MSG_WAITALL
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -124,14 +149,11 @@ class StreamWire:
 
         Raises InvalidRequestError for what is no word.
         """
-        self.fill(self._head[: _LENGTHS.size])
-        header_bytes, payload_bytes = _LENGTHS.unpack_from(self._head)
-        if header_bytes > MAX_HEADER_BYTES:
-            raise InvalidRequestError("header", header_bytes, f"at most {MAX_HEADER_BYTES} bytes")
-        self.fill(self._head[:header_bytes])
-        has_payload = payload_bytes != _NO_PAYLOAD
-        word = bulk.unpack(bytes(self._head[:header_bytes]), payload_bytes if has_payload else None)
-        return word, payload_bytes if has_payload else 0
+        lengths = self._head[: _LENGTHS.size]
+        self.fill(lengths)
+        size = word_bytes(lengths)
+        self.fill(self._head[_LENGTHS.size : size])
+        return word_of(self._head[:size])
 
     def take(self, size_bytes: int) -> bytes:
         """Return so many bytes of a payload that is no part of a frame.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -9,6 +10,7 @@ from typing import NewType
 
 from kvstore.proto.errors import LayoutMismatchError, RepresentationError
 from kvstore.proto.plans import LoadPlan
+from kvstore.proto.text import check_text
 
 Namespace = NewType("Namespace", bytes)
 """16 bytes: keyed hash of (tenant salt, Representation). See ``keys.namespace``."""
@@ -28,6 +30,16 @@ DEFAULT_CHUNK_TOKENS = 256
 MIN_CHUNK_TOKENS = 16
 """The shortest last chunk worth its metadata."""
 MAX_CHUNK_TOKENS = 8192
+
+MAX_IDENTITY_CHARS = 256
+"""Of each text in a Representation."""
+MAX_LAYERS = 512
+MAX_LAYER_GROUPS = 32
+MAX_ROPE_FACTORS = 32
+MAX_FACTOR_CHARS = 64
+"""Of the name of one."""
+_LAYER_IDS = tuple(range(MAX_LAYERS))
+"""Shared by all Representations: a server keeps a thousand of them."""
 
 
 class DType(IntEnum):
@@ -92,8 +104,8 @@ class Fidelity(IntEnum):
 class LayerGroup:
     """Layers of one model that keep KV of the same kind and shape.
 
-    ``layer_ids`` are the model's own layer numbers, ascending. ``window_tokens`` is 0 for
-    every kind but ``window``.
+    ``layer_ids`` are the model's own layer numbers, ascending and below MAX_LAYERS.
+    ``window_tokens`` is 0 for every kind but ``window``.
     """
 
     kind: LayerKind
@@ -104,10 +116,15 @@ class LayerGroup:
     window_tokens: int = 0
 
     def __post_init__(self) -> None:
+        check_count("layer_ids", len(self.layer_ids), MAX_LAYERS)
         if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise RepresentationError(
                 "layer_ids", self.layer_ids, "name each layer of the group once, ascending"
             )
+        if not 0 <= self.layer_ids[0] <= self.layer_ids[-1] < MAX_LAYERS:
+            fix = f"number layers from 0 to {MAX_LAYERS - 1}"
+            raise RepresentationError("layer_ids", self.layer_ids, fix)
+        object.__setattr__(self, "layer_ids", tuple(_LAYER_IDS[one] for one in self.layer_ids))
         for name in ("kv_heads", "head_dim"):
             if not 1 <= getattr(self, name) < 1 << 24:
                 raise RepresentationError(name, getattr(self, name), "give a positive count")
@@ -147,6 +164,12 @@ class RopeParameters:
     def __post_init__(self) -> None:
         if not self.scaling or not is_text(self.scaling):
             raise RepresentationError("rope.scaling", self.scaling, "name the rule, or 'none'")
+        check_text("rope.scaling", self.scaling, MAX_FACTOR_CHARS, RepresentationError)
+        check_count("rope.factors", len(self.factors), MAX_ROPE_FACTORS)
+        for name, _ in self.factors:
+            check_text("rope.factors", name, MAX_FACTOR_CHARS, RepresentationError)
+            if not name.isascii():
+                raise RepresentationError("rope.factors", name, "name them in ASCII")
         if list(self.factors) != sorted(self.factors):
             raise RepresentationError("rope.factors", self.factors, "sort them by name")
         if not all(is_text(name) for name, _ in self.factors):
@@ -176,13 +199,24 @@ class Representation:
             value = getattr(self, name)
             if not is_text(value) or not value.strip():
                 raise RepresentationError(name, value, fix)
+            check_text(name, value, MAX_IDENTITY_CHARS, RepresentationError)
+        if _WORD_ENDS.sub("", self.model_revision.lower()).rpartition("/")[2] in _NO_REVISIONS:
+            fix = f"{_IDENTITY_FIXES['model_revision']}: this is what others are called, too"
+            raise RepresentationError("model_revision", self.model_revision, fix)
         if self.layout_version < 1:
             raise RepresentationError("layout_version", self.layout_version, "use 1")
+        check_count("layer_groups", len(self.layer_groups), MAX_LAYER_GROUPS)
         if not self.layer_groups:
             raise RepresentationError("layer_groups", (), "describe every layer that keeps KV")
         ids = [layer for group in self.layer_groups for layer in group.layer_ids]
         if len(ids) != len(set(ids)):
             raise RepresentationError("layer_groups", ids, "put each layer into one group")
+
+
+def check_count(field: str, count: int, most: int) -> None:
+    """Raise RepresentationError when an identity has more than *most* of something."""
+    if count > most:
+        raise RepresentationError(field, count, f"at most {most}")
 
 
 _IDENTITY_FIXES = {
@@ -192,6 +226,15 @@ _IDENTITY_FIXES = {
     "quantization": "name the KV quantisation, or 'none'",
     "tokenizer_digest": "give a digest of the tokenizer's files",
 }
+_NO_REVISIONS = frozenset(
+    {
+        *("main", "master", "head", "trunk", "dev", "develop", "latest", "stable", "default"),
+        *("commit", "commit_hash", "revision", "model_revision", "sha", "digest", "branch", "tag"),
+        *("unknown", "todo", "tbd", "xxx"),
+    }
+)
+"""Names of branches, and what examples have in a revision's place."""
+_WORD_ENDS = re.compile(r"^[^a-z0-9]+|[^a-z0-9]+$")
 
 
 @dataclass(frozen=True, slots=True)

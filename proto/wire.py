@@ -24,6 +24,9 @@ from kvstore.proto.portion import Extent, Portion
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
+    MAX_LAYER_GROUPS,
+    MAX_LAYERS,
+    MAX_ROPE_FACTORS,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
@@ -37,6 +40,7 @@ from kvstore.proto.types import (
     Namespace,
     Representation,
     RopeParameters,
+    check_count,
 )
 
 FEATURE_SHARED_MEMORY = 1
@@ -200,6 +204,11 @@ def representation_from_message(message: pb.Representation) -> Representation:
     """Return the checked Representation. Raises RepresentationError naming the field."""
     if not message.HasField("rope"):
         raise RepresentationError("rope", None, "give the rope parameters, or scaling='none'")
+    # Here too, before a value is made of each of them.
+    check_count("rope.factors", len(message.rope.factors), MAX_ROPE_FACTORS)
+    check_count("layer_groups", len(message.layer_groups), MAX_LAYER_GROUPS)
+    for group in message.layer_groups:
+        check_count("layer_ids", len(group.layer_ids), MAX_LAYERS)
     return Representation(
         model_id=message.model_id,
         model_revision=message.model_revision,

@@ -5,14 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import structlog
+
+logger = structlog.get_logger(__name__)
+
 
 class Breaker:
     """Closed (in use), open (left alone), or half open (one attempt may try).
 
-    Thread-safe. *clock* returns monotonic seconds.
+    Thread-safe. *name* is the medium's in the log, which has a line for each opening and closing;
+    *clock* returns monotonic seconds.
     """
 
-    def __init__(self, failures: int, retry_ms: int, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, failures: int, retry_ms: int, clock: Callable[[], float]) -> None:
+        self._name = name
         self._limit = failures
         self._retry_s = retry_ms / 1000
         self._clock = clock
@@ -48,8 +54,11 @@ class Breaker:
     def succeed(self) -> None:
         """Close after the medium answered."""
         with self._lock:
+            was_open = self._failed >= self._limit
             self._failed = 0
             self._reason = ""
+        if was_open:
+            logger.warning("circuit breaker closed: in use again", medium=self._name)
 
     def fail(self, reason: str) -> None:
         """Count a failure of the medium."""
@@ -58,3 +67,9 @@ class Breaker:
             self._reason = reason
             if self._failed >= self._limit:
                 self._open_until = self._clock() + self._retry_s
+            has_opened = self._failed == self._limit
+        if has_opened:
+            logger.warning(
+                "circuit breaker opened: not used, but tried again",
+                medium=self._name, failures=self._limit, retry_s=self._retry_s, reason=reason,
+            )  # fmt: skip

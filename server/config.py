@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
 from kvstore.server.blend.blend_config import BlendSettings
@@ -33,7 +34,7 @@ from kvstore.server.settings import placement_config as placement
 from kvstore.server.settings.admission_config import AdmissionSettings
 from kvstore.server.settings.codec_config import CodecName, TenantCodecs
 from kvstore.server.settings.disk_config import DiskFolders, absolute
-from kvstore.server.settings.flags import flag_of, parse_flags
+from kvstore.server.settings.flags import SHORT_NAMES, flag_of, parse_flags
 from kvstore.server.settings.gpu_config import GpuConfig
 from kvstore.server.settings.policy_config import CategoryTerms, TenantQuotas, TierPolicies
 from kvstore.server.settings.redis_config import RedisSettings, check_access
@@ -367,17 +368,28 @@ def load_with_origins(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, str]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     if path:
-        values |= read_settings(Path(str(path)))
-        origins |= dict.fromkeys(values, str(path))
+        values = _by_full_name(read_settings(Path(str(path))))
+        origins = dict.fromkeys(values, str(path))
     environment = _read_environment()
-    values |= environment
-    origins |= {name: _PREFIX + name.upper() for name in environment}
+    values |= _by_full_name(dict(environment))
+    origins |= {SHORT_NAMES.get(name, name): _PREFIX + name.upper() for name in environment}
     values |= flags
     origins |= {name: flag_of(name) for name in flags}
     try:
         return ServerConfig.model_validate(values), origins
     except ValidationError as error:
         raise refusal(error, values, origins, ServerConfig.model_fields) from None
+
+
+def _by_full_name(given: dict[str, object]) -> dict[str, object]:
+    """Return settings by their full names. Raises InvalidRequestError for one given by both."""
+    for short in given.keys() & SHORT_NAMES.keys():
+        name, value = SHORT_NAMES[short], given.pop(short)
+        if name in given:
+            shown = "***" if name == "redis_url" else value
+            raise InvalidRequestError(short, shown, f"is {name} too; give one of the two")
+        given[name] = value
+    return given
 
 
 def _read_environment() -> dict[str, object]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hmac
 import mmap
 import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -26,7 +28,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.sessions import Challenge, Session, SessionTable
+from kvstore.server.trust.doorkeeper import Door
 from kvstore.server.unix_socket import can_send, is_trusted, listen
 
 CONNECTIONS_PER_SESSION = 16
@@ -34,8 +37,15 @@ SEND_WITHIN_S = 5
 _POLL_S = 0.5
 _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
+_STAGING_DESCRIPTORS = 2
+"""Of a session's memory: the map has one of its own."""
 _IN_A_ROW = 16
 """Messages of one peer before others have their turn."""
+
+_METHODS = {shm.Op.slab: "Slab", shm.Op.extent: "Extent", shm.Op.ring: "Ring"}
+"""What roles and the audit log call an operation; all others are ways to attach."""
+_ATTACH = "Attach"
+_ORIGIN = "unix"
 
 logger = structlog.get_logger(__name__)
 
@@ -54,11 +64,15 @@ Answer = Callable[[Session, shm.Request, bytes], Generator[Packet, None, None]]
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """``threads`` answer at once; ``max_sessions`` peers may be about to say who they are."""
+    """``threads`` answer at once; ``max_sessions`` peers may be about to say who they are.
+
+    Connections and staging memory have ``max_descriptors`` of the process in all.
+    """
 
     max_sessions: int
     max_staging_bytes: int
     threads: int
+    max_descriptors: int
 
 
 @dataclass(slots=True, eq=False)
@@ -66,13 +80,24 @@ class _Peer:
     connection: socket.socket
     since: float
     session: Session | None = None
+    challenge: Challenge | None = None
+    """Of its hello, until it is answered."""
     staging_map: mmap.mmap | None = field(default=None, repr=False)
     is_busy: bool = False
     """A thread serves it: nobody else may close its connection."""
 
 
+class _Staging(NamedTuple):
+    """A session's memory, and a descriptor of it, ours to close, that says what was written."""
+
+    memory: Bytes
+    descriptor: int
+
+
 class DataPlane:
-    """Listen on *path*, check who connects, hand out slabs, take in staging memory, answer calls.
+    """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
+
+    *door* says what each session may, and has it written down.
 
     Several threads wait for messages side by side: whoever gets one answers it, so that no
     call is handed from thread to thread. The end of the connection that brought a session's
@@ -85,24 +110,21 @@ class DataPlane:
         self,
         path: Path,
         sessions: SessionTable,
-        slab_file: SlabFile,
+        files: Mapping[shm.Op, SlabFile],
         clock: Callable[[], float],
         limits: PlaneLimits,
-        extent_file: SlabFile | None = None,
+        door: Door,
     ) -> None:
         self.path = path
         self._sessions = sessions
-        self._files = {shm.Op.slab: slab_file}
-        if extent_file is not None:
-            self._files[shm.Op.extent] = extent_file
+        self._files = files
         self._clock = clock
         self._limits = limits
-        self.refused: Callable[[str], None] = lambda outcome: None
-        """Told of who was not let in, by the name of an error."""
+        self._door = door
         self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
-        self._staging: dict[int, Bytes] = {}
+        self._staging: dict[int, _Staging] = {}
         # Guards the two above, for dictionary operations only.
         self._lock = threading.Lock()
         self._listener = listen(path)
@@ -132,7 +154,20 @@ class DataPlane:
         staging = self._staging.get(session_id)
         if staging is None:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
-        return staging
+        return staging.memory
+
+    def check_written(self, session_id: int, offset: int, size_bytes: int) -> None:
+        """Raise InvalidRequestError for a part of staging memory that its session never wrote.
+
+        Reading it would allocate it, and the server would pay. What lies outside has no bytes.
+        """
+        with self._lock:  # or else its end could close the descriptor
+            staging = self._staging.get(session_id)
+            if staging is None or offset + size_bytes > len(staging.memory):
+                return
+            is_written = shm.is_written(staging.descriptor, offset, size_bytes)
+        if not is_written:
+            raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
 
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
@@ -210,10 +245,11 @@ class DataPlane:
         connection.setblocking(False)
         is_welcome = is_trusted(connection)
         if not is_welcome:
-            self.refused(PermissionDeniedError.__name__)
+            self._door.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
             is_welcome = is_welcome and strangers < self._limits.max_sessions
+            is_welcome = is_welcome and self._has_room(1)
             if is_welcome:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
         if not is_welcome:
@@ -223,6 +259,11 @@ class DataPlane:
             self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
         except (OSError, ValueError):  # no room for more, or closing
             self._hang_up(peer)
+
+    def _has_room(self, descriptors: int) -> bool:
+        """Whether so many more are left for peers. For holders of the lock."""
+        used = len(self._peers) + _STAGING_DESCRIPTORS * len(self._staging)
+        return used + descriptors <= self._limits.max_descriptors
 
     def _drop_idlers(self) -> None:
         """Hang up on peers that never said who they are, and on those whose session ended."""
@@ -276,6 +317,7 @@ class DataPlane:
 
     def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
         """Answer one message. False when the peer hung up or is to be hung up on."""
+        request: shm.Request | None = None
         try:
             if not message:
                 return False
@@ -288,16 +330,21 @@ class DataPlane:
             if body:
                 raise InvalidRequestError("message", len(message), f"send {shm.MESSAGE_BYTES}")
             self._obey(peer, request, descriptors)
-        except UnauthenticatedError:
-            self.refused(UnauthenticatedError.__name__)
-            peer.connection.send(shm.pack_reply(shm.Reply.denied))
         except KVStoreError as error:
-            logger.info("data plane refused", reason=str(error))
-            peer.connection.send(shm.pack_reply(shm.Reply.invalid))
+            self._refuse(peer, request, error)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
+
+    def _refuse(self, peer: _Peer, request: shm.Request | None, error: KVStoreError) -> None:
+        logger.info("data plane refused", reason=str(error))
+        if request is not None:  # or else it is noise, which nobody wants written down
+            method = _METHODS.get(request.op, _ATTACH)
+            self._door.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
+        is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
+        reply = shm.Reply.denied if is_denied else shm.Reply.invalid
+        peer.connection.send(shm.pack_reply(reply))
 
     def _take_call(self, peer: _Peer, request: shm.Request, body: bytes) -> bool:
         if peer.session is None:
@@ -333,20 +380,27 @@ class DataPlane:
             self._ring(peer, request, descriptors[0])
         elif peer.session is not None:
             raise InvalidRequestError("op", request.op.name, "this connection has a session")
+        elif request.op is shm.Op.hello:
+            peer.challenge = challenge = self._sessions.challenge(request.arg, request.token)
+            proven = challenge.proof(shm.Op.hello)
+            peer.connection.send(shm.pack_greeting(challenge.nonces[1], proven))
+            return
         elif request.op is shm.Op.attach:
             self._attach(peer, request, descriptors[0])
         else:
-            self._join(peer, request.token)
+            self._join(peer, request)
         peer.connection.send(shm.pack_reply(shm.Reply.ok))
 
     def _send_file(self, peer: _Peer, request: shm.Request) -> None:
-        if peer.session is None:
-            raise UnauthenticatedError("attach before asking for slabs and extents")
+        session = self._admitted(peer, request.op)
+        if request.op is shm.Op.extent and "write" not in session.roles:
+            # As the server's user it can open the file anew through /proc, for writing too.
+            raise PermissionDeniedError("Extent: this session may not write, and gets copies")
         file = self._files.get(request.op)
         if file is None:
             raise InvalidRequestError("op", request.op.name, "this server shares no files")
         try:
-            descriptor, size_bytes = file(request.arg, peer.session.tenant)
+            descriptor, size_bytes = file(request.arg, session.tenant)
         except OSError as error:  # out of descriptors, say: no reason to end the session
             raise TierUnavailableError(request.op.name, f"cannot be opened: {error}") from None
         try:
@@ -354,28 +408,44 @@ class DataPlane:
             socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
             os.close(descriptor)
+        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+
+    def _admitted(self, peer: _Peer, op: shm.Op) -> Session:
+        """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
+        session = peer.session
+        if session is None or session.is_closed:
+            raise UnauthenticatedError(f"{op.name}: attach with a session that is open first")
+        self._door.admit(session, _METHODS[op])
+        return session
 
     def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
-        memory = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
+        most_bytes = self._limits.max_staging_bytes
+        memory = shm.map_sealed(descriptor, most_bytes, shm.STAGING_SEALS)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
-        session = self._sessions.attach(request.token)
+        session = _proven(peer, request)
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
+            if not self._has_room(_STAGING_DESCRIPTORS):
+                most = self._limits.max_descriptors
+                raise QuotaExceededError("descriptors", most, "the Unix socket: raise ulimit -n")
+            staging = _Staging(np.frombuffer(memory, np.uint8), os.dup(descriptor))
+            self._staging[session.session_id] = staging
             peer.session, peer.staging_map = session, memory
-            self._staging[session.session_id] = np.frombuffer(memory, np.uint8)
+            session.is_attached = True
 
     def _ring(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
-        if peer.session is None or peer.staging_map is None:
-            raise UnauthenticatedError("attach before bringing a ring, on the same connection")
+        session = self._admitted(peer, request.op)
+        if peer.staging_map is None:
+            raise UnauthenticatedError("bring a ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
         exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
-        self.take_ring(peer.session, request, np.frombuffer(exported, np.uint8))
+        self.take_ring(session, request, np.frombuffer(exported, np.uint8))
 
-    def _join(self, peer: _Peer, token: bytes) -> None:
-        session = self._sessions.of_token(token)
+    def _join(self, peer: _Peer, request: shm.Request) -> None:
+        session = _proven(peer, request)
         with self._lock:
             if session.session_id not in self._staging:
                 raise InvalidRequestError("join", session.session_id, "attach first")
@@ -392,9 +462,26 @@ class DataPlane:
                 return
             if peer.session is not None and peer.staging_map is not None:
                 # A commit that runs holds its own reference to the mapping until it is done.
-                self._staging.pop(peer.session.session_id, None)
+                os.close(self._staging.pop(peer.session.session_id).descriptor)
         with suppress(OSError, ValueError):
             self._poll.unregister(peer.connection)
         peer.connection.close()
         if peer.session is not None and peer.staging_map is not None:
             self._sessions.close(peer.session.session_id)
+
+
+def _proven(peer: _Peer, request: shm.Request) -> Session:
+    """Return the session of the peer's hello, once: its next proof needs another.
+
+    Raises UnauthenticatedError, and PermissionDeniedError for who has no use for memory: another
+    server, an admin.
+    """
+    challenge, peer.challenge = peer.challenge, None
+    if challenge is None or not hmac.compare_digest(challenge.proof(request.op), request.token):
+        raise UnauthenticatedError("say hello, and prove that the session is yours")
+    session = challenge.session
+    if session.is_closed:
+        raise UnauthenticatedError("the session ended; open another")
+    if not session.roles & {"read", "write"}:
+        raise PermissionDeniedError("Attach: this session may neither read nor write")
+    return session

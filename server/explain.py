@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.known_spaces import Differing, KnownSpaces, Space
+from kvstore.server.known_spaces import Differing, KnownSpaces, Space, nearest
 from kvstore.server.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.policy.state_admission import StateAdmission
 from kvstore.server.shelf import Shelf
@@ -20,6 +21,9 @@ _SEARCHED = 32
 """Of the others, those that differ least are searched for so many of a prompt's chunks."""
 
 _COUNTED = 6
+
+_MAX_TOLD = 4
+"""Fields in which two identities differ, named for each chunk."""
 
 Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
 """Tiers and what lies there, in the order in which they are read."""
@@ -106,9 +110,47 @@ class Explainer:
     def others(self, space: Namespace) -> Others:
         """Return the other spaces of its tenant, those that differ least first."""
         asked = self.spaces.of(space)
-        return self.spaces.nearest(asked)[:_SEARCHED] if asked is not None else ()
+        return nearest(asked, self.spaces.others(asked))[:_SEARCHED] if asked is not None else ()
 
-    def reason(self, key: ChunkKey, others: Others, least: Fidelity = Fidelity.exact) -> Reason:
+    def others_with(self, space: Namespace, key: ChunkKey) -> Others:
+        """Return a few other spaces of its tenant that have the chunk of the same tokens.
+
+        To compare two identities takes longer than to look for a chunk.
+        """
+        asked = self.spaces.of(space)
+        if asked is None:
+            return ()
+        found = (other for other in self.spaces.others(asked) if self._has(other, key))
+        return nearest(asked, islice(found, MAX_NEAR))
+
+    def of_miss(self, key: ChunkKey, least: Fidelity) -> Reason:
+        """Say why a lookup that just ended did not find *key*, in some tens of microseconds.
+
+        Whether another identity has it is left to :meth:`later`, which takes longer.
+        """
+        found = self.reason(key, (), least, ago="before")
+        if found.state != "ready":
+            return found
+        text = "here, but of no use: no prefix that ends here or further was ready in time"
+        return replace(found, state="no_end", text=text)
+
+    def later(self, miss: Reason, others: Others) -> Reason:
+        """Return the reason of a miss with what can be said of its chunk only now."""
+        if miss.state == "unknown":
+            named = self._elsewhere(miss.key, others)
+            miss = miss if named is None else named
+        if miss.state == "no_end" or self.reason(miss.key, ()).state != "ready":
+            return miss
+        return replace(miss, text=f"{miss.text}; stored since")
+
+    def reason(
+        self,
+        key: ChunkKey,
+        others: Others,
+        least: Fidelity = Fidelity.exact,
+        *,
+        ago: str = "ago",
+    ) -> Reason:
         """Say of one chunk why it can be read, or why not; *others* are those of its space."""
         seen = self._catalog.sighting(key)
         order = [name for name in self._shelves if name in seen.copies]
@@ -123,10 +165,10 @@ class Explainer:
             return Reason(key, "pending", "promised: a session is about to put it")
         outcome = self._outcomes.of(key)
         if outcome is not None:
-            return Reason(key, outcome.fate.value, self._told(outcome))
-        named = next((differing for other, differing in others if self._has(other, key)), None)
+            return Reason(key, outcome.fate.value, self._told(outcome, ago))
+        named = self._elsewhere(key, others)
         if named is not None:
-            return Reason(key, "other_identity", f"stored under another identity: {_said(named)}")
+            return named
         if seen.is_ghost:
             return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
         return Reason(key, "unknown", "never stored here, or forgotten since")
@@ -143,8 +185,8 @@ class Explainer:
             return Reason(key, "tier_down", f"on {fit[0]}, which is left alone: {why}", copies)
         return Reason(key, "ready", f"on {up[0]}", copies)
 
-    def _told(self, outcome: Outcome) -> str:
-        ago = f"{max(0.0, self._clock() - outcome.at_s):.0f} s ago"
+    def _told(self, outcome: Outcome, word: str) -> str:
+        ago = f"{max(0.0, self._clock() - outcome.at_s):.0f} s {word}"
         where = f" from {outcome.tier}" if outcome.tier else ""
         detail = f": {outcome.detail}" if outcome.detail else ""
         return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
@@ -165,13 +207,22 @@ class Explainer:
         ]
         return [near for near in counted if near.chunks][:MAX_NEAR]
 
+    def _elsewhere(self, key: ChunkKey, others: Others) -> Reason | None:
+        """Return the reason of a chunk that one of *others* has; None where none has it."""
+        named = next((differing for other, differing in others if self._has(other, key)), None)
+        if named is None:
+            return None
+        return Reason(key, "other_identity", f"stored under another identity: {_said(named)}")
+
     def _has(self, space: Space, key: ChunkKey) -> bool:
         """Whether *space* has the chunk of the same tokens."""
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
 
 
 def _said(differing: Sequence[Differing]) -> str:
-    return "; ".join(f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing)
+    told = [f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing[:_MAX_TOLD]]
+    more = [f"{len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else []
+    return "; ".join(told + more)
 
 
 _SENTENCES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from kvstore.server.policy.chunk_classes import OWNS
 from kvstore.server.policy.density import AGE_BINS
 from kvstore.server.policy.history_state import CHUNK, CLASS, HistoryState
 from kvstore.server.space_records import MAX_RECORDS_BYTES, pack_spaces, unpack_spaces
+from kvstore.tiers.disk_folder import write_durably
 
 FILE_NAME = "history.kvh"
 MAX_CHUNKS = 1 << 19
@@ -129,13 +129,7 @@ def write_history(folder: Path, saved: SavedHistory) -> None:
 
     Raises OSError.
     """
-    path = folder / FILE_NAME
-    fresh = path.with_suffix(".new")
-    with open(fresh, "wb") as file:
-        file.write(saved.pack())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    write_durably(folder / FILE_NAME, saved.pack())
 
 
 def read_history(folder: Path) -> SavedHistory | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from kvstore.proto.types import Namespace, Representation
 from kvstore.server.sessions import Session
 
 MAX_SPACES = 256
-"""Namespaces that are remembered; the one whose last session opened longest ago goes first."""
+"""Namespaces that are remembered. Of the tenant with the most the one goes first whose last session
+opened longest ago."""
 
 ABSENT = "none"
 MAX_TEXT_CHARS = 120
@@ -50,8 +51,15 @@ class KnownSpaces:
         with self._lock:
             self._spaces.pop(session.namespace, None)
             if len(self._spaces) >= MAX_SPACES:
-                self._spaces.popitem(last=False)
+                self._forget_one()
             self._spaces[session.namespace] = space
+
+    def _forget_one(self) -> None:
+        """No tenant's models push out those of a tenant that has fewer."""
+        counts = Counter(space.tenant for space in self._spaces.values())
+        most = max(counts.values())
+        oldest = next(n for n, space in self._spaces.items() if counts[space.tenant] == most)
+        del self._spaces[oldest]
 
     def restore(self, spaces: Sequence[Space]) -> None:
         """Take note of what an earlier run knew, before any session is opened."""
@@ -68,14 +76,21 @@ class KnownSpaces:
         with self._lock:
             return list(reversed(self._spaces.values()))
 
-    def nearest(self, asked: Space) -> list[tuple[Space, list[Differing]]]:
-        """Return the other spaces of the tenant of *asked*, those that differ least first."""
-        others = [
-            (space, differences(space.representation, asked.representation))
+    def others(self, asked: Space) -> list[Space]:
+        """Return the other spaces of the tenant of *asked*, the latest first."""
+        return [
+            space
             for space in self.all()
             if space.tenant == asked.tenant and space.namespace != asked.namespace
         ]
-        return sorted(others, key=lambda pair: len(pair[1]))
+
+
+def nearest(asked: Space, others: Iterable[Space]) -> list[tuple[Space, list[Differing]]]:
+    """Return in what *others* differ from *asked*, those that differ least first."""
+    compared = [
+        (space, differences(space.representation, asked.representation)) for space in others
+    ]
+    return sorted(compared, key=lambda pair: len(pair[1]))
 
 
 def differences(stored: Representation, asked: Representation) -> list[Differing]:

@@ -13,6 +13,7 @@ from kvstore.server.index.knowledge import Origin
 from kvstore.server.outcomes import Fate
 from kvstore.server.policy.admission import Moment
 from kvstore.server.policy.state_admission import StateAdmission
+from kvstore.server.refill import Refill
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Room, Shelf
 from kvstore.server.transfer import Transfers
@@ -63,11 +64,18 @@ class Landing:
         self._bare: dict[int, KVLayout] = {}
         self._catalog = transfers.catalog
         self._reserved = transfers.reserved
+        shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
+        self._refills = [Refill(transfers, shelf) for shelf in shared]
         self.counters = transfers.counters
         self.clock = transfers.clock
         cpu = transfers.cpu_tier
         wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
         self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
+
+    def tick(self) -> None:
+        """Have shared tiers asked for what they may have lost. Called a few times a second."""
+        for refill in self._refills:
+            refill.tick()
 
     def reserve(
         self, session: Session, info: ChunkInfo, deadline: float, said: Said
@@ -116,6 +124,8 @@ class Landing:
         if not self._catalog.begin_put(key):
             self.counters.add("put_existing_chunks")
             self._hint(key, hints)
+            for refill in self._refills:
+                refill.put_again(key)
             return PutResult(PutOutcome.exists, note)
         return None
 

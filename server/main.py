@@ -8,14 +8,19 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from typing import TextIO, cast
 
 import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig, load_config
+from kvstore.server.memory_limit import check_memory
 from kvstore.server.node import Node
+from kvstore.server.rate_limit import LogLimit
 from kvstore.server.rpc.request_ids import add_request_id
+from kvstore.server.settings.units import join_endpoint
 
 GRACE_S = 20.0
 KEPT_BYTES = 64 << 20
@@ -23,6 +28,8 @@ KEPT_BYTES = 64 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_BYTES = 32 << 20
 EXIT_CANNOT_START = 2
+
+logger = structlog.get_logger(__name__)
 
 
 def create_server(config: ServerConfig) -> tuple[Node, int]:
@@ -34,30 +41,57 @@ def create_server(config: ServerConfig) -> tuple[Node, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop. Returns the exit status: 0, or 2 when it could not start."""
     try:
+        os.umask(0o077)  # what it writes is nobody else's to read
         config = load_config(sys.argv[1:] if argv is None else argv)
         _set_up_logs(config)
         keep_freed_memory()
+        check_memory(config)
         node, port = create_server(config)
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    told = _listen_for_signals()
+    if node.trust.authenticator.is_open and not config.insecure:
+        logger.warning(
+            "every user of this host can read and write all chunks",
+            fix="give --auth-keys, or --insecure where that is meant",
+        )
+    told, out = _listen_for_signals(), _Output(sys.stdout)
     node.start()
     gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more
-    host, _ = config.listen_address
-    print(
-        f"kvstore-server listening on {host}:{port} tiers={','.join(config.tiers)} "
-        f"recovered_chunks={node.recovered_chunks}",
-        flush=True,
-    )
-    os.read(told, 1)
+    where = join_endpoint(config.listen_address[0], port)
+    tiers = ",".join(config.tiers)
+    recovered = f"recovered_chunks={node.recovered_chunks}"
+    out.write(f"kvstore-server listening on {where} tiers={tiers} {recovered}\n")
+    while os.read(told, 1)[0] == signal.SIGHUP:
+        logger.info("SIGHUP", does="keys and certificates are read again once they are replaced")
     clean = node.stop(GRACE_S)
-    print(f"kvstore-server stopped clean={str(clean).lower()}", flush=True)
+    out.write(f"kvstore-server stopped clean={str(clean).lower()}\n")
     return 0
 
 
+class _Output:
+    """A standard stream whose reader may have gone: what is written then is lost, and no call fails
+    for it, nor the end of the process.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # Python writes what is left as it ends
+            os.close(nowhere)
+
+    def flush(self) -> None:
+        """Do nothing: all is written."""
+
+
 def _listen_for_signals() -> int:
-    """Return a descriptor that can be read once SIGTERM or SIGINT has come.
+    """Return a descriptor from which the numbers of signals can be read that have come.
 
     Python's handlers run in the main thread, which waits on; a kernel may give the signal to any
     other. What is written here wakes the main thread whoever got it.
@@ -65,7 +99,7 @@ def _listen_for_signals() -> int:
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     return told
 
@@ -90,6 +124,7 @@ def _set_up_logs(config: ServerConfig) -> None:
     )
     structlog.configure(
         processors=[
+            LogLimit(time.monotonic),
             structlog.processors.add_log_level,
             add_request_id,
             structlog.processors.TimeStamper(fmt="iso"),
@@ -99,5 +134,5 @@ def _set_up_logs(config: ServerConfig) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[config.log_level.upper()]
         ),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Output(sys.stderr))),
     )

@@ -357,6 +357,7 @@ class TierManager:
         self._finder.forget_hearsay()
         self._prefetch.sweep(self.catalog.is_leased)
         self.transfers.leave_doubles()
+        self.landing.tick()
 
     def _drop_expired(self) -> None:
         """Free chunks whose time to live is up, but those that somebody reads."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import structlog
+
 from kvstore.proto.types import ChunkKey
 from kvstore.server.auto_codec import LANE
 from kvstore.server.breaker import Breaker
@@ -27,6 +29,8 @@ from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
 from kvstore.server.tier_start import open_tiers
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import Tier
+
+logger = structlog.get_logger(__name__)
 
 PIN_LIMIT_PERCENT = 50
 WORKERS_PER_WAITER = 4
@@ -55,6 +59,9 @@ def build_manager(
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
     policies = Policies(config, capacities, time.perf_counter)
     shelves = [_shelf(config, tier, policies, clock, models) for tier in tiers]
+    for tier in tiers:
+        if tier.trouble:
+            logger.warning("tier is down at start", tier=tier.name, reason=tier.trouble)
     counters.add("dropped_rows", sum(shelf.tier.dropped_rows for shelf in shelves))
     lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}
     lanes[LANE] = 1
@@ -90,7 +97,7 @@ def build_manager(
 def _shelf(
     config: ServerConfig, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
 ) -> Shelf:
-    breaker = Breaker(config.breaker_failures, config.breaker_retry_ms, clock)
+    breaker = Breaker(f"tier {tier.name}", config.breaker_failures, config.breaker_retry_ms, clock)
     name = config.codecs[tier.name]
     is_open = is_auto(name)  # until it is measured
     codec = NamedCodec(f"{name}, measuring", lossless_codec()) if is_open else NamedCodec.of(name)

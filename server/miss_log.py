@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from heapq import nsmallest
 from typing import NamedTuple
 
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.text import printable
+from kvstore.proto.types import Match
 from kvstore.proto.wire import REFUSED
+from kvstore.server.explain import Reason
 from kvstore.server.sessions import Session
 
 MAX_MISSES = 1024
@@ -24,11 +27,11 @@ MAX_REASON_CHARS = 240
 
 
 class LoggedMiss(NamedTuple):
-    """One lookup. *key* is the first chunk that was not found, *asked* how many chunks were."""
+    """One lookup of *asked* chunks. *reason* is why the first that was not found was not, then."""
 
     at_s: float
     session: Session
-    key: ChunkKey
+    reason: Reason
     asked: int
     ready: int
     pending: int
@@ -52,28 +55,26 @@ class MissLog:
         # Guards both; held for appends and copies of lists only.
         self._lock = threading.Lock()
 
-    def note(self, session: Session, keys: Sequence[ChunkKey], ready: int, pending: int) -> None:
-        """Take note of a lookup; one that found everything is none of ours."""
-        if ready >= len(keys):
-            return
-        miss = LoggedMiss(self._clock(), session, keys[ready], len(keys), ready, pending)
+    def note(self, session: Session, asked: int, match: Match, reason: Reason) -> None:
+        """Take note of a lookup that found less than it asked for."""
+        miss = LoggedMiss(self._clock(), session, reason, asked, match.ready, match.pending)
         with self._lock:
             self._misses.append(miss)
 
     def report(self, session: Session, counts: Mapping[str, int]) -> None:
         """Take note of what an engine counted; what is over the limits is left out, reasons last.
 
-        A heartbeat may not fail for it: the session would end. Names are a client's: who shows
-        them gets nothing that a terminal would obey.
+        A heartbeat may not fail for it: the session would end.
         """
-        pairs = sorted(counts.items())
-        fit = [pair for pair in pairs if pair[0].startswith(REFUSED)][:MAX_REASONS]
-        fit += [
+        reasons = (pair for pair in counts.items() if pair[0].startswith(REFUSED))
+        named = (
             pair
-            for pair in pairs
+            for pair in counts.items()
             if len(pair[0]) <= MAX_NAME_CHARS and not pair[0].startswith(REFUSED)
-        ]
-        kept = {_shown(name): count for name, count in fit[:MAX_COUNTS]}
+        )
+        fit = nsmallest(MAX_REASONS, reasons)
+        fit += nsmallest(MAX_COUNTS - len(fit), named)
+        kept = {_kept(name): count for name, count in fit}
         if not kept:
             return
         with self._lock:
@@ -94,7 +95,7 @@ class MissLog:
             return list(reversed(self._reports.values()))
 
 
-def _shown(name: str) -> str:
+def _kept(name: str) -> str:
     if len(name) > MAX_REASON_CHARS:
         name = f"{name[: MAX_REASON_CHARS - 3]}..."
-    return "".join(char if char.isprintable() else " " for char in name)
+    return printable(name)

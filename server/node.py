@@ -17,13 +17,14 @@ import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.shm import ARENA_SLAB, host_id
+from kvstore.proto.shm import ARENA_SLAB, Op, host_id
 from kvstore.server.auto_codec import begin_choices
 from kvstore.server.blend.blend_keeper import BlendKeeper
 from kvstore.server.cluster.directory_start import open_directory
 from kvstore.server.cluster.peer_start import Me, desk_limits, ready_peers
 from kvstore.server.config import ServerConfig
-from kvstore.server.dataplane import DataPlane, PlaneLimits
+from kvstore.server.dataplane import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
+from kvstore.server.descriptors import SOCKET_SHARE, share_of, taken
 from kvstore.server.events.event_start import NodeEvents
 from kvstore.server.history_keeper import HistoryKeeper
 from kvstore.server.known_models import KnownModels
@@ -96,7 +97,9 @@ class Node:
         self._overload = overload = Overload(config.workers, self.counters, clock)
         self._closers.append(overload.close)
         scope = self._open_tracing()
-        self._grpc, self.port = bind(config, overload, self.trust.gatekeeper, scope)
+        self._taken = taken(config)
+        gatekeeper = self.trust.gatekeeper
+        self._grpc, self.port = bind(config, overload, gatekeeper, scope, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -187,16 +190,22 @@ class Node:
         path = self._config.socket_path_for(self.port)
         if path is None:
             return None
+        config = self._config
+        most = (CONNECTIONS_PER_SESSION + 2) * config.max_sessions
+        limits = PlaneLimits(
+            config.max_sessions,
+            MAX_STAGING_BYTES,
+            config.workers,
+            share_of(SOCKET_SHARE, self._taken, most),
+        )
         plane = DataPlane(
             path,
             self.sessions,
-            self._slab_file,
+            {Op.slab: self._slab_file, Op.extent: self._extent_file},
             self._clock,
-            PlaneLimits(self._config.max_sessions, MAX_STAGING_BYTES, self._config.workers),
-            self._extent_file,
+            limits,
+            self.trust.doorkeeper.door,
         )
-        note_on = self.trust.doorkeeper.note_on
-        plane.refused = lambda outcome: note_on(None, "Attach", outcome, 0, "unix")
         self._closers.append(plane.close)
         return plane
 
@@ -227,7 +236,6 @@ class Node:
         from kvstore.server.bulk.stream_start import open_streams
         from kvstore.server.bulk.zmq_connections import most_links
         from kvstore.server.bulk.zmq_keys import load_keys
-        from kvstore.server.bulk.zmq_peer import Door
         from kvstore.server.bulk.zmq_plane import BulkLimits, ZmqPlane
         from kvstore.server.bulk.zmq_socket import is_private
 
@@ -236,8 +244,7 @@ class Node:
         service.tracing = self._tracing
         links = most_links(config.max_sessions)
         limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers, links)
-        keeper = self.trust.doorkeeper
-        door = Door(keeper.admit_on, keeper.note_on)
+        door = self.trust.doorkeeper.door
         plane = ZmqPlane(config.zmq, keys, self.sessions, service, limits, door)
         self._closers.append(plane.close)
         opened = open_streams(

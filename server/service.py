@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,6 +14,9 @@ from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.places import Reach
+from kvstore.proto.shm import pid_namespace
+from kvstore.proto.text import check_text
 from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
 from kvstore.server.blend.blend_calls import BlendCalls
 from kvstore.server.cluster.peer_calls import PeerCalls
@@ -108,13 +112,12 @@ class KVStoreService(
     def OpenSession(
         self, request: pb.OpenSessionRequest, context: grpc.ServicerContext
     ) -> pb.OpenSessionResponse:
-        if len(request.client) > MAX_CLIENT_CHARS:
-            raise InvalidRequestError("client", request.client, f"at most {MAX_CLIENT_CHARS}")
+        client = check_text("client", request.client, MAX_CLIENT_CHARS)
         representation = wire.representation_from_message(request.representation)
         caller = principal_of(context)
         standing = self._standings.of(caller, request.tenant)
         session = self._sessions.open(
-            representation, request.client, standing.tenant, caller, standing.roles
+            representation, client, standing.tenant, caller, standing.roles
         )
         plane, gpu = self._data_plane, self._manager.transfers.gpu_tier
         return pb.OpenSessionResponse(
@@ -136,6 +139,8 @@ class KVStoreService(
             arena_device=gpu.device.identity if gpu and plane else "",
             arena_bytes=gpu.capacity_bytes if gpu and plane else 0,
             peers=self._lent(),
+            server_pid=os.getpid(),
+            pid_namespace=pid_namespace(),
         )
 
     @override
@@ -163,16 +168,17 @@ class KVStoreService(
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
             self._manager.hand_over.wait(keys, min(deadline, started + request.wait_ms / 1000))
+        least = fidelity(request.min_fidelity)
         match = self._manager.lookup(
             session,
             keys,
             deadline,
             lease=Leasing.of(request),
-            min_fidelity=fidelity(request.min_fidelity),
+            min_fidelity=least,
             engine=plan_wire.engine_from_message(request),
         )
         self._log.note(keys, match.ready, request.prefill.tokens)
-        self._explain.looked_up(session, keys, match)
+        self._explain.looked_up(session, keys, match, least)
         wants_places = request.places and match.lease_id and self._data_plane is not None
         reply = pb.LookupResponse(
             server=self._stamp,
@@ -217,6 +223,8 @@ class KVStoreService(
         if request.via not in REACH:
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._data_plane is not None else None
+        if reach is not None and "write" not in session.roles:
+            reach = reach - {Reach.file}  # whoever has a file open can open it for writing
         self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys))
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)
@@ -310,6 +318,7 @@ class KVStoreService(
                 request.reservation_ids, request.offsets, strict=True
             ):
                 ticket = puts.claim(session, reservation_id)
+                self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
                 frame = staging[offset : offset + ticket.frame_bytes]
                 results += puts.ingest([ticket], [frame])
                 keys.append(ticket.key)

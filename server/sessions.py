@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.keys import namespace, representation_digest
+from kvstore.proto.shm import NONCE_BYTES, Op, proof
 from kvstore.proto.types import (
     DIGEST_BYTES,
     DType,
@@ -68,6 +68,18 @@ class Session:
     """On the clock of the table."""
     is_closed: bool = False
     """Set before what it owns is released: nothing may be given to it from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """What a hello began: the session it is about, and the client's and the server's nonces."""
+
+    session: Session
+    nonces: tuple[bytes, bytes]
+
+    def proof(self, op: Op) -> bytes:
+        """Return what proves *op*."""
+        return proof(self.session.attach_token, op, self.session.session_id, self.nonces)
 
 
 class SessionTable:
@@ -203,22 +215,12 @@ class SessionTable:
             lost = [s.session_id for s in self._sessions.values() if s.owner in gone]
         return sum(self.close(session_id) for session_id in lost)
 
-    def of_token(self, token: bytes) -> Session:
-        """Return the session that *token* was given to. Raises UnauthenticatedError."""
-        with self._lock:
-            for session in self._sessions.values():
-                if hmac.compare_digest(session.attach_token, token):
-                    return session
-        raise UnauthenticatedError("attach_token: unknown; open a session first")
-
-    def attach(self, token: bytes) -> Session:
-        """Return the session of *token*, alive from now on until it is closed.
-
-        Raises UnauthenticatedError.
-        """
-        session = self.of_token(token)
-        session.is_attached = True
-        return session
+    def challenge(self, session_id: int, nonce: bytes) -> Challenge:
+        """Begin a handshake on a session with the client's *nonce*. Raises UnauthenticatedError."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnauthenticatedError("session_id: unknown; open a session first")
+        return Challenge(session, (nonce, self._random_bytes(NONCE_BYTES)))
 
     def close(self, session_id: int) -> bool:
         """End a session and release what it owns. Return whether it was there."""

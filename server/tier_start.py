@@ -67,7 +67,6 @@ def open_gpu_tier(config: GpuConfig) -> GpuTier:
         from kvstore.proto.device import open_device
         from kvstore.tiers.gpu import GpuTier
     except ImportError as error:
-        raise TierUnavailableError(
-            "gpu", f"needs torch and cupy ({error}): install kvstore[gpu], or start without gpu"
-        ) from None
+        fix = "install kvstore-server[gpu], or start without gpu"
+        raise TierUnavailableError("gpu", f"needs torch and cupy ({error}): {fix}") from None
     return GpuTier(config.capacity_bytes, open_device(torch.device("cuda", config.device)))

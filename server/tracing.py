@@ -165,7 +165,7 @@ def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        fix = f"needs OpenTelemetry ({error}): install kvstore[tracing]"
+        fix = f"needs OpenTelemetry ({error}): install kvstore-server[tracing]"
         raise InvalidRequestError("tracing_endpoint", endpoint, fix) from None
     sayings = logging.getLogger("opentelemetry")
     sayings.addHandler(_TO_LOG)

@@ -69,6 +69,10 @@ class Transfers(Reclaim):
         work = partial(self._counted, partial(self._copy, key, target))
         return self.mover.submit(f"store-{target.name}", key, work, urgent=urgent)
 
+    def copy_now(self, key: ChunkKey, target: Shelf) -> bool:
+        """Copy *key* to a lower shelf, in a thread of its store lane. Raises what that raises."""
+        return self._counted(partial(self._copy, key, target))
+
     def copy_up(self, key: ChunkKey, tenant: str) -> Ticket | None:
         """Queue a copy of *key* to GPU memory; None without it or when its lane is full."""
         if self.gpu is None or self.gpu.breaker.is_open:

@@ -6,20 +6,17 @@ import os
 import select
 import socket
 import stat
-import struct
 from pathlib import Path
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.shm import peer_ids
 
-_CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 128
 
 
 def is_trusted(connection: socket.socket) -> bool:
     """Whether the peer runs as this server's user, or as root."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    return uid in (os.geteuid(), 0)
+    return peer_ids(connection)[1] in (os.geteuid(), 0)
 
 
 def listen(path: Path) -> socket.socket:
@@ -57,16 +54,22 @@ def _make_folder(folder: Path) -> None:
     """Make the socket's folder, or refuse one in which others could swap the socket."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        real = folder.resolve()
+        swappable = [one for one in {real, *real.parents, *folder.parents} if _is_swappable(one)]
     except OSError as error:
         raise InvalidRequestError(
             "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
         ) from None
-    is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-    if is_open or found.st_uid not in (os.geteuid(), 0):
-        raise InvalidRequestError(
-            "socket_path", str(folder), "others could swap the socket; use a folder of your own"
-        )
+    if swappable:
+        fix = f"others could swap the socket in {max(swappable)}: chmod go-w, or give --socket"
+        raise InvalidRequestError("socket_path", str(folder), fix)
+
+
+def _is_swappable(folder: Path) -> bool:
+    """Whether others than this user and root can put something else in the place of an entry."""
+    found = folder.stat()
+    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    return bool(is_open) or found.st_uid not in (os.geteuid(), 0)
 
 
 def _refuse_second_server(path: Path) -> None:

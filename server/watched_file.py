@@ -14,6 +14,7 @@ import structlog
 from kvstore.proto.errors import InvalidRequestError
 
 MAX_FILE_BYTES = 16 << 20
+_LOOKS = 2
 
 T = TypeVar("T")
 
@@ -25,11 +26,20 @@ class WatchedFile(Generic[T]):
 
     *parse* gets their bytes in the order of *paths* and raises InvalidRequestError for bytes that
     will not do: at birth that is raised, later the last that did is kept, and the log says so.
+    Where *gone* is given, ``value`` is what it returns once a file is not there at two looks in a
+    row: who deletes a file of keys means to take them back.
     """
 
-    def __init__(self, paths: tuple[Path, ...], parse: Callable[..., T]) -> None:
+    def __init__(
+        self,
+        paths: tuple[Path, ...],
+        parse: Callable[..., T],
+        gone: Callable[[], T] | None = None,
+    ) -> None:
         self._paths = paths
         self._parse = parse
+        self._gone = gone
+        self._misses = 0
         self._lock = Lock()  # keeps two from reading at once, which happens once a change
         self._seen = self._look()
         self.value = parse(*map(read_guarded, paths))
@@ -37,6 +47,9 @@ class WatchedFile(Generic[T]):
     def refresh(self) -> bool:
         """Read again what has changed. Return whether ``value`` is another now."""
         seen = self._look()
+        if self._gone is not None and None in seen:
+            return self._miss(self._gone)
+        self._misses = 0
         if seen == self._seen:
             return False
         with self._lock:
@@ -48,13 +61,30 @@ class WatchedFile(Generic[T]):
                 return False
             return True
 
-    def _look(self) -> list[tuple[int, int, int]]:
+    def _miss(self, gone: Callable[[], T]) -> bool:
+        """Take note that a file is not there: an editor may be about to put another in its place.
+
+        Return whether ``value`` is another now.
+        """
+        with self._lock:
+            self._misses += 1
+            if self._misses != _LOOKS:
+                return False
+            self._seen = [None]  # whatever comes back is read
+            self.value = gone()
+        logger.error("a file of keys was deleted: all of its keys are revoked", files=self._paths)
+        return True
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
         return [_look(path) for path in self._paths]
 
 
-def _look(path: Path) -> tuple[int, int, int]:
+def _look(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file; None for one that is not there."""
     try:
         found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError:
         return (0, 0, 0)
     return (found.st_ino, found.st_mtime_ns, found.st_size)

@@ -5,16 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
 from kvstore.proto import shm
 from kvstore.proto.calls import MAX_PACKET_BYTES, Answer, pack_call, unpack_answer
 from kvstore.proto.shm import Op, Reply, Request
+from kvstore.server.trust.doorkeeper import Door
 
 STAGING_BYTES = 1 << 16
+OPEN = Door(lambda session, method: None, lambda *event: None)
+"""Lets everybody in, and writes nothing down."""
+
+
+class Terms(Protocol):
+    """What a session was opened with, on either side."""
+
+    @property
+    def session_id(self) -> int: ...
+    @property
+    def attach_token(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A session, and what somebody takes for its token."""
+
+    session_id: int
+    attach_token: bytes
 
 
 class Peer:
@@ -30,13 +51,27 @@ class Peer:
         socket.send_fds(self.link, [message], descriptors or [])
         return shm.unpack_reply(self.link.recv(shm.MESSAGE_BYTES))[0]
 
-    def attach(self, token: bytes, descriptor: int, size_bytes: int = STAGING_BYTES) -> Reply:
+    def attach(self, terms: Terms, *descriptors: int, size_bytes: int = STAGING_BYTES) -> Reply:
         """Bring staging memory."""
-        return self.ask(Request(Op.attach, size_bytes, token).pack(), [descriptor])
+        return self.enter(terms, Op.attach, size_bytes, descriptors)
 
-    def join(self, token: bytes) -> Reply:
+    def join(self, terms: Terms) -> Reply:
         """Become a further connection of the session."""
-        return self.ask(Request(Op.join, 0, token).pack())
+        return self.enter(terms, Op.join)
+
+    def enter(
+        self, terms: Terms, op: Op, size_bytes: int = 0, descriptors: Sequence[int] = ()
+    ) -> Reply:
+        """Say hello, then prove with the token of *terms*; return the first answer that is no ok.
+
+        Who may not say hello attaches or joins all the same.
+        """
+        nonce = b"n" * shm.NONCE_BYTES
+        self.link.send(Request(Op.hello, terms.session_id, nonce).pack())
+        greeting = self.link.recv(shm.GREETING_BYTES)
+        theirs = greeting[shm.MESSAGE_BYTES :][: shm.NONCE_BYTES] or nonce
+        proven = shm.proof(terms.attach_token, op, terms.session_id, (nonce, theirs))
+        return self.ask(Request(op, size_bytes, proven).pack(), list(descriptors))
 
     def send_call(self, method: str, request: Message) -> None:
         """Send a call and wait for nothing."""
@@ -67,7 +102,7 @@ class Peer:
 
 
 @contextlib.contextmanager
-def staging(seals: int = shm.SIZE_SEALS, size_bytes: int = STAGING_BYTES) -> Iterator[int]:
+def staging(seals: int = shm.STAGING_SEALS, size_bytes: int = STAGING_BYTES) -> Iterator[int]:
     """Make a memfd that could be staging memory."""
     descriptor = shm.create_memfd("test-staging", size_bytes)
     try:
@@ -77,16 +112,16 @@ def staging(seals: int = shm.SIZE_SEALS, size_bytes: int = STAGING_BYTES) -> Ite
         os.close(descriptor)
 
 
-def attached(path: str, token: bytes) -> Peer:
+def attached(path: str, terms: Terms) -> Peer:
     """Return a peer that brought its session's staging memory."""
     peer = Peer(path)
     with staging() as descriptor:
-        assert peer.attach(token, descriptor) is Reply.ok
+        assert peer.attach(terms, descriptor) is Reply.ok
     return peer
 
 
-def joined(path: str, token: bytes) -> Peer:
+def joined(path: str, terms: Terms) -> Peer:
     """Return a peer that joined its session."""
     peer = Peer(path)
-    assert peer.join(token) is Reply.ok
+    assert peer.join(terms) is Reply.ok
     return peer

@@ -35,6 +35,7 @@ DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
     "--model-path": "SGLang",
+    "--revision": "SGLang",
     "--only": "bench.trust, bench.policy",
     "--backend": "bench.engines_gpu",
     "--budget-s": "bench.engines_gpu",
@@ -68,6 +69,7 @@ OTHER_FLAGS = {
     "--model-representation": "kvstore explain",
     "--namespace": "kvstore explain",
     "--recent": "kvstore explain",
+    "--build-arg": "docker build",
     "--spaces": "kvstore explain",
     "--tag": "kvstore blend calibrate",
     "--text": "kvstore blend calibrate",

@@ -302,7 +302,18 @@ def test_the_wheel_holds_every_module_and_nothing_else_of_the_tree(tmp_path: Pat
     with zipfile.ZipFile(next(tree.glob("dist/*.whl"))) as wheel:
         names = set(wheel.namelist())
     assert expected_files() - names == set()
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kvstore"}
+    tops = {name.partition("/")[0].partition("-")[0] for name in names}
+    assert tops == {"kvstore", "kvstore_server"}
+
+
+def test_nobody_is_told_to_install_another_project_of_the_name_of_the_package() -> None:
+    assert PROJECT["project"]["name"] == "kvstore-server"
+    assert set(PROJECT["project"]["scripts"]) == {"kvstore", "kvstore-server"}
+    extras = "|".join(PROJECT["project"]["optional-dependencies"])
+    wrong = re.compile(rf"\bkvstore\[({extras})|pip install (-U )?'?kvstore\b(?!-)")
+    texts = [*sources(), "README.md", "SECURITY.md", "Dockerfile", "Makefile"]
+    texts += [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
+    assert [name for name in texts if wrong.search((ROOT / name).read_text())] == []
 
 
 def test_the_sdist_holds_every_module(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from kvstore.client.connection import Connection
 from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import ChunkKey
+from kvstore.server.trust.audit_log import audit_files, read_chain
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
 
@@ -82,6 +83,21 @@ class World:
         while self._open:
             self._open.pop().close()
         self.server.close()
+
+
+class Audited(World):
+    """A world that writes down what happens, and what was written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "audit"
+        super().__init__(folder, "--audit-log", str(self.log), "--audit-reads")
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [fields for fields, _ in read_chain(audit_files(self.log))]
+
+    def came(self, **wanted: object) -> bool:
+        """Whether there is a line that says all of *wanted*."""
+        return any(wanted.items() <= line.items() for line in self.lines())
 
 
 def request_of(method: str, session_id: int, digests: bytes = b"") -> Any:

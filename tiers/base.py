@@ -95,7 +95,7 @@ class Tier(ABC):
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be put here now, although it can be read; empty while it can."""
+        """Why nothing can be put here now; empty while it can."""
         return ""
 
     @abstractmethod

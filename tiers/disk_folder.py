@@ -6,10 +6,13 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import structlog
 
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -22,6 +25,8 @@ GRANULE_BYTES = 4096
 _EXTENT_NAME = re.compile(r"(\d{4,})\.kv")
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _NO_FILES = {errno.EMFILE, errno.ENFILE}
+
+logger = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -147,6 +152,9 @@ class ExtentFolder:
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         for path in missing:
             sync_folder(path.parent)
+        if self.path.stat().st_mode & stat.S_IRWXO:
+            fix = f"chmod 700 {self.path}"
+            logger.warning("other users can look into the disk's folder", fix=fix)
         self._lock_fd = _take_lock(self.path)
         known = _read_format(self.path)
         self.is_new = known is None
@@ -183,8 +191,8 @@ class ExtentFolder:
         need = self.capacity_bytes + spare_bytes
         for number, size in self.kept.items():
             need -= min(size, self.file(number).stat().st_blocks * 512)
-        stat = os.statvfs(self.path)
-        free = stat.f_bavail * stat.f_frsize
+        room = os.statvfs(self.path)
+        free = room.f_bavail * room.f_frsize
         if need > free:
             raise TierUnavailableError(
                 TIER,
@@ -223,8 +231,8 @@ class ExtentFolder:
     def _explain(self, error: OSError) -> str:
         path = self.path
         if error.errno in _NO_ROOM:
-            stat = os.statvfs(path)
-            free = stat.f_bavail * stat.f_frsize
+            room = os.statvfs(path)
+            free = room.f_bavail * room.f_frsize
             return (
                 f"{path} cannot hold {self.capacity_bytes} bytes, {free} are free "
                 f"({error.strerror}): give the tier less capacity, or a larger disk"
@@ -252,11 +260,16 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_durably(file: Path, line: bytes) -> None:
-    """Replace *file* by one that holds *line*; a crash leaves the old or the new one."""
+def write_durably(file: Path, data: bytes) -> None:
+    """Replace *file* by one that holds *data*, for this user alone whatever the umask.
+
+    A crash leaves the old or the new one. Raises OSError.
+    """
     draft = file.with_name(f"{file.name}.new")
-    with draft.open("wb") as stream:
-        stream.write(line)
+    draft.unlink(missing_ok=True)  # one that a crash left may have another mode
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(draft, flags, 0o600), "wb") as stream:
+        stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
     draft.rename(file)

@@ -64,6 +64,11 @@ class EncryptedTier(Tier):
     def __repr__(self) -> str:
         return f"EncryptedTier({self.inner!r})"
 
+    @property
+    @override
+    def trouble(self) -> str:
+        return self.inner.trouble
+
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
         if size_bytes < 1:

@@ -149,8 +149,16 @@ class RedisTier(Tier):
         self._account = RedisAccount(capacity_bytes, self.allocated_bytes)
         self._listed = False
         self._expected = Expected()
-        with contextlib.suppress(TierUnavailableError):
+        self._never_answered = ""
+        try:
             self._list()
+        except TierUnavailableError as error:
+            self._never_answered = f"has not answered since the start: {error}"
+
+    @property
+    @override
+    def trouble(self) -> str:
+        return self._never_answered
 
     def __repr__(self) -> str:
         return f"RedisTier({self._link.url!r}, capacity_bytes={self.capacity_bytes})"
@@ -331,6 +339,8 @@ class RedisTier(Tier):
         found = [None if isinstance(row, Lost) else row for row in rows]
         # what cannot be asked about stays counted
         seen = [at for at, row in enumerate(rows) if not isinstance(row, Lost)]
+        if seen:
+            self._never_answered = ""
         self._account.note(
             [keys[at] for at in seen], [before[at] for at in seen], [found[at] for at in seen]
         )
@@ -339,6 +349,7 @@ class RedisTier(Tier):
     def _list(self) -> list[Manifest]:
         before = self._account.everything()
         found, whole = self._remote.listing()
+        self._never_answered = ""
         self._account.reconcile(before if whole else {}, found)
         if not self._listed:
             self._listed = True

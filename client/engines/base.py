@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
+from kvstore.client.forks import FORKS
 from kvstore.client.prefill import PrefillModel, chunks_worth_loading
 from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
@@ -140,6 +141,16 @@ class Connector:
         # Guards the six fields above; held for counting only.
         self._lock = threading.Lock()
         client.counts = self.counts
+        FORKS.watch(self)
+
+    def after_fork(self) -> None:
+        """In a child: count from nothing, as the parent tells its server of what was before."""
+        self._lock = threading.Lock()  # another thread may have had it
+        for counts in (
+            *(self._counts, self._tier_tokens, self._load_errors, self._store_errors),
+            self._misses,
+        ):
+            counts.clear()
 
     def load_chunks(self, tokens: Sequence[int], room: Room, extra: Sequence[bytes] = ()) -> Prefix:
         """Read the longest stored prefix of *tokens* into what *room* gives. Never raises.

@@ -8,7 +8,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +29,21 @@ from typing_extensions import override
 from kvstore.client.engines.base import ConnectorStats
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_pools import SecondStore, ends
-from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, terms_of
+from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, WeightsEpoch, terms_of
+from kvstore.client.engines.weights import EPOCH_BYTES
 from kvstore.proto.errors import RepresentationError
 
 TERMS_IN = ("sglang.srt.runtime_context", "get_server_args")
 """Where an engine of 0.5.23 keeps what it was started with."""
+
+VERSION_IN = ("sglang.srt.runtime_context", "get_serving")
+"""Where it keeps ``weight_version``, which updates of its weights may give."""
+
+NO_ENGINE = (ImportError, AttributeError, ValueError, RuntimeError, LookupError)
+"""What is raised where a process has no engine, and by an engine of another release."""
+
+_flushes = itertools.count(1)
+"""Of this process, over all backends that were attached: ranks count alike."""
 
 
 def engine_terms() -> EngineTerms:
@@ -38,9 +51,29 @@ def engine_terms() -> EngineTerms:
     module, name = TERMS_IN
     try:
         arguments = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, ValueError):
+    except NO_ENGINE:
         return UNSTATED
     return terms_of(arguments, is_hip=torch.version.hip is not None)
+
+
+def weight_version() -> str:
+    """Return what this process's engine calls its weights; "" where it does not."""
+    module, name = VERSION_IN
+    try:
+        return str(getattr(importlib.import_module(module), name)().weight_version)
+    except NO_ENGINE:
+        return ""
+
+
+def agreed_bytes() -> bytes:
+    """Return random bytes that all ranks have which flush together: the first to ask draws them."""
+    number, drawn = next(_flushes), os.urandom(EPOCH_BYTES).hex()
+    try:
+        group = importlib.import_module(VERSION_IN[0]).get_parallel().attn_dp_rank
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return bytes(store.compare_set(f"kvstore-weights-{group}-{number}", "", drawn))
+    except NO_ENGINE:  # ranks that cannot agree share nothing, which is safe
+        return drawn.encode()
 
 
 class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
@@ -54,11 +87,15 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         config = storage_config
         name = config.model_name or ""
-        self._settings = PageSettings.parse(config.extra_config or {}, name)
+        terms = engine_terms()
+        self._settings = PageSettings.parse(config.extra_config or {}, name, terms)
         self._rank = RankTerms(
             name, config.is_mla_model, config.tp_rank, config.tp_size, config.pp_rank,
-            config.pp_size, config.attn_cp_rank, config.attn_cp_size, engine_terms(),
+            config.pp_size, config.attn_cp_rank, config.attn_cp_size, terms,
         )  # fmt: skip
+        self._epoch = WeightsEpoch(
+            weight_version, agreed_bytes, resets_on_flush=self._settings.reset_on_flush
+        )
         self._is_writer = bool(config.is_storage_writer)
         self._store: PageStore | None = None
         self._seconds: dict[str, SecondStore] = {}
@@ -75,6 +112,13 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         self._store = PageStore(mem_pool_host, self._rank, self._settings)
+        if hasattr(mem_pool_host, "clear"):
+            # SGLang tells a backend of no flush and no update; it clears the pool at each.
+            mem_pool_host.clear = partial(self._cleared, mem_pool_host.clear)
+
+    def _cleared(self, clear: Callable[[], None]) -> None:
+        clear()
+        self._epoch.flushed()
 
     @override
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -92,7 +136,8 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        read = self.pages.load(keys, self._places(host_indices))
+        names = self._epoch.named(keys)
+        read = self.pages.load(names, self._places(host_indices)) if names else 0
         return [at < read for at in range(len(keys))]
 
     @override
@@ -105,7 +150,10 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         if not self._is_writer:
             return [True] * len(keys)
         before = extra_info.prefix_keys if extra_info is not None else None
-        return self.pages.store(keys, self._places(host_indices), before or ())
+        above, names = self._epoch.named(before or ()), self._epoch.named(keys)
+        if not names:
+            return [False] * len(keys)
+        return self.pages.store(names, self._places(host_indices), above)
 
     def _places(self, host_indices: torch.Tensor) -> list[Any]:
         size = self.mem_pool_host.page_size
@@ -120,7 +168,8 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        pages = self.pages.count(keys)
+        keys = self._epoch.named(keys)
+        pages = self.pages.count(keys) if keys else 0
         usable, hits = set(range(1, pages + 1)), {PoolName.KV: pages} if pages else {}
         for transfer in pool_transfers or ():
             if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
@@ -163,12 +212,12 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         size = getattr(self.registered_pools.get(transfer.name), "page_size", 1) if second else 1
         if second is None or indices is None or len(indices) != len(keys) * size:
             return [False] * len(keys)
-        slots = indices[::size].tolist()
-        if is_get:
-            return second.load(keys, slots)
-        if not (self._is_writer or second.is_own):
+        slots, names = indices[::size].tolist(), self._epoch.named(keys)
+        if not is_get and not (self._is_writer or second.is_own):
             return [True] * len(keys)
-        return second.store(keys, slots)
+        if not names:
+            return [False] * len(keys)
+        return second.load(names, slots) if is_get else second.store(names, slots)
 
     # --- pages as flat tensors
 
@@ -185,7 +234,8 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         pages: Sequence[torch.Tensor] = target_locations or [
             self.mem_pool_host.get_dummy_flat_data_page() for _ in keys
         ]
-        read = self.pages.load(keys, [self.pages.flat(page) for page in pages])
+        names = self._epoch.named(keys)
+        read = self.pages.load(names, [self.pages.flat(page) for page in pages]) if names else 0
         return [page if at < read else None for at, page in enumerate(pages)]
 
     @override
@@ -205,19 +255,21 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         if not self._is_writer:
             return True
         pages = [self.pages.flat(page.contiguous()) for page in values or target_locations]
-        return all(self.pages.store(keys, pages, ()))
+        names = self._epoch.named(keys)
+        return bool(names) and all(self.pages.store(names, pages, ()))
 
     # --- questions
 
     @override
     def exists(self, key: str) -> bool:
-        return self.pages.count([key]) == 1
+        return self.batch_exists([key]) == 1
 
     @override
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return self.pages.count(keys)
+        names = self._epoch.named(keys)
+        return self.pages.count(names) if names else 0
 
     @override
     def clear(self) -> None:
@@ -231,6 +283,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the session with the server. Idempotent."""
+        vars(getattr(self, "mem_pool_host", self)).pop("clear", None)
         for store in (self._store, *self._seconds.values()):
             if store is not None:
                 store.client.close()

@@ -6,7 +6,6 @@ between the pool and the store, and instances whose pools are laid out otherwise
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +15,7 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms
+from kvstore.client.engines.weights import weights_name
 from kvstore.client.options import ClientOptions
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     import torch
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
 _OWN_SETTINGS = frozenset(
     {
         *("address", "model_revision", "transport", "deadline_ms", "adapter_digest"),
-        *("token_file", "tls_ca", "tls_cert", "tls_key", "tenant", "kv_heads"),
+        *("token_file", "tls_ca", "tls_cert", "tls_key", "tenant", "kv_heads", "reset_on_flush"),
     }
 )
 _SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
@@ -124,10 +123,14 @@ class PageSettings:
     tenant: str = ""
     kv_heads: int = 0
     """Of the model, where more ranks than that share them; 0: each rank has its own."""
+    reset_on_flush: bool = True
+    """Whether what was stored before SGLang flushed its cache is never loaded again."""
 
     def __post_init__(self) -> None:
         if type(self.kv_heads) is not int or self.kv_heads < 0:
             raise InvalidRequestError("kv_heads", self.kv_heads, "give the model's number of them")
+        if type(self.reset_on_flush) is not bool:
+            raise InvalidRequestError("reset_on_flush", self.reset_on_flush, "give true or false")
 
     def options(self, page_tokens: int) -> ClientOptions:
         """Return the options of a client whose chunks have so many tokens."""
@@ -140,21 +143,22 @@ class PageSettings:
         )
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any], model_name: str) -> PageSettings:
-        """Read *extra*; the revision of a model in a Hugging Face cache stands in its path."""
+    def parse(
+        cls, extra: Mapping[str, Any], model_name: str, engine: EngineTerms = UNSTATED
+    ) -> PageSettings:
+        """Read *extra*. A revision that is no commit and no digest is resolved, where the weights
+        of *engine* or of the folder *model_name* can be looked at, or else refused.
+        """
         unknown = sorted(
             name for name in extra if name not in _OWN_SETTINGS | _SGLANG_SETTINGS
             and not name.startswith(("prefetch_", "hicache_"))
         )  # fmt: skip
         if unknown:
             raise InvalidRequestError(unknown[0], extra[unknown[0]], f"use {sorted(_OWN_SETTINGS)}")
-        found = _COMMIT.search(model_name)
-        revision = extra.get("model_revision") or (found.group(1) if found else "")
-        if not revision:
-            fix = "give model_revision in the backend's extra config: a commit or weights' digest"
-            raise InvalidRequestError("model_revision", model_name, fix)
+        stated = str(extra.get("model_revision") or "")
+        revision = weights_name(engine.model_path or model_name, stated, engine.commit)
         given = {name: extra[name] for name in _OWN_SETTINGS - {"model_revision"} if name in extra}
-        return cls(model_revision=str(revision), **{"address": "127.0.0.1:7420", **given})
+        return cls(model_revision=revision, **{"address": "127.0.0.1:7420", **given})
 
 
 def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -> Representation:

@@ -8,14 +8,15 @@ importing SGLang.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from kvstore.client.engines.vllm_names import adapter_files, files_digest
+from kvstore.client.engines.vllm_names import adapter_files
+from kvstore.client.engines.weights import files_digest, is_exact
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import DType
 
@@ -37,13 +38,16 @@ NO_ADAPTER = "none"
 class EngineTerms:
     """``digest`` of what was stated, empty where nobody says; ``kv_cache_dtype`` as it was stated,
     ``adapters_digest`` of the files of LoRA adapters that were given at the start, if any.
-    ``nameless_adapter``: one of them whose files are not here.
+    ``nameless_adapter``: one of them whose files are not here. ``model_path``: where the weights
+    come from, which may be served under another name; ``commit``: which of a hub's, if stated.
     """
 
     digest: str = ""
     kv_cache_dtype: str = ""
     adapters_digest: str = NO_ADAPTER
     nameless_adapter: str = ""
+    model_path: str = ""
+    commit: str = ""
 
     def revision(self, model_revision: str) -> str:
         """Return a name of the weights and of the settings they run with."""
@@ -87,7 +91,10 @@ def terms_of(arguments: Any, *, is_hip: bool = False) -> EngineTerms:
     stated = {name: _stated(getattr(arguments, name, None)) for name in _TERMS}
     digest = blake3(json.dumps([stated, is_hip], sort_keys=True).encode()).hexdigest()
     found, nameless = _adapters(arguments)
-    return EngineTerms(digest, stated["kv_cache_dtype"], found, nameless)
+    path = str(getattr(arguments, "model_path", None) or "")
+    revision = str(getattr(arguments, "revision", None) or "")
+    commit = revision if is_exact(revision) else ""
+    return EngineTerms(digest, stated["kv_cache_dtype"], found, nameless, path, commit)
 
 
 def _stated(value: Any) -> str:
@@ -119,3 +126,50 @@ def _adapter_paths(stated: Any) -> Iterator[str]:
             yield one.partition("=")[2] or one
         else:
             yield str(one.lora_path)
+
+
+class WeightsEpoch:
+    """Which weights an engine's pages are of, where they change while it runs.
+
+    Any thread may ask for names; SGLang flushes from one, with those that store stopped.
+    """
+
+    def __init__(
+        self,
+        version: Callable[[], str],
+        agree: Callable[[], bytes],
+        *,
+        resets_on_flush: bool = True,
+    ) -> None:
+        """*version*: what SGLang calls the weights by now. *agree* returns bytes that were never
+        returned before, and are the same on each rank. *resets_on_flush*: a flush alone, too, may
+        come with other weights, of which SGLang tells nobody.
+        """
+        self._version = version
+        self._agree = agree
+        self._resets_on_flush = resets_on_flush
+        self._known = version()
+        self._epoch = b""
+
+    def named(self, hashes: Sequence[str]) -> list[str]:
+        """Return what the store calls pages; nothing while some of the pool's are of other weights
+        than those that run.
+        """
+        if self._version() != self._known:
+            return []
+        epoch = self._epoch
+        if not epoch:
+            return list(hashes)
+        return [blake3(epoch + one.encode()).hexdigest() for one in hashes]
+
+    def flushed(self) -> None:
+        """Take note that the engine has no page left: what was stored before is not loaded again.
+
+        A version that is a commit or a digest is a name that engines share.
+        """
+        agreed, version = self._agree(), self._version()
+        if version != self._known and is_exact(version):
+            self._epoch = b"version:" + version.encode()
+        elif version != self._known or self._resets_on_flush:
+            self._epoch = agreed
+        self._known = version

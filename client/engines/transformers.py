@@ -9,9 +9,12 @@ Layers may keep every token, a window or a state; a batch has prompts padded on 
 from __future__ import annotations
 
 import copy
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
@@ -28,12 +31,24 @@ from typing_extensions import override
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector, LayoutOf, Prefix, Source, Span
 from kvstore.client.engines.rope_settings import rope_parameters
-from kvstore.client.engines.transformers_batch import Row, ends_of, joined, mask_of, prompts_of
+from kvstore.client.engines.transformers_batch import (
+    Row,
+    ends_of,
+    inputs_of,
+    joined,
+    mask_of,
+    prompts_of,
+)
 from kvstore.client.engines.transformers_cache import CacheShape, as_argument
 from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
-from kvstore.client.engines.transformers_identity import cache_shape, representation_of
+from kvstore.client.engines.transformers_identity import (
+    WeightsWatch,
+    cache_shape,
+    representation_of,
+)
 from kvstore.client.engines.transformers_staging import Staging
+from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.device import Device, HostDevice, open_device
@@ -68,7 +83,8 @@ class TransformersConnector(Connector):
     """Loads and saves prefixes of one model. Thread-safe as far as the model is.
 
     *client* must have been made with ``representation_of`` this model: RepresentationError, as
-    for a model that does not go on from a prefix as it would have gone on by itself.
+    for a model that does not go on from a prefix as it would have gone on by itself. Weights that
+    change afterwards are noticed before each prompt: nothing older is loaded any more.
 
     Chunks of a model that is not on the CPU pass through a ring of host memory of RING_BYTES.
     *device*: how to reach the model's, if not by ``open_device``; given one, a model on the CPU
@@ -97,12 +113,38 @@ class TransformersConnector(Connector):
             token_flops=2.0 * model.num_parameters(exclude_embeddings=True),
         )
         self._model = model
+        self._watch = WeightsWatch(model)
+        self._epoch = b""
+        self._loaded_in: WeakKeyDictionary[Cache, bytes] = WeakKeyDictionary()
+        self._weights = threading.Lock()  # guards the two fields above it
         device = device or _device_of(model)
         self._staging: Staging | None = None
         if device is not None:
             tokens = client.options.chunk_tokens
             self._staging = Staging(device, model.device, self._shape, tokens)
             self._at_once = self._staging.slots
+
+    def reset(self, revision: str | None = None) -> None:
+        """Load nothing any more that was stored before: the model's weights are others now.
+
+        With *revision*, a commit or a digest that names those weights beside what the client was
+        made with, connectors that were given the same one share; else nobody shares. Raises
+        InvalidRequestError for a revision that may name others, too.
+        """
+        if revision is not None and not is_exact(revision):
+            fix = "give a commit or a digest of the weights, or nothing"
+            raise InvalidRequestError("revision", revision, fix)
+        with self._weights:
+            self._watch.has_changed()
+            self._epoch = b"weights:" + (revision.encode() if revision else os.urandom(EPOCH_BYTES))
+
+    def _follow(self) -> tuple[bytes, bool]:
+        """Return what names the weights beside the client's identity, and whether they are new."""
+        with self._weights:
+            is_new = self._watch.has_changed()
+            if is_new:
+                self._epoch = b"weights:" + os.urandom(EPOCH_BYTES)
+            return self._epoch, is_new
 
     def load(
         self, input_ids: torch.Tensor, extra: Sequence[bytes] = ()
@@ -113,8 +155,11 @@ class TransformersConnector(Connector):
         empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or with
         ``input_ids[:, hit_tokens:]`` to the model.
         """
+        tokens = _prompt(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
-        prefix = self._load_into(cache, _prompt(input_ids), extra)
+        epoch, _ = self._follow()
+        self._loaded_in[cache] = epoch
+        prefix = self._load_into(cache, tokens, _named(epoch, extra))
         return cache, prefix.hit_tokens
 
     def _load_into(self, cache: Cache, tokens: Sequence[int], extra: Sequence[bytes]) -> Prefix:
@@ -159,10 +204,10 @@ class TransformersConnector(Connector):
         """Store what *cache* holds of *input_ids*, (1, tokens); return how many chunks were new.
 
         *from_token*: what ``load`` said is stored. Windows and states are stored of the last
-        chunk's end, if the cache ends there. Raises RepresentationError for a cache of another
-        kind.
+        chunk's end, if the cache ends there. Nothing is stored of a cache that may be of weights
+        which changed since. Raises RepresentationError for a cache of another kind.
         """
-        tokens = _prompt(input_ids)[: cache.get_seq_length()]
+        tokens = _prompt(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
             return 0
         if CacheShape.of_cache(cache).groups != self._shape.groups:
@@ -171,7 +216,11 @@ class TransformersConnector(Connector):
         rows = {int(layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
-        return self._save(tokens, cache, from_token, extra, [Snapshot.of(cache, self._shape)])
+        epoch, is_new = self._follow()
+        if is_new or self._loaded_in.get(cache, epoch) != epoch:
+            return 0
+        taken = [Snapshot.of(cache, self._shape)]
+        return self._save(tokens, cache, from_token, _named(epoch, extra), taken)
 
     @override
     def store_chunks(
@@ -210,16 +259,19 @@ class TransformersConnector(Connector):
 
     def generate(
         self,
-        input_ids: torch.Tensor,
+        input_ids: Any,
         config: GenerationConfig | None = None,
         extra: Sequence[bytes] = (),
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        **settings: Any,
     ) -> Generation:
         """Generate as the model does, from the longest stored prefix on; store what is new.
 
-        *input_ids*: (prompts, tokens); where several prompts differ in length, padded on the
-        left, with *attention_mask* 0 there. *config* is the model's own when None; it keeps one
-        sequence a prompt in a dynamic or static cache, or InvalidRequestError is raised. A prompt
+        *input_ids*: (prompts, tokens), as a tensor, as lists or as the tokenizer returned them;
+        where several prompts differ in length, padded on the left, with *attention_mask* 0 there.
+        *config* is the model's own when None, with *settings* as ``model.generate`` takes them
+        (``max_new_tokens=8``); it keeps one sequence a prompt in a dynamic or static cache, or
+        InvalidRequestError is raised. A prompt
         is stored to its last token, so that asking again hits all of it, and so is what was
         generated, but for the last token, whose KV nobody computed. Models with windows or states
         are stored, and hit, in whole chunks.
@@ -227,13 +279,13 @@ class TransformersConnector(Connector):
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
-        settings = copy.deepcopy(config or self._model.generation_config)
-        _check_settings(settings)
-        settings.return_dict_in_generate = True
-        prompts = prompts_of(input_ids, attention_mask)
+        stated = _settings_of(self._model, config, settings)
+        ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
+        prompts = prompts_of(ids, mask)
+        names = _named(self._follow()[0], extra)
         if len(prompts) > 1:
-            return self._generate_batch(input_ids, prompts, settings, extra)
-        return self._generate_one(input_ids[:, -len(prompts[0]) :], settings, extra)
+            return self._generate_batch(ids, prompts, stated, names)
+        return self._generate_one(ids[:, -len(prompts[0]) :], stated, names)
 
     def _generate_one(
         self, input_ids: torch.Tensor, settings: GenerationConfig, extra: Sequence[bytes]
@@ -354,6 +406,10 @@ class TransformersConnector(Connector):
                 self.store_chunks(tokens, source.tensors, stored, extra)
 
 
+def _named(epoch: bytes, extra: Sequence[bytes]) -> Sequence[bytes]:
+    return [epoch, *extra] if epoch else extra
+
+
 def _device_of(model: PreTrainedModel) -> Device | None:
     """Return the model's device; None for the CPU, between which and itself nothing is copied."""
     if model.device.type == "cpu":
@@ -362,13 +418,32 @@ def _device_of(model: PreTrainedModel) -> Device | None:
     return open_device(model.device) if model.device.type == "cuda" else HostDevice()
 
 
-def _prompt(input_ids: torch.Tensor) -> list[int]:
-    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+def _prompt(input_ids: Any, device: torch.device) -> list[int]:
+    ids, _ = inputs_of(input_ids, None, device)
+    if ids.ndim != 2 or ids.shape[0] != 1:
         raise InvalidRequestError(
-            "input_ids", tuple(input_ids.shape), "give one prompt, (1, tokens), not a batch"
+            "input_ids", tuple(ids.shape), "give one prompt, (1, tokens), not a batch"
         )
-    tokens: list[int] = input_ids[0].tolist()
+    tokens: list[int] = ids[0].tolist()
     return tokens
+
+
+def _settings_of(
+    model: GenerationMixin, config: GenerationConfig | None, stated: dict[str, Any]
+) -> GenerationConfig:
+    """Return *config*, or the model's own, with what was *stated* beside it."""
+    if config is not None and "generation_config" in stated:
+        raise InvalidRequestError("generation_config", "given twice", "give it once")
+    given = stated.pop("generation_config", None) or config
+    settings: GenerationConfig = copy.deepcopy(given or model.generation_config)
+    for name, value in stated.items():
+        if not hasattr(settings, name):
+            fix = "give a setting of GenerationConfig: other arguments are not passed to the model"
+            raise InvalidRequestError(name, value, fix)
+        setattr(settings, name, value)
+    _check_settings(settings)
+    settings.return_dict_in_generate = True
+    return settings
 
 
 def _check_settings(settings: GenerationConfig) -> None:

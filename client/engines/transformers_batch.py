@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig
 
@@ -45,6 +46,37 @@ def ends_of(settings: GenerationConfig) -> frozenset[int]:
     return frozenset(
         map(int, ends if isinstance(ends, list) else torch.as_tensor(ends, device="cpu").view(-1))
     )
+
+
+def inputs_of(given: Any, mask: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return what a user gave as (prompts, tokens) on *device*, and its attention mask if any.
+
+    *given*: a tensor, lists of token ids of one length, or what a tokenizer returned. Raises
+    InvalidRequestError for anything else.
+    """
+    if isinstance(given, Mapping):
+        other = sorted(set(given) - {"input_ids", "attention_mask", "token_type_ids"})
+        if other or "input_ids" not in given:
+            fix = "give input_ids, and attention_mask if prompts are padded: text alone is stored"
+            raise InvalidRequestError("input_ids", ", ".join(other or map(str, given)), fix)
+        given, mask = given["input_ids"], given.get("attention_mask") if mask is None else mask
+    ids = _whole_numbers("input_ids", given, device)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if mask is None:
+        return ids, None
+    mask = _whole_numbers("attention_mask", mask, device)
+    return ids, mask[None] if mask.ndim == 1 else mask
+
+
+def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
+    try:
+        found = torch.as_tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        fix = f"give a tensor, lists of one length or what the tokenizer returned: {error}"
+        raise InvalidRequestError(name, type(given).__name__, fix) from None
+    if found.is_floating_point() or found.is_complex():
+        raise InvalidRequestError(name, str(found.dtype), "give whole numbers: token ids")
+    return found.long()
 
 
 def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -18,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.engines.rope_settings import head_dim, rope_parameters
 from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
+from kvstore.client.engines.weights import is_exact
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import Representation
 
@@ -26,6 +30,9 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 SAMPLED = 64
 """Elements of each tensor that stand for it where a commit names the rest."""
+
+WATCHED = 8
+"""Elements of each tensor that are looked at before each prompt."""
 
 _VOLATILE_SETTINGS = (
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -40,14 +47,18 @@ def representation_of(
 ) -> Representation:
     """Return what makes KV of *model* interchangeable with other KV.
 
-    Without *model_revision* it is the commit the model was downloaded at and a sample of its
-    weights as they are now, which tells a merged adapter or another quantisation, or else a digest
-    of all weights, which reads them once. The settings that it runs with are always part of it.
-    A model that carries an adapter needs *adapter_digest*, a digest of the active one's weights.
+    The weights are named by *model_revision*, a commit or a digest, or else by the commit the model
+    was downloaded at, and by a sample of them as they are now, which tells a merged adapter or
+    another quantisation; without either, and beside a revision that is a branch or the like, by a
+    digest of all of them, which reads them once. The settings that it runs with are part of it. A
+    model that carries an adapter needs *adapter_digest*, a digest of the active one's weights.
     Raises RepresentationError for models whose KV cannot be stored.
     """
-    has_adapter = carries_adapter(model)
-    if has_adapter and adapter_digest == "none":
+    for name, given, has in (("model", model, "config"), ("tokenizer", tokenizer, "get_vocab")):
+        if not hasattr(given, has):
+            fix = f"give the {name} that transformers loaded: KV of other tokens is another's"
+            raise RepresentationError(name, given, fix)
+    if carries_adapter(model) and adapter_digest == "none":
         raise RepresentationError(
             "adapter_digest", adapter_digest, "this model carries an adapter: give its digest"
         )
@@ -119,21 +130,65 @@ def full_layers(cache: Cache) -> list[DynamicLayer]:
 
 def _revision(model: PreTrainedModel, stated: str | None) -> str:
     commit = getattr(model.config, "_commit_hash", None)
-    if not stated and not commit:
-        return weights_digest(model)
-    weights = stated or f"{commit}+sample={weights_sample(model)}"
-    return f"{weights}+settings={_settings_digest(model.config)}"
+    named = stated if stated and is_exact(stated) else commit
+    if not named:
+        return f"{stated}+{weights_digest(model)}" if stated else weights_digest(model)
+    sampled = f"{named}+sample={weights_sample(model)}+settings={_settings_digest(model.config)}"
+    return f"{stated}+{sampled}" if stated and stated != named else sampled
 
 
 def weights_sample(model: PreTrainedModel) -> str:
     """Return a digest of some elements of each of the model's weights, as they are now."""
     digest = blake3()
     for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu().contiguous()
+        some = _some(tensor.detach(), SAMPLED).cpu().contiguous()
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(some.view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+class WeightsWatch:
+    """Notices that the weights of a model are not those it saw last. Not thread-safe.
+
+    torch counts what is written to a tensor in place, but for writes through ``.data``: those are
+    seen by a few elements of each tensor.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._places: list[int] = []
+        self._looked_at: list[list[torch.Tensor]] = []
+        self._seen = self._mark()
+
+    def has_changed(self) -> bool:
+        """Return whether they changed since the last call, or since it was made."""
+        before, self._seen = self._seen, self._mark()
+        return before != self._seen
+
+    def _mark(self) -> tuple[Any, ...]:
+        # A quantisation's own classes of tensors are replaced, not written to.
+        tensors = [t for t in self._tensors() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        places = [tensor.data_ptr() for tensor in tensors]
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        if places != self._places:
+            dense = [t.detach() for t in tensors if t.numel() and t.is_contiguous()]
+            alike = groupby(dense, lambda tensor: tensor.dtype)
+            self._looked_at = [[_some(t, WATCHED) for t in some] for _, some in alike]
+            self._places = places
+        elements = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in self._looked_at]
+        return (*places, *versions, *(some.tobytes() for some in elements))
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._model.parameters()
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield buffer
+
+
+def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // count)][:count]
 
 
 def weights_digest(model: PreTrainedModel) -> str:

@@ -6,19 +6,17 @@ Works on vLLM's VllmConfig and KVCacheConfig by their fields, without importing 
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from kvstore.client.engines.rope_settings import rope_parameters
-from kvstore.client.engines.vllm_names import files_digest
 from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.weights import files_digest, is_exact, weights_name
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import Representation
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
 _VOLATILE_SETTINGS = ("_name_or_path", "transformers_version", "use_cache")
 _TERMS = {
@@ -39,12 +37,12 @@ _TERMS = {
 def representation_of(config: Any, shape: EngineShape, model_revision: str = "") -> Representation:
     """Return what makes the KV of the model interchangeable with other KV: the same for all ranks.
 
-    Without *model_revision* it is the commit the model was downloaded at, or a digest of the
-    weights in its folder, which reads all of them once. Raises RepresentationError for what has
-    no name.
+    Without a *model_revision* that is a commit or a digest it is the commit the model was
+    downloaded at, or a digest of the weights in its folder, which reads all of them once. Raises
+    RepresentationError for what has no name.
     """
     model = config.model_config
-    revision = model_revision or weights_revision(config)
+    revision = weights_revision(config, model_revision)
     return Representation(
         model_id=_model_id(model.model),
         model_revision=f"{revision}+settings={_settings_digest(config)}",
@@ -61,28 +59,17 @@ def _model_id(name: str) -> str:
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def weights_revision(config: Any) -> str:
-    """Return a name of the model's weights that changes when they do."""
+def weights_revision(config: Any, stated: str = "") -> str:
+    """Return a name of the model's weights that changes when they do; *stated*: by the user."""
     model = config.model_config
-    fix = "give model_revision in kv_connector_extra_config"
     if config.load_config.load_format == "dummy":
-        raise RepresentationError("load_format", "dummy", fix)
-    folder = Path(model.model)
-    if not folder.is_dir():
-        commit = getattr(model.hf_config, "_commit_hash", None)
-        if not commit:
-            raise RepresentationError("model", model.model, fix)
-        return str(commit)
-    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
-    if not files:
-        raise RepresentationError("model", model.model, fix)
-    marks = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    return f"weights={_weights_digest(marks).hex()}"
-
-
-@lru_cache(maxsize=8)
-def _weights_digest(marks: tuple[tuple[Path, int, int], ...]) -> bytes:
-    return files_digest([file for file, *_ in marks])
+        # What is in the folder is not what runs: somebody else brings the weights.
+        if not is_exact(stated):
+            fix = "give model_revision in kv_connector_extra_config: a commit or a digest"
+            raise RepresentationError("load_format", "dummy", fix)
+        return stated
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return weights_name(model.model, stated, str(commit or ""))
 
 
 def _settings_digest(config: Any) -> str:

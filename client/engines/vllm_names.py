@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from blake3 import blake3
-
 from kvstore.client.engines.vllm_orders import NamedChunk
+from kvstore.client.engines.weights import files_digest
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest
@@ -106,15 +105,6 @@ def adapter_files(folder: str) -> list[Path]:
     if not files:
         raise RepresentationError("lora_path", folder, "give a folder with the adapter's weights")
     return files
-
-
-def files_digest(files: Sequence[Path]) -> bytes:
-    """Return a digest of the names and the bytes of *files*, 32 bytes."""
-    digest = blake3(max_threads=blake3.AUTO)
-    for file in files:
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        digest.update_mmap(file)
-    return digest.digest()
 
 
 class ChunkChain:

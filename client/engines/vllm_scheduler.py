@@ -39,6 +39,7 @@ from kvstore.client.engines.vllm_orders import (
 )
 from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.weights import EPOCH_BYTES
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
@@ -53,8 +54,6 @@ came together and are computed in two steps cost those that are done first a who
 
 LATE_S = 0.005
 """What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
-
-EPOCH_BYTES = 16
 
 MAX_LOOKUP_CHUNKS = 4096
 """What is looked up of one prompt: as many as a server takes in one question."""

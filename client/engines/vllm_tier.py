@@ -3,7 +3,7 @@
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
       "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1000000000,
       "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.client.engines.vllm_tier",
-                           "model_revision": "8f2c1d"}]}
+                           "model_revision": "8f2c1d4"}]}
 
 Releases below 0.28 take no tier by its module; they find it with ``"spec_name":
 "StoreTieringSpec", "spec_module_path": "kvstore.client.engines.vllm_tier"``.
@@ -15,8 +15,9 @@ layout share them.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_settings import VllmSettings
 from kvstore.client.engines.vllm_versions import STORAGE_MEDIUM, TELLS_KEYS_THAT_CAME, job_rows
 from kvstore.client.engines.vllm_worker import SHUTDOWN_S, WorkThread
+from kvstore.client.engines.weights import EPOCH_BYTES, weights_name
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.keys import chunk_key
@@ -57,14 +59,17 @@ ROW_TOKENS = MIN_CHUNK_TOKENS
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """Looks up in a thread of vLLM's what its scheduler asks of a step."""
 
-    def __init__(self, tier_type: str, connector: Connector) -> None:
+    def __init__(
+        self, tier_type: str, connector: Connector, digest: Callable[[bytes], ChainDigest]
+    ) -> None:
         self._connector = connector
+        self._digest = digest
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> Iterable[bool]:
         nothing: set[bytes] = set()
         found = self._connector.ask(partial(self._found, keys), nothing)
-        return [bytes(_digest(key)) in found for key in keys]
+        return [bytes(self._digest(key)) in found for key in keys]
 
     def note_lost(self, keys: Collection[bytes]) -> None:
         """Promote keys no more for requests that asked for them: that failed."""
@@ -79,7 +84,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         """Return the digests of those that are stored. Keys are no prefix: of several kinds of
         layers vLLM asks in turn, and of sliding windows from the end.
         """
-        client, digests = self._connector.client, [_digest(key) for key in keys]
+        client, digests = self._connector.client, [self._digest(key) for key in keys]
         named = [chunk_key(client.namespace, digest) for digest in digests]
         ready = client.lookup(named).ready
         behind = client.stat(named[ready + 1 :]) if ready + 1 < len(named) else ()
@@ -89,8 +94,9 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """One engine's tier. For vLLM's scheduler thread; whatever fails is a miss or a job failed.
 
-    *model_revision* names the weights and has to be given: vLLM does not tell a tier where they
-    come from. It names adapters by their names, so change it when one of them changes.
+    *model_revision* names the weights, as a commit or a digest, and has to be given: vLLM does not
+    tell a tier where they come from. It names adapters by their names, so change it when one of
+    them changes.
     """
 
     medium: ClassVar[Any] = STORAGE_MEDIUM
@@ -119,7 +125,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             for kind in ({}, {"is_lookup": True})
         )
         self._connector, self._looking = loading, looking
-        self._lookups = _Lookups(tier_type, looking)
+        self._epoch = b""
+        self._lookups = _Lookups(tier_type, looking, self._digest)
         self._thread = WorkThread("kvstore-tier")
         self._room = max(1, stated.queue_bytes // self._rows.shape[1])
         self._waiting = 0
@@ -165,10 +172,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _chunks(self, job: Any) -> list[Chunk]:
         space = self._connector.client.namespace
         named = zip(job.keys, job_rows(job), strict=True)
-        return [Chunk(chunk_key(space, _digest(key)), self._tensors(row)) for key, row in named]
+        return [
+            Chunk(chunk_key(space, self._digest(key)), self._tensors(row)) for key, row in named
+        ]
 
     def _load(self, job: Any) -> None:
-        keys, digests = list(job.keys), [_digest(key) for key in job.keys]
+        keys, digests = list(job.keys), [self._digest(key) for key in job.keys]
         room = [self._tensors(row) for row in job_rows(job)]
         self._end(job, keys[: self._connector.read(digests, room)])
 
@@ -212,9 +221,17 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        """Wait until every job is over: each is bounded by the client's deadline."""
+        """Wait until every job is over: each is bounded by the client's deadline.
+
+        vLLM does this to reset its caches, which it does when weights change, and tells a tier of
+        that in no other way: so nothing that was stored before is loaded afterwards.
+        """
         with self._changes:
             self._changes.wait_for(lambda: not self._waiting)
+        self._epoch = os.urandom(EPOCH_BYTES)
+
+    def _digest(self, key: bytes) -> ChainDigest:
+        return ChainDigest(blake3(self._epoch + bytes(key)).digest(length=DIGEST_BYTES))
 
     def shutdown(self) -> None:
         """End the threads and the clients."""
@@ -226,10 +243,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 if "KVStoreTier" not in SecondaryTierFactory._registry:
     SecondaryTierFactory.register_tier("KVStoreTier", __name__, "KVStoreTier")
-
-
-def _digest(key: bytes) -> ChainDigest:
-    return ChainDigest(blake3(bytes(key)).digest(length=DIGEST_BYTES))
 
 
 def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> Representation:
@@ -258,7 +271,7 @@ def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> R
     group = LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, chunk_bytes // ROW_TOKENS)
     return Representation(
         model_id=config.model.name,
-        model_revision=model_revision,
+        model_revision=weights_name(config.model.name, model_revision),
         adapter_digest="none",
         quantization=f"vllm-chunks:{blake3(repr(layout).encode()).hexdigest()}",
         layer_groups=(group,),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.server.blend.gates import Gates
 from kvstore.server.policy.blend_gate import MAX_GATES, MAX_RATIO, GateName, GateState
+from kvstore.tiers.disk_folder import write_durably
 
 FILE_NAME = "gates.kvg"
 MAX_MODEL_CHARS = 256
@@ -111,13 +111,8 @@ class GateKeeper:
         changes = self._gates.changes
         if changes == self._saved:
             return False
-        fresh = self._path.with_suffix(".new")
         try:
-            with open(fresh, "wb") as file:
-                file.write(pack_gates(self._gates.save()))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(fresh, self._path)
+            write_durably(self._path, pack_gates(self._gates.save()))
         except OSError as error:
             logger.warning("which gates are open was not saved", reason=str(error))
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvstore.proto.types import KEY_BYTES, ChunkKey
 from kvstore.server.blend.contents import Contents
 from kvstore.server.policy.content_index import MAX_CONTEXT, MAX_LEARNED, Learned
 from kvstore.server.policy.context_impact import Context
+from kvstore.tiers.disk_folder import write_durably
 
 FILE_NAME = "variants.kvv"
 SAVE_EVERY_S = 60.0
@@ -118,13 +118,8 @@ class VariantKeeper:
         if count == self._saved or not is_due:
             return False
         self._saved, self._saved_at_s = count, self._clock()
-        fresh = self._path.with_suffix(".new")
         try:
-            with open(fresh, "wb") as file:
-                file.write(pack_variants(self._contents.learned()))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(fresh, self._path)
+            write_durably(self._path, pack_variants(self._contents.learned()))
         except OSError as error:
             logger.warning("what was learned of variants was not saved", reason=str(error))
             return False

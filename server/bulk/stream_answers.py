@@ -19,8 +19,9 @@ from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.bulk_service import BulkService
 from kvstore.server.bulk.stream_put import StreamPut
 from kvstore.server.bulk.stream_work import SILENCE_S, StreamWork
-from kvstore.server.bulk.zmq_peer import METHODS, Door
+from kvstore.server.bulk.zmq_peer import METHODS
 from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.trust.doorkeeper import Door
 
 GUEST_GET_S = 60.0
 """What a guest's get takes at most."""

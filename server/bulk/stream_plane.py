@@ -14,7 +14,6 @@ import selectors
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -30,6 +29,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.guest_token import is_genuine
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.stream_answers import Caller, StreamAnswers, StreamTerms, refuse
+from kvstore.server.bulk.stream_hello import Stranger, least_welcome
 from kvstore.server.bulk.stream_work import SILENCE_S
 from kvstore.server.bulk.zmq_peer import METHODS
 from kvstore.server.interceptors import known_errors
@@ -38,10 +38,11 @@ from kvstore.server.sessions import Session
 if TYPE_CHECKING:
     import ssl
 
-HELLO_S = 2.0
+HELLO_S = 4.0
 """For the handshake and the first word."""
 MAX_STRANGERS = 64
-"""Connections that have not said whose they are."""
+"""Connections that have not said whose they are. For one more the first of those goes that came
+from the address with the most: none keeps the others out."""
 MAX_STREAMS = 1024
 MAX_CLIENT_STREAMS = 512
 """Of them those of clients, so that other servers find room."""
@@ -52,13 +53,6 @@ HELLO_THREADS = 2
 _SWEEP_S = 1.0
 
 logger = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Stranger:
-    link: socket.socket
-    until: float
-    origin: str
 
 
 class StreamPlane:
@@ -77,9 +71,9 @@ class StreamPlane:
         self._listener = listener
         listener.setblocking(False)
         self._streams: set[Caller] = set()
-        self._strangers: set[_Stranger] = set()
-        self._back: list[Caller] = []
-        """Answered, and to be waited for again."""
+        self._strangers: set[Stranger] = set()
+        self._back: list[Caller | Stranger] = []
+        """Answered or heard, and to be waited for again."""
         self._clients_served = 0
         """Calls of clients that are answered now."""
         self._closed = False
@@ -133,8 +127,9 @@ class StreamPlane:
                     self._notice(waiting, key)
                 with self._lock:
                     back, self._back = self._back, []
-                for stream in back:
-                    waiting.register(stream.wire, selectors.EVENT_READ, stream)
+                for one in back:
+                    ours = one.link if isinstance(one, Stranger) else one.wire
+                    waiting.register(ours, selectors.EVENT_READ, one)
                 if self._terms.clock() - swept_at >= _SWEEP_S:
                     swept_at = self._terms.clock()
                     self._sweep(waiting)
@@ -144,9 +139,9 @@ class StreamPlane:
             self._accept(waiting)
         elif key.fileobj == self._wakeup:
             os.eventfd_read(self._wakeup)
-        else:
+        elif not (isinstance(key.data, Stranger) and key.data.is_gone):
             waiting.unregister(key.fileobj)
-            if isinstance(key.data, _Stranger):
+            if isinstance(key.data, Stranger):
                 self._hellos.submit(self._welcome, key.data)
             elif not key.data.is_client:
                 self._workers.submit(self._serve, key.data)
@@ -174,16 +169,33 @@ class StreamPlane:
             # Gone again, or no descriptor is left: asked again at once it would say so for ever.
             waiting.unregister(self._listener)
             return
-        stranger = _Stranger(link, self._terms.clock() + HELLO_S, f"stream:{address[0]}")
+        with self._lock:
+            is_crowded = len(self._strangers) >= MAX_STRANGERS
+        if is_crowded:
+            self._make_room(waiting)
+        until = self._terms.clock() + HELLO_S
+        try:
+            stranger = Stranger(link, self._tls, f"stream:{address[0]}", until)
+        except OSError:  # it hung up at once
+            link.close()
+            return
         with self._lock:
             known = len(self._strangers)
             is_full = known >= MAX_STRANGERS or known + len(self._streams) >= MAX_STREAMS
             if not is_full:
                 self._strangers.add(stranger)
         if is_full:
-            link.close()
+            stranger.link.close()
         else:
-            waiting.register(link, selectors.EVENT_READ, stranger)
+            waiting.register(stranger.link, selectors.EVENT_READ, stranger)
+
+    def _make_room(self, waiting: selectors.BaseSelector) -> None:
+        held = (key.data for key in waiting.get_map().values())
+        gone = least_welcome(one for one in held if isinstance(one, Stranger))
+        if gone is not None:
+            waiting.unregister(gone.link)
+            gone.is_gone = True
+            self._forget(gone)
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
         """Hang up on who says nothing, and on those whose session has ended; listen again."""
@@ -191,7 +203,7 @@ class StreamPlane:
             waiting.register(self._listener, selectors.EVENT_READ)
         now = self._terms.clock()
         for key in list(waiting.get_map().values()):
-            if isinstance(key.data, _Stranger) and now >= key.data.until:
+            if isinstance(key.data, Stranger) and now >= key.data.until:
                 waiting.unregister(key.fileobj)
                 self._forget(key.data)
             elif isinstance(key.data, Caller) and self._answers.is_over(key.data):
@@ -200,29 +212,29 @@ class StreamPlane:
 
     # --- threads that answer
 
-    def _welcome(self, stranger: _Stranger) -> None:
-        """Hear whose connection it is."""
-        link = stranger.link
+    def _welcome(self, stranger: Stranger) -> None:
+        """Hear whose connection it is, as far as it has said that."""
         try:
-            link.settimeout(HELLO_S)
-            if self._tls is not None:
-                link = self._tls.wrap_socket(link, server_side=True)
-            wire = StreamWire(link, "peer", self._terms.clock, is_encrypted=self._tls is not None)
-            wire.patience(HELLO_S, stranger.until + HELLO_S)
+            word = stranger.word()
+            if word is None:
+                self._wait_again(stranger)
+                return
+            is_encrypted = self._tls is not None
+            wire = StreamWire(stranger.link, "peer", self._terms.clock, is_encrypted=is_encrypted)
+            wire.patience(HELLO_S, stranger.until)
             with known_errors("stream Attach"):
-                stream = self._attached(wire, stranger.origin)
+                stream = self._attached(wire, word, stranger.origin)
         except (OSError, KVStoreError) as error:
             self._forget(stranger)
-            link.close()
-            logger.info("refused", method="stream", reason=str(error))
-            self._terms.door.note(None, "Attach", type(error).__name__, 0, stranger.origin)
+            name = type(error).__name__
+            logger.info("refused", method="stream", error=name, reason=str(error))
+            self._terms.door.note(None, "Attach", name, 0, stranger.origin)
             return
         with self._lock:
             self._strangers.discard(stranger)
         self._wait_again(stream)
 
-    def _attached(self, wire: StreamWire, origin: str) -> Caller:
-        word, _ = wire.receive()
+    def _attached(self, wire: StreamWire, word: bulk.Word, origin: str) -> Caller:
         try:
             if not isinstance(word, bulk.Attach | bulk.Guest):
                 raise UnauthenticatedError("say first whose connection it is")
@@ -268,8 +280,9 @@ class StreamPlane:
             is_answered = True
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
-                logger.info("refused", method="stream", reason=str(error))
-                self._answers.note(stream, method, type(error).__name__, 0)
+                name = type(error).__name__
+                logger.info("refused", method="stream", error=name, reason=str(error))
+                self._answers.note(stream, method, name, 0)
         finally:
             with self._lock:
                 self._clients_served -= stream.is_client
@@ -287,9 +300,9 @@ class StreamPlane:
         else:
             raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
 
-    def _wait_again(self, stream: Caller) -> None:
+    def _wait_again(self, one: Caller | Stranger) -> None:
         with self._lock:
-            self._back.append(stream)
+            self._back.append(one)
             if not self._closed:
                 os.eventfd_write(self._wakeup, 1)
 
@@ -298,7 +311,7 @@ class StreamPlane:
             self._streams.discard(stream)
         stream.wire.close()
 
-    def _forget(self, stranger: _Stranger) -> None:
+    def _forget(self, stranger: Stranger) -> None:
         with self._lock:
             self._strangers.discard(stranger)
         stranger.link.close()

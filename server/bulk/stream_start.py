@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.bulk.stream_answers import StreamTerms
 from kvstore.server.bulk.stream_plane import StreamPlane
-from kvstore.server.bulk.zmq_peer import Door
 from kvstore.server.config import ServerConfig
 from kvstore.server.sessions import SessionTable
 from kvstore.server.settings.units import parse_endpoint
+from kvstore.server.trust.doorkeeper import Door
 
 if TYPE_CHECKING:
     from kvstore.server.bulk.bulk_service import BulkService

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,17 +24,6 @@ METHODS: dict[type[bulk.Word], str] = {
     bulk.Finish: "Put",
 }
 """What of the service each word is of, in the audit log."""
-
-
-@dataclass(frozen=True, slots=True)
-class Door:
-    """``admit`` raises for a session that may not call a method. ``note`` is told of a call: whose
-    session it was on, None for a stranger's, its method, how it ended, of how many chunks it was
-    and where it came from.
-    """
-
-    admit: Callable[[Session, str], None]
-    note: Callable[[Session | None, str, str, int, str], None]
 
 
 @dataclass(slots=True, eq=False)

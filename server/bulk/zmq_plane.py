@@ -31,10 +31,11 @@ from kvstore.proto.errors import (
 from kvstore.server.bulk.bulk_service import BulkService
 from kvstore.server.bulk.bulk_work import GetWork, PutWork
 from kvstore.server.bulk.zmq_keys import CurveKeys
-from kvstore.server.bulk.zmq_peer import METHODS, Door, Peer, origin_of
+from kvstore.server.bulk.zmq_peer import METHODS, Peer, origin_of
 from kvstore.server.bulk.zmq_socket import bind_router
 from kvstore.server.interceptors import told
 from kvstore.server.sessions import Session, SessionTable
+from kvstore.server.trust.doorkeeper import Door
 
 PEERS_PER_SESSION = 16
 PARTS_PER_TURN = 8

@@ -35,7 +35,7 @@ def open_directory(
     url = config.redis_access(config.redis_url)
     link = RedisLink("redis", url, config.redis_timeout_ms, config.redis_connections)
     me = _address(config, incarnation, grpc_port, zmq_address)
-    breaker = Breaker(config.breaker_failures, config.breaker_retry_ms, clock)
+    breaker = Breaker("node directory", config.breaker_failures, config.breaker_retry_ms, clock)
     terms = DirectoryTerms(config.redis_prefix, config.directory_ttl_ms, config.directory_chunks)
     return Directory(link, me, terms, counters, breaker, clock)
 

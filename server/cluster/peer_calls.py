@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.guest_token import GUEST_S
+from kvstore.proto.text import check_text
 from kvstore.server.trust.gatekeeper import principal_of
 
 if TYPE_CHECKING:
@@ -36,10 +37,9 @@ class PeerCalls:
         self, request: pb.OpenPeerRequest, context: grpc.ServicerContext
     ) -> pb.OpenPeerResponse:
         """Let another server in, which may only read, on the bulk channel."""
-        node_id = request.node_id
-        if not node_id.isprintable() or not 1 <= len(node_id) <= MAX_NODE_ID_CHARS:
-            fix = f"give 1 to {MAX_NODE_ID_CHARS} characters"
-            raise InvalidRequestError("node_id", node_id[:160], fix)
+        node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS)
+        if not node_id:
+            raise InvalidRequestError("node_id", node_id, "name the server that asks")
         if not self._identity.zmq_address:
             raise InvalidRequestError("zmq", "off", "peers read through it: start with --zmq")
         session = self._sessions.open_peer(node_id, principal_of(context))

@@ -109,7 +109,9 @@ class Peers:
         self._thread: threading.Thread | None = None
 
     def _new(self, address: str) -> Peer:
-        breaker = Breaker(self._terms.failures, self._terms.retry_ms, self._clock)
+        breaker = Breaker(
+            f"peer {address}", self._terms.failures, self._terms.retry_ms, self._clock
+        )
         return Peer(address, breaker, self._clock, next(self._numbers))
 
     def start(self, node_id: str, boot_id: int) -> None:

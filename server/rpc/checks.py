@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, TypeVar
+
+from google.protobuf.message import Message
 
 from kvstore.codecs.base import codec_by_id
 from kvstore.codecs.portions import portion_frame_bytes
@@ -28,6 +30,8 @@ from kvstore.server.sessions import Session
 
 MAX_DEADLINE_MS = 600_000
 MAX_PLAN_TTL_MS = 3600 * 1000
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,15 @@ def outcomes(results: Sequence[PutResult]) -> Outcomes:
         "outcomes": bytes(result.outcome for result in results),
         "reasons": [result.reason for result in results],
     }
+
+
+def fitting(messages: Iterable[M], room_bytes: int) -> Iterator[M]:
+    """Yield *messages* until one does not fit into what is left of *room_bytes*."""
+    for message in messages:
+        room_bytes -= message.ByteSize()
+        if room_bytes < 0:
+            return
+        yield message
 
 
 def chunk_stat(held: Holding) -> pb.ChunkStat:

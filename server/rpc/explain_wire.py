@@ -8,14 +8,17 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
 from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match, Namespace
-from kvstore.server.explain import Explainer, Near, Others, Reason
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespace
+from kvstore.server.explain import Explainer, Near, Reason
 from kvstore.server.known_spaces import Space
 from kvstore.server.manager import TierManager
-from kvstore.server.miss_log import MissLog, Report
+from kvstore.server.miss_log import LoggedMiss, MissLog, Report
 from kvstore.server.request_log import check_local
-from kvstore.server.rpc.checks import Checks, codec_name, fidelity
+from kvstore.server.rpc.checks import Checks, codec_name, fidelity, fitting
 from kvstore.server.sessions import Session, SessionTable
+
+LIST_BYTES = 1 << 18
+"""Of a reply, for each list but that of chunks: what is further down is left out."""
 
 
 class ExplainDesk:
@@ -35,9 +38,13 @@ class ExplainDesk:
         self._log = MissLog(checks.clock)
         sessions.on_open.append(self._explainer.spaces.note)
 
-    def looked_up(self, session: Session, keys: Sequence[ChunkKey], match: Match) -> None:
-        """Take note of a lookup and what it found."""
-        self._log.note(session, keys, match.ready, match.pending)
+    def looked_up(
+        self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Fidelity
+    ) -> None:
+        """Take note of a lookup and what it found, and of why it did not find more."""
+        if match.ready < len(keys):
+            reason = self._explainer.of_miss(keys[match.ready], least)
+            self._log.note(session, len(keys), match, reason)
 
     def heard(self, request: pb.HeartbeatRequest, session: Session) -> None:
         """Take note of what an engine counted."""
@@ -52,15 +59,25 @@ class ExplainDesk:
             keys = wire.keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
-            reply.chunks.extend(map(_reason, found.reasons))
-            reply.near.extend(map(_near, found.near))
+            reply.chunks.extend(fitting(map(_reason, found.reasons), wire.MESSAGE_BYTES))
+            reply.near.extend(fitting(map(_near, found.near), LIST_BYTES))
+            reply.left_out += len(found.reasons) + len(found.near)
+            reply.left_out -= len(reply.chunks) + len(reply.near)
         if request.recent:
-            reply.recent.extend(self._misses(request.recent))
-            reply.engines.extend(map(self._report, self._log.reports()))
-            reply.gates.extend(map(gate_to_message, self._gates.views()))
+            self._add_recent(request.recent, reply)
         if request.spaces:
-            reply.spaces.extend(map(self._known, self._explainer.spaces.all()))
+            spaces = self._explainer.spaces.all()
+            reply.spaces.extend(fitting(map(self._known, spaces), 2 * LIST_BYTES))
+            reply.left_out += len(spaces) - len(reply.spaces)
         return reply
+
+    def _add_recent(self, count: int, reply: pb.ExplainResponse) -> None:
+        misses, reports, gates = self._log.misses(count), self._log.reports(), self._gates.views()
+        reply.recent.extend(fitting(self._misses(misses), LIST_BYTES))
+        reply.engines.extend(fitting(map(self._report, reports), LIST_BYTES))
+        reply.gates.extend(fitting(map(gate_to_message, gates), LIST_BYTES))
+        reply.left_out += len(misses) + len(reports) + len(gates)
+        reply.left_out -= len(reply.recent) + len(reply.engines) + len(reply.gates)
 
     def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
         if request.session_id:
@@ -78,14 +95,10 @@ class ExplainDesk:
     def _known(self, space: Space) -> pb.KnownSpace:
         return _space_message(space, self._catalog.count_in(space.namespace))
 
-    def _misses(self, count: int) -> Iterator[pb.Miss]:
-        others: dict[Namespace, Others] = {}
-        for miss in self._log.misses(count):
-            space = miss.session.namespace
-            if space not in others:
-                others[space] = self._explainer.others(space)
-            reason = self._explainer.reason(miss.key, others[space])
-            is_ready = reason.state == "ready"
+    def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
+        for miss in misses:
+            others = self._explainer.others_with(miss.session.namespace, miss.reason.key)
+            reason = self._explainer.later(miss.reason, others)
             yield pb.Miss(
                 ago_s=self._clock() - miss.at_s,
                 client=miss.session.client,
@@ -93,8 +106,8 @@ class ExplainDesk:
                 chunks=miss.asked,
                 ready=miss.ready,
                 pending=miss.pending,
-                state="stored_since" if is_ready else reason.state,
-                reason=f"{reason.text}, by now" if is_ready else reason.text,
+                state=reason.state,
+                reason=reason.text,
             )
 
     def _report(self, report: Report) -> pb.EngineReport:

@@ -22,7 +22,7 @@ from kvstore.server.sessions import Session
 from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
 
-REACH: dict[int, Collection[Reach] | None] = {
+REACH: dict[int, frozenset[Reach] | None] = {
     pb.VIA_STREAM: None,
     pb.VIA_SHARED_MEMORY: IN_MEMORY | {Reach.file},
     pb.VIA_DEVICE: IN_MEMORY | {Reach.device, Reach.file},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from concurrent import futures
 
 import grpc
@@ -10,9 +9,11 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.server.config import ServerConfig
+from kvstore.server.descriptors import GRPC_SHARE, share_of
 from kvstore.server.interceptors import ErrorInterceptor
 from kvstore.server.rpc.overload import Overload
 from kvstore.server.rpc.request_scope import RequestScope
+from kvstore.server.settings.units import join_endpoint, unresolved
 from kvstore.server.trust.certificates import ServerTls
 from kvstore.server.trust.gatekeeper import Gatekeeper
 
@@ -33,14 +34,18 @@ HEALTH_CONNECTIONS = 64
 
 
 def bind(
-    config: ServerConfig, overload: Overload, gatekeeper: Gatekeeper, scope: RequestScope
+    config: ServerConfig,
+    overload: Overload,
+    gatekeeper: Gatekeeper,
+    scope: RequestScope,
+    taken: int,
 ) -> tuple[grpc.Server, int]:
-    """Return a server, not started, and the port it got.
+    """Return a server, not started, and the port it got. *taken* descriptors are not for callers.
 
     Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
     """
     largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
-    connections = most_connections(config.max_sessions)
+    connections = most_connections(config.max_sessions, taken)
     server = grpc.server(
         overload.reads,
         interceptors=[overload, scope, ErrorInterceptor(), gatekeeper],
@@ -61,11 +66,10 @@ def bind(
     return server, _open(server, config.listen_address, "listen", _tls(config))
 
 
-def most_connections(max_sessions: int) -> int:
-    """Return how many connections there may be; a quarter of the descriptors is for the rest."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def most_connections(max_sessions: int, taken: int) -> int:
+    """Return how many connections there may be, as sessions need and descriptors allow."""
     most = CONNECTIONS_PER_SESSION * max_sessions + OTHER_CONNECTIONS
-    return most if descriptors == resource.RLIM_INFINITY else min(most, 3 * descriptors // 4)
+    return share_of(GRPC_SHARE, taken, most)
 
 
 def _tls(config: ServerConfig) -> ServerTls | None:
@@ -78,15 +82,14 @@ def _open(
     server: grpc.Server, address: tuple[str, int], name: str, tls: ServerTls | None = None
 ) -> int:
     host, port = address
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = join_endpoint(host, port)
     try:
         if tls is None:
             return server.add_insecure_port(where)
         return server.add_secure_port(where, tls.credentials())
     except RuntimeError:
-        raise TierUnavailableError(
-            "grpc", f"cannot listen on {where}; is it taken? choose another --{name}"
-        ) from None
+        why = unresolved(host) or f"is it taken? choose another --{name}"
+        raise TierUnavailableError("grpc", f"cannot listen on {where}; {why}") from None
 
 
 def bind_health(

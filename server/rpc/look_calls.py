@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.proto.wire import representation_to_message
+from kvstore.proto.wire import MESSAGE_BYTES, representation_to_message
 from kvstore.server.clearing import EVERY_TENANT
-from kvstore.server.rpc.checks import chunk_stat
+from kvstore.server.rpc.checks import chunk_stat, fitting
 from kvstore.server.trust.gatekeeper import principal_of
 from kvstore.server.trust.pools import PREFIX
 
@@ -91,5 +91,6 @@ class LookCalls:
             )
             for space in self._manager.spaces.all()
             if tenant in (EVERY_TENANT, space.tenant)
-        ]
-        return pb.SpacesResponse(server=self._stamp, spaces=spaces)
+        ][request.skip :]
+        fit = list(fitting(spaces, MESSAGE_BYTES))
+        return pb.SpacesResponse(server=self._stamp, spaces=fit, left=len(spaces) - len(fit))

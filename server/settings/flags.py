@@ -13,7 +13,10 @@ from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.units import format_size
 
-_SHORT = {"cpu_size": "--cpu", "redis_url": "--redis", "socket_path": "--socket"}
+SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
+"""Settings that have a second name, everywhere."""
+
+_SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
 _GROUPS = {
     "tls_cert": "trust",
     "tiers": "tiers",
@@ -38,7 +41,9 @@ def parse_flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[st
     parser = _parser(fields)
     known, rest = parser.parse_known_args(list(argv))
     if rest:
-        raise InvalidRequestError("flags", " ".join(rest), _fix(rest[0], parser))
+        # Values are not repeated: one may be a password.
+        named = (word.partition("=")[0] if word.startswith("-") else "***" for word in rest)
+        raise InvalidRequestError("flags", " ".join(named), _fix(rest[0], parser))
     return vars(known)
 
 

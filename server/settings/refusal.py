@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
@@ -9,6 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvstore.proto.errors import InvalidRequestError
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def refusal(
@@ -19,7 +22,8 @@ def refusal(
 ) -> InvalidRequestError:
     """Return what *error* says of *values*, which came from *origins*; *names* are known.
 
-    The Redis URL is never repeated: a malformed one may hold its password anywhere.
+    The Redis URL is never repeated, as a malformed one may hold its password anywhere; nor is
+    what an unknown setting was given, which may be meant for that.
     """
     problems = []
     for item in error.errors(include_url=False):
@@ -27,10 +31,13 @@ def refusal(
             continue  # the setting it derives from is refused already
         name = str(item["loc"][0])
         value = item["input"] if len(item["loc"]) > 1 else values.get(name, item["input"])
-        if name == "redis_url" and value is not None:
+        is_secret = name == "redis_url" or item["type"] == "extra_forbidden"
+        if is_secret and value is not None:
             value = "***"
         origin = f" (from {origins[name]})" if name in origins else ""
         field = ".".join(map(str, item["loc"]))
+        if not _NAME.fullmatch(field):
+            field = "***"
         problems.append((field, value, _fix(item, names) + origin))
     (field, value, fix), *others = problems
     rest = [str(InvalidRequestError(*problem)) for problem in others]

@@ -20,8 +20,11 @@ def read_settings(path: Path) -> dict[str, object]:
     except OSError as error:
         fix = f"cannot read it: {error.strerror}; name a file that this user can read"
         raise InvalidRequestError("config", str(path), fix) from None
-    except yaml.YAMLError as error:
-        raise InvalidRequestError("config", str(path), f"give YAML: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        # Not the parser's own words: they repeat the line, which may hold a password.
+        mark = getattr(error, "problem_mark", None)
+        where = f"; mistake at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InvalidRequestError("config", str(path), f"give YAML{where}") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -53,6 +54,20 @@ def parse_endpoint(value: str) -> tuple[str, int]:
     if int(port) > 65535:
         raise ValueError("a port is at most 65535")
     return host, int(port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """Return what ``parse_endpoint`` splits so."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def unresolved(host: str) -> str:
+    """Return what is wrong with a name that does not resolve; empty for one that does."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return f"{host!r} does not resolve; give a name or an address of this host"
+    return ""
 
 
 def slab_bytes(cpu_bytes: int) -> int:

@@ -10,7 +10,7 @@ from threading import Lock
 from kvstore.proto.errors import UnauthenticatedError
 from kvstore.server.trust.api_keys import ApiKeys
 from kvstore.server.trust.certificates import principal_of_certificate
-from kvstore.server.trust.jwt_tokens import JwtVerifier
+from kvstore.server.trust.jwt_tokens import MAX_LIFE_S, JwtVerifier
 from kvstore.server.trust.principal import ANYBODY, Principal
 from kvstore.server.trust.revocations import Revocations
 from kvstore.server.watched_file import WatchedFile
@@ -80,7 +80,10 @@ class Authenticator:
         if self._verifier is None:
             raise UnauthenticatedError("the token is not one that this server takes")
         verifier = self._verifier
-        return self._remembered(b"jwt", token.encode(), lambda: verifier.value.principal_of(token))
+        known = self._remembered(b"jwt", token.encode(), lambda: verifier.value.principal_of(token))
+        if known.expires_at > self._wall_clock() + MAX_LIFE_S:
+            raise UnauthenticatedError("the token is good for over a year; get a shorter one")
+        return known
 
     def _remembered(self, kind: bytes, proof: bytes, verify: Callable[[], Principal]) -> Principal:
         # By kind too: a certificate is nobody's secret, and would do for a token that was verified.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.proto.errors import PermissionDeniedError
+from kvstore.server.rate_limit import RateLimit
 from kvstore.server.sessions import Session, SessionTable
 from kvstore.server.tallies import CallTimes
 from kvstore.server.trust.audit_log import AuditLog, Event
@@ -20,6 +22,17 @@ REFUSALS_PER_S = 20
 
 _QUIET = frozenset({"Heartbeat", "Status", "Quota"})
 _DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """``admit`` raises for a session that may not call a method. ``note`` is told of a call: whose
+    session it was on, None for a stranger's, its method, how it ended, of how many chunks it was
+    and where it came from.
+    """
+
+    admit: Callable[[Session, str], None]
+    note: Callable[[Session | None, str, str, int, str], None]
 
 
 class Doorkeeper:
@@ -38,10 +51,15 @@ class Doorkeeper:
         self._limits = limits
         self._audit = audit
         self._notes_reads = notes_reads
-        self._refusals = (0.0, float(REFUSALS_PER_S))
+        self._refusals = RateLimit(REFUSALS_PER_S, clock)
         self.clock = clock
         self.times = CallTimes()
         """How long calls took, told by those who let them in."""
+
+    @property
+    def door(self) -> Door:
+        """What a way in needs that knows callers by their sessions alone."""
+        return Door(self.admit_on, self.note_on)
 
     # --- may it
 
@@ -93,7 +111,7 @@ class Doorkeeper:
             return
         name = method.rpartition("/")[2]
         if principal is None:
-            if self._may_write_refusal():
+            if self._refusals.take() is not None:
                 self._audit.note(Event("", "", name, outcome, peer=peer()))
             return
         if outcome == "OK" and self._is_quiet(name):
@@ -119,13 +137,6 @@ class Doorkeeper:
 
     def _is_quiet(self, name: str) -> bool:
         return name in _QUIET or (not self._notes_reads and METHODS.get(name) == "read")
-
-    def _may_write_refusal(self) -> bool:
-        at, left = self._refusals
-        now = self.clock()
-        left = min(float(REFUSALS_PER_S), left + REFUSALS_PER_S * (now - at))
-        self._refusals = (now, left - 1.0 if left >= 1.0 else left)
-        return left >= 1.0
 
 
 def _tenant_in(request: Any) -> str:

@@ -7,12 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
+from kvstore.proto.text import check_text
 from kvstore.server.trust.principal import Principal
 
 LEEWAY_S = 5
 MIN_HMAC_BYTES = 32
 MAX_TOKEN_CHARS = 8192
 MAX_KEYS = 8
+MAX_LIFE_S = 366 * 86_400
+"""From now on: a token that is good for longer is refused, as it can be taken back with its key
+alone."""
+MAX_SUBJECT_CHARS = 256
 
 _PEM_END = b"-----END PUBLIC KEY-----"
 _REFUSED = "the token is not one of this server's callers"
@@ -30,12 +35,16 @@ class JwtTerms:
 class JwtVerifier:
     """Verifies tokens under a key; they say ``sub``, ``tenant``, ``roles``, ``exp``, ``aud``.
 
-    There may be several public keys in PEM, one after another, while one follows the other.
+    There may be several public keys in PEM, one after another, while one follows the other; with
+    None no token is good.
     """
 
-    def __init__(self, keys: bytes, terms: JwtTerms) -> None:
+    def __init__(self, keys: bytes | None, terms: JwtTerms) -> None:
         """Raises InvalidRequestError for a key that does not go with the algorithm."""
         self._terms = terms
+        self._keys: dict[bytes, Any] = {}
+        if keys is None:
+            return
         pieces = keys.split(_PEM_END)
         is_pem = not terms.algorithm.startswith("HS") and len(pieces) > 1
         found = [piece.lstrip() + _PEM_END for piece in pieces[:-1]] if is_pem else [keys]
@@ -110,7 +119,7 @@ def _principal(claims: dict[str, Any]) -> Principal:
         raise UnauthenticatedError("the token does not say tenant and roles")
     try:
         return Principal(
-            f"jwt:{str(claims['sub'])[:128]}",
+            f"jwt:{check_text('sub', claims['sub'], MAX_SUBJECT_CHARS)}",
             tenant,
             frozenset(map(str, roles)),
             float(claims["exp"]) + LEEWAY_S,

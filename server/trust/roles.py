@@ -47,6 +47,10 @@ METHODS: Mapping[str, str] = {
     "Explain": "read",
     "Events": "read",
     "Spaces": "read",
+    # Of the Unix socket alone.
+    "Slab": "read",
+    "Extent": "read",
+    "Ring": "write",
 }
 """The role that each method of kvstore.v1 needs. What of Status and Quota is not the caller's own
 is for admins; so are Explain and Events without a session, and Clear and Spaces of a tenant that

@@ -9,7 +9,7 @@ from functools import partial
 from kvstore.server.config import ServerConfig
 from kvstore.server.sessions import SessionTable
 from kvstore.server.settings.limits_config import TenantLimitRules
-from kvstore.server.trust.api_keys import parse_keys
+from kvstore.server.trust.api_keys import ApiKeys, parse_keys
 from kvstore.server.trust.audit_log import AuditLog
 from kvstore.server.trust.authenticator import Authenticator
 from kvstore.server.trust.doorkeeper import Doorkeeper
@@ -30,13 +30,16 @@ class Trust:
     def __init__(
         self, config: ServerConfig, sessions: SessionTable, clock: Callable[[], float]
     ) -> None:
-        keys = WatchedFile((config.auth_keys,), parse_keys) if config.auth_keys else None
+        keys = None
+        if config.auth_keys is not None:
+            keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
         verifier = None
         if config.jwt_key is not None:
             terms = JwtTerms(
                 config.jwt_algorithm, config.jwt_audience or "", config.jwt_issuer or ""
             )
-            verifier = WatchedFile((config.jwt_key,), partial(JwtVerifier, terms=terms))
+            verify = partial(JwtVerifier, terms=terms)
+            verifier = WatchedFile((config.jwt_key,), verify, partial(verify, None))
         self.authenticator = Authenticator(
             keys,
             verifier,

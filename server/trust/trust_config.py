@@ -11,7 +11,15 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_val
 
 from kvstore.server.settings.disk_config import absolute
 from kvstore.server.settings.limits_config import TenantLimitRules
-from kvstore.server.settings.units import KIB, MIB, Endpoint, Size, is_loopback, parse_endpoint
+from kvstore.server.settings.units import (
+    KIB,
+    MIB,
+    Endpoint,
+    Size,
+    is_loopback,
+    parse_endpoint,
+    unresolved,
+)
 from kvstore.server.trust.pools import SharedPools
 
 MIN_SECRET_BYTES = 16
@@ -183,17 +191,23 @@ def check_endpoint(value: str, name: str, others: Mapping[str, Any]) -> str:
     host, _ = parse_endpoint(value)
     if others.get("insecure") or is_loopback(host):
         return value
+    if fix := _fix_for_others(name, others):
+        raise ValueError(unresolved(host) or fix)
+    return value
+
+
+def _fix_for_others(name: str, others: Mapping[str, Any]) -> str:
+    """Return what to do before an address may be open to other hosts; empty when it may be."""
     if name != "listen":
         is_guarded = name == "http" and others.get("http_tls") and asks_who_calls(others)
-        if not others.get("open_pages") and not is_guarded:
-            raise ValueError(
-                "other hosts could read it in plain text; use 127.0.0.1, or add --open-pages"
-                + (", or --http-tls with a way to tell who calls" if name == "http" else "")
-            )
-    elif not others.get("tls_cert") or not asks_who_calls(others):
-        raise ValueError(
-            "other hosts could connect without TLS, or without saying who they are; give --tls-cert"
-            " and one of --auth-keys, --jwt-key and --tls-client-ca, listen on 127.0.0.1, or add"
-            " --insecure on a network you trust"
-        )
-    return value
+        if others.get("open_pages") or is_guarded:
+            return ""
+        more = ", or --http-tls with a way to tell who calls" if name == "http" else ""
+        return f"other hosts could read it in plain text; use 127.0.0.1, or add --open-pages{more}"
+    if others.get("tls_cert") and asks_who_calls(others):
+        return ""
+    return (
+        "other hosts could connect without TLS, or without saying who they are; give --tls-cert"
+        " and one of --auth-keys, --jwt-key and --tls-client-ca, listen on 127.0.0.1, or add"
+        " --insecure on a network you trust"
+    )

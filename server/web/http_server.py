@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from asyncio import BaseTransport
+from asyncio import BaseTransport, TimerHandle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,11 @@ from kvstore.server.watched_file import WatchedFile
 
 MAX_CONNECTIONS = 64
 """Connections at once; as many more are answered 503, and those beyond hung up on."""
+MAX_PER_ADDRESS = 32
+"""Of them those of one address, half: its further ones are answered 503."""
 SILENT_S = 20.0
-"""A connection that has not asked for anything by then is closed."""
+"""A connection that has not asked for anything by then, or for nothing more that long after it was
+answered, is closed: be there a first byte of a request or not."""
 KEEP_ALIVE_S = 5
 MAX_REQUEST_BYTES = 16 << 10
 """Of a request before its body; a longer one is answered 400. No request has a body."""
@@ -45,22 +48,49 @@ class TlsFiles(NamedTuple):
 
 
 class _Protocol(H11Protocol):
-    """Tells the application the certificate of who calls."""
+    """Tells the application the certificate of who calls, and waits for no request for ever."""
+
+    _silence: TimerHandle | None = None
+    _is_served = False
 
     @override
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type] # the same, by another name
-        if len(self.connections) > 2 * MAX_CONNECTIONS:
+        others: list[Any] = [one for one in self.connections if one is not self]
+        alike = [one._is_served for one in others if one._host() == self._host()]
+        served = sum(one._is_served for one in others)
+        self._is_served = served < MAX_CONNECTIONS and sum(alike) < MAX_PER_ADDRESS
+        self.limit_concurrency = None if self._is_served else 0  # 0: answered 503
+        if len(others) >= 2 * MAX_CONNECTIONS or alike.count(False) >= MAX_CONNECTIONS:
             self.transport.abort()
-        self.loop.call_later(SILENT_S, self._end_if_silent)
+        self._wait_for_request()
         link = transport.get_extra_info("ssl_object")
         der = link.getpeercert(binary_form=True) if link is not None else None
         pem = ssl.DER_cert_to_PEM_cert(der).encode() if der else b""
         self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE: pem}
 
+    def _host(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @override
+    def on_response_complete(self) -> None:
+        self._wait_for_request()  # first: the next one may be here already
+        super().on_response_complete()
+
+    def _wait_for_request(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = self.loop.call_later(SILENT_S, self._end_if_silent)
+
     def _end_if_silent(self) -> None:
-        if self.cycle is None:
+        if self.cycle is None or self.cycle.response_complete:
             self.transport.abort()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        super().connection_lost(exc)
 
 
 class HttpServer:
@@ -80,10 +110,10 @@ class HttpServer:
             loop="asyncio",
             lifespan="off",
             log_config=None,
+            log_level="error",  # below it, a line for whatever a stranger sends
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,

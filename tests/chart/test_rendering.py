@@ -253,10 +253,20 @@ def test_redis_user_and_its_tls_files_come_from_secrets_of_their_own(helm4: Helm
 def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:
     values = CHART / "ci" / "bundled-redis-values.yaml"
     rendered = helm4.of_values(values)
-    assert "redis_url" not in settings(rendered)
-    env = {one["name"]: one for one in container(rendered)["env"]}
-    assert "secretKeyRef" in env["REDIS_PASSWORD"]["valueFrom"]
+    shown = settings(rendered)
+    assert shown["redis_url"] == "redis://x-kvstore-redis:6379/0"
+    assert shown["redis_password_file"] == "/etc/kvstore/redis-auth/password"
+    env = container(rendered)["env"]
+    assert {one["name"] for one in env} == {"KVSTORE_NODE_ID", "KVSTORE_ADVERTISE"}
+    for one in of_kind(rendered, "StatefulSet"):
+        spec = one["spec"]["template"]["spec"]
+        (volume,) = [one for one in spec["volumes"] if one["name"] == "redis-auth"]
+        assert volume["secret"]["secretName"] == "redis-password"
+        (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "redis-auth"]
+        assert mount["readOnly"]
     assert container(rendered)["args"] == ["--config", "/etc/kvstore/config/kvstore.yaml"]
+    rendered = helm4.of_values(values, "--set", "redis.directory=false")
+    assert "env" not in container(rendered)
 
 
 # --- where it runs
@@ -326,12 +336,57 @@ def test_monitoring_comes_where_its_kinds_are(helm4: Helm) -> None:
 def test_a_network_policy_lets_in_who_has_the_label(helm4: Helm) -> None:
     rendered = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
     policy = only(rendered, "NetworkPolicy")["spec"]
-    (rule,) = policy["ingress"]
+    rule, scrapes = policy["ingress"]
+    assert scrapes["from"] == [
+        {
+            "namespaceSelector": {},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+        }
+    ]
+    assert [port["port"] for port in scrapes["ports"]] == ["http"]
     assert rule["from"] == [{"podSelector": {"matchLabels": {"kvstore.io/client": "true"}}}]
     assert {port["port"] for port in rule["ports"]} == {"grpc"}
     assert policy["podSelector"]["matchLabels"].items() <= (
         workload(rendered)["spec"]["template"]["metadata"]["labels"].items()
     )
+
+
+def test_a_chart_whose_metrics_nobody_may_read_says_so(helm4: Helm) -> None:
+    values = ("-f", CHART / "ci" / "daemonset-values.yaml")
+    closed = ("--set", "networkPolicy.metricsFrom=null")
+    policy = only(helm4.render(*values, *closed), "NetworkPolicy")["spec"]
+    assert len(policy["ingress"]) == 1
+    notes = ("install", "x", CHART, "--dry-run=client", *values)
+    assert "metricsFrom is empty" in run(helm4.path, *notes, *closed).out
+    assert "metricsFrom is empty" not in run(helm4.path, *notes).out
+
+
+@pytest.mark.parametrize("url", ["http://otel.mon:4317", "https://[::1]:14317/"])
+def test_a_collector_of_traces_is_let_out_to_and_the_image_can_trace(helm4: Helm, url: str) -> None:
+    values = CHART / "ci" / "daemonset-values.yaml"
+    rendered = helm4.of_values(values, "--set", f"config.tracing_endpoint={url}")
+    policy = only(rendered, "NetworkPolicy")["spec"]
+    ports = [port["port"] for rule in policy["egress"] for port in rule["ports"]]
+    assert ports == [53, 53, int(url.rstrip("/").rpartition(":")[2])]
+    assert "tracing" in extras_of_the_image()
+
+
+def test_a_gpu_tier_has_the_image_with_torch(helm4: Helm) -> None:
+    values = CHART / "ci" / "gpu-values.yaml"
+    assert container(helm4.of_values(values))["image"].endswith("-cuda")
+    own = helm4.of_values(values, "--set", "image.tag=mine")
+    assert container(own)["image"] == "kvstore:mine"
+    plain = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
+    assert not container(plain)["image"].endswith("-cuda")
+    text = (CHART.parents[1] / "Dockerfile").read_text()
+    assert "--build-arg EXTRAS=cpu-fast,tracing,gpu -t kvstore:0.1.0-cuda" in text
+
+
+def extras_of_the_image() -> list[str]:
+    text = (CHART.parents[1] / "Dockerfile").read_text()
+    (names,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
+    assert ".[$EXTRAS]" in text
+    return names.split(",")  # type: ignore[no-any-return]
 
 
 def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None:
@@ -416,3 +471,21 @@ def test_the_image_runs_as_the_user_that_the_chart_names() -> None:
     text = (CHART.parents[1] / "Dockerfile").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert re.search(rf"^USER {values['user']['id']}:{values['user']['group']}$", text, re.M)
+
+
+def test_engines_mount_the_socket_s_folder_read_only_and_without_it_there_is_no_socket(
+    helm: Helm,
+) -> None:
+    def lines_of(manifests: list[Manifest]) -> dict[str, str]:
+        maps = of_kind(manifests, "ConfigMap")
+        (one,) = [one["data"] for one in maps if one["metadata"]["name"].endswith("-connection")]
+        return dict(one)
+
+    shared = helm.render("-f", CHART / "ci" / "shared-memory-values.yaml")
+    assert settings(shared)["socket_path"] == "/run/kvstore/kvstore.sock"
+    lines = yaml.safe_load(lines_of(shared)["socket.yaml"])
+    (mount,) = lines["containers"][0]["volumeMounts"]
+    assert (mount["mountPath"], mount["readOnly"]) == ("/run/kvstore", True)
+    alone = helm.render(*PLAIN)
+    assert settings(alone)["socket_path"] == "off"
+    assert "socket.yaml" not in lines_of(alone)

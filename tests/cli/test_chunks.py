@@ -53,6 +53,25 @@ def listed(kvstore: Kvstore, *argv: object) -> list[dict[str, Any]]:
 # --- ls
 
 
+def test_ls_shows_whole_digests_and_takes_any_digits_that_they_begin_with(
+    kvstore: Kvstore, server: LocalServer
+) -> None:
+    client = server.connect("grpc")
+    digests = sorted(map(digest, store(client, 1, 40)))
+    where = ("--address", server.address)
+    _, out, _ = kvstore("ls", *where)
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows[2:]] == digests
+    for count in (4, 5, 31):
+        begun = digests[3][:count]
+        found = [one["digest"] for one in listed(kvstore, begun, *where)]
+        assert found == [one for one in digests if one.startswith(begun)]
+    pages = listed(kvstore, "--after", digests[3][:15], "--limit", 5, *where)
+    assert [one["digest"] for one in pages] == digests[4:9]
+    status, _, err = kvstore("ls", "--after", "f" * 15, *where)
+    assert (status, "begin" in err) == (2, True)
+
+
 def test_ls_shows_each_chunk_once_in_pages_that_follow_each_other(
     kvstore: Kvstore, server: LocalServer
 ) -> None:
@@ -107,7 +126,7 @@ def test_ls_keeps_models_apart_and_names_their_namespaces(
     [
         (("ls", "--limit", "0"), "limit"),
         (("ls", "xyz!"), "prefix"),
-        (("ls", "--after", "abcd"), "after"),
+        (("ls", "--after", "abc"), "after"),
         (("stat", "abc"), "key"),
         (("get", "abcd", "--out", "chunk.pt"), "file"),
         (("put", "chunk.pt"), "file"),

@@ -180,10 +180,10 @@ def test_what_spaces_prints_can_be_asked_with(
         ([], "--tokens or --keys"),
         (["--recent", "3", "--spaces", "--keys", "00"], "or else"),
         (["--keys", "zz"], "hexadecimal"),
-        (["--keys", "0011"], "digits"),
+        (["--keys", "001"], "digits"),
         (["--keys", "00" * 16], "--namespace"),
         (["--keys", "00" * 32, "--keys", "11" * 32], "one namespace"),
-        (["--keys", "00" * 32, "--namespace", "11"], "32 digits"),
+        (["--keys", "00" * 32, "--namespace", "11"], "at least 4"),
         (["--tokens", "PROMPT", "--keys", "00" * 32], "not both"),
         (["--tokens", "PROMPT", "--namespace", "00" * 16, "--chunk-tokens", "3"], "chunk_tokens"),
         (["--tokens", "SHORT", "--namespace", "00" * 16], "fewer than a chunk"),
@@ -258,3 +258,45 @@ def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
     _, shown, _ = explain("--recent", "4")
     assert f"{SMALL.model_id}, tag rag: open at ratio 0.225, calibrated; 1 prompts let" in shown
     assert f"{SMALL.model_id}, tag chat: closed at ratio 0.15, not calibrated" in shown
+
+
+def test_keys_and_namespaces_are_taken_by_any_digits_that_begin_one_alone(
+    server: LocalServer, explain: Explain
+) -> None:
+    client = server.connect()
+    (key,) = store(client, 1, 1)
+    space, digest = client.namespace.hex(), key[DIGEST_BYTES:].hex()
+    for argv in (
+        ("--keys", digest[:7]),
+        ("--keys", key.hex()[:40]),
+        ("--namespace", space[:5], "--keys", digest[:8].upper()),
+        ("--namespace", space[:9], "--keys", digest),
+    ):
+        (chunk,) = as_json(explain, *argv)["chunks"]
+        assert (chunk["digest"], chunk["state"]) == (digest, "ready")
+    other = server.connect(representation=other_revision(SMALL))
+    store(other, 1, 1)
+    for argv, word in (
+        (("--keys", digest[:7]), "stands for several"),
+        (("--namespace", "0" * 31, "--keys", digest), "begins none"),
+        (("--namespace", space[:8], "--keys", "0" * 31), "begins no chunk"),
+    ):
+        status, _, err = explain(*argv)
+        assert (status, word in err) == (2, True), err
+
+
+def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_around(
+    server: LocalServer, explain: Explain
+) -> None:
+    client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
+    keys = store(client, 1, 2)
+    other = server.connect(representation=other_revision(SMALL))
+    other.lookup(keys_of(other, 1, 2))
+    named = [word for key in keys for word in ("--keys", key.hex())]
+    shown = [explain(*argv)[1] for argv in (["--spaces"], ["--recent", "5"], named)]
+    assert all(line.isascii() for line in shown)
+    assert client.namespace.hex() in shown[0]
+    assert SMALL.model_revision in shown[0]
+    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} asked" in shown[1]
+    assert [key[DIGEST_BYTES:].hex() in shown[2] for key in keys] == [True, True]
+    assert len(shown[2].splitlines()) == 2 + len(keys)

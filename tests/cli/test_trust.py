@@ -36,7 +36,8 @@ def test_a_token_is_printed_once_listed_without_its_secret_and_revoked(
     assert (row["tenant"], row["roles"]) == ("acme", "read")
     assert token[17:] not in listed
     assert "acme" in run(capsys, "token", "list", file)
-    run(capsys, "token", "revoke", file, row["id"])
+    assert "not in the file" in run(capsys, "token", "revoke", file, "", status=2)
+    run(capsys, "token", "revoke", file, row["id"][:4])
     assert parse_keys(file.read_bytes()).principal_of(token) is None
     assert "is not in the file" in run(capsys, "token", "revoke", file, row["id"], status=2)
     assert "roles" in run(
@@ -89,6 +90,16 @@ def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
     assert "acme" in run(capsys, "--token-file", admin, "quota", "show", "*", *where)
     assert "token" in run(capsys, "quota", "show", *where, status=3)
     run(capsys, "--token-file", admin, "status", *where)
+    shown = run(capsys, "--token-file", engine, "status", *where)
+    assert "need the role admin" in shown
+    assert "0 sessions" not in shown
+    assert "0 B" not in shown
+    told = json.loads(run(capsys, "--token-file", engine, "status", *where, "--json"))
+    assert (told["state"], told["sessions"], told["leases"]) == ("serving", None, None)
+    assert told["counters"] is None
+    assert {(one["state"], one["used_bytes"]) for one in told["tiers"]} == {("serving", None)}
+    for words in (("top", "--once"), ("blend", "status")):
+        assert "role admin" in run(capsys, "--token-file", engine, *words, *where, status=3)
     server.stop()
     held = run(capsys, "audit", "verify", log)
     rows = [json.loads(line) for line in log.read_text().splitlines()]

@@ -64,18 +64,22 @@ def lookup_answer(ready: int = BY_SOCKET) -> list[Packet]:
 class FalseServer:
     """Listens on the socket. *answer* says what each call gets, *join* what who joins is told.
 
-    ``calls`` are the packets that came, ``joins`` those who joined or tried to, ``ended`` counts
-    connections that the other side closed, ``answered`` calls whose answer is on its way.
+    It proves itself with *token*. ``heard`` are the packets that came, ``calls`` those of calls,
+    ``joins`` of those who joined or tried to, ``ended`` counts connections that the other side
+    closed, ``answered`` calls whose answer is on its way.
     """
 
     def __init__(
         self,
         path: Path,
+        token: bytes,
         answer: Callable[[bytes], Answers],
         join: Callable[[], Answers] = lambda: [shm.pack_reply(Reply.ok)],
     ) -> None:
+        self.token = token
         self.answer = answer
         self.join = join
+        self.heard: list[bytes] = []
         self.calls: list[bytes] = []
         self.joins: list[bytes] = []
         self.ended = self.answered = 0
@@ -100,7 +104,14 @@ class FalseServer:
     def _serve(self, peer: socket.socket) -> None:
         with peer, suppress(OSError):
             while message := peer.recv(MAX_PACKET_BYTES):
-                is_call = Request.unpack(message[:MESSAGE_BYTES]).op is Op.call
+                self.heard.append(message)
+                request = Request.unpack(message[:MESSAGE_BYTES])
+                if request.op is Op.hello:
+                    nonces = (request.token, b"s" * shm.NONCE_BYTES)
+                    proven = shm.proof(self.token, Op.hello, request.arg, nonces)
+                    peer.send(shm.pack_greeting(nonces[1], proven))
+                    continue
+                is_call = request.op is Op.call
                 (self.calls if is_call else self.joins).append(message)
                 for packet in self.answer(message) if is_call else self.join():
                     if packet is HANG_UP:
@@ -148,7 +159,8 @@ class Setting:
         self, answer: Callable[[bytes], Answers], join: Callable[[], Answers] | None = None
     ) -> FalseServer:
         """Start the false server."""
-        self.false = FalseServer(self.path, answer, *([join] if join else []))
+        token = self.session.terms.attach_token
+        self.false = FalseServer(self.path, token, answer, *([join] if join else []))
         return self.false
 
     def serve_one(self) -> FalseServer:
@@ -198,7 +210,7 @@ def test_calls_one_after_another_share_a_connection(setting: Setting) -> None:
     assert [setting.look_up() for _ in range(5)] == [BY_SOCKET] * 5
     assert setting.link.send("Lookup", setting.request(), DEADLINE_MS)().ready == BY_SOCKET
     assert (len(false.calls), len(false.joins)) == (6, 1)
-    assert Request.unpack(false.joins[0]).token == setting.session.terms.attach_token
+    assert setting.session.terms.attach_token not in b"".join(false.heard)
 
 
 def test_calls_that_were_sent_side_by_side_are_answered_in_any_order(setting: Setting) -> None:
@@ -491,6 +503,30 @@ def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
     setting.clock.ahead_s = 6.0
     assert setting.look_up() == BY_SOCKET
     assert len(false.joins) == 2
+
+
+def test_who_listens_without_the_token_of_the_session_hears_nothing_but_hello(
+    setting: Setting,
+) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    false.token = bytes(16)
+    assert setting.look_up() == 2  # through gRPC
+    assert eventually(lambda: false.ended == 1)
+    assert [Request.unpack(message).op for message in false.heard] == [Op.hello]
+
+
+def test_who_listens_in_another_process_than_the_session_s_server_hears_nothing(
+    setting: Setting,
+) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    setting.link._terms = replace(setting.link._terms, server_pid=1)
+    assert setting.look_up() == 2
+    assert eventually(lambda: false.ended == 1)
+    assert false.heard == []
+    setting.clock.ahead_s = 6.0
+    elsewhere = setting.session.terms.pid_namespace + 1  # where the number says nothing
+    setting.link._terms = replace(setting.link._terms, pid_namespace=elsewhere)
+    assert setting.look_up() == BY_SOCKET
 
 
 def test_more_calls_at_once_than_connections_all_succeed(setting: Setting) -> None:

@@ -270,15 +270,20 @@ def test_auto_takes_grpc_when_the_server_refuses_the_staging_memory(server: Loca
 
 
 @contextmanager
-def answering(path: Path, *answers: bytes) -> Iterator[None]:
-    """A server's end of the socket that gives these answers and then no more."""
+def answering(path: Path, token: bytes, *answers: bytes | None) -> Iterator[None]:
+    """A server's end of the socket that gives these answers and then no more; None: a greeting."""
     done = threading.Event()
 
     def serve() -> None:
         peer, _ = listener.accept()
         with peer:
             for answer in answers:
-                peer.recv(64)
+                message = peer.recv(64)
+                if answer is None:
+                    hello = shm.Request.unpack(message)
+                    nonces = (hello.token, bytes(16))
+                    proven = shm.proof(token, shm.Op.hello, hello.arg, nonces)
+                    answer = shm.pack_greeting(nonces[1], proven)
                 peer.send(answer)
             done.wait(30)
 
@@ -301,12 +306,24 @@ def session(server: LocalServer, tmp_path: Path) -> Iterator[Session]:
     session.close()
 
 
-@pytest.mark.parametrize("answer", [b"", b"x", b"x" * 32, bytes(64)])
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [b""],
+        [b"x"],
+        [bytes(64)],
+        [shm.pack_reply(shm.Reply.denied)],
+        [shm.pack_greeting(bytes(16), bytes(16))],
+        [None, b""],
+        [None, b"x" * 32],
+        [None, shm.pack_reply(shm.Reply.denied)],
+    ],
+)
 def test_garbage_from_the_socket_is_a_transport_that_is_unavailable(
-    session: Session, tmp_path: Path, answer: bytes
+    session: Session, tmp_path: Path, answers: list[bytes | None]
 ) -> None:
     with (
-        answering(tmp_path / "other.sock", answer),
+        answering(tmp_path / "other.sock", session.terms.attach_token, *answers),
         pytest.raises(TierUnavailableError, match=r"tier 'shm': .*other\.sock"),
     ):
         ShmTransport(session)
@@ -318,7 +335,8 @@ def test_slab_that_never_comes_is_an_error_and_its_late_answer_is_not_taken_for_
     client = server.connect("grpc")
     keys = keys_of(client, 1, 1)
     client.put(chunks_of(client, keys))
-    with answering(tmp_path / "other.sock", shm.pack_reply(shm.Reply.ok)):
+    token = session.terms.attach_token
+    with answering(tmp_path / "other.sock", token, None, shm.pack_reply(shm.Reply.ok)):
         transport = ShmTransport(session)
         for _ in range(2):
             with (

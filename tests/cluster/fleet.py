@@ -115,7 +115,7 @@ class Fleet:
         """Take part in the directory as a node that serves nothing."""
         link = RedisLink("redis", self.url, 500, 4)
         me = NodeAddress("observer", time.time_ns(), "", f"{GATEWAY}:1")
-        breaker = Breaker(3, 200, time.monotonic)
+        breaker = Breaker("node directory", 3, 200, time.monotonic)
         terms = DirectoryTerms(PREFIX, TTL_MS)
         directory = Directory(link, me, terms, Counters(), breaker)
         directory.start()

@@ -5,36 +5,19 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
 from local_server import DEADLINE_MS, eventually, open_session, wait_for_stream
-from trust_world import World, chunks_for
+from trust_world import Audited, chunks_for
 
 from kvstore.client import Access, frame_streams
 from kvstore.client.options import TransportName
 from kvstore.proto import bulk, shm
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.server import dataplane
-from kvstore.server.trust.audit_log import audit_files, read_chain
 
 CHUNKS = 3
-
-
-class Audited(World):
-    """A world that writes down what happens, and what was written."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "audit"
-        super().__init__(folder, "--audit-log", str(self.log), "--audit-reads")
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [fields for fields, _ in read_chain(audit_files(self.log))]
-
-    def came(self, **wanted: object) -> bool:
-        """Whether there is a line that says all of *wanted*."""
-        return any(wanted.items() <= line.items() for line in self.lines())
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL
 from trust_world import World, chunks_for, request_of
 
-from kvstore.client import Access, ClientOptions
+from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -77,12 +78,12 @@ def test_certificates_identify_and_may_be_replaced_under_load(tmp_path: Path) ->
         finally:
             connection.close()
 
+    clients = ExitStack()
     try:
-        client = server.connect(
-            options=ClientOptions("grpc", chunk_tokens=16, access=mine, deadline_ms=DEADLINE_MS)
+        options = ClientOptions(
+            "grpc", chunk_tokens=16, access=mine, deadline_ms=DEADLINE_MS, retry_after_ms=1
         )
-        client._connection.close()
-        client._connection = Connection(address, 1, access=mine)
+        client = clients.enter_context(Client(address, SMALL, options))
         keys, chunks = chunks_for(client, 4)
         client.put(chunks)
         stranger = Authority(tmp_path, "stranger")
@@ -117,6 +118,7 @@ def test_certificates_identify_and_may_be_replaced_under_load(tmp_path: Path) ->
         thread.join()
         assert failures == []
     finally:
+        clients.close()
         server.close()
 
 

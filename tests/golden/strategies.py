@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvstore.proto.types import (
+    MAX_LAYERS,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
@@ -21,20 +22,22 @@ from kvstore.proto.types import (
 counts = st.integers(1, (1 << 24) - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 costs = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
-names = st.text(min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
+names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=12)
 ropes = st.builds(
     RopeParameters,
     theta=finite,
     rotary_dim=st.integers(0, (1 << 32) - 1),
     scaling=names,
-    factors=st.dictionaries(names, finite, max_size=3).map(lambda d: tuple(sorted(d.items()))),
+    factors=st.dictionaries(
+        st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=12), finite, max_size=3
+    ).map(lambda d: tuple(sorted(d.items()))),
 )
 
 
 @st.composite
 def layer_groups(draw: st.DrawFn) -> tuple[LayerGroup, ...]:
     """Up to three groups that share no layer."""
-    ids = sorted(draw(st.sets(st.integers(0, (1 << 32) - 1), min_size=1, max_size=9)))
+    ids = sorted(draw(st.sets(st.integers(0, MAX_LAYERS - 1), min_size=1, max_size=9)))
     group_count = draw(st.integers(1, min(3, len(ids))))
     groups = []
     for start in range(group_count):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
 from contracts.chunks import make_representation
-from local_server import DEADLINE_MS, LocalServer, eventually
+from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from plain_engine import PlainEngine
 from prompts import MEDIUM, assert_reads, chunks_of, keys_of, outcomes, store, tokens
 from server_process import ServerProcess
+from socket_peer import Peer, staging
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import Connection
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.shm import Reply
 from kvstore.proto.types import PutOutcome
+from kvstore.server.memory_limit import cgroup_limit_bytes
 
 MIB = 1 << 20
 CHUNKS = 16
@@ -138,3 +145,114 @@ def test_mooncake_3452_prompts_that_never_return_cost_a_bounded_memory(
     assert max(sizes) <= 3 * here + 200 + 16 < 1200
     assert max(sizes[-10:]) <= max(sizes[20:30]) + 16, "no more at the end than half way"
     assert PlainEngine(client).load(tokens(39, 50 * 16)).stored_tokens == 50 * 16
+
+
+def test_mooncake_1753_idle_clients_leave_descriptors_for_a_put(
+    server_process: Callable[..., ServerProcess],
+) -> None:
+    """Mooncake#1753, hhvm#119: connections took every descriptor, and what was needed next could
+    not be opened: there a file, here a slab ("Too many open files") for as long as clients stayed.
+
+    Here slabs are counted first, and the Unix socket has a share of what is left.
+    """
+    slabs = ("--cpu", "16MiB", "--cpu-slab-bytes", "512KiB")
+    process = server_process(*slabs, "--tiers", "cpu")
+    process.launcher = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
+    process.start()
+    idle: list[Peer] = []
+    refused = 0
+    with closing(Connection(process.address, 20)) as connection, staging() as descriptor:
+        for _ in range(120):
+            terms = open_session(connection)
+            idle.append(Peer(terms.socket_path))
+            try:
+                is_in = idle[-1].attach(terms, descriptor) is Reply.ok
+            except (OSError, KVStoreError):  # hung up on
+                is_in = False
+            refused += not is_in
+        assert 10 < refused < 110
+        with Client(process.address, MEDIUM, OPTIONS) as client:
+            assert client.transport_name != "shm"
+            keys = keys_of(client, 1, CHUNKS)
+            puts = client.put(chunks_of(client, keys))
+            assert [put.outcome for put in puts] == [PutOutcome.stored] * CHUNKS
+            assert_reads(client, keys)
+        for peer in idle:
+            peer.close()
+    assert eventually(lambda: shares_memory(process))
+
+
+def shares_memory(process: ServerProcess) -> bool:
+    with Client(process.address, MEDIUM, OPTIONS) as client:
+        return client.transport_name == "shm"
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A cgroup of 256 MiB below this process's own, v1 or v2."""
+    own = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    is_old = "memory" in own
+    mount = CGROUPS / "memory" if is_old else CGROUPS
+    folder = mount / own["memory" if is_old else ""].strip("/") / f"kvstore-test-{os.getpid()}"
+    limit = folder / ("memory.limit_in_bytes" if is_old else "memory.max")
+    try:
+        folder.mkdir()
+        limit.write_text(str(256 * MIB))
+    except OSError as error:
+        if folder.exists():
+            folder.rmdir()
+        pytest.skip(f"cgroups cannot be made here: {error}")
+    yield folder
+    assert eventually(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
+def test_kubernetes_114142_a_tier_larger_than_the_memory_limit_is_refused_at_the_start(
+    server_process: Callable[..., ServerProcess], small_cgroup: Path
+) -> None:
+    """kubernetes#114142, juicefs-csi#1667: a cache larger than its container's memory limit was
+    accepted, and the process killed once it was full enough.
+    """
+    enter = f'echo $$ > {small_cgroup / "cgroup.procs"}; exec "$@"'
+    too_large = server_process("--cpu", "192MiB", "--tiers", "cpu")
+    too_large.launcher = ["sh", "-c", enter, "sh"]
+    too_large.spawn()
+    assert too_large.wait() == 2
+    assert "cpu_size='192MiB': its cgroup may take 256MiB: give --cpu 128MiB" in too_large.errors
+    fits = server_process("--cpu", "64MiB", "--tiers", "cpu")
+    fits.launcher = too_large.launcher
+    fits.start()
+    with Client(fits.address, MEDIUM, OPTIONS) as client:
+        store(client, 1, CHUNKS)
+    assert fits.terminate() == 0
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "found"),
+    [
+        ("0::/pod/own\n", {"pod/own/memory.max": "max", "pod/memory.max": "300"}, 300),
+        ("0::/pod/own\n", {"pod/own/memory.max": "200", "pod/memory.max": "300"}, 200),
+        ("0::/of/the/host\n", {"memory.max": "400"}, 400),
+        ("0::/\n", {}, None),
+        ("0::/\n", {"memory.max": "max"}, None),
+        (
+            "4:cpu,memory:/pod\n1:cpu:/\n0::/\n",
+            {"memory/pod/memory.limit_in_bytes": "500", "memory/memory.limit_in_bytes": "9" * 18},
+            500,
+        ),
+        ("", {"memory.max": "1"}, None),
+    ],
+)
+def test_the_lowest_limit_of_a_process_and_of_those_above_it_counts(
+    tmp_path: Path, cgroup: str, limits: dict[str, str], found: int | None
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(cgroup)
+    for name, limit in limits.items():
+        file = tmp_path / "sys" / "fs" / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{limit}\n")
+    assert cgroup_limit_bytes(tmp_path) == found

@@ -206,11 +206,17 @@ def test_any_message_is_an_answer_or_an_error(body: bytes) -> None:
 
 # --- the words of docs/format.md
 
+SESSION = 0x1122334455667788
+NONCES = (bytes(range(16, 32)), bytes(range(32, 48)))
 LOOKUP = pb.LookupRequest(session_id=1, digests=TOKEN, lease=True, deadline_ms=2000)
 
 WORDS: dict[str, list[Packet]] = {
-    "attach_request": [Request(Op.attach, 4 << 20, TOKEN).pack()],
-    "join_request": [Request(Op.join, 0, TOKEN).pack()],
+    "hello_request": [Request(Op.hello, SESSION, NONCES[0]).pack()],
+    "greeting": [shm.pack_greeting(NONCES[1], shm.proof(TOKEN, Op.hello, SESSION, NONCES))],
+    "attach_request": [
+        Request(Op.attach, 4 << 20, shm.proof(TOKEN, Op.attach, SESSION, NONCES)).pack()
+    ],
+    "join_request": [Request(Op.join, 0, shm.proof(TOKEN, Op.join, SESSION, NONCES)).pack()],
     "slab_request": [Request(Op.slab, 3).pack()],
     "extent_request": [Request(Op.extent, 2).pack()],
     "ring_request": [Request(Op.ring, 64 << 20, shm.device_token("cpu")).pack()],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from array import array
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_hash_str
     from sglang.srt.server_args import ServerArgs
+
+from kvstore.client.engines import sglang as kvstore_sglang  # noqa: E402 - once SGLang is there
 
 LAYERS, HEADS, DIM, PAGE, TOKENS = 4, 2, 64, 16, 128
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -122,6 +125,61 @@ def test_pages_come_back_into_the_pool_they_came_from(backend: Any, pool: Any) -
     for page in range(4):
         assert torch.equal(pool.get_data_page(PAGE * (3 - page)), before[page])
     assert not pool.get_data_page(PAGE * 4).any()
+
+
+def test_after_a_flush_nothing_older_is_loaded_and_what_is_new_is(
+    backend: Any, pool: Any, server: LocalServer
+) -> None:
+    """SGLang clears its pools where it flushes; it tells a backend nothing."""
+    hashes, other = page_hashes(2), make_backend(server, make_pool(pool.layout))
+    assert backend.batch_set_v1(hashes, indices(0, 1)) == [True] * 2
+    pool.clear()
+    assert backend.batch_exists(hashes) == 0
+    assert backend.batch_get_v1(hashes, indices(2, 3)) == [False] * 2
+    assert backend.batch_set_v1(hashes, indices(0, 1)) == [True] * 2
+    assert backend.batch_exists(hashes) == 2
+    assert other.batch_exists(hashes) == 2, "what was stored before, to an engine of that"
+    other.close()
+    backend.close()
+    assert "clear" not in vars(pool)
+
+
+def test_between_an_update_and_its_flush_nothing_is_loaded_and_nothing_is_stored(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = SimpleNamespace(weight_version="default")
+    monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
+    pool, hashes = make_pool("page_first"), page_hashes(2)
+    backend = make_backend(server, pool)
+    assert backend.batch_set_v1(hashes, indices(0, 1)) == [True] * 2
+    serving.weight_version = "step-1"
+    assert backend.batch_exists(hashes) == backend.batch_exists_v2(hashes).kv_hit_pages == 0
+    assert backend.batch_get_v1(hashes, indices(2, 3)) == [False] * 2
+    assert backend.batch_set_v1(hashes, indices(0, 1)) == [False] * 2
+    assert not backend.set(hashes[0], pool.get_data_page(0))
+    pool.clear()
+    assert backend.batch_set_v1(hashes, indices(0, 1)) == [True] * 2
+    assert backend.batch_get_v1(hashes, indices(2, 3)) == [True] * 2
+    backend.close()
+
+
+def test_ranks_that_flush_together_call_their_pages_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They meet in the store that torch.distributed keeps for a world."""
+    shared = torch.distributed.HashStore()
+    world = torch.distributed.distributed_c10d
+    monkeypatch.setattr(world, "_get_default_store", lambda: shared)
+
+    def rank(number: int) -> list[bytes]:
+        parallel = SimpleNamespace(attn_dp_rank=number)
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+        monkeypatch.setattr(kvstore_sglang, "_flushes", itertools.count(1))
+        return [kvstore_sglang.agreed_bytes() for _ in range(3)]
+
+    first, second, other = rank(0), rank(0), rank(1)
+    assert first == second
+    assert len({*first, *other}) == 6
 
 
 def test_flat_pages_are_what_the_pool_calls_one(backend: Any, pool: Any) -> None:

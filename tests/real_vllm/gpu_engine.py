@@ -134,7 +134,7 @@ def ask_tier(folder: Path, address: str) -> dict[str, Any]:
 
     KVStoreTier.__init__ = note  # type: ignore[method-assign, assignment]
     tier = {
-        "type": "KVStoreTier", "address": address, "model_revision": "random",
+        "type": "KVStoreTier", "address": address, "model_revision": "5eed0f0e",
         "deadline_ms": 10_000, "lookup_deadline_ms": 2000, "retry_after_ms": 100,
     }  # fmt: skip
     extra = {

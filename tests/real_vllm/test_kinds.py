@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from real_vllm import models
-from real_vllm.prompts import EngineMaker, assert_same, prompt
+from real_vllm.prompts import EngineMaker, assert_same, prompt, skip_where_windows_are_refused
 from server_process import ServerProcess
 
 from kvstore.client.engines.vllm_versions import TransferResults
@@ -47,11 +47,6 @@ class Pair:
             one.close()
 
 
-def refuses_windows() -> None:
-    if TransferResults is None:
-        pytest.skip("such models are refused: this vLLM cannot be told of a load that failed")
-
-
 def pair(make_engine: EngineMaker, home: Path, kind: str, **settings: Any) -> Iterator[Pair]:
     made = Pair(make_engine, models.save(getattr(models, kind)(), home / kind), **settings)
     yield made
@@ -63,7 +58,7 @@ def pair(make_engine: EngineMaker, home: Path, kind: str, **settings: Any) -> It
 
 @pytest.fixture(scope="module")
 def hybrid(make_engine: EngineMaker, home: Path) -> Iterator[Pair]:
-    refuses_windows()
+    skip_where_windows_are_refused()
     yield from pair(make_engine, home, "hybrid", **TIGHT)
 
 
@@ -136,7 +131,7 @@ def test_a_hybrid_load_that_lost_a_chunk_is_computed_as_a_whole(
 
 @pytest.fixture(scope="module")
 def sliding(make_engine: EngineMaker, home: Path) -> Iterator[Pair]:
-    refuses_windows()
+    skip_where_windows_are_refused()
     yield from pair(make_engine, home, "sliding")
 
 

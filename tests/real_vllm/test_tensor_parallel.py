@@ -9,7 +9,7 @@ import pytest
 from bench.vllm_engine import EngineProcess
 from local_server import eventually
 from real_vllm import models
-from real_vllm.prompts import EngineMaker, assert_same, prompt
+from real_vllm.prompts import EngineMaker, assert_same, prompt, skip_where_windows_are_refused
 
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
@@ -56,6 +56,7 @@ def test_what_stages_stored_is_loaded_by_one_worker_and_the_other_way_round(
 @pytest.fixture(scope="module")
 def hybrids(make_engine: EngineMaker, home: Path) -> Iterator[dict[int, EngineProcess]]:
     """Engines of one worker and of two over a model with windows beside full attention."""
+    skip_where_windows_are_refused()
     model = models.save(models.hybrid(), home / "hybrid-of-ranks")
     room = {"model": model, "num_gpu_blocks_override": 200}
     engines = {1: make_engine({}, **room), 2: make_engine({}, **room, **RANKS)}

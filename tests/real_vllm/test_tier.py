@@ -40,7 +40,7 @@ class Tier:
     def __init__(self, address: str, fill: int = 0, **settings: Any) -> None:
         self.memory = np.full((CHUNKS, CHUNK_BYTES), fill, np.int8)
         spec = SimpleNamespace(config=CONFIG)
-        stated = {"deadline_ms": 5000, "lookup_deadline_ms": 5000, "model_revision": "r1"}
+        stated = {"deadline_ms": 5000, "lookup_deadline_ms": 5000, "model_revision": "8f2c1d4"}
         self.tier = KVStoreTier(
             spec, self.memory.data, "KVStoreTier",
             **{"address": address, **stated, **settings},
@@ -174,10 +174,24 @@ def test_a_job_larger_than_the_queue_is_stored_where_no_other_waits(start: Start
 
 def test_engines_of_other_layouts_or_weights_do_not_share(start: Start) -> None:
     start().run([1], is_promotion=False)
-    assert start(model_revision="r2").found(1) is LookupResult.MISS
+    assert start(model_revision="8f2c1d5").found(1) is LookupResult.MISS
     assert start().found(1) is LookupResult.HIT
 
 
 def test_a_tier_that_is_not_told_the_weights_is_refused(start: Start) -> None:
-    with pytest.raises(RepresentationError, match="model_revision"):
-        start(model_revision="")
+    for revision in ("", "main", "COMMIT", "r1"):
+        with pytest.raises(RepresentationError, match="model_revision"):
+            start(model_revision=revision)
+
+
+def test_after_vllm_reset_its_caches_nothing_older_is_promoted(start: Start) -> None:
+    """A reset, which an update of the weights brings, tells a tier to drain its jobs alone."""
+    tier = start()
+    assert tier.run([1], is_promotion=False).success
+    tier.tier.drain_jobs()
+    assert tier.found(1) is LookupResult.MISS
+    assert not tier.run([1], is_promotion=True).success
+    assert tier.run([2], is_promotion=False).success
+    assert tier.run([2], is_promotion=True).success
+    assert start().found(1) is LookupResult.HIT, "of an engine that begins with the old weights"
+    assert start().found(2) is LookupResult.MISS

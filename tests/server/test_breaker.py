@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from simulation.clock import FakeClock
+from structlog.testing import capture_logs
 
 from kvstore.server.breaker import Breaker
 
@@ -17,7 +18,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def breaker(clock: FakeClock) -> Breaker:
-    return Breaker(3, 500, clock)
+    return Breaker("tier redis", 3, 500, clock)
 
 
 def open_it(breaker: Breaker) -> None:
@@ -111,3 +112,25 @@ def test_of_many_threads_one_gets_the_attempt(breaker: Breaker, clock: FakeClock
     for thread in threads:
         thread.join()
     assert sorted(allowed) == [False] * 7 + [True]
+
+
+def test_the_log_has_one_line_for_each_opening_and_each_closing(
+    breaker: Breaker, clock: FakeClock
+) -> None:
+    with capture_logs() as logs:
+        breaker.succeed()
+        breaker.fail("one")
+        breaker.succeed()
+        assert logs == []
+        for _ in range(2):
+            open_it(breaker)
+            clock.advance(0.6)
+            breaker.fail("still down")
+            breaker.succeed()
+            breaker.succeed()
+    assert [(log["event"].partition(":")[0], log["log_level"]) for log in logs] == [
+        ("circuit breaker opened", "warning"),
+        ("circuit breaker closed", "warning"),
+    ] * 2
+    assert {log["medium"] for log in logs} == {"tier redis"}
+    assert logs[0]["reason"] == "failure 2"

@@ -281,7 +281,8 @@ BAD_VALUES = [
     (["--listen", "off"], ["listen='off'", "host:port"]),
     (["--listen", "0.0.0.0:7420"], ["listen='0.0.0.0:7420'", "TLS", "--auth-keys", "--insecure"]),
     (["--listen", "[::]:7420"], ["listen", "--insecure"]),
-    (["--listen", "node7:7420"], ["listen", "--insecure"]),
+    (["--listen", "192.0.2.7:7420"], ["listen", "--insecure"]),
+    (["--listen", "node7.invalid:7420"], ["listen", "does not resolve"]),
     (["--http", "0.0.0.0:80"], ["http='0.0.0.0:80'", "--open-pages"]),
     (["--health", "0.0.0.0:80"], ["health='0.0.0.0:80'", "--open-pages"]),
     (["--tls-cert", __file__], ["tls_key", "both"]),
@@ -337,8 +338,34 @@ def test_every_wrong_setting_is_named_at_once_with_its_origin(
 
 def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
     message = refused("--config", write(tmp_path / "c.yaml", "cpu_sise: 8GiB\n"))
-    assert "cpu_sise='8GiB'" in message
+    assert "cpu_sise='***'" in message
     assert "did you mean cpu_size?" in message
+
+
+@pytest.mark.parametrize(
+    ("short", "name", "value"),
+    [
+        ("cpu", "cpu_size", "64MiB"),
+        ("redis", "redis_url", "redis://host:1/0"),
+        ("socket", "socket_path", "/run/s.sock"),
+    ],
+)
+def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: str, name: str, value: str
+) -> None:
+    path = write(tmp_path / "c.yaml", f"{short}: {value}\n")
+    flag = getattr(load_config([f"--{short}", value]), name)
+    assert getattr(load_config(["--config", path]), name) == flag
+    monkeypatch.setenv(f"KVSTORE_{short.upper()}", value)
+    config, origins = load_with_origins(
+        ["--config", write(tmp_path / "d.yaml", f"{name}: nonsense\n")]
+    )
+    assert getattr(config, name) == flag
+    assert origins[name] == f"KVSTORE_{short.upper()}"
+    both = write(tmp_path / "e.yaml", f"{name}: {value}\n{short}: {value}\n")
+    message = refused("--config", both)
+    assert f"is {name} too; give one of the two" in message
+    assert "redis://" not in message
 
 
 def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +377,51 @@ def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatc
 
 def test_an_unknown_key_under_disk_is_refused(tmp_path: Path) -> None:
     message = refused("--config", write(tmp_path / "c.yaml", "disk: {size: 8GiB}\n"))
-    assert "disk.size='8GiB'" in message
+    assert "disk.size='***'" in message
+
+
+PASSWORD = "SeKrEt7pw"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis_uri: redis://u:{}@h:1/0",
+        "redis_url: redis://u:{}@h: 1",
+        "redis_url: redis://u:{}@h\n  x: [",
+        "redis_url: 'redis://u:{}@h\n",
+        "redis_url: *{}",
+        "redis_url: !{} x",
+        "redis_url: %{}",
+        "redis_url: [redis://u:{}@h]",
+        "redis_url:\n  uri: redis://u:{}@h",
+        "redis://u:{}@h: 1",
+        "- redis://u:{}@h",
+        "\0{}",
+    ],
+)
+def test_no_mistake_in_the_file_repeats_a_password(text: str, tmp_path: Path) -> None:
+    assert PASSWORD not in refused("--config", write(tmp_path / "c.yaml", text.format(PASSWORD)))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--redis-uri", f"redis://u:{PASSWORD}@h"],
+        [f"--redis-uri=redis://u:{PASSWORD}@h"],
+        ["--redis", "redis://u:x", PASSWORD],
+        ["--redis-password", PASSWORD],
+    ],
+)
+def test_no_mistake_in_the_flags_repeats_a_password(flags: list[str]) -> None:
+    assert PASSWORD not in refused(*flags)
+
+
+def test_no_mistake_in_the_environment_repeats_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_REDIS_URI", f"redis://u:{PASSWORD}@h")
+    message = refused()
+    assert PASSWORD not in message
+    assert "did you mean redis_url?" in message
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import struct
@@ -9,16 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from bare_wire import wire_to
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually, open_session
 from prompts import SMALL, chunks_of, keys_of
-from socket_peer import STAGING_BYTES, Peer, staging
+from socket_peer import OPEN, STAGING_BYTES, Claim, Peer, staging
 
+from kvstore.client.staging import StagingMemory
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.shm import Op, Reply, Request
+from kvstore.proto.types import KVLayout
 from kvstore.server import dataplane
 from kvstore.server.dataplane import DataPlane, PlaneLimits, SlabFile
 from kvstore.server.sessions import SessionTable
@@ -26,6 +32,7 @@ from kvstore.server.sessions import SessionTable
 ServerMaker = Callable[..., LocalServer]
 
 ONLY_OPEN_FDS = "/proc/self/fd"
+_PUNCH_HOLE = 0x1 | 0x2  # and keep the size
 
 
 @pytest.fixture
@@ -51,23 +58,28 @@ def test_sealed_staging_memory_is_taken(
     server: LocalServer, connect: Callable[[], Peer], terms: pb.OpenSessionResponse
 ) -> None:
     with staging() as descriptor:
-        assert connect().attach(terms.attach_token, descriptor) is Reply.ok
+        assert connect().attach(terms, descriptor) is Reply.ok
     plane = server.node.data_plane
     assert plane is not None
     assert len(plane.staging(terms.session_id)) == STAGING_BYTES
 
 
 @pytest.mark.parametrize(
-    "seals", [0, shm.SEAL_GROW | shm.SEAL_SEAL, shm.SEAL_SHRINK | shm.SEAL_GROW]
+    "seals",
+    [
+        0,
+        shm.SIZE_SEALS,
+        *(shm.STAGING_SEALS & ~one for one in (shm.SEAL_SHRINK, shm.SEAL_GROW, shm.SEAL_SEAL)),
+    ],
 )
-def test_staging_memory_whose_size_could_change_is_refused(
+def test_staging_memory_whose_size_or_holes_could_change_is_refused(
     server: LocalServer,
     connect: Callable[[], Peer],
     terms: pb.OpenSessionResponse,
     seals: int,
 ) -> None:
     with staging(seals) as descriptor:
-        assert connect().attach(terms.attach_token, descriptor) is Reply.invalid
+        assert connect().attach(terms, descriptor) is Reply.invalid
     assert_nothing_attached(server, terms)
 
 
@@ -88,7 +100,8 @@ def test_lie_about_the_size_of_the_staging_memory_is_refused(
     stated_bytes: int,
 ) -> None:
     with staging() as descriptor:
-        assert connect().attach(terms.attach_token, descriptor, stated_bytes) is Reply.invalid
+        said = connect().attach(terms, descriptor, size_bytes=stated_bytes)
+    assert said is Reply.invalid
     assert_nothing_attached(server, terms)
 
 
@@ -97,8 +110,40 @@ def test_staging_memory_of_no_bytes_or_too_many_is_refused(
 ) -> None:
     for size_bytes in (0, (1 << 30) + mmap.PAGESIZE):
         with staging(size_bytes=size_bytes) as descriptor:
-            assert connect().attach(terms.attach_token, descriptor, size_bytes) is Reply.invalid
+            said = connect().attach(terms, descriptor, size_bytes=size_bytes)
+        assert said is Reply.invalid
     assert_nothing_attached(server, terms)
+
+
+def test_staging_memory_that_was_never_written_is_refused_and_costs_nothing(
+    server: LocalServer, connect: Callable[[], Peer]
+) -> None:
+    wire, size_bytes, chunks = wire_to(server), 64 << 20, 60
+    frame_bytes = raw_frame_bytes(KVLayout.of(SMALL, 16))
+    with staging(size_bytes=size_bytes) as descriptor:
+        assert connect().attach(wire.terms, descriptor, size_bytes=size_bytes) is Reply.ok
+        for number in range(chunks):
+            (reservation,) = wire.call("Reserve", wire.reserve(frame_bytes)).reservation_ids
+            commit = pb.CommitRequest(reservation_ids=[reservation], offsets=[number << 20])
+            with pytest.raises(InvalidRequestError, match="bytes there first"):
+                wire.call("Commit", commit)
+        assert os.fstat(descriptor).st_blocks == 0
+
+
+def test_what_was_written_to_staging_memory_cannot_be_taken_back() -> None:
+    memory = StagingMemory(STAGING_BYTES)
+    try:
+        memory._memory[:] = 1
+        written = os.fstat(memory.descriptor).st_blocks
+        assert shm.is_written(memory.descriptor, 0, memory.size_bytes)
+        libc = ctypes.CDLL(None, use_errno=True)
+        length = ctypes.c_long(memory.size_bytes)
+        assert libc.fallocate(memory.descriptor, _PUNCH_HOLE, ctypes.c_long(0), length) == -1
+        assert ctypes.get_errno() == errno.EPERM
+        assert os.fstat(memory.descriptor).st_blocks == written
+    finally:
+        memory.close_descriptor()
+        memory.close()
 
 
 def test_descriptor_that_is_no_memfd_is_refused(
@@ -111,7 +156,7 @@ def test_descriptor_that_is_no_memfd_is_refused(
     file.write_bytes(bytes(STAGING_BYTES))
     descriptor = os.open(file, os.O_RDWR)
     try:
-        assert connect().attach(terms.attach_token, descriptor) is Reply.invalid
+        assert connect().attach(terms, descriptor) is Reply.invalid
     finally:
         os.close(descriptor)
     assert_nothing_attached(server, terms)
@@ -124,25 +169,64 @@ def test_attach_with_other_than_one_descriptor_is_refused_and_leaks_none(
     terms: pb.OpenSessionResponse,
     count: int,
 ) -> None:
-    request = Request(Op.attach, STAGING_BYTES, terms.attach_token).pack()
     with staging() as descriptor:
-        assert connect().ask(request, [descriptor] * count) is Reply.invalid
+        assert connect().attach(terms, *[descriptor] * count) is Reply.invalid
     assert_nothing_attached(server, terms)
 
 
+@pytest.mark.parametrize("token", [b"", bytes(16), b"\xff" * 16])
 def test_wrong_token_is_denied(
+    server: LocalServer,
+    connect: Callable[[], Peer],
+    terms: pb.OpenSessionResponse,
+    token: bytes,
+) -> None:
+    other = open_session(server.dial())
+    for claimed in (token, other.attach_token):
+        with staging() as descriptor:
+            claim = Claim(terms.session_id, claimed)
+            assert connect().attach(claim, descriptor) is Reply.denied
+    assert_nothing_attached(server, terms)
+
+
+def test_session_that_ended_takes_nobody_in(
     server: LocalServer, connect: Callable[[], Peer], terms: pb.OpenSessionResponse
 ) -> None:
+    server.node.sessions.close(terms.session_id)
     with staging() as descriptor:
-        assert connect().attach(bytes(16), descriptor) is Reply.denied
+        assert connect().attach(terms, descriptor) is Reply.denied
+
+
+def test_what_somebody_overheard_of_one_attach_is_worth_nothing(
+    server: LocalServer, connect: Callable[[], Peer], terms: pb.OpenSessionResponse
+) -> None:
+    hello = Request(Op.hello, terms.session_id, b"n" * 16).pack()
+    peer, thief = connect(), connect()
+    said = []
+    for one in (peer, thief):
+        one.link.send(hello)
+        said.append(one.link.recv(shm.GREETING_BYTES))
+    nonce, proven = shm.unpack_greeting(said[0])
+    assert proven == shm.proof(
+        terms.attach_token, Op.hello, terms.session_id, (b"n" * 16, nonce)
+    )  # the server had to say it first
+    own = shm.proof(terms.attach_token, Op.attach, terms.session_id, (b"n" * 16, nonce))
+    attach = Request(Op.attach, STAGING_BYTES, own).pack()
+    assert terms.attach_token not in hello + said[0] + attach
+    with staging() as descriptor:
+        assert thief.ask(attach, [descriptor]) is Reply.denied  # its hello had another nonce
+        assert connect().ask(attach, [descriptor]) is Reply.denied
+        as_join = Request(Op.join, 0, own).pack()
+        assert peer.ask(as_join) is Reply.denied  # a proof is of one operation, and of one try
+        assert peer.ask(attach, [descriptor]) is Reply.denied
     assert_nothing_attached(server, terms)
 
 
 def test_peer_attaches_once(connect: Callable[[], Peer], terms: pb.OpenSessionResponse) -> None:
     peer = connect()
     with staging() as descriptor:
-        assert peer.attach(terms.attach_token, descriptor) is Reply.ok
-        assert peer.attach(terms.attach_token, descriptor) is Reply.invalid
+        assert peer.attach(terms, descriptor) is Reply.ok
+        assert peer.attach(terms, descriptor) is Reply.invalid
 
 
 def test_slab_is_denied_to_a_stranger_and_unknown_slabs_to_everyone(
@@ -151,7 +235,7 @@ def test_slab_is_denied_to_a_stranger_and_unknown_slabs_to_everyone(
     peer = connect()
     assert peer.ask(Request(Op.slab, 1).pack()) is Reply.denied
     with staging() as descriptor:
-        assert peer.attach(terms.attach_token, descriptor) is Reply.ok
+        assert peer.attach(terms, descriptor) is Reply.ok
     for slab_id in (0, 10**6, (1 << 64) - 1):
         assert peer.ask(Request(Op.slab, slab_id).pack()) is Reply.invalid
 
@@ -173,7 +257,7 @@ def test_garbage_is_answered_invalid_and_never_kills_the_thread(
 
 def test_message_of_another_version_is_refused(connect: Callable[[], Peer]) -> None:
     message = bytearray(Request(Op.slab, 1).pack())
-    struct.pack_into("<H", message, 4, 2)
+    struct.pack_into("<H", message, 4, 1)
     assert connect().ask(bytes(message)) is Reply.invalid
 
 
@@ -195,7 +279,7 @@ def test_attached_peer_s_end_closes_its_session(
 ) -> None:
     peer = connect()
     with staging() as descriptor:
-        peer.attach(terms.attach_token, descriptor)
+        peer.attach(terms, descriptor)
     assert len(server.node.sessions) == 1
     peer.close()
     assert eventually(lambda: len(server.node.sessions) == 0)
@@ -209,7 +293,7 @@ def test_attached_session_does_not_expire_and_a_silent_one_does(
     silent, attached = open_session(connection), open_session(connection)
     peer = Peer(str(server.config.socket_path_for(server.node.port)))
     with staging() as descriptor:
-        assert peer.attach(attached.attach_token, descriptor) is Reply.ok
+        assert peer.attach(attached, descriptor) is Reply.ok
     server.skip(server.config.session_ttl_ms / 1000 + 1)
     assert eventually(lambda: server.counter("expired_sessions") == 1)
     ids = set(server.node.sessions._sessions)
@@ -240,7 +324,11 @@ def no_slabs(slab_id: int, tenant: str) -> tuple[int, int]:
 
 
 def open_plane(path: Path, clock: Clock, slab_file: SlabFile = no_slabs) -> DataPlane:
-    return DataPlane(path, sessions(clock), slab_file, clock, PlaneLimits(2, 1 << 20, 4))
+    return open_plane_of(path, sessions(clock), slab_file, clock)
+
+
+def open_plane_of(path: Path, table: SessionTable, slab_file: SlabFile, clock: Clock) -> DataPlane:
+    return DataPlane(path, table, {Op.slab: slab_file}, clock, PlaneLimits(2, 1 << 20, 4, 64), OPEN)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
@@ -270,17 +358,11 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
     clock = Clock()
     table = sessions(clock)
     slab = shm.create_memfd("test-slab", 4096)
-    plane = DataPlane(
-        tmp_path / "s.sock",
-        table,
-        lambda *_: (os.dup(slab), 4096),
-        clock,
-        PlaneLimits(2, 1 << 20, 4),
-    )
+    plane = open_plane_of(tmp_path / "s.sock", table, lambda *_: (os.dup(slab), 4096), clock)
     session = table.open(SMALL, "test")
     peer = Peer(str(plane.path))
     with staging() as descriptor:
-        assert peer.attach(session.attach_token, descriptor) is Reply.ok
+        assert peer.attach(session, descriptor) is Reply.ok
     before = len(os.listdir(ONLY_OPEN_FDS))
     for _ in range(20):
         assert peer.ask(Request(Op.slab, 1).pack()) is Reply.ok

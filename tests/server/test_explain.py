@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -34,8 +35,17 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.hints import Hints
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, DType, Fidelity, Namespace, PutOutcome
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ChunkKey,
+    DType,
+    Fidelity,
+    Match,
+    Namespace,
+    PutOutcome,
+)
 from kvstore.proto.wire import REFUSED, fidelity_number
+from kvstore.server.explain import Reason
 from kvstore.server.miss_log import (
     MAX_COUNTS,
     MAX_MISSES,
@@ -323,16 +333,59 @@ def test_the_latest_misses_come_first_with_their_reasons(server: LocalServer) ->
         ("engine-7", 2, 0, "deleted"), ("engine-7", 4, 2, "unknown"), ("engine-7", 3, 0, "unknown")
     ]  # fmt: skip
     client.put(chunks_of(client, missing))
-    assert recent(server).recent[-1].state == "stored_since"
+    first = recent(server).recent[-1]
+    assert (first.state, first.reason) == (
+        "unknown", "never stored here, or forgotten since; stored since"
+    )  # fmt: skip
     assert [m.state for m in recent(server, 1).recent] == ["deleted"]
     assert_reads(client, missing)
+
+
+def test_a_miss_keeps_the_reason_that_it_had_when_its_engine_stored_the_prompt(
+    server: LocalServer,
+) -> None:
+    client = server.connect()
+    keys = store(client, 1, 2)
+    server.settled()
+    assert client.delete(keys) == 2
+    for _ in range(3):
+        assert client.lookup(keys).ready == 0
+        client.put(chunks_of(client, keys))
+        client.delete(keys)
+    client.put(chunks_of(client, keys))
+    misses = recent(server).recent
+    assert [miss.state for miss in misses] == ["deleted"] * 3
+    for miss in misses:
+        assert re.fullmatch(r"deleted [0-9]+ s before, .*; stored since", miss.reason)
+
+
+def test_a_miss_of_an_evicted_chunk_names_the_tier_and_when(make_server: ServerMaker) -> None:
+    server = make_server("--tiers", "cpu", "--cpu", "4MiB", "--cpu-slab-bytes", "4MiB")
+    client = server.connect(options=BIG, representation=MEDIUM)
+    keys = store(client, 1, 2)
+    for seed in range(2, 40):
+        store(client, seed, 2)
+    assert client.lookup(keys).ready == 0
+    store(client, 1, 2)
+    (miss,) = recent(server).recent
+    assert miss.state == "evicted"
+    assert re.match(r"evicted from cpu [0-9]+ s before", miss.reason)
+
+
+def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: LocalServer) -> None:
+    store(server.connect(), 1, 2)
+    other = server.connect(representation=other_revision(SMALL))
+    other.lookup(keys_of(other, 1, 2))
+    (miss,) = recent(server).recent
+    assert miss.state == "other_identity"
+    assert "model_revision: " in miss.reason
 
 
 def test_the_log_of_misses_and_reports_is_bounded() -> None:
     log = MissLog(FakeClock())
     for number in range(MAX_MISSES + 20):
         one = session_of(number)
-        log.note(one, [ChunkKey(bytes(32))], 0, 0)
+        log.note(one, 1, Match(0, 0, 1, (), b"", b""), Reason(ChunkKey(bytes(32)), "unknown", ""))
         log.report(one, {"miss_absent": number})
     misses, reports = log.misses(5000), log.reports()
     assert (len(misses), len(reports)) == (MAX_MISSES, MAX_REPORTS)

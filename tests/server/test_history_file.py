@@ -238,7 +238,7 @@ def test_without_a_file_there_is_nothing_to_count(tmp_path: Path, clock: FakeClo
 def test_a_folder_that_cannot_be_written_to_costs_the_file_only(
     tmp_path: Path, clock: FakeClock
 ) -> None:
-    (tmp_path / "history.new").mkdir()
+    (tmp_path / "history.kvh.new").mkdir()
     assert not make_keeper(taught(clock), tmp_path, clock)[0].save()
 
 

@@ -10,7 +10,7 @@ from prompts import SMALL
 from kvstore.proto.keys import namespace, representation_digest
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
 from kvstore.server import known_spaces
-from kvstore.server.known_spaces import KnownSpaces, Space, differences
+from kvstore.server.known_spaces import KnownSpaces, Space, differences, nearest
 from kvstore.server.sessions import Session
 
 (GROUP,) = SMALL.layer_groups
@@ -71,7 +71,7 @@ def test_the_nearest_come_first_and_other_tenants_not_at_all() -> None:
     far = replace(revision(2), adapter_digest="sha256:5f")
     for one in (session(far), session(revision(1)), session(revision(3), "acme"), asked):
         spaces.note(one)
-    near = spaces.nearest(of(spaces, asked))
+    near = nearest(of(spaces, asked), spaces.others(of(spaces, asked)))
     assert [space.representation for space, _ in near] == [revision(1), far]
     assert [len(differing) for _, differing in near] == [1, 2]
 
@@ -86,3 +86,21 @@ def test_the_space_whose_last_session_opened_longest_ago_is_forgotten(
     kept = [space.representation for space in spaces.all()]
     assert kept == [revision(4), revision(1), revision(3)]
     assert spaces.of(session(revision(2)).namespace) is None
+
+
+def test_models_of_one_tenant_do_not_push_out_those_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known_spaces, "MAX_SPACES", 6)
+    spaces = KnownSpaces()
+    for number in range(2):
+        spaces.note(session(revision(number), "acme"))
+    for number in range(3_000):
+        spaces.note(session(revision(number), "zeta"))
+    kept = spaces.all()
+    assert [space.representation for space in kept if space.tenant == "acme"] == [
+        revision(1), revision(0),
+    ]  # fmt: skip
+    assert [space.representation for space in kept if space.tenant == "zeta"] == [
+        revision(number) for number in range(2_999, 2_995, -1)
+    ]

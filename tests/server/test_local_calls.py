@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import LARGE, SMALL, store
-from socket_peer import Peer, attached, joined, staging
+from socket_peer import OPEN, Claim, Peer, attached, joined, staging
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
@@ -53,14 +53,14 @@ def terms(server: LocalServer) -> Terms:
 @pytest.fixture
 def host(terms: Terms) -> Iterator[Peer]:
     """The session's attaching connection."""
-    with attached(terms.socket_path, terms.attach_token) as peer:
+    with attached(terms.socket_path, terms) as peer:
         yield peer
 
 
 @pytest.fixture
 def joint(terms: Terms, host: Peer) -> Iterator[Peer]:
     """A connection that joined the session."""
-    with joined(terms.socket_path, terms.attach_token) as peer:
+    with joined(terms.socket_path, terms) as peer:
         yield peer
 
 
@@ -212,7 +212,7 @@ def test_descriptors_that_come_with_a_call_are_closed(
 def test_join_with_a_wrong_token_is_denied(host: Peer, terms: Terms) -> None:
     for token in (bytes(16), terms.attach_token[::-1]):
         with Peer(terms.socket_path) as peer:
-            assert peer.join(token) is Reply.denied
+            assert peer.join(Claim(terms.session_id, token)) is Reply.denied
             assert peer.ask(pack_call("Lookup", lookup(terms))) is Reply.denied
 
 
@@ -223,10 +223,10 @@ def test_join_before_attach_is_refused_and_does_not_keep_the_session_alive(
     server = make_server()
     terms = open_session(server.dial())
     with Peer(terms.socket_path) as peer:
-        assert peer.join(terms.attach_token) is Reply.invalid
+        assert peer.join(terms) is Reply.invalid
         server.skip(server.config.session_ttl_ms / 1000 + 1)
         assert eventually(lambda: server.counter("expired_sessions") == 1)
-        assert peer.join(terms.attach_token) is Reply.denied
+        assert peer.join(terms) is Reply.denied
 
 
 def test_connection_that_has_a_session_takes_no_other(
@@ -235,9 +235,9 @@ def test_connection_that_has_a_session_takes_no_other(
     other = open_session(server.dial())
     with staging() as descriptor:
         for peer in (host, joint):
-            assert peer.join(terms.attach_token) is Reply.invalid
-            assert peer.join(other.attach_token) is Reply.invalid
-            assert peer.attach(other.attach_token, descriptor) is Reply.invalid
+            assert peer.join(terms) is Reply.invalid
+            assert peer.join(other) is Reply.invalid
+            assert peer.attach(other, descriptor) is Reply.invalid
             assert_works(peer, terms)
 
 
@@ -245,8 +245,8 @@ def test_session_is_attached_once_and_the_second_does_not_end_it(
     server: LocalServer, host: Peer, terms: Terms
 ) -> None:
     with staging() as descriptor, Peer(terms.socket_path) as second:
-        assert second.attach(terms.attach_token, descriptor) is Reply.invalid
-    with joined(terms.socket_path, terms.attach_token):
+        assert second.attach(terms, descriptor) is Reply.invalid
+    with joined(terms.socket_path, terms):
         assert_works(host, terms)
     assert len(server.node.sessions) == 1
 
@@ -257,15 +257,15 @@ def test_connections_of_a_session_are_bounded_and_those_that_ended_make_room(
     monkeypatch.setattr(dataplane, "_ATTACH_WITHIN_S", 300.0)  # *late* waits for all the others
     with ExitStack() as stack:
         peers = [
-            stack.enter_context(joined(terms.socket_path, terms.attach_token))
+            stack.enter_context(joined(terms.socket_path, terms))
             for _ in range(CONNECTIONS_PER_SESSION - 1)
         ]
         late = stack.enter_context(Peer(terms.socket_path))
-        assert late.join(terms.attach_token) is Reply.invalid
+        assert late.join(terms) is Reply.invalid
         for peer in (host, *peers):
             assert_works(peer, terms)
         peers[3].close()
-        assert eventually(lambda: late.join(terms.attach_token) is Reply.ok)
+        assert eventually(lambda: late.join(terms) is Reply.ok)
         assert_works(late, terms)
 
 
@@ -277,7 +277,7 @@ def test_end_of_a_joined_connection_does_not_end_the_session(
 ) -> None:
     plane = plane_of(server)
     for _ in range(3):
-        with joined(terms.socket_path, terms.attach_token) as peer:
+        with joined(terms.socket_path, terms) as peer:
             assert_works(peer, terms)
         assert eventually(lambda: len(plane._peers) == 1)
     assert len(server.node.sessions) == 1
@@ -290,7 +290,7 @@ def test_joined_connections_end_with_their_session(
     server: LocalServer, host: Peer, terms: Terms, how: str
 ) -> None:
     plane = plane_of(server)
-    peers = [joined(terms.socket_path, terms.attach_token) for _ in range(5)]
+    peers = [joined(terms.socket_path, terms) for _ in range(5)]
     if how == "CloseSession":
         request = pb.CloseSessionRequest(session_id=terms.session_id)
         server.dial().call("CloseSession", request, DEADLINE_MS, pb.CloseSessionResponse)
@@ -317,14 +317,14 @@ def big(server: LocalServer) -> Iterator[tuple[Terms, pb.GetRequest]]:
     request = pb.GetRequest(
         session_id=terms.session_id, digests=digests(keys), deadline_ms=DEADLINE_MS
     )
-    with attached(terms.socket_path, terms.attach_token):
+    with attached(terms.socket_path, terms):
         server.settled()
         yield terms, request
 
 
 def test_message_longer_than_a_packet_comes_in_parts(big: tuple[Terms, pb.GetRequest]) -> None:
     terms, request = big
-    with joined(terms.socket_path, terms.attach_token) as peer:
+    with joined(terms.socket_path, terms) as peer:
         answer = peer.call("Get", request)
         assert answer.reply is Reply.part
         received, replies = [answer], []
@@ -344,7 +344,7 @@ def test_caller_that_hangs_up_in_the_middle_of_a_get_leaves_no_lease(
 ) -> None:
     terms, request = big
     for _ in range(5):
-        with joined(terms.socket_path, terms.attach_token) as peer:
+        with joined(terms.socket_path, terms) as peer:
             assert peer.call("Get", request).reply is Reply.part
             assert server.usage().leases == 1
         assert server.settled().leases == 0
@@ -371,11 +371,11 @@ def test_caller_that_never_reads_is_hung_up_on_and_holds_up_nobody(
 ) -> None:
     terms, request = big
     with ExitStack() as stack:
-        deaf = [stack.enter_context(joined(terms.socket_path, terms.attach_token)) for _ in "123"]
+        deaf = [stack.enter_context(joined(terms.socket_path, terms)) for _ in "123"]
         for peer in deaf:
             peer.send_call("Get", request)
         assert eventually(lambda: server.usage().leases == 3)
-        with joined(terms.socket_path, terms.attach_token) as other:
+        with joined(terms.socket_path, terms) as other:
             assert_works(other, terms)
         patience.set()
         assert server.settled().leases == 0
@@ -397,7 +397,7 @@ def test_caller_that_never_reads_is_hung_up_on_by_a_server_with_many_descriptors
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         for _ in range(1100):
             stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
-        peer = stack.enter_context(joined(terms.socket_path, terms.attach_token))
+        peer = stack.enter_context(joined(terms.socket_path, terms))
         peer.send_call("Get", request)
         assert eventually(lambda: server.usage().leases == 1)
         patience.set()
@@ -410,11 +410,11 @@ def test_caller_that_reads_slowly_gets_everything(
 ) -> None:
     monkeypatch.setattr(dataplane, "SEND_WITHIN_S", 300)  # a busy machine is slower than the caller
     terms, request = big
-    with joined(terms.socket_path, terms.attach_token) as peer:
+    with joined(terms.socket_path, terms) as peer:
         peer.send_call("Get", request)
         assert eventually(lambda: server.usage().leases == 1)
         for _ in range(20):  # what it takes another connection to be answered, over and over
-            with joined(terms.socket_path, terms.attach_token) as other:
+            with joined(terms.socket_path, terms) as other:
                 assert_works(other, terms)
             answer = peer.receive()
         assert finished(peer, answer).reply is Reply.ok
@@ -529,15 +529,11 @@ class Plane:
         self.table = SessionTable(8, 1000, lambda _: b"", lambda: 0.0, os.urandom)
         self.session = session_of(self.table)
         self.plane = DataPlane(
-            path, self.table, self.slab, lambda: 0.0, PlaneLimits(8, 1 << 20, threads)
+            path, self.table, {}, lambda: 0.0, PlaneLimits(8, 1 << 20, threads, 64), OPEN
         )
         self.begun = threading.Semaphore(0)
         self.let_go = threading.Event()
-        self.host = attached(str(path), self.session.attach_token)
-
-    def slab(self, slab_id: int, tenant: str) -> tuple[int, int]:
-        """There are none."""
-        raise InvalidRequestError("slab_id", slab_id, "there is none")
+        self.host = attached(str(path), self.session)
 
     def answer(self, session: Session, head: Request, body: bytes) -> Generator[Packet, None, None]:
         """Wait, then answer with an empty message."""
@@ -547,7 +543,7 @@ class Plane:
 
     def join(self) -> Peer:
         """Return a connection that joined the session."""
-        return joined(str(self.plane.path), self.session.attach_token)
+        return joined(str(self.plane.path), self.session)
 
 
 def test_calls_are_invalid_as_long_as_nobody_answers_them(tmp_path: Path, no_leaks: None) -> None:

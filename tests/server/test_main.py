@@ -7,15 +7,23 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from prompts import SMALL
+from credentials import KeyRing
+from local_server import eventually
+from prompts import SMALL, chunks_of, keys_of
+from redis_process import RedisProcess
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.client.connection import Connection
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
+from kvstore.server.rate_limit import LINES_PER_S
 
 ProcessMaker = Callable[..., ServerProcess]
 
@@ -115,7 +123,8 @@ def test_disk_and_socket_of_a_running_server_end_the_start_of_another(
 def test_signal_stops_the_server_with_status_0(
     server_process: ProcessMaker, tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = server_process("--cpu", "16MiB", "--disk", f"32MiB:{tmp_path / 'server0' / 'disk'}")
+    disk = f"32MiB:{tmp_path / 'server0' / 'disk'}"
+    process = server_process("--cpu", "16MiB", "--disk", disk, "--insecure")
     process.start()
     assert "tiers=cpu,disk recovered_chunks=0" in process.output
     assert process.socket_path.exists()
@@ -127,7 +136,8 @@ def test_signal_stops_the_server_with_status_0(
 
 
 def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> None:
-    process = server_process("--tiers", "cpu", "--log-format", "json", "--log-level", "info")
+    flags = ("--log-format", "json", "--log-level", "info", "--insecure")
+    process = server_process("--tiers", "cpu", *flags)
     process.start()
     options = ClientOptions(transport="grpc", deadline_ms=20_000, name="x" * 200)
     with Client(process.address, SMALL, options) as client, pytest.raises(InvalidRequestError):
@@ -136,6 +146,33 @@ def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> Non
     records = [json.loads(line) for line in process.errors.splitlines()]
     assert [record["error"] for record in records] == ["InvalidRequestError"]
     assert records[0]["method"] == "/kvstore.v1.KVStore/OpenSession"
+
+
+def test_strangers_do_not_fill_the_log(server_process: ProcessMaker, tmp_path: Path) -> None:
+    keys = KeyRing(tmp_path / "keys")
+    keys.make("acme")
+    flags = ("--auth-keys", str(keys.path), "--http", "127.0.0.1:0")
+    process = server_process(
+        "--tiers", "cpu", "--log-format", "json", "--log-level", "info", *flags
+    )
+    process.start()
+    started = time.monotonic()
+    with closing(Connection(process.address, retry_after_ms=1)) as connection:
+        for _ in range(500):
+            with pytest.raises(UnauthenticatedError):
+                connection.call("Status", pb.StatusRequest(), 20_000, pb.StatusResponse)
+    seconds = time.monotonic() - started
+    time.sleep(0.1)  # one more may be written
+    with (
+        closing(Connection(process.address, retry_after_ms=1)) as connection,
+        pytest.raises(UnauthenticatedError),
+    ):
+        connection.call("Status", pb.StatusRequest(), 20_000, pb.StatusResponse)
+    assert process.terminate() == 0
+    records = [json.loads(line) for line in process.errors.splitlines()]
+    assert {record["error"] for record in records} == {"UnauthenticatedError"}
+    assert len(records) <= LINES_PER_S * (2 + seconds)
+    assert len(records) + sum(record.get("left_out", 0) for record in records) == 501
 
 
 def test_importing_the_server_loads_neither_torch_nor_cupy() -> None:
@@ -153,3 +190,74 @@ def test_importing_the_server_loads_neither_torch_nor_cupy() -> None:
         check=True,
     )
     assert done.stdout == "[]\n"
+
+
+def test_open_server_on_the_loopback_says_so_at_the_start_and_one_that_asks_does_not(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    open_to_all = server_process("--tiers", "cpu", "--log-level", "warning")
+    open_to_all.start()
+    assert "every user of this host can read and write all chunks" in open_to_all.errors
+    assert "--auth-keys" in open_to_all.errors
+    ring = KeyRing(tmp_path / "keys")
+    flags = ("--auth-keys", str(ring.path), "--log-level", "warning")
+    asks = server_process("--tiers", "cpu", *flags)
+    asks.start()
+    assert asks.errors == ""
+
+
+@pytest.mark.parametrize("umask", ["022", "000"])
+def test_no_file_of_the_server_is_another_user_s_to_read(
+    server_process: ProcessMaker, tmp_path: Path, umask: str
+) -> None:
+    folder, audit = tmp_path / "disk", str(tmp_path / "audit")
+    folder.mkdir()
+    folder.chmod(0o755)
+    flags = ("--disk", f"32MiB:{folder}", "--audit-log", audit, "--log-level", "warning")
+    process = server_process("--cpu", "16MiB", *flags)
+    process.launcher = ["sh", "-c", f'umask {umask}; exec "$@"', "sh"]
+    process.start()
+    with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        keys = keys_of(client, 1, 2)
+        client.put(chunks_of(client, keys))
+        client.get(keys)
+    assert f"chmod 700 {folder}" in process.errors
+    assert process.terminate() == 0
+    files = [*folder.rglob("*"), Path(audit)]
+    assert {"FORMAT", "history.kvh", "audit", "data.mdb"} <= {path.name for path in files}
+    assert [path for path in files if path.stat().st_mode & 0o077] == []
+
+
+def test_log_says_of_a_redis_that_it_is_down_at_start_left_alone_and_back(
+    server_process: ProcessMaker, own_redis: RedisProcess
+) -> None:
+    process = server_process(
+        *("--tiers", "cpu,redis", "--cpu", "16MiB", "--redis", own_redis.url),
+        *("--log-level", "info", "--log-format", "json", "--breaker-retry-ms", "100"),
+    )
+    process.start()
+
+    def warnings() -> list[str]:
+        records = [json.loads(line) for line in process.errors.splitlines()]
+        found = [one for one in records if one["level"] == "warning"]
+        return [one["event"].partition(":")[0] for one in found if "redis" in str(one)]
+
+    def with_puts_until(count: int) -> list[str]:
+        def is_there() -> bool:
+            keys = keys_of(client, next(seeds), 2)
+            client.put(chunks_of(client, keys))
+            return len(warnings()) >= count
+
+        assert eventually(is_there)
+        return warnings()
+
+    seeds = iter(range(10_000))
+    assert warnings() == ["tier is down at start"]
+    with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        (_, redis) = client.status().tiers
+        assert redis.state == "degraded"
+        assert "has not answered since the start" in redis.reason
+        assert with_puts_until(2)[1:] == ["circuit breaker opened"]
+        own_redis.start()
+        assert with_puts_until(3)[2:] == ["circuit breaker closed"]
+        assert eventually(lambda: client.status().tiers[1].state == "serving")

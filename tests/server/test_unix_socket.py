@@ -103,12 +103,27 @@ def test_folder_in_which_others_could_swap_the_socket_is_refused(
 ) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(InvalidRequestError, match="others could swap the socket; use a folder of"):
-        listen(folder / "s.sock")
+    for mode in (0o777, 0o775):
+        folder.chmod(mode)
+        with pytest.raises(InvalidRequestError, match=r"others could swap the socket in .*/open:"):
+            listen(folder / "s.sock")
     folder.chmod(0o1777)
     with listening(folder / "s.sock"):
         pass
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_folder_that_others_could_swap_as_a_whole_is_refused(
+    tmp_path: Path, no_leaks: None, mode: int
+) -> None:
+    parent = tmp_path / "open"
+    own = parent / "own"
+    own.mkdir(parents=True, mode=0o700)
+    parent.chmod(mode)
+    (tmp_path / "link").symlink_to(own)
+    for folder in (own, tmp_path / "link"):
+        with pytest.raises(InvalidRequestError, match=r"swap the socket in .*/open: chmod go-w"):
+            listen(folder / "s.sock")
 
 
 def test_folder_that_cannot_be_made_is_refused_in_one_sentence(

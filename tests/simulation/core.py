@@ -103,7 +103,7 @@ class Core:
         self.sessions.on_close.append(self.manager.end_session)
 
     def _shelf(self, tier: Tier, codec: str) -> Shelf:
-        breaker = Breaker(3, round(1000 * BREAKER_RETRY_S), self.clock)
+        breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
         rule = self.admissions.get(tier.name)
         return Shelf(
             tier, codec_by_name(codec), self.policy(tier, self.knowledge), breaker, self.clock,

@@ -202,7 +202,7 @@ class World:
         return self.new_id().to_bytes(count, "little")
 
     def _shelf(self, tier: Tier, codec: str) -> Shelf:
-        breaker = Breaker(3, round(1000 * BREAKER_RETRY_S), self.clock)
+        breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
         policy = make_policy(self.plan.policy, self.knowledge.history)
         return Shelf(tier, codec_by_name(codec), policy, breaker, self.clock)
 

@@ -19,6 +19,7 @@ from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_folder import write_durably
 from kvstore.tiers.disk_set import DiskShare
 from kvstore.tiers.disk_start import DiskOptions
 from kvstore.tiers.extents import FOLDER_RETRY_S
@@ -343,3 +344,19 @@ def test_lost_extent_is_replaced_under_a_new_number_and_its_chunks_are_misses(
     for info in [*infos[:3], *infos[6:], *sealed]:
         assert_holds(tier, info, bytes_of(info))
     tier.close()
+
+
+def test_a_file_that_is_written_durably_is_its_user_s_alone_under_any_umask(
+    tmp_path: Path,
+) -> None:
+    left_by_a_crash = tmp_path / "file.new"
+    left_by_a_crash.write_bytes(b"half")
+    left_by_a_crash.chmod(0o644)
+    before = os.umask(0)
+    try:
+        write_durably(tmp_path / "file", b"whole")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").read_bytes() == b"whole"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    assert not left_by_a_crash.exists()

@@ -180,7 +180,7 @@ def directories(url: str, count: int) -> Iterator[list[Directory]]:
     for number in range(1, count + 1):
         me = NodeAddress(f"n{number}", number, "", f"10.0.0.{number}:1")
         link = RedisLink("redis", as_user(url), 5000, 2)
-        breaker = Breaker(9, 1000, time.monotonic)
+        breaker = Breaker("node directory", 9, 1000, time.monotonic)
         made.append(Directory(link, me, DirectoryTerms(PREFIX, 800), Counters(), breaker))
         made[-1].start()
     try:

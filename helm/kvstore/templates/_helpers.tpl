@@ -30,7 +30,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.image.digest }}
 {{- printf "%s@%s" .Values.image.repository .Values.image.digest }}
 {{- else }}
-{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- $own := ternary (printf "%s-cuda" .Chart.AppVersion) .Chart.AppVersion .Values.tiers.gpu.enabled }}
+{{- printf "%s:%s" .Values.image.repository (default $own .Values.image.tag) }}
 {{- end }}
 {{- end }}
 
@@ -90,6 +91,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s-redis" (include "kvstore.fullname" .) }}
 {{- end }}
 
+{{- /* The secret with the password of Redis, if it has one of its own: mounted, as no URL takes every password. */}}
+{{- define "kvstore.redisAuth" -}}
+{{- $r := .Values.redis }}
+{{- ternary (ternary $r.bundled.existingSecret $r.auth.existingSecret (eq $r.mode "bundled")) dict .Values.tiers.redis.enabled | toJson }}
+{{- end }}
+
 {{- /* What Redis may take of its container: the rest is for its buffers. */}}
 {{- define "kvstore.redisMemory" -}}
 {{- $unit := regexFind "[KMGT]i$" .Values.redis.bundled.memory }}
@@ -109,14 +116,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- range $name, $port := dict "listen" $v.ports.grpc "health" $v.ports.health "http" $v.ports.http }}
 {{- $_ := set $s $name (printf "0.0.0.0:%d" (int $port)) }}
 {{- end }}
-{{- $_ := set $s "socket_path" "/run/kvstore/kvstore.sock" }}
+{{- $_ := set $s "socket_path" (ternary "/run/kvstore/kvstore.sock" "off" $v.hostSocket.enabled) }}
 {{- if $v.tiers.gpu.enabled }}{{ $_ := set $s "gpu" (printf "%s:%d" $v.tiers.gpu.size (int $v.tiers.gpu.device)) }}{{ end }}
 {{- if $v.tiers.disk.enabled }}{{ $_ := set $s "disk" (printf "%s:/var/lib/kvstore/disk" $v.tiers.disk.size) }}{{ end }}
 {{- if $v.tiers.redis.enabled }}
 {{- $_ := set $s "redis_size" $v.tiers.redis.size }}
 {{- $_ := set $s "redis_prefix" $v.redis.prefix }}
 {{- if include "kvstore.hasDirectory" . }}{{ $_ := set $s "directory" true }}{{ end }}
-{{- if $v.redis.auth.existingSecret.name }}
+{{- if eq $v.redis.mode "bundled" }}{{ $_ := set $s "redis_url" (printf "redis://%s:6379/0" (include "kvstore.redisName" .)) }}{{ end }}
+{{- if (include "kvstore.redisAuth" . | fromJson).name }}
 {{- if $v.redis.auth.username }}{{ $_ := set $s "redis_username" $v.redis.auth.username }}{{ end }}
 {{- $_ := set $s "redis_password_file" "/etc/kvstore/redis-auth/password" }}
 {{- end }}

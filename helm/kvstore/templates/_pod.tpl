@@ -28,6 +28,7 @@ seccompProfile:
 {{- /* The pod of the server, for either kind of workload. */}}
 {{- define "kvstore.pod" -}}
 {{- $v := .Values -}}
+{{- $redisAuth := include "kvstore.redisAuth" . | fromJson -}}
 {{- $hostDisk := and $v.tiers.disk.enabled (eq $v.tiers.disk.kind "hostPath") -}}
 metadata:
   labels:
@@ -99,17 +100,10 @@ spec:
       imagePullPolicy: {{ $v.image.pullPolicy }}
       command: [kvstore-server]
       args: [--config, /etc/kvstore/config/kvstore.yaml]
-      {{- if $v.tiers.redis.enabled }}
+      {{- $ownRedis := and $v.tiers.redis.enabled (eq $v.redis.mode "external") }}
+      {{- if or $ownRedis (include "kvstore.hasDirectory" .) }}
       env:
-        {{- if eq $v.redis.mode "bundled" }}
-        - name: REDIS_PASSWORD
-          valueFrom:
-            secretKeyRef:
-              name: {{ $v.redis.bundled.existingSecret.name }}
-              key: {{ $v.redis.bundled.existingSecret.key }}
-        - name: KVSTORE_REDIS_URL
-          value: redis://:$(REDIS_PASSWORD)@{{ include "kvstore.redisName" . }}:6379/0
-        {{- else }}
+        {{- if $ownRedis }}
         - name: KVSTORE_REDIS_URL
           valueFrom:
             secretKeyRef:
@@ -186,7 +180,7 @@ spec:
         {{- if $v.auth.jwt.existingSecret.name }}
         - {name: jwt, mountPath: /etc/kvstore/jwt, readOnly: true}
         {{- end }}
-        {{- if and $v.tiers.redis.enabled $v.redis.auth.existingSecret.name }}
+        {{- if $redisAuth.name }}
         - {name: redis-auth, mountPath: /etc/kvstore/redis-auth, readOnly: true}
         {{- end }}
         {{- if and $v.tiers.redis.enabled $v.redis.tls.existingSecret }}
@@ -251,8 +245,8 @@ spec:
     {{- if $v.auth.jwt.existingSecret.name }}
     {{- include "kvstore.secretVolume" (dict "name" "jwt" "secret" $v.auth.jwt.existingSecret "path" "key") | nindent 4 }}
     {{- end }}
-    {{- if and $v.tiers.redis.enabled $v.redis.auth.existingSecret.name }}
-    {{- include "kvstore.secretVolume" (dict "name" "redis-auth" "secret" $v.redis.auth.existingSecret "path" "password") | nindent 4 }}
+    {{- if $redisAuth.name }}
+    {{- include "kvstore.secretVolume" (dict "name" "redis-auth" "secret" $redisAuth "path" "password") | nindent 4 }}
     {{- end }}
     {{- if and $v.tiers.redis.enabled $v.redis.tls.existingSecret }}
     - name: redis-tls

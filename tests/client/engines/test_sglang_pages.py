@@ -277,11 +277,13 @@ def test_bytes_are_named_by_the_type_that_the_engine_was_started_with() -> None:
 def test_settings_are_read_and_refused_by_name() -> None:
     path = f"/models/hub/models--tiny/snapshots/{'a' * 40}"
     assert PageSettings.parse({}, path).model_revision == "a" * 40
-    extra = {"address": "h:1", "model_revision": "r", "interface_v1": 1, "prefetch_threshold": 9}
+    extra = {"address": "h:1", "model_revision": "8f2c1d4", "interface_v1": 1, "prefetch_x": 9}
     found = PageSettings.parse(extra, "tiny")
-    assert (found.address, found.model_revision, found.deadline_ms) == ("h:1", "r", 2000)
-    with pytest.raises(InvalidRequestError, match="model_revision='tiny': give model_revision"):
+    assert (found.address, found.model_revision, found.deadline_ms) == ("h:1", "8f2c1d4", 2000)
+    with pytest.raises(RepresentationError, match=r"model_revision='':.* 'tiny' is no folder"):
         PageSettings.parse({}, "tiny")
+    with pytest.raises(InvalidRequestError, match="reset_on_flush='no': give true or false"):
+        PageSettings.parse({"reset_on_flush": "no"}, path)
     with pytest.raises(InvalidRequestError, match="adress='h:1': use"):
         PageSettings.parse({"adress": "h:1"}, path)
 
@@ -365,7 +367,7 @@ def test_a_number_of_heads_that_ranks_do_not_have_is_refused(kv_heads: int) -> N
 @pytest.mark.parametrize("kv_heads", [-1, "8", True])
 def test_what_is_no_number_of_heads_is_refused(kv_heads: object) -> None:
     with pytest.raises(InvalidRequestError, match="kv_heads"):
-        PageSettings.parse({"model_revision": "r", "kv_heads": kv_heads}, "tiny")
+        PageSettings.parse({"model_revision": "8f2c1d4", "kv_heads": kv_heads}, "tiny")
 
 
 def test_clearing_forgets_this_stages_pages_alone(connect: Callable[..., PageStore]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.client.engines.sglang_pages import PageSettings
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, terms_of
 from kvstore.proto.errors import RepresentationError
 
@@ -44,6 +45,16 @@ def test_engines_that_were_started_alike_share() -> None:
 )
 def test_what_changes_the_kv_is_another_revision(stated: dict[str, Any]) -> None:
     assert terms(**stated).revision("abc") != terms().revision("abc")
+
+
+def test_the_weights_are_those_of_the_path_and_commit_that_the_engine_was_started_with() -> None:
+    """The name that it serves them under may be any."""
+    commit = "8f2c1d4e" * 5
+    started = terms(model_path="org/model", revision=commit)
+    assert PageSettings.parse({}, "served-name", started).model_revision == commit
+    branch = terms(model_path="org/model", revision="main")
+    with pytest.raises(RepresentationError, match="'org/model' is no folder"):
+        PageSettings.parse({}, "served-name", branch)
 
 
 def test_amds_fp8_is_another() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch_engine import (
     random_ids,
     stored_tokens,
 )
-from transformers import PreTrainedModel, StaticCache
+from transformers import BatchEncoding, PreTrainedModel, StaticCache
 from typing_extensions import override
 
 from kvstore.client import Client
@@ -212,6 +212,53 @@ def test_settings_that_need_another_cache_are_refused(
     setattr(settings, setting, value)
     with pytest.raises(InvalidRequestError, match=setting):
         connect().generate(random_ids(40), settings)
+
+
+def test_what_a_tokenizer_returns_and_lists_are_prompts_too(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    ids = random_ids(40)
+    without = plain_tokens(tinylm, ids)
+    batch = BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    given: list[Any] = [ids, batch, ids.tolist(), ids[0].tolist(), ids.int(), ids.numpy()]
+    for hit, prompt in enumerate(given):
+        done = connect().generate(prompt, greedy())
+        assert done.output.sequences[0].tolist() == without
+        assert done.hit_tokens == (39 if hit else 0)
+    assert connect().generate(**batch, generation_config=greedy()).hit_tokens == 39
+    assert connect().load(ids[0].tolist())[1] == 39
+
+
+def test_settings_are_taken_as_the_model_takes_them(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    ids, engine = random_ids(40), cast(Any, tinylm)
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    done = connect().generate(ids, **settings).output.sequences
+    assert done.tolist() == engine.generate(ids, **settings).tolist()
+    assert done.shape == (1, 45)
+    assert connect().generate(ids, greedy(), max_new_tokens=3).output.sequences.shape == (1, 43)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"input_ids": "words"}, "input_ids='str': give a tensor, lists"),
+        ({"input_ids": [[3, 4], [5]]}, "input_ids='list': give a tensor, lists"),
+        ({"input_ids": [[0.5]]}, r"input_ids='torch.float32': give whole numbers"),
+        ({"input_ids": None}, "input_ids='NoneType': give a tensor"),
+        ({"input_ids": {"input_ids": [[3]], "pixel_values": 1}}, "'pixel_values': give input_ids"),
+        ({"input_ids": [[3, 4]], "attention_mask": [[1]]}, "attention_mask"),
+        ({"input_ids": [[3, 4]], "pixel_values": 1}, "pixel_values=1: give a setting"),
+        ({"input_ids": [[3, 4]], "max_tokens": 8}, "max_tokens=8: give a setting"),
+        ({"input_ids": [[3]], "config": greedy(), "generation_config": greedy()}, "given twice"),
+    ],
+)
+def test_what_is_no_prompt_and_no_setting_is_refused_by_name(
+    connect: Connect, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        connect().generate(**given)
 
 
 def test_a_static_cache_is_refused(connect: Connect, tinylm: PreTrainedModel) -> None:

@@ -66,9 +66,11 @@ def test_a_commit_is_the_revision_where_there_is_one(tokenizer: Any) -> None:
     revision = representation_of(model, tokenizer).model_revision
     assert revision.startswith("c0ffee+")
     assert representation_of(again, tokenizer).model_revision == revision
-    given = representation_of(model, tokenizer, "given").model_revision
-    assert given.startswith("given+")
+    given = representation_of(model, tokenizer, "8f2c1d4").model_revision
+    assert given.startswith("8f2c1d4+sample=")
     assert "c0ffee" not in given
+    branch = representation_of(model, tokenizer, "main").model_revision
+    assert branch == f"main+{revision}"
 
 
 @pytest.mark.parametrize("given", [None, "given"])
@@ -81,6 +83,13 @@ def test_a_commit_with_another_setting_is_another_revision(
         model.config._commit_hash = "c0ffee"
     one, other = (representation_of(model, tokenizer, given) for model in models)
     assert one.model_revision != other.model_revision
+
+
+@pytest.mark.parametrize("wrong", ["model", "tokenizer"])
+def test_what_is_no_model_and_no_tokenizer_is_refused_by_name(wrong: str, tokenizer: Any) -> None:
+    given = {"model": llama(), "tokenizer": tokenizer, wrong: None}
+    with pytest.raises(RepresentationError, match=f"{wrong}=None: give the {wrong} that"):
+        representation_of(**given)
 
 
 def test_a_commit_whose_weights_were_changed_since_is_another_revision(tokenizer: Any) -> None:

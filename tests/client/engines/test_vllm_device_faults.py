@@ -257,7 +257,7 @@ def test_an_engine_without_cupy_is_told_what_to_install(
     monkeypatch.setitem(sys.modules, "cupy", None)
     reason = refusal(NeedsCupy(), empty_pages(), writer(side_by_side))
     assert "TierUnavailableError" in reason
-    assert "install kvstore[gpu]" in reason
+    assert "install kvstore-server[gpu]" in reason
 
 
 def test_a_cupy_that_cannot_compile_is_a_reason_and_leaves_no_memory_behind(
@@ -266,7 +266,7 @@ def test_a_cupy_that_cannot_compile_is_a_reason_and_leaves_no_memory_behind(
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(device_reads, "open_kernels", lambda _: cuda_launcher(0))
     device = SlowDevice()
-    assert "install kvstore[gpu]" in refusal(device, empty_pages(), writer(side_by_side))
+    assert "install kvstore-server[gpu]" in refusal(device, empty_pages(), writer(side_by_side))
     assert not device._files, "its ring was given back"
 
 

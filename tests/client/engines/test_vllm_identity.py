@@ -135,12 +135,22 @@ def test_a_model_of_a_hub_is_named_by_its_commit_and_one_of_no_commit_is_refused
     )
     with pytest.raises(RepresentationError, match="model_revision"):
         identity(engine_config("org/model"))
-    assert identity(engine_config("org/model"), revision="v7").model_revision.startswith("v7+")
+    with pytest.raises(RepresentationError, match="model_revision='v7': give a commit"):
+        identity(engine_config("org/model"), revision="v7")
+    for config, stated, starts in (
+        (engine_config("org/model"), "8f2c1d4", "8f2c1d4+settings="),
+        (engine_config("org/model", hf__commit_hash="abc"), "v7", "v7+abc+settings="),
+    ):
+        assert identity(config, revision=stated).model_revision.startswith(starts)
 
 
 def test_random_weights_and_folders_without_weights_are_refused(model: Path) -> None:
     with pytest.raises(RepresentationError, match="dummy"):
         identity(engine_config(model, load_format="dummy"))
+    with pytest.raises(RepresentationError, match="dummy"):
+        identity(engine_config(model, load_format="dummy"), revision="main")
+    brought = identity(engine_config(model, load_format="dummy"), revision="8f2c1d4")
+    assert brought.model_revision.startswith("8f2c1d4+settings="), "not what the folder holds"
     (model / "model.safetensors").unlink()
     with pytest.raises(RepresentationError, match="model_revision"):
         identity(engine_config(model))

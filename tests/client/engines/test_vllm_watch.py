@@ -222,7 +222,7 @@ class Listener:
 
     @property
     def hangs(self) -> bool:
-        terms: Any = SimpleNamespace(socket_path=self.path, attach_token=b"t" * 16)
+        terms: Any = SimpleNamespace(socket_path=self.path, session_id=1)
         return hangs(terms, self.pid)
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ def make_directory(redis: RedisProcess) -> Iterator[DirectoryMaker]:
     ) -> Directory:
         link = RedisLink("redis", redis.url, timeout_ms, 4)
         terms = DirectoryTerms(PREFIX, ttl_ms, limit)
-        breaker = Breaker(3, 2 * ttl_ms, clock)
+        breaker = Breaker("node directory", 3, 2 * ttl_ms, clock)
         me = me or node(next(numbers))
         made.append(Directory(link, me, terms, Counters(), breaker, clock))
         return made[-1]

@@ -493,7 +493,7 @@ def test_lookups_with_a_silent_peer_cost_its_timeout_a_few_times_and_then_nothin
 
 def test_a_peer_that_lies_is_left_alone_for_a_while() -> None:
     now = [100.0]
-    peer = Peer("127.0.0.1:1", Breaker(3, 1000, lambda: now[0]), lambda: now[0])
+    peer = Peer("127.0.0.1:1", Breaker("peer", 3, 1000, lambda: now[0]), lambda: now[0])
     peer._terms = object()  # type: ignore[assignment]
     for _ in range(MAX_LIES):
         assert peer.is_up

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -344,6 +345,37 @@ def test_strangers_who_say_nothing_keep_nobody_out(
     finally:
         for one in silent:
             one.close()
+
+
+def test_strangers_who_only_begin_keep_nobody_out(
+    infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+) -> None:
+    begun = b"\x16\x03\x01" if terms.stream_certificate else b"\x20"
+    for _ in range(3):
+        strangers = [connected(terms) for _ in range(MAX_STRANGERS)]
+        try:
+            for one in strangers:
+                one.sendall(begun)
+            started = time.monotonic()
+            with closing(reached(terms)) as link:
+                assert len(read(link, infos[0])) == infos[0].size_bytes
+            assert time.monotonic() - started < stream_plane.HELLO_S, "before they are hung up on"
+        finally:
+            for one in strangers:
+                one.close()
+
+
+def test_a_first_word_may_come_in_pieces(terms: PeerTerms, server: LocalServer) -> None:
+    if terms.stream_certificate:
+        pytest.skip("TLS cuts it as it likes")
+    word = bulk.pack(bulk.Attach(1, terms.session_id, terms.token))
+    message = struct.pack("<HI", len(word), 0xFFFFFFFF) + word
+    with connected(terms) as link:
+        for at in range(len(message)):
+            link.sendall(message[at : at + 1])
+            time.sleep(0.002)
+        attached = StreamWire(link, "server", time.monotonic, is_encrypted=False).receive()
+    assert attached == (bulk.Attached(1), 0)
 
 
 def connected(terms: PeerTerms) -> socket.socket:

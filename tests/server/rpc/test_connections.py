@@ -11,6 +11,7 @@ from conftest import ServerMaker
 from local_server import LocalServer
 
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.server.descriptors import LEAST
 from kvstore.server.rpc import grpc_start
 from kvstore.server.rpc.grpc_start import most_connections
 
@@ -37,7 +38,7 @@ def test_connections_beyond_what_sessions_need_are_closed_as_they_come(
 ) -> None:
     server = make_server("--max-sessions", str(SESSIONS), "--cpu", "16MiB")
     wire = wire_to(server)
-    most = most_connections(SESSIONS)
+    most = most_connections(SESSIONS, 0)
     with ExitStack() as stack:
         links = [connected(server, stack) for _ in range(2 * most)]
         assert sum(map(is_served, links)) < most
@@ -58,7 +59,9 @@ def test_a_connection_that_says_nothing_is_closed(
 
 def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
-    assert most_connections(1024) == 768
-    assert most_connections(100) == 264
+    assert most_connections(1024, 0) == 488
+    assert most_connections(1024, 176) == 400
+    assert most_connections(1024, 1000) == LEAST
+    assert most_connections(100, 0) == 264
     monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
-    assert most_connections(1024) == 2112
+    assert most_connections(1024, 0) == 2112

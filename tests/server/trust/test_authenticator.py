@@ -14,9 +14,10 @@ import pytest
 from credentials import Authority, KeyRing
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
-from kvstore.server.trust.api_keys import parse_keys
+from kvstore.server.trust.api_keys import ApiKeys, parse_keys
 from kvstore.server.trust.authenticator import Authenticator
 from kvstore.server.trust.certificates import ServerTls, principal_of_certificate
 from kvstore.server.trust.jwt_tokens import JwtTerms, JwtVerifier
@@ -26,6 +27,7 @@ from kvstore.server.watched_file import WatchedFile
 KEY = ed25519.Ed25519PrivateKey.generate()
 PEM = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 TERMS = JwtTerms("EdDSA", "kvstore", "https://issuer")
+YEAR_S = 365 * 86_400
 ENGINE = frozenset({"read", "write"})
 
 
@@ -34,7 +36,9 @@ def bearer(token: str) -> list[tuple[str, str | bytes]]:
 
 
 def authenticator(path: Path | None = None, now: float | None = None) -> Authenticator:
-    keys = WatchedFile((path,), parse_keys) if path is not None else None
+    keys = None
+    if path is not None:
+        keys = WatchedFile((path,), parse_keys, lambda: ApiKeys(()))
     clock = time.time if now is None else (lambda: now)
     return Authenticator(keys, None, takes_certificates=False, wall_clock=clock)
 
@@ -103,6 +107,54 @@ def test_a_file_that_became_unreadable_leaves_the_keys_that_were_there(tmp_path:
     ring.path.write_text("{")
     assert not asked.refresh()
     assert asked.principal_of(bearer(key), {}).tenant == "acme"
+
+
+def test_a_file_of_keys_that_is_deleted_revokes_them_all_and_says_so(
+    tmp_path: Path,
+) -> None:
+    ring = KeyRing(tmp_path / "keys")
+    key = ring.make("acme")
+    asked = authenticator(ring.path)
+    principal = asked.principal_of(bearer(key), {})
+    rows = ring.path.read_bytes()
+    ring.path.unlink()
+    assert not asked.refresh()  # an editor may put another in its place at once
+    assert asked.holds(principal)
+    with capture_logs() as logs:
+        assert asked.refresh()
+    assert [one["log_level"] for one in logs] == ["error"]
+    assert logs[0]["event"] == "a file of keys was deleted: all of its keys are revoked"
+    assert not asked.holds(principal)
+    with pytest.raises(UnauthenticatedError, match="revoked"):
+        asked.principal_of(bearer(key), {})
+    assert not asked.refresh()
+    ring.path.write_bytes(rows)
+    ring.path.chmod(0o600)
+    assert asked.refresh()
+    assert asked.holds(principal)
+
+
+def test_without_a_key_no_token_is_good() -> None:
+    none = JwtVerifier(None, TERMS)
+    token = jwt.encode(claims(), KEY, "EdDSA")
+    known = JwtVerifier(PEM, TERMS).principal_of(token)
+    assert not none.has(known.proof)
+    with pytest.raises(UnauthenticatedError):
+        none.principal_of(token)
+
+
+def test_a_file_of_keys_that_is_replaced_by_an_editor_revokes_nobody_else(tmp_path: Path) -> None:
+    ring = KeyRing(tmp_path / "keys")
+    key = ring.make("acme")
+    asked = authenticator(ring.path)
+    rows = ring.path.read_bytes()
+    for _ in range(3):
+        ring.path.unlink()
+        assert not asked.refresh()
+        ring.path.write_bytes(rows)
+        ring.path.chmod(0o600)
+        asked.refresh()
+        assert asked.principal_of(bearer(key), {}).tenant == "acme"
 
 
 @pytest.mark.parametrize(
@@ -183,6 +235,9 @@ BAD_TOKENS = {
     "a pool for a tenant": jwt.encode(claims(tenant="pool:library"), KEY, "EdDSA"),
     "an unknown role": jwt.encode(claims(roles=["root"]), KEY, "EdDSA"),
     "not before later": jwt.encode(claims(nbf=int(time.time()) + 60), KEY, "EdDSA"),
+    "a subject with an escape": jwt.encode(claims(sub="a\x1b[31mb"), KEY, "EdDSA"),
+    "a subject of two lines": jwt.encode(claims(sub="a\nroot"), KEY, "EdDSA"),
+    "a subject that is too long": jwt.encode(claims(sub="a" * 257), KEY, "EdDSA"),
     "no token": "abc.def",
     "too long": "a" * 10_000,
 }
@@ -193,6 +248,19 @@ def test_a_token_that_is_not_exactly_what_is_asked_for_is_refused(what: str) -> 
     with pytest.raises(UnauthenticatedError) as caught:
         JwtVerifier(PEM, TERMS).principal_of(BAD_TOKENS[what])
     assert BAD_TOKENS[what] not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", [int(time.time()) + 100 * YEAR_S, 1e308])
+def test_a_token_for_a_century_is_refused(end: float, tmp_path: Path) -> None:
+    path = tmp_path / "jwt.pem"
+    path.write_bytes(PEM)
+    verifier = WatchedFile((path,), partial(JwtVerifier, terms=TERMS))
+    asked = Authenticator(None, verifier, takes_certificates=False, wall_clock=time.time)
+    near = jwt.encode(claims(exp=int(time.time()) + YEAR_S), KEY, "EdDSA")
+    assert asked.principal_of(bearer(near), {}).tenant == "acme"
+    for _ in range(2):  # also of a token that is known
+        with pytest.raises(UnauthenticatedError, match="over a year"):
+            asked.principal_of(bearer(jwt.encode(claims(exp=end), KEY, "EdDSA")), {})
 
 
 def test_a_token_that_was_verified_ends_all_the_same(tmp_path: Path) -> None:

@@ -227,6 +227,47 @@ def test_a_connection_that_asks_for_nothing_ends(
     assert ask(server, "/metrics")[0] == 200
 
 
+def test_a_second_request_that_does_not_end_is_not_waited_for(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "SILENT_S", 0.3)
+    server = make_server("--http", "127.0.0.1:0", "--cpu", "16MiB")
+    port = server.node.http_port
+    assert port is not None
+    with ExitStack() as stack:
+        links = []
+        for _ in range(MAX_CONNECTIONS):
+            link = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+            link.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert link.recv(1 << 20)
+            link.sendall(b"GET /met")
+            links.append(link)
+        for link in links:
+            with suppress(ConnectionError):
+                while link.recv(1 << 20):
+                    pass
+        assert ask(server, "/metrics")[0] == 200
+
+
+def test_one_address_does_not_take_the_connections_of_others(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "SILENT_S", 600.0)
+    server = make_server("--http", "127.0.0.1:0", "--cpu", "16MiB")
+    port = server.node.http_port
+    assert port is not None
+    with ExitStack() as stack:
+        for _ in range(2 * MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+        assert eventually(lambda: _answer_from("127.0.0.2", port).startswith(b"HTTP/1.1 200"))
+
+
+def _answer_from(host: str, port: int) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), WAIT_S, source_address=(host, 0)) as link:
+        link.sendall(b"GET /metrics HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+        return link.recv(100)
+
+
 def test_connections_beyond_those_that_are_told_so_are_hung_up_on(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,164 @@
+"""Forks: what becomes of gRPC's calls, and of what a process has open, when it forks.
+
+gRPC starts anew in a child only if no thread was inside it at the fork; else the child cannot use
+it, and parent or child may crash. So calls are held up while a process forks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
+
+GRACE_S = 0.25
+"""For calls to end by themselves before a fork; then those that can be are ended."""
+WAITED_FOR_MS = 2000
+"""A call with a longer deadline is one that can be ended."""
+_ENDED_WITHIN_S = WAITED_FOR_MS / 1000 + 0.2
+_LEAVING_S = 0.02
+"""How long gRPC's own threads stay inside after a call was ended early."""
+_HELD_S = 5.0
+
+
+class EndedByForkError(DeadlineError):
+    """A call was ended, as the process was about to fork."""
+
+
+class Forked(Protocol):
+    """What has something open that a child must not use. ``after_fork`` is called in the child."""
+
+    def after_fork(self) -> None:
+        """Let go of what is the parent's, without a word to anybody. No other thread runs."""
+
+
+class Forks:
+    """The forks of this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.process: object = object()
+        """Another one in each child."""
+        self.is_child = False
+        self._watched: WeakSet[Forked] = WeakSet()
+        self._is_grpc_lost = False
+        self._was_quiet = True
+        """Whether no call ran at the fork that is under way."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._forking = 0
+        self._running = 0
+        self._endable: set[Any] = set()
+        self._ended: set[Any] = set()
+        self._left_at = 0.0
+        """When a call was last ended early, in monotonic seconds."""
+
+    def watch(self, forked: Forked) -> None:
+        """Have ``after_fork`` of it called in each child, for as long as it lives."""
+        self._watched.add(forked)
+
+    def check(self, process: object, what: str) -> None:
+        """Raise LeaseExpiredError unless *what* was opened in this *process*."""
+        if process is not self.process:
+            raise LeaseExpiredError(f"{what} is the parent process's; begin another in this one")
+
+    # --- calls of gRPC
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Enter to make a call that ends within WAITED_FOR_MS. Waits while the process forks."""
+        with self._changed:
+            if self._is_grpc_lost:
+                fix = "a call ran when this process was forked: start it by spawn or forkserver"
+                raise TierUnavailableError("server", f"gRPC cannot be used here, as {fix}")
+            self._changed.wait_for(lambda: not self._forking, _HELD_S)
+            self._running += 1
+            changed = self._changed
+        try:
+            yield
+        finally:
+            with changed:
+                self._running -= 1
+                changed.notify_all()
+
+    def begin(self, make: Callable[[], Any]) -> Any:
+        """Return the call that *make* begins; a fork ends it. Pair with ``end``."""
+        with self.calling():
+            call = make()
+            with self._changed:
+                self._endable.add(call)
+        return call
+
+    def end(self, call: Any) -> None:
+        """Cancel a call, if it runs. Any thread may."""
+        is_early: bool = call.is_active()
+        call.cancel()
+        with self._changed:
+            self._endable.discard(call)
+            self._ended.discard(call)
+            if is_early:
+                self._left_at = time.monotonic()
+            self._changed.notify_all()
+
+    def has_ended(self, call: Any) -> bool:
+        """Whether a fork ended *call*."""
+        return call in self._ended
+
+    # --- around a fork
+
+    def before(self) -> None:
+        """Hold up new calls, and have those that run come to their end."""
+        with self._changed:
+            self._forking += 1
+            is_quiet = self._changed.wait_for(self._is_quiet, GRACE_S)
+            calls = list(self._endable)
+            self._ended.update(calls)
+        for call in calls:
+            if call.is_active():
+                call.cancel()
+                self._left_at = time.monotonic()
+        with self._changed:
+            is_quiet = is_quiet or self._changed.wait_for(
+                lambda: not self._running, _ENDED_WITHIN_S
+            )
+        self._was_quiet = is_quiet
+        time.sleep(max(0.0, self._left_at + _LEAVING_S - time.monotonic()))
+
+    def _is_quiet(self) -> bool:
+        return not self._running and not self._endable
+
+    def after_in_parent(self) -> None:
+        """Let calls go on."""
+        with self._changed:
+            self._forking -= 1
+            self._changed.notify_all()
+
+    def after_in_child(self) -> None:
+        """Have everything that is watched let go of the parent's."""
+        keep(self.__dict__.copy())
+        self._is_grpc_lost = self._is_grpc_lost or not self._was_quiet
+        self._reset()
+        self.process = object()
+        self.is_child = True
+        for forked in list(self._watched):
+            forked.after_fork()
+
+
+def keep(what: object) -> None:
+    """Never free *what*, in a child: to free the parent's calls and sockets could end them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
+FORKS = Forks()
+os.register_at_fork(
+    before=FORKS.before,
+    after_in_parent=FORKS.after_in_parent,
+    after_in_child=FORKS.after_in_child,
+)

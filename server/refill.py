@@ -1,0 +1,99 @@
+"""Refill: what a shared tier has lost, emptied or evicting by itself, is copied there again.
+
+Nobody tells a server of that. It asks: for chunks that are put again at once, for all others that
+it has elsewhere, too, some at a time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.policy.admission import Moment
+from kvstore.server.shelf import Shelf
+from kvstore.server.transfer import Transfers
+
+CHECK_S = 5.0
+"""Between two questions for chunks that nobody put again, while nothing was missing."""
+MAX_AGAIN = 4096
+"""Chunks that were put again and wait to be asked for; more are asked for in their turn."""
+MAX_COPIES = 16
+"""Copies that are made at a time, between which others' go ahead."""
+
+
+class Refill:
+    """Of one shared *shelf*. Thread-safe."""
+
+    def __init__(self, transfers: Transfers, shelf: Shelf) -> None:
+        self._transfers = transfers
+        self._shelf = shelf
+        self._again: dict[ChunkKey, None] = {}
+        self._row = 0
+        self._next_s = transfers.clock() + CHECK_S
+        self._rests_until_s = 0.0
+
+    def put_again(self, key: ChunkKey) -> None:
+        """Have it asked for at the next tick: whoever put it was told that it is there."""
+        if len(self._again) < MAX_AGAIN:
+            self._again[key] = None
+
+    def tick(self) -> None:
+        """Queue the next questions, if there are any. Called a few times a second."""
+        now = self._transfers.clock()
+        walks = now >= self._next_s and len(self._again) < MAX_AGAIN // 2
+        may_ask = now >= self._rests_until_s and not self._shelf.breaker.is_open
+        if (walks or self._again) and may_ask:
+            self._next_s = now + CHECK_S if walks else self._next_s
+            work = partial(self._check, walks=walks)
+            self._transfers.mover.submit(f"store-{self._shelf.name}", b"refill", work)
+
+    def _check(self, *, walks: bool) -> bool:
+        """Ask for some chunks, and copy some of those that are missing. Return whether any were."""
+        asked, self._again = dict(self._again), {}
+        if walks:
+            held, self._row = self._transfers.catalog.held_from(self._row)
+            asked.update(dict.fromkeys(one.key for one in held if one.tier == self._shelf.name))
+        missing = self._missing(list(asked))
+        for at, key in enumerate(missing):
+            if at < MAX_COPIES and self._copy(key):
+                continue
+            for left in missing[at:]:
+                self.put_again(left)
+            break
+        if missing:  # whatever took these took others, too
+            self._next_s = self._transfers.clock()
+        return bool(missing)
+
+    def _missing(self, keys: list[ChunkKey]) -> list[ChunkKey]:
+        """Return those of *keys* that are not on the shelf, and that this server has elsewhere."""
+        transfers = self._transfers
+        here = {s.name for s in transfers.sources if s is not transfers.peers and not s.tier.shared}
+        holders = {key: set(transfers.catalog.holders(key)) for key in keys}
+        elsewhere = [key for key in keys if holders[key] & here]
+        known = [key for key in elsewhere if self._shelf.name in holders[key]]
+        found: dict[ChunkKey, ChunkInfo | None] = {}
+
+        def work() -> bool:
+            found.update(zip(known, self._shelf.tier.find(known), strict=True))
+            return True
+
+        if known:
+            self._shelf.guarded(work, "find")
+        return [key for key in elsewhere if found.get(key) is None]
+
+    def _copy(self, key: ChunkKey) -> bool:
+        """Copy it if that is worth it. False where the shelf does not take it now."""
+        transfers, name = self._transfers, self._shelf.name
+        if name in transfers.catalog.holders(key):
+            transfers.catalog.forget(name, key)
+            transfers.counters.add("lost_chunks")
+        if not transfers.placement.admits(self._shelf, key, Moment.stored):
+            return True
+        try:
+            transfers.copy_now(key, self._shelf)
+        except KVStoreError:
+            transfers.placement.given_up(name, key)
+            self._rests_until_s = transfers.clock() + CHECK_S
+            return False
+        return True

@@ -1,0 +1,230 @@
+"""Every role and every operation, over every transport: whoever may not is told nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from local_server import eventually, open_session, wait_for_stream
+from prompts import chunks_of, keys_of
+from socket_peer import Peer, staging
+from trust_world import SERVICE, Audited, World, chunks_for, request_of
+
+from kvstore.client import Access, Chunk, Client, frame_streams
+from kvstore.client.options import TransportName
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import shm
+from kvstore.proto.calls import METHODS, pack_call, unpack_answer
+from kvstore.proto.errors import KVStoreError, PermissionDeniedError, TierUnavailableError
+from kvstore.proto.shm import Op, Reply, Request
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey
+
+CHUNKS = 4
+ROLES = ("read", "write", "admin", "peer")
+NEEDS = {
+    "read": (
+        *("Lookup", "Plan", "Get", "Release", "LendPeer", "Resolve", "Stat", "List"),
+        *("Explain", "Events", "Spaces"),
+    ),
+    "write": (
+        *("Put", "Reserve", "Commit", "Abort", "PutDevice", "Promise", "Weigh", "ReportReuse"),
+        *("Pin", "Unpin", "Delete", "Clear"),
+    ),
+    "admin": ("SetQuota", "Drain", "Scrub", "Trace"),
+    "peer": ("OpenPeer",),
+}
+FOR_ALL = {"OpenSession", "Heartbeat", "CloseSession", "Status", "Quota"}
+ROLE_OF = {method: role for role, methods in NEEDS.items() for method in methods}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Audited]:
+    """A server with chunks of one tenant in memory and on disk, and a key for each role."""
+    world = Audited(tmp_path_factory.mktemp("pairs"))
+    writer = world.client(world.acme)
+    writer.put(chunks_for(writer, 1, CHUNKS)[1])
+    world.server.settled()
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def key_of(world: World) -> dict[str, str]:
+    return {role: world.new_key("acme", role) for role in ROLES} | {"both": world.acme}
+
+
+def test_the_table_of_this_test_names_every_rpc() -> None:
+    assert ROLE_OF.keys() | FOR_ALL == {method.name for method in SERVICE.methods}
+
+
+# --- gRPC
+
+
+def outcome_of(world: World, key: str, method: str, session_id: int, digests: bytes) -> str:
+    try:
+        world.call(key, method, request_of(method, session_id, digests))
+    except KVStoreError as error:
+        return type(error).__name__
+    return "OK"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_grpc_refuses_each_role_what_is_another_s(
+    role: str, world: World, key_of: dict[str, str]
+) -> None:
+    key = key_of[role]
+    session = open_session(world.dial(Access(ca=world.ca.path, token=key)))
+    digests = b"".join(key[DIGEST_BYTES:] for key in keys_of(world.client(world.acme), 1, CHUNKS))
+    others = sorted(method for method, needed in ROLE_OF.items() if needed != role)
+    seen = {one: outcome_of(world, key, one, session.session_id, digests) for one in others}
+    assert set(seen.values()) == {"PermissionDeniedError"}, seen
+    own = [one for one in NEEDS[role] if one not in ("Events", "Drain")]
+    seen = {one: outcome_of(world, key, one, session.session_id, digests) for one in own}
+    assert "PermissionDeniedError" not in seen.values(), seen
+
+
+# --- clients, whatever carries the bytes
+
+Operation = Callable[[Client, list[ChunkKey], list[Chunk]], Any]
+OPERATIONS: dict[str, tuple[str, Operation]] = {
+    "lookup": ("read", lambda client, keys, chunks: client.lookup(keys).ready),
+    "get": ("read", lambda client, keys, chunks: client.get(keys)),
+    "lease": ("read", lambda client, keys, chunks: client.lease(keys)),
+    "put": ("write", lambda client, keys, chunks: client.put(chunks)),
+    "pin": ("write", lambda client, keys, chunks: client.pin(keys, 1000)),
+    "delete": ("write", lambda client, keys, chunks: client.delete(keys)),
+}
+
+
+@pytest.mark.parametrize("way", ["grpc", "shm", "zmq", "stream"])
+@pytest.mark.parametrize("role", ROLES)
+def test_a_client_does_what_its_role_may_and_nothing_else(
+    role: str, way: str, world: World, key_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "zmq":
+        monkeypatch.setattr(frame_streams, "MAX_STREAMS", 0)
+    transport: TransportName = "grpc" if way == "grpc" else "shm" if way == "shm" else "zmq"
+    client = world.client(key_of[role], transport)
+    writer = world.client(world.acme)
+    leaks, refused = [], []
+    for name, (needed, operation) in OPERATIONS.items():
+        keys, chunks = chunks_for(writer, 1, CHUNKS)
+        if name == "put":
+            keys = keys_of(writer, hash((role, way)) % 10_000 + 10, 2)
+            chunks = chunks_of(writer, keys)
+        writer.put(chunks_for(writer, 1, CHUNKS)[1])  # which a delete may have deleted
+        try:
+            operation(client, keys, chunks)
+            if way == "stream":
+                wait_for_stream(client)
+        except (PermissionDeniedError, TierUnavailableError):  # not even let in at the socket
+            refused.append(name)
+            continue
+        if needed != role:
+            leaks.append(name)
+    assert leaks == []
+    assert refused == [name for name, (needed, _) in OPERATIONS.items() if needed != role]
+
+
+# --- the Unix socket, message by message
+
+
+def on_the_socket(world: World, key: str) -> tuple[pb.OpenSessionResponse, Peer, Reply]:
+    """Return a session, a connection that tried to attach to it, and what that was told."""
+    terms = open_session(world.dial(Access(ca=world.ca.path, token=key)))
+    peer = Peer(terms.socket_path)
+    with staging() as descriptor:
+        return terms, peer, peer.attach(terms, descriptor)
+
+
+def files_given(peer: Peer, op: Op) -> int:
+    """Return how many descriptors of the first slabs or extents the server gives."""
+    given = 0
+    for number in range(64):  # slabs that were emptied come back under other numbers
+        peer.link.send(Request(op, number).pack())
+        _, files, _, _ = socket.recv_fds(peer.link, shm.MESSAGE_BYTES, 4)
+        given += len(files)
+        for descriptor in files:
+            os.close(descriptor)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("role", "slabs", "extents"),
+    [
+        ("read", True, False),
+        ("write", False, False),
+        ("admin", False, False),
+        ("peer", False, False),
+        ("both", True, True),
+    ],
+)
+def test_memory_is_for_readers_and_files_for_those_who_also_write(
+    role: str, slabs: bool, extents: bool, world: World, key_of: dict[str, str]
+) -> None:
+    writer = world.client(world.acme)
+    writer.put(chunks_for(writer, 1, CHUNKS)[1])
+    world.server.settled()
+    _, peer, reply = on_the_socket(world, key_of[role])
+    with closing(peer):
+        assert reply is (Reply.denied if role in ("admin", "peer") else Reply.ok)
+        assert (files_given(peer, Op.slab) > 0) is slabs
+        assert (files_given(peer, Op.extent) > 0) is extents
+        with staging() as descriptor:
+            ring = peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
+        assert ring is (Reply.invalid if role in ("write", "both") else Reply.denied)  # no gpu tier
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_calls_over_the_socket_are_refused_as_over_grpc(
+    role: str, world: World, key_of: dict[str, str]
+) -> None:
+    terms, peer, _ = on_the_socket(world, key_of[role])
+    with closing(peer):
+        for method in (one.name for one in METHODS.values()):
+            peer.link.send(pack_call(method, request_of(method, terms.session_id)))
+            answer = unpack_answer(peer.link.recv(1 << 18))
+            is_refused = isinstance(answer.error, PermissionDeniedError)
+            assert (is_refused or answer.reply is Reply.denied) is (ROLE_OF[method] != role), method
+            while answer.reply is Reply.more:
+                answer = unpack_answer(peer.link.recv(1 << 18))
+
+
+def test_what_was_given_and_refused_at_the_socket_is_written_down(
+    world: Audited, key_of: dict[str, str]
+) -> None:
+    for role, method, outcome in (
+        ("read", "Slab", "OK"),
+        ("both", "Extent", "OK"),
+        ("write", "Slab", "PermissionDeniedError"),
+        ("read", "Extent", "PermissionDeniedError"),
+        ("read", "Ring", "PermissionDeniedError"),
+        ("both", "Slab", "InvalidRequestError"),
+    ):
+        _, peer, _ = on_the_socket(world, key_of[role])
+        with closing(peer), suppress(OSError), staging() as descriptor:
+            files_given(peer, Op.slab)
+            files_given(peer, Op.extent)
+            peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
+        wanted = {"rpc": method, "outcome": outcome, "who": f"key:{key_of[role][4:16]}"}
+        assert eventually(partial(world.came, peer="unix", **wanted)), wanted
+    for role in ("admin", "peer"):
+        on_the_socket(world, key_of[role])[1].close()
+    assert eventually(lambda: world.came(rpc="Attach", outcome="PermissionDeniedError"))
+
+
+def test_a_reader_without_writing_gets_copies_of_what_is_on_disk(world: World) -> None:
+    writer = world.client(world.acme)
+    keys, chunks = chunks_for(writer, 2, CHUNKS)
+    writer.put(chunks)
+    world.server.settled()
+    world.server.leave_memory(keys)
+    reader = world.client(world.reader, "shm")
+    got = reader.get(keys)
+    assert len(got) == CHUNKS
+    assert reader._connected().slabs._files == {}  # type: ignore[attr-defined]

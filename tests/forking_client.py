@@ -1,0 +1,397 @@
+"""A program whose client is used on both sides of a fork; prints as JSON what went wrong.
+
+``python tests/forking_client.py SCENARIO ADDRESS TRANSPORT``. A process of its own: a pytest that
+forks would take along whatever other tests left in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from prompts import SMALL, tensors_of, tokens
+
+from kvstore.client import AsyncClient, Chunk, Client, ClientOptions, PlannedChunk
+from kvstore.client.client import parents
+from kvstore.client.options import TransportName
+from kvstore.codecs.base import ChunkTensors
+from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError
+from kvstore.proto.types import ChunkKey
+
+CHUNKS = 4
+"""Of a prompt."""
+DEADLINE_MS = 20_000
+STARTED_S = 60.0
+SALT = " ".join(sys.argv[1:]).encode()
+"""Of all keys, so that no run finds another's chunks."""
+TINYLM = Path(__file__).parents[1] / "data" / "tinylm"
+
+
+def options(transport: str) -> ClientOptions:
+    assert transport in get_args(TransportName)
+    return ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)  # type: ignore[arg-type]
+
+
+def named(client: Client, seed: int) -> list[ChunkKey]:
+    return client.keys(tokens(seed, CHUNKS * 16), (SALT,))
+
+
+def prompt(client: Client, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
+    keys = named(client, seed)
+    pairs = zip(keys, parents(keys), strict=True)
+    return keys, [Chunk(key, tensors_of(key, SMALL, 16), parent) for key, parent in pairs]
+
+
+def faults(keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], what: str) -> list[str]:
+    """Return what is wrong with the chunks that were read for *keys*."""
+    wrong = [
+        f"{what}: chunk {number} is wrong"
+        for number, (key, tensors) in enumerate(zip(keys, found, strict=False))
+        if flat(tensors) != flat(tensors_of(key, SMALL, 16))
+    ]
+    return wrong + [f"{what}: {len(found)} of {len(keys)}"] * (len(found) != len(keys))
+
+
+def flat(tensors: ChunkTensors) -> bytes:
+    return b"".join(np.ascontiguousarray(p).tobytes() for c in tensors for x in c for p in x)
+
+
+@contextmanager
+def forked(work: Callable[[], list[str]], found: list[str]) -> Iterator[None]:
+    """Do *work* in a child meanwhile; what it finds wrong comes to *found*."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            result = work()
+        except BaseException:  # noqa: BLE001 - told to the parent
+            result = [traceback.format_exc()]
+        os.write(write, json.dumps(result).encode()[:60_000])
+        os._exit(0)
+    os.close(write)
+    yield
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    found += json.loads(said) if said else []
+    found += [f"a child ended with status {status}"] * (status != 0)
+
+
+class Both:
+    """A client and an AsyncClient, made and used once before anything forks."""
+
+    def __init__(self, address: str, transport: str) -> None:
+        self.client = Client(address, SMALL, options(transport))
+        self.other = AsyncClient(address, SMALL, options(transport))
+        self.round_trip(range(1))
+        if transport == "zmq":  # what it says over TCP begins once that is connected
+            streams: Any = [c._connected() for c in (self.client, self.other.sync)]
+            until = time.monotonic() + STARTED_S
+            while not all(one._streams.is_ready for one in streams):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+    def round_trip(self, seeds: Sequence[int]) -> list[str]:
+        """Put, look up and get the prompts of *seeds*; return what went wrong."""
+        found: list[str] = []
+        for seed in seeds:
+            keys, chunks = prompt(self.client, seed)
+            self.client.put(chunks)
+            ready = self.client.lookup(keys).ready
+            found += [f"{seed}: lookup found {ready}"] * (ready != CHUNKS)
+            found += faults(keys, self.client.get(keys), f"{seed}")
+        return found + asyncio.run(self._async_round_trip([seed + 500 for seed in seeds]))
+
+    async def _async_round_trip(self, seeds: Sequence[int]) -> list[str]:
+        found: list[str] = []
+        for seed in seeds:
+            keys, chunks = prompt(self.other.sync, seed)
+            await self.other.put(chunks)
+            ready = (await self.other.lookup(keys)).ready
+            found += [f"{seed}: async lookup found {ready}"] * (ready != CHUNKS)
+            found += faults(keys, await self.other.get(keys), f"{seed} async")
+        return found
+
+
+def twice(address: str, transport: str) -> list[str]:
+    """All three processes put, look up and get; a client that knew nothing of it reads all."""
+    both, found = Both(address, transport), list[str]()
+    children = [partial(both.round_trip, range(start, start + 6)) for start in (10, 20)]
+    with forked(children[0], found), forked(children[1], found):
+        found += both.round_trip(range(30, 36))
+    with Client(address, SMALL, options("grpc")) as fresh:
+        for start in (10, 20, 30):
+            for seed in [*range(start, start + 6), *range(start + 500, start + 506)]:
+                keys = named(fresh, seed)
+                found += faults(keys, fresh.get(keys), f"{seed} in the end")
+    return found
+
+
+def generations(address: str, transport: str) -> list[str]:
+    """A child of a child, and one that closes its client and ends like any program."""
+    both, found = Both(address, transport), list[str]()
+    session_id = both.client._connected().session.terms.session_id
+
+    def grandchild() -> list[str]:
+        return both.round_trip(range(40, 42))
+
+    def child() -> list[str]:
+        found = both.round_trip(range(50, 52))
+        with forked(grandchild, found):
+            found += both.round_trip(range(60, 62))
+        both.client.close()
+        asyncio.run(both.other.close())
+        return found
+
+    def unused() -> list[str]:
+        both.client.close()
+        del both.other
+        return []
+
+    with forked(child, found), forked(unused, found):
+        pass
+    ending = os.fork()
+    if not ending:
+        both.round_trip(range(70, 71))
+        sys.exit(0)  # with all that an interpreter does at its end
+    status = os.waitpid(ending, 0)[1]
+    found += [f"a child that ended by itself: {status}"] * (status != 0)
+    found += both.round_trip(range(80, 82))
+    now = both.client._connected().session
+    if now.terms.session_id != session_id or now.heartbeat():
+        found.append("the parent's session was ended")
+    return found
+
+
+class Beside:
+    """What threads of the parent do while it forks; ``found`` is what went wrong."""
+
+    def __init__(self, both: Both) -> None:
+        self.both = both
+        self.found: list[str] = []
+        self.keys, chunks = prompt(both.client, 90)
+        both.client.put(chunks)
+        self.awaited, self.late = prompt(both.client, 91)
+        both.client.promise(self.awaited, 60_000)
+        self.hears, self.has_heard, self.stop = (threading.Event() for _ in range(3))
+        works = (self.read, self.read, self.wait, self.follow)
+        self.threads = [threading.Thread(target=self.tried, args=(work,)) for work in works]
+        for thread in self.threads:
+            thread.start()
+        assert self.hears.wait(STARTED_S)
+
+    def tried(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except KVStoreError:
+            self.found.append(traceback.format_exc())
+
+    def read(self) -> None:
+        while not self.stop.is_set():
+            self.found += faults(self.keys, self.both.client.get(self.keys), "beside a fork")
+
+    def wait(self) -> None:
+        ready = self.both.other.sync.lookup(self.awaited, wait_ms=60_000).ready
+        self.found += [f"the lookup that waited found {ready}"] * (ready != CHUNKS)
+
+    def follow(self) -> None:
+        with self.both.client.events() as stream:
+            for page in stream:
+                self.hears.set()
+                if any(event.key == self.awaited[0] for event in page.events):
+                    self.has_heard.set()
+                    return
+
+    def end(self) -> list[str]:
+        self.stop.set()
+        self.both.client.put(self.late)
+        for thread in self.threads:
+            thread.join(STARTED_S)
+        return self.found + ["events were not heard"] * (not self.has_heard.is_set())
+
+
+def busy(address: str, transport: str) -> list[str]:
+    """The parent's threads read all the time, wait for chunks and follow events meanwhile."""
+    both, found = Both(address, transport), list[str]()
+    beside = Beside(both)
+    for start in (100, 110, 120):
+        seeds = range(start, start + 2)
+        with forked(partial(both.round_trip, seeds), found):
+            pass
+    return found + beside.end()
+
+
+def held(address: str, transport: str) -> list[str]:
+    """What the parent holds is of no use to a child, which leaves it alone."""
+    both, found = Both(address, transport), list[str]()
+    client = both.client
+    keys, chunks = prompt(client, 130)
+    client.put(chunks)
+    new_keys, new = prompt(client, 131)
+    planned = [PlannedChunk(c.key, 16, c.parent) for c in new]
+    layer = [[chunk.tensors[0][0]] for chunk in new]
+    lease, stream, put = client.lease(keys), client.events(), client.begin_put(planned)
+    next(stream)
+    layers = client.get_layers(keys)
+    next(layers)
+
+    def child() -> list[str]:
+        kept: list[str] = []
+        tries: dict[str, Callable[[], Any]] = {
+            "lease.get": lease.get,
+            "lease.view": lambda: lease.view(0),
+            "events": lambda: next(stream),
+            "put.layer": lambda: put.layer(0, [parts[0] for parts in layer]),
+            "put.commit": put.commit,
+            "get_layers": lambda: next(layers),
+        }
+        for name, work in tries.items():
+            try:
+                work()
+                kept.append(f"{name} did something in a child")
+            except LeaseExpiredError:
+                continue
+        lease.release()
+        stream.close()
+        put.abandon()
+        layers.close()
+        return kept + both.round_trip(range(140, 141))
+
+    with forked(child, found):
+        pass
+    found += faults(keys, lease.get(), "the parent's lease")
+    lease.release()
+    try:
+        for number in (layer_id for group in SMALL.layer_groups for layer_id in group.layer_ids):
+            put.layer(number, [chunk.tensors[0][number] for chunk in new])
+        put.commit()
+        found += faults(new_keys, client.get(new_keys), "the parent's put")
+    except DeadlineError:
+        # What goes out layer by layer through gRPC cannot go on: nothing of it is there.
+        found += ["the put was ended"] * (transport != "grpc" or bool(client.get(new_keys)))
+    next(stream)
+    stream.close()
+    with closing(layers):
+        next(layers, None)
+    return found
+
+
+def work_of_child(client: Client, seed: int, told: Any) -> None:
+    """What a process does that multiprocessing started, however it did."""
+    keys, chunks = prompt(client, seed)
+    client.put(chunks)
+    told.send(faults(keys, client.get(keys), f"{seed}"))
+
+
+def methods(address: str, transport: str) -> list[str]:
+    """A client is given to a process that multiprocessing starts in each of its ways."""
+    both, found = Both(address, transport), list[str]()
+    for seed, method in enumerate(("fork", "forkserver", "spawn"), 150):
+        context: Any = multiprocessing.get_context(method)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work_of_child, args=(both.client, seed, theirs))
+        process.start()
+        found += both.round_trip(range(160, 161))
+        found += ours.recv() if ours.poll(STARTED_S) else [f"{method}: no answer"]
+        process.join()
+        found += [f"{method}: {process.exitcode}"] * (process.exitcode != 0)
+    return found
+
+
+class Prompts:
+    """A data set whose items are read from the store, each by the worker that it falls to."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, seed: int) -> list[str]:
+        keys = named(self.client, 200 + seed)
+        return faults(keys, self.client.get(keys), f"item {seed}")
+
+
+def loader(address: str, transport: str) -> list[str]:
+    """A torch DataLoader with two workers, while the parent reads too."""
+    from torch.utils.data import DataLoader
+
+    both, found = Both(address, transport), list[str]()
+    for seed in range(200, 224):
+        both.client.put(prompt(both.client, seed)[1])
+    data: Any = Prompts(both.client)
+    batches: Any = DataLoader(data, batch_size=None, num_workers=2)
+    for seed, item in enumerate(batches):
+        found += item
+        found += Prompts(both.client)[seed]
+    return found
+
+
+def connector(address: str, transport: str) -> list[str]:
+    """Parent and child generate with one connector for transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    from kvstore.client.engines.transformers import TransformersConnector
+    from kvstore.client.engines.transformers_identity import representation_of
+
+    short: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    torch.set_num_threads(1)  # OpenMP's threads do not outlive a fork
+    model: Any = AutoModelForCausalLM.from_pretrained(TINYLM, dtype="auto").eval()
+    representation = representation_of(model, AutoTokenizer.from_pretrained(TINYLM), "r1")
+    engine = TransformersConnector(Client(address, representation, options(transport)), model)
+
+    def run(seed: int) -> list[str]:
+        ids = torch.tensor([tokens(seed, 64)]) % model.config.vocab_size
+        plain = model.generate(ids, **short)
+        hits = []
+        for _ in range(2):
+            generated = engine.generate(ids, GenerationConfig(**short), (SALT,))
+            hits.append(generated.hit_tokens)
+            if not torch.equal(generated.output.sequences, plain):
+                return [f"{seed}: other tokens"]
+        return [f"{seed}: hits {hits}"] * (hits[1] < 48)
+
+    found = run(300)
+    with forked(lambda: [*run(301), *run(300)], found):
+        found += run(302)
+    return found
+
+
+def dropped(address: str, transport: str) -> list[str]:
+    """As many clients are made and dropped as would take all sessions of the server."""
+    for seed in range(300):
+        client = Client(address, SMALL, options(transport))
+        assert client.namespace, seed
+        del client
+    until = time.monotonic() + STARTED_S
+    while True:
+        threads = sum(thread.name.startswith("kvstore") for thread in threading.enumerate())
+        descriptors = len(os.listdir("/proc/self/fd"))
+        if threads < 8 and descriptors < 64:
+            return []
+        if time.monotonic() > until:
+            return [f"{threads} threads and {descriptors} descriptors stay"]
+        time.sleep(0.02)
+
+
+SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
+    work.__name__: work
+    for work in (twice, generations, busy, held, methods, loader, connector, dropped)
+}
+
+if __name__ == "__main__":
+    print(json.dumps(SCENARIOS[sys.argv[1]](*sys.argv[2:4])), flush=True)
+    os._exit(0)  # what the parent has open ends with it

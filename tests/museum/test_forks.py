@@ -1,0 +1,116 @@
+"""Clients that are used on both sides of a fork, or dropped: see ``tests/forking_client.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess
+
+TESTS = Path(__file__).resolve().parents[1]
+PROGRAM = TESTS / "forking_client.py"
+PATHS = (TESTS.parent / "src", TESTS)
+TRANSPORTS = ("shm", "grpc", "zmq")
+WITHIN_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("forks")
+    sizes = ("--cpu", "64MiB", "--disk", f"64MiB:{folder / 'disk'}", "--max-sessions", "256")
+    server = ServerProcess(folder, *sizes, "--zmq", "127.0.0.1:0")
+    server.start()
+    yield server
+    server.kill()
+
+
+def faults_of(server: ServerProcess, scenario: str, transport: str) -> list[str]:
+    """Return what the program found wrong; that it crashed or hung, too."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), scenario, server.address, transport],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+        timeout=WITHIN_S,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_grpc_13873_a_client_is_used_on_both_sides_of_a_fork(
+    server: ServerProcess, transport: str
+) -> None:
+    """grpc#13873, #12455 and #13464, pytorch#39570, py-lmdb#346: what was opened before a fork was
+    used by parent and child, which took each other's answers, hung or crashed.
+
+    Here the parent and two children put, look up and get at once, blocking and by asyncio. With
+    one staging memory for all three, wrong bytes were stored and read as hits.
+    """
+    assert faults_of(server, "twice", transport) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_grpc_12455_a_child_that_closes_its_client_ends_nothing_of_the_parents(
+    server: ServerProcess, transport: str
+) -> None:
+    """Children of children too, those that never used theirs, and one that ends at sys.exit."""
+    assert faults_of(server, "generations", transport) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_grpc_13464_the_parents_calls_go_on_through_a_fork(
+    server: ServerProcess, transport: str
+) -> None:
+    """A fork while other threads are inside gRPC leaves a child that cannot use it, and may crash
+    the parent: "Other threads are currently calling into gRPC, skipping fork() handlers".
+    """
+    assert faults_of(server, "busy", transport) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_py_lmdb_346_what_the_parent_holds_is_an_error_in_a_child(
+    server: ServerProcess, transport: str
+) -> None:
+    """Leases and their views, layered puts and gets, and streams of events."""
+    assert faults_of(server, "held", transport) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_grpc_13873_a_client_is_given_to_any_process_of_multiprocessing(
+    server: ServerProcess, transport: str
+) -> None:
+    """By fork, forkserver and spawn, for which it is pickled."""
+    assert faults_of(server, "methods", transport) == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_pytorch_39570_the_workers_of_a_data_loader_read_from_the_store(
+    server: ServerProcess, transport: str
+) -> None:
+    """pytorch#39570: workers that inherit an open gRPC channel hang."""
+    assert faults_of(server, "loader", transport) == []
+
+
+def test_grpc_13873_a_connector_for_transformers_is_used_on_both_sides_of_a_fork(
+    server: ServerProcess,
+) -> None:
+    assert faults_of(server, "connector", "shm") == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_skein_179_clients_that_are_dropped_leave_nothing_open(
+    server: ServerProcess, transport: str
+) -> None:
+    """skein#179, grpc#6619 and #21995: clients that nobody closed kept threads and connections.
+
+    300 of them, one after the other, on a server of 256 sessions.
+    """
+    assert faults_of(server, "dropped", transport) == []

@@ -1,0 +1,281 @@
+"""Weights that a name leaves out: two models of one name, and weights that change in place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from local_server import LocalServer
+from prompts import SMALL
+from torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, stored_tokens
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
+
+from kvstore.client.engines import vllm_identity
+from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
+from kvstore.client.engines.sglang_terms import WeightsEpoch
+from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
+
+HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(3)]
+PAGE, LAYERS, HEADS, DIM = 16, 2, 2, 8
+COMMIT = "8f2c1d4e" * 5
+NO_REVISIONS = ["main", "master", "HEAD", "latest", "COMMIT", "<commit>", "refs/heads/main"]
+UNSAID = ["", "main", "COMMIT", "v1.0", "step-500", "20260101"]
+PROMPT = random_ids(150, 96)
+
+
+def checkpoint(folder: Path, weights: bytes) -> str:
+    """Write the files of a checkpoint; return its path."""
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(weights * (1 << 18))
+    (folder / "tokenizer.json").write_text("{}")
+    return str(folder)
+
+
+@pytest.fixture
+def experiments(tmp_path: Path) -> tuple[str, str, str]:
+    """Two checkpoints of one name, and a copy of the first on another host."""
+    one = checkpoint(tmp_path / "runs" / "exp1" / "checkpoint-500", b"one of 8")
+    other = checkpoint(tmp_path / "runs" / "exp2" / "checkpoint-500", b"another8")
+    return one, other, checkpoint(tmp_path / "host" / "checkpoint-500", b"one of 8")
+
+
+Pages = Callable[[str, str], PageStore]
+
+
+@pytest.fixture
+def pages(server: LocalServer, request: pytest.FixtureRequest) -> Pages:
+    """Attach the store to an SGLang engine of the weights in a folder, with a revision."""
+
+    def make(folder: str, revision: str) -> PageStore:
+        stated = {"address": server.address, "model_revision": revision, "deadline_ms": 20_000}
+        buffer = torch.arange(2 * LAYERS * 3 * PAGE * HEADS * DIM, dtype=torch.float32)
+        pool: Any = SimpleNamespace(
+            layout="layer_first", page_size=PAGE, start_layer=0, layer_num=LAYERS,
+            kv_buffer=buffer.reshape(2, LAYERS, 3 * PAGE, HEADS, DIM),
+            get_dummy_flat_data_page=lambda: torch.zeros(buffer.nbytes // 3, dtype=torch.uint8),
+        )  # fmt: skip
+        store = PageStore(pool, RankTerms(folder, is_mla=False), PageSettings.parse(stated, folder))
+        request.addfinalizer(store.client.close)
+        return store
+
+    return make
+
+
+@pytest.mark.parametrize("revision", [*UNSAID, COMMIT])
+def test_sglang_24758_checkpoints_of_one_name_never_read_each_others_pages(
+    experiments: tuple[str, str, str], pages: Pages, revision: str
+) -> None:
+    """sglang#24758, #33268: an engine is known by the name that it serves, which checkpoints of
+    several runs have, so one was given what another had stored.
+
+    Here what the files of a folder hold is in the name, whatever the revision says: another
+    checkpoint finds nothing, and a copy of the same one finds all.
+    """
+    one, other, copy = (pages(folder, revision) for folder in experiments)
+    assert one.store(HASHES, [one.page(number) for number in range(3)], ()) == [True] * 3
+    assert (other.count(HASHES), copy.count(HASHES)) == (0, 3)
+
+
+@pytest.mark.parametrize("revision", UNSAID)
+def test_sglang_24758_a_hubs_model_without_a_commit_is_refused(revision: str) -> None:
+    """The same of a name that is no folder: what ``main`` is of differs by the day."""
+    with pytest.raises(RepresentationError, match=r"model_revision.*commit or a digest"):
+        PageSettings.parse({"model_revision": revision}, "org/model")
+    assert PageSettings.parse({"model_revision": COMMIT}, "org/model").model_revision == COMMIT
+
+
+@pytest.mark.parametrize("revision", [*UNSAID, COMMIT])
+def test_sglang_24758_the_same_of_vllm(experiments: tuple[str, str, str], revision: str) -> None:
+    """And so in the connector for vLLM, where the revision may be left out."""
+
+    def identity(folder: str) -> Any:
+        config = engine_config(folder)
+        shape = shape_of(config, cache_config(FullAttentionSpec()))
+        return vllm_identity.representation_of(config, shape, revision)
+
+    one, other, copy = map(identity, experiments)
+    assert one == copy != other
+
+
+@pytest.mark.parametrize("revision", NO_REVISIONS)
+def test_sglang_33268_what_is_no_revision_is_refused_of_any_client(revision: str) -> None:
+    """The same typed into a Representation: the branch of an example, or its placeholder."""
+    with pytest.raises(RepresentationError, match="model_revision"):
+        replace(SMALL, model_revision=revision)
+
+
+# --- weights that change while an engine runs
+
+
+class Words:
+    """A tokenizer, as far as an identity needs one."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(96)}
+
+
+def llama(seed: int = 3) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def connector(server: LocalServer, model: Any, revision: str | None = None) -> Any:
+    identity = representation_of(model, Words(), revision)  # type: ignore[arg-type]
+    return TransformersConnector(server.connect("auto", identity, OPTIONS), model)
+
+
+def scaled(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
+
+
+def one_element(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[7, 5] += 1
+
+
+def written_through_data(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    weight.data.copy_(torch.randn_like(weight))
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict(llama(seed=4).state_dict())
+
+
+def replaced(model: Any) -> None:
+    model.model.layers[0].self_attn.v_proj = llama(seed=5).model.layers[0].self_attn.v_proj
+
+
+@pytest.mark.parametrize("change", [scaled, one_element, written_through_data, loaded, replaced])
+def test_lmdeploy_4917_after_weights_changed_nothing_older_is_loaded(
+    server: LocalServer, change: Callable[[Any], None]
+) -> None:
+    """lmdeploy#4917, vllm#9744, NeMo-RL#4018: training puts new weights into an engine that runs,
+    and prompts went on from KV of the old ones, 161 of 162 tokens here.
+
+    Here each generate looks at the weights first. What it stores is of the new ones alone.
+    """
+    model = llama()
+    engine = connector(server, model)
+    assert engine.generate(PROMPT, max_new_tokens=4).hit_tokens == 0
+    assert engine.generate(PROMPT, max_new_tokens=4).hit_tokens == 149
+    change(model)
+    assert engine.load(PROMPT)[1] == 0
+    assert stored_tokens(engine, PROMPT) == plain_tokens(model, PROMPT)
+    assert engine.load(PROMPT)[1] == 149
+    # An engine that begins with the old weights is given those.
+    assert connector(server, llama()).load(PROMPT)[1] == 149
+
+
+def test_lmdeploy_4917_a_cache_of_the_weights_before_is_not_stored(server: LocalServer) -> None:
+    """The same where the engine computes by itself, between ``load`` and ``save``."""
+    model = llama()
+    engine = connector(server, model)
+    cache = prefill(model, PROMPT)
+    mine, _ = engine.load(PROMPT)
+    logits(model, PROMPT, mine)
+    scaled(model)
+    assert engine.save(PROMPT, cache) == 0
+    assert engine.save(PROMPT, mine) == 0
+    assert engine.save(PROMPT, prefill(model, PROMPT)) == 3
+
+
+def test_nemo_rl_4018_engines_that_name_new_weights_share_what_is_of_them(
+    server: LocalServer,
+) -> None:
+    """NeMo-RL#4018: after each update of the weights all workers had to begin anew.
+
+    Here ``reset`` takes the name of the new ones: workers that give the same one share.
+    """
+    workers = [llama(), llama()]
+    one, other = (connector(server, model) for model in workers)
+    one.generate(PROMPT, max_new_tokens=1)
+    for model in workers:
+        scaled(model)
+    for worker in (one, other):
+        worker.reset("run-7f3a9c21-step-2")
+        assert worker.load(PROMPT)[1] == 0
+    one.generate(PROMPT, max_new_tokens=1)
+    assert other.load(PROMPT)[1] == 149
+    other.reset()
+    assert other.load(PROMPT)[1] == 0
+    with pytest.raises(InvalidRequestError, match="revision='step-2'"):
+        other.reset("step-2")
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT])
+def test_sglang_24758_models_of_one_revision_and_other_weights_share_nothing(
+    server: LocalServer, revision: str | None
+) -> None:
+    """And so in the connector for transformers."""
+    one, other, copy = (connector(server, llama(seed), revision) for seed in (3, 4, 3))
+    one.generate(PROMPT, max_new_tokens=1)
+    assert (other.load(PROMPT)[1], copy.load(PROMPT)[1]) == (0, 149)
+
+
+class Updates:
+    """What SGLang says of its weights, and what ranks agree upon."""
+
+    version = "default"
+    drawn = 0
+
+    def agree(self) -> bytes:
+        self.drawn += 1
+        return b"%d" % self.drawn
+
+    def epoch(self, **settings: bool) -> WeightsEpoch:
+        return WeightsEpoch(lambda: self.version, self.agree, **settings)
+
+
+def test_sglang_26792_pages_of_older_weights_are_never_loaded_nor_stored_as_new_ones(
+    experiments: tuple[str, str, str], pages: Pages
+) -> None:
+    """sglang#26792: an update of the weights flushed memory, and prompts were loaded from storage.
+
+    Here neither is done from the update on until SGLang has flushed its pools, and then under
+    other names; a version that is a commit or a digest is a name that engines share.
+    """
+    engine, store = Updates(), pages(experiments[0], COMMIT)
+    epoch = engine.epoch()
+    places = [store.page(number) for number in range(3)]
+    assert store.store(epoch.named(HASHES), places, ()) == [True] * 3
+    engine.version = "step-1"
+    assert epoch.named(HASHES) == [], "pages of both weights are about"
+    epoch.flushed()
+    assert store.count(epoch.named(HASHES)) == 0
+    store.store(epoch.named(HASHES), places, ())
+    epoch.flushed()
+    assert store.count(epoch.named(HASHES)) == 0, "a flush may come with weights of no version"
+    engine.version = "sha256-7f3a9c21"
+    epoch.flushed()
+    store.store(epoch.named(HASHES), places, ())
+    engine.version = "default"
+    worker = engine.epoch()
+    engine.version = "sha256-7f3a9c21"
+    worker.flushed()
+    assert store.count(worker.named(HASHES)) == 3
+
+
+def test_sglang_26792_a_flush_alone_keeps_what_is_stored_where_a_user_says_so() -> None:
+    """The same for those who flush to measure what storage brings: ``reset_on_flush`` false."""
+    engine = Updates()
+    epoch = engine.epoch(resets_on_flush=False)
+    epoch.flushed()
+    assert epoch.named(HASHES) == HASHES
+    engine.version = "step-1"
+    epoch.flushed()
+    assert not set(epoch.named(HASHES)) & set(HASHES)
