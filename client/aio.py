@@ -148,8 +148,7 @@ class AsyncClient:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process make a client of the same server."""
-        address = self.sync._connection.address
-        return type(self), (address, self.sync.representation, self.sync.options)
+        return type(self), self.sync.__reduce__()[1]
 
     async def keys(self, tokens: Sequence[int], extra: Sequence[bytes] = ()) -> list[ChunkKey]:
         """Name the chunks of a prompt."""

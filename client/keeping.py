@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvstore.client.batches import chain_batches, countdown, joined_plans
 from kvstore.client.caller import Caller
+from kvstore.client.options import MAX_NAME_CHARS
 from kvstore.client.transport import Transport
 from kvstore.client.whole_frame import checked, join_parts
 from kvstore.proto import kvstore_pb2 as pb
@@ -14,7 +15,8 @@ from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import MAX_HANDOVER_MS
 from kvstore.proto.plan_wire import batch_from_message
 from kvstore.proto.plans import PlannedBatch
-from kvstore.proto.types import ChunkKey, Fidelity, is_text
+from kvstore.proto.text import check_text
+from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.proto.wire import fidelity_number
 
 
@@ -85,8 +87,7 @@ class Keeping(Caller):
 
         With *tier* only their copies there go, with *dry_run* none: the answer says what would.
         """
-        if not is_text(tier):
-            raise InvalidRequestError("tier", tier, "give a tier's name, or ''")
+        check_text("tier", tier, MAX_NAME_CHARS)
         request = pb.ClearRequest(tier=tier, dry_run=dry_run, deadline_ms=self.options.deadline_ms)
 
         def work(transport: Transport) -> int:

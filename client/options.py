@@ -10,12 +10,15 @@ from typing import Literal, get_args
 from kvstore.client.access import OPEN, Access
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import check_chunk_tokens
-from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, is_text
+from kvstore.proto.text import check_text
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
 TransportName = Literal["auto", "shm", "zmq", "grpc"]
 
 MAX_DEADLINE_MS = 600_000
 """The longest that a server grants."""
+MAX_NAME_CHARS = 128
+"""Of a client's name and of a tenant's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,6 @@ class ClientOptions:
             if not isinstance(value, Integral) or value < 1:
                 raise InvalidRequestError(name, value, "give a positive whole number")
         for name in ("name", "tenant"):
-            if not is_text(getattr(self, name)):
-                raise InvalidRequestError(name, getattr(self, name), "give text that UTF-8 has")
+            check_text(name, getattr(self, name), MAX_NAME_CHARS)
         if self.deadline_ms > MAX_DEADLINE_MS:
             raise InvalidRequestError("deadline_ms", self.deadline_ms, f"at most {MAX_DEADLINE_MS}")
