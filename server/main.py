@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     node.start()
     gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more
     where = join_endpoint(config.listen_address[0], port)
+    if not config.asks_who_calls:
+        fix = "give --auth-keys where others use this host or network"
+        logger.warning("whoever reaches the port may read and write", listen=where, fix=fix)
     tiers = ",".join(config.tiers)
     recovered = f"recovered_chunks={node.recovered_chunks}"
     out.write(f"kvstore-server listening on {where} tiers={tiers} {recovered}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent import futures
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -48,13 +48,19 @@ def spoil(message: Message, depth: int = 0) -> Message:
     return message
 
 
-def _value(field: FieldDescriptor) -> Any:
+def _value(field: Any) -> Any:
     if field.type == FieldDescriptor.TYPE_BYTES:
         return bytes(16)
     return 0 if field.name == "left" else _VALUES.get(field.cpp_type, 1)
 
 
-class _Hostile(grpc.GenericRpcHandler):
+if TYPE_CHECKING:
+    Handler = grpc.GenericRpcHandler[Any, Any]
+else:  # grpc's classes are generic in its stubs only
+    Handler = grpc.GenericRpcHandler
+
+
+class _Hostile(Handler):
     """Answers every method; with *refuses* by an error that has HOSTILE for its reason."""
 
     refuses = False

@@ -139,9 +139,22 @@ def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> Non
     with Client(process.address, SMALL, options) as client, pytest.raises(InvalidRequestError):
         client.keys([])
     assert process.terminate() == 0
-    records = [json.loads(line) for line in process.errors.splitlines()]
+    warning, *records = [json.loads(line) for line in process.errors.splitlines()]
+    assert warning["level"] == "warning", "nobody is asked who they are"
     assert [record["error"] for record in records] == ["InvalidRequestError"]
     assert records[0]["method"] == "/kvstore.v1.KVStore/OpenSession"
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_server_that_asks_nobody_who_they_are_warns_of_it(
+    asks: bool, server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    keys = KeyRing(tmp_path / "keys")
+    flags = ("--auth-keys", str(keys.path)) if asks else ()
+    process = server_process("--tiers", "cpu", "--log-level", "warning", *flags)
+    process.start()
+    assert process.terminate() == 0
+    assert ("--auth-keys" in process.errors) is not asks
 
 
 def test_strangers_do_not_fill_the_log(server_process: ProcessMaker, tmp_path: Path) -> None:
