@@ -319,8 +319,8 @@ class CudaClient(DevicePutting, Client):
         return reading.done
 
     @override
-    def after_fork(self) -> None:
-        super().after_fork()
+    def _after_fork(self) -> None:
+        super()._after_fork()
         keep(self._pages_reader)  # of a device, which no child can use
         self._pages_reader = None
 
