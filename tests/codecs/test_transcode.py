@@ -10,6 +10,7 @@ from contracts.codec import (
     SCRATCH_BYTES,
     SMALL,
     Fill,
+    Tensors,
     decoded,
     encoded,
     filled,
@@ -24,7 +25,7 @@ from contracts.lossy_codec import centred, largest_error, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.base import CODECS, ChunkTensors, Codec, Part, codec_by_name
+from kvstore.codecs.base import CODECS, Codec, Part, codec_by_name
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
@@ -204,7 +205,7 @@ def test_frames_that_cannot_be_written_are_read_where_they_lie() -> None:
             assert same(decoded(moved(frozen, codec_by_name(name))), filled(SMALL))
 
 
-def error_after(chain: Sequence[str], tensors: ChunkTensors) -> tuple[float, float]:
+def error_after(chain: Sequence[str], tensors: Tensors) -> tuple[float, float]:
     """Return how far *tensors* are off after they went through *chain*, and the bound stated."""
     frame = encoded(RawCodec(), tensors, LOSSY)
     for name in chain:
