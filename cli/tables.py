@@ -18,7 +18,7 @@ from kvstore.proto.text import printable
 
 _GAP = "  "
 _LEAST_WRAPPED = 12
-"""Cells that a column that wraps has at least; with fewer, a row takes lines of its own."""
+"""Width that a column that wraps has at least, or its longest word has."""
 
 
 class _PlainConsole(Console):
@@ -37,7 +37,7 @@ def open_console() -> Console:
 class Grid:
     """Rows below headings. On a terminal that is too narrow the last *wraps* columns wrap.
 
-    Where that is not enough each row becomes lines of ``heading: value``: an id stays in one piece.
+    Where that would break a word, each row becomes lines of ``heading: value``.
     """
 
     def __init__(self, *headings: str, wraps: int = 1) -> None:
@@ -50,13 +50,19 @@ class Grid:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render for *console*: as lines as long as they are, where it is no terminal."""
-        widths = [max(map(cell_len, column)) for column in zip(*self._rows, strict=True)]
-        whole = sum(widths) + len(_GAP) * (len(widths) - 1)
-        fixed = whole - sum(widths[len(widths) - self._wraps :])
-        if not console.is_terminal or whole <= options.max_width:
+        columns = list(zip(*self._rows, strict=True))
+        widths = [max(map(cell_len, column)) for column in columns]
+        gaps = len(_GAP) * (len(widths) - 1)
+        least = [*widths[: -self._wraps], *map(_least_width, columns[-self._wraps :])]
+        least = list(map(min, widths, least))
+        if not console.is_terminal or sum(widths) + gaps <= options.max_width:
             yield from map(Text, self._lines(widths))
-        elif fixed + self._wraps * _LEAST_WRAPPED <= options.max_width:
-            yield self._wrapped()
+        elif sum(least) + gaps <= options.max_width:
+            spare = options.max_width - sum(least) - gaps
+            for at in range(-self._wraps, 0):
+                more = min(spare, widths[at] - least[at])
+                least[at], spare = least[at] + more, spare - more
+            yield self._wrapped(least)
         else:
             yield from map(Text, self._records())
 
@@ -68,11 +74,11 @@ class Grid:
             )
             yield _GAP.join(padded).rstrip()
 
-    def _wrapped(self) -> Table:
+    def _wrapped(self, widths: Sequence[int]) -> Table:
         headings, *rows = self._rows
-        fixed = len(headings) - self._wraps
         columns = [
-            Column(name, no_wrap=at < fixed, overflow="fold") for at, name in enumerate(headings)
+            Column(name, width=width, overflow="fold")
+            for name, width in zip(headings, widths, strict=True)
         ]
         table = Table(*columns, box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
         for row in rows:
@@ -87,3 +93,7 @@ class Grid:
                 yield ""
             for name, cell in zip(headings, row, strict=True):
                 yield f"{name + ':':<{width + 1}} {cell}"
+
+
+def _least_width(column: Sequence[str]) -> int:
+    return max(_LEAST_WRAPPED, *(cell_len(word) for cell in column for word in cell.split()))

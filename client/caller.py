@@ -68,7 +68,7 @@ class Caller:
         self._end = self._ends()
         self.counts: Callable[[], Mapping[str, int]] = dict
         """Returns what the engine counted, for ``kvstore explain``; each heartbeat tells it."""
-        FORKS.watch(self)
+        FORKS.watch(self._after_fork)
 
     def _ends(self) -> finalize[[], Self]:
         """Have a client that is dropped end what it has open; a process that ends need not."""
@@ -76,7 +76,7 @@ class Caller:
         end.atexit = False
         return end
 
-    def after_fork(self) -> None:
+    def _after_fork(self) -> None:
         """In a child: leave all to the parent, and connect anew at the next call."""
         self._end.detach()
         self._state = self._state.left()

@@ -70,13 +70,19 @@ class ClientState:
         transport.close()
         transport.session.close(tell_server=tell_server)
 
+    def end_session(self) -> None:
+        """End the session, if there is one; the next call opens another."""
+        with self._lock:
+            transport = self.transport
+        if transport is not None:
+            self.disconnect(transport, tell_server=True)
+
     def close(self) -> None:
         """End the session and close the connection. Idempotent."""
         with self._lock:
             self._is_closed = True
-            transport, connection = self.transport, self._connection
-        if transport is not None:
-            self.disconnect(transport, tell_server=True)
+            connection = self._connection
+        self.end_session()
         if connection is not None:
             connection.close()
         self.reader.close()
@@ -85,8 +91,9 @@ class ClientState:
         """Have ``close`` done by a thread of ours: this may be called while garbage is collected,
         when no lock may be taken and nothing waited for.
         """
-        if self.transport is not None:
-            self.transport.session.say(self.close)
+        transport = self.transport
+        if transport is not None:
+            transport.session.say(self.close)
 
     def left(self) -> ClientState:
         """Leave all this to the parent; return what a child begins with. Sends nothing."""

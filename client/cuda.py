@@ -338,8 +338,8 @@ class CudaClient(DevicePutting, Client):
                 yield replace(one, index=first + one.index)
 
     @override
-    def after_fork(self) -> None:
-        super().after_fork()
+    def _after_fork(self) -> None:
+        super()._after_fork()
         keep(self._pages_reader)  # of a device, which no child can use
         self._pages_reader = None
 

@@ -112,9 +112,7 @@ class DevicePutting(Caller):
 
     def end_session(self) -> None:
         """End the session, so that no server maps a ring any more; the next call opens another."""
-        transport = self._transport
-        if transport is not None:
-            self._disconnect(transport, tell_server=True)
+        self._state.end_session()
 
     def put_on_device(
         self,

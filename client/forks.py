@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakMethod
 
 from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
 
@@ -31,13 +31,6 @@ class EndedByForkError(DeadlineError):
     """A call was ended, as the process was about to fork."""
 
 
-class Forked(Protocol):
-    """What has something open that a child must not use. ``after_fork`` is called in the child."""
-
-    def after_fork(self) -> None:
-        """Let go of what is the parent's, without a word to anybody. No other thread runs."""
-
-
 class Forks:
     """The forks of this process. Thread-safe."""
 
@@ -45,7 +38,7 @@ class Forks:
         self.process: object = object()
         """Another one in each child."""
         self.is_child = False
-        self._watched: WeakSet[Forked] = WeakSet()
+        self._hooks: set[WeakMethod[Callable[[], None]]] = set()
         self._is_grpc_lost = False
         self._was_quiet = True
         """Whether no call ran at the fork that is under way."""
@@ -60,9 +53,11 @@ class Forks:
         self._left_at = 0.0
         """When a call was last ended early, in monotonic seconds."""
 
-    def watch(self, forked: Forked) -> None:
-        """Have ``after_fork`` of it called in each child, for as long as it lives."""
-        self._watched.add(forked)
+    def watch(self, after_fork: Callable[[], None]) -> None:
+        """Have a method called in each child, for as long as its object lives: to let go of what
+        is the parent's, without a word to anybody. No other thread runs then.
+        """
+        self._hooks.add(WeakMethod(after_fork, self._hooks.discard))
 
     def check(self, process: object, what: str) -> None:
         """Raise LeaseExpiredError unless *what* was opened in this *process*."""
@@ -147,8 +142,10 @@ class Forks:
         self._reset()
         self.process = object()
         self.is_child = True
-        for forked in list(self._watched):
-            forked.after_fork()
+        for found in list(self._hooks):
+            hook = found()
+            if hook is not None:
+                hook()
 
 
 def keep(what: object) -> None:

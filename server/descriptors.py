@@ -11,8 +11,10 @@ OTHERS = 48
 """For Redis, for pages and for what is opened for a moment."""
 LEAST = 16
 """A way in has that many in any case."""
-GRPC_SHARE, SOCKET_SHARE = 2, 4
-"""One of so many that are left: a half and a quarter. The bulk channel's is its own, an eighth."""
+GRPC_SHARE = 2
+"""One of so many that are left may be a connection of gRPC."""
+SOCKET_SHARE = 4
+"""The same of the Unix socket. The bulk channel has an eighth of all."""
 
 
 def taken(config: ServerConfig) -> int:

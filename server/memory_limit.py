@@ -34,9 +34,9 @@ def _limit_files(root: Path) -> Iterator[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            mounts, name = (mount, mount / "unified"), "memory.max"
+            mounts, name = [mount, mount / "unified"], "memory.max"
         elif "memory" in controllers.split(","):
-            mounts, name = (mount / "memory",), "memory.limit_in_bytes"
+            mounts, name = [mount / "memory"], "memory.limit_in_bytes"
         else:
             continue
         # In a container the path may be the host's, which is not there: its own is the mount.

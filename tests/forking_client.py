@@ -74,18 +74,19 @@ def forked(work: Callable[[], list[str]], found: list[str]) -> Iterator[None]:
     read, write = os.pipe()
     child = os.fork()
     if not child:
+        result: list[str] | None = None
         try:
             result = work()
-        except BaseException:  # noqa: BLE001 - told to the parent
-            result = [traceback.format_exc()]
-        os.write(write, json.dumps(result).encode()[:60_000])
-        os._exit(0)
+        finally:
+            said = [traceback.format_exc()] if result is None else result
+            os.write(write, json.dumps(said[:20]).encode())
+            os._exit(0)
     os.close(write)
     yield
     with os.fdopen(read, "rb") as pipe:
-        said = pipe.read()
+        heard = pipe.read()
     _, status = os.waitpid(child, 0)
-    found += json.loads(said) if said else []
+    found += json.loads(heard) if heard else []
     found += [f"a child ended with status {status}"] * (status != 0)
 
 
@@ -349,7 +350,7 @@ def connector(address: str, transport: str) -> list[str]:
 
     short: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     torch.set_num_threads(1)  # OpenMP's threads do not outlive a fork
-    model: Any = AutoModelForCausalLM.from_pretrained(TINYLM, dtype="auto").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(TINYLM, dtype="auto")
     representation = representation_of(model, AutoTokenizer.from_pretrained(TINYLM), "r1")
     engine = TransformersConnector(Client(address, representation, options(transport)), model)
 
@@ -358,7 +359,7 @@ def connector(address: str, transport: str) -> list[str]:
         plain = model.generate(ids, **short)
         hits = []
         for _ in range(2):
-            generated = engine.generate(ids, GenerationConfig(**short), (SALT,))
+            generated = engine.generate(ids, GenerationConfig.from_dict(short), (SALT,))
             hits.append(generated.hit_tokens)
             if not torch.equal(generated.output.sequences, plain):
                 return [f"{seed}: other tokens"]

@@ -141,9 +141,9 @@ class Connector:
         # Guards the six fields above; held for counting only.
         self._lock = threading.Lock()
         client.counts = self.counts
-        FORKS.watch(self)
+        FORKS.watch(self._after_fork)
 
-    def after_fork(self) -> None:
+    def _after_fork(self) -> None:
         """In a child: count from nothing, as the parent tells its server of what was before."""
         self._lock = threading.Lock()  # another thread may have had it
         for counts in (

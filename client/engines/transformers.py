@@ -146,13 +146,11 @@ class TransformersConnector(Connector):
                 self._epoch = b"weights:" + os.urandom(EPOCH_BYTES)
             return self._epoch, is_new
 
-    def load(
-        self, input_ids: torch.Tensor, extra: Sequence[bytes] = ()
-    ) -> tuple[DynamicCache, int]:
+    def load(self, input_ids: Any, extra: Sequence[bytes] = ()) -> tuple[DynamicCache, int]:
         """Return a cache with the longest stored prefix, and how many tokens it holds.
 
-        *input_ids*: (1, tokens). At least the last token is left to compute; a miss is an
-        empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or with
+        *input_ids*: (1, tokens), a tensor or a list. At least the last token is left to compute; a
+        miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or with
         ``input_ids[:, hit_tokens:]`` to the model.
         """
         tokens = _prompt(input_ids, self._model.device)
@@ -196,7 +194,7 @@ class TransformersConnector(Connector):
 
     def save(
         self,
-        input_ids: torch.Tensor,
+        input_ids: Any,
         cache: Cache,
         from_token: int = 0,
         extra: Sequence[bytes] = (),

@@ -143,7 +143,7 @@ def weights_sample(model: PreTrainedModel) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         some = _some(tensor.detach(), SAMPLED).cpu().contiguous()
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(some.view(torch.uint8).numpy())
+        digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

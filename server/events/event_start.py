@@ -59,7 +59,7 @@ class NodeEvents:
         from kvstore.server.events.event_sockets import EventSockets, parse_readers
 
         path = config.events_readers
-        readers = None if path is None else WatchedFile((path,), parse_readers, frozenset)
+        readers = None if path is None else WatchedFile((path,), parse_readers, frozenset[bytes])
         keys = None if readers is None else load_keys(config.zmq_keys)
         refused = partial(manager.counters.add, "zmq_refused_connections")
         sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent import futures
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -54,7 +54,13 @@ def _value(field: Any) -> Any:
     return 0 if field.name == "left" else _VALUES.get(field.cpp_type, 1)
 
 
-class _Hostile(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+if TYPE_CHECKING:
+    Handler = grpc.GenericRpcHandler[Any, Any]
+else:  # grpc's classes are generic in its stubs only
+    Handler = grpc.GenericRpcHandler
+
+
+class _Hostile(Handler):
     """Answers every method; with *refuses* by an error that has HOSTILE for its reason."""
 
     refuses = False

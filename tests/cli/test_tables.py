@@ -20,12 +20,12 @@ def grid() -> Grid:
     return made
 
 
-def shown(width: int, *, is_terminal: bool) -> list[str]:
+def shown(width: int, *, is_terminal: bool, rows: Grid | None = None) -> list[str]:
     out = io.StringIO()
     console = Console(
         file=out, width=width, force_terminal=is_terminal, soft_wrap=True, color_system=None
     )
-    console.print(grid())
+    console.print(rows or grid())
     return out.getvalue().splitlines()
 
 
@@ -54,3 +54,12 @@ def test_a_terminal_too_narrow_for_that_shows_each_cell_in_a_line_of_its_own() -
     assert f"digest: {ID}" in lines
     assert "state:  evicted" in lines
     assert REASON in " ".join(" ".join(lines).split())
+
+
+def test_a_terminal_never_breaks_a_word() -> None:
+    for width in range(20, 120, 5):
+        made = Grid("at", "digest", "why", wraps=2)
+        made.add_row("0", ID, f"revision: {'f' * 40} asked")
+        words = " ".join(shown(width, is_terminal=True, rows=made)).split()
+        assert ID in words, width
+        assert "f" * 40 in words, width

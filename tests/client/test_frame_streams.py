@@ -363,8 +363,9 @@ def ended_get(client: Client, keys: list[ChunkKey]) -> None:
 FRAME_BYTES = 1000
 CPU = bulk.tier_bytes("cpu")
 TERMS = SessionTerms(
-    7, 1, Namespace(bytes(16)), 60_000, 1 << 28, 64, "", "", bytes(16), "", b"", "", b"", "", 0
-)
+    7, 1, Namespace(bytes(16)), 60_000, 1 << 28, 64, "", "", bytes(16), "", b"", "", b"", "", 0,
+    0, 0,
+)  # fmt: skip
 Words = list[tuple[bulk.Word, bytes | None]]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from contracts.codec import (
     SCRATCH_BYTES,
     SMALL,
     Fill,
+    Tensors,
     decoded,
     encoded,
     filled,
@@ -18,7 +20,9 @@ from contracts.codec import (
     same,
     template,
 )
-from hypothesis import given
+from contracts.lossy_codec import SMALL as LOSSY
+from contracts.lossy_codec import centred, largest_error, numbers
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import CODECS, Codec, Part, codec_by_name
@@ -33,6 +37,11 @@ from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind
 
 LOSSLESS = [name for name in CODECS if not issubclass(CODECS.load(name), LossyCodec)]
 """The others give other bytes: contracts/lossy_codec.py moves them."""
+BOUNDED = ("gq8", "gq4", "gq2", "kvq", "mixed")
+"""Those that state a bound and need no tables of a model."""
+CHAINS = st.lists(st.sampled_from(BOUNDED), min_size=2, max_size=5).filter(
+    lambda chain: all(one != other for one, other in pairwise(chain))
+)
 LAYER_BYTES = SMALL.components[0].layer_bytes
 
 
@@ -194,3 +203,32 @@ def test_frames_that_cannot_be_written_are_read_where_they_lie() -> None:
         frozen = np.frombuffer(b"." + frame.tobytes(), np.uint8)[1:]
         for name in LOSSLESS:
             assert same(decoded(moved(frozen, codec_by_name(name))), filled(SMALL))
+
+
+def error_after(chain: Sequence[str], tensors: Tensors) -> tuple[float, float]:
+    """Return how far *tensors* are off after they went through *chain*, and the bound stated."""
+    frame = encoded(RawCodec(), tensors, LOSSY)
+    for name in chain:
+        frame = moved(frame, codec_by_name(name))
+    header = check_frame(frame)
+    assert header.fidelity is Fidelity.bounded
+    return largest_error(LOSSY, tensors, decoded(frame)), header.error_bound
+
+
+@pytest.mark.parametrize("chain", list(permutations(BOUNDED, 2)), ids="-".join)
+def test_the_bound_of_two_lossy_steps_is_no_less_than_what_both_lost(
+    chain: tuple[str, str],
+) -> None:
+    """Of finer, then coarser steps the loss is more than that of either."""
+    error, bound = error_after(chain, numbers(LOSSY))
+    assert 0 < error <= bound
+
+
+@settings(max_examples=20, deadline=None)
+@given(chain=CHAINS, seed=st.integers(0, 99), scale=st.sampled_from([1e-3, 1.0, 300.0]))
+def test_the_stated_bound_is_never_below_the_error_after_any_chain_of_lossy_codecs(
+    chain: list[str], seed: int, scale: float
+) -> None:
+    tensors = numbers(LOSSY, lambda shape, rng: scale * centred(shape, rng), seed)
+    error, bound = error_after(chain, tensors)
+    assert error <= bound

@@ -211,8 +211,9 @@ def test_what_was_given_and_refused_at_the_socket_is_written_down(
             files_given(peer, Op.slab)
             files_given(peer, Op.extent)
             peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
-        wanted = {"rpc": method, "outcome": outcome, "who": f"key:{key_of[role][4:16]}"}
-        assert eventually(partial(world.came, peer="unix", **wanted)), wanted
+        who = f"key:{key_of[role][4:16]}"
+        came = partial(world.came, peer="unix", rpc=method, outcome=outcome, who=who)
+        assert eventually(came), came.keywords
     for role in ("admin", "peer"):
         on_the_socket(world, key_of[role])[1].close()
     assert eventually(lambda: world.came(rpc="Attach", outcome="PermissionDeniedError"))

@@ -103,8 +103,11 @@ def shm_answer(data: bytes) -> None:
 
 
 def shm_reply(data: bytes) -> None:
-    """A control message that the server answers with."""
-    shm.unpack_reply(data)
+    """A control message that the server answers with, or its answer to a hello."""
+    if len(data) > shm.MESSAGE_BYTES:
+        shm.unpack_greeting(data)
+    else:
+        shm.unpack_reply(data)
 
 
 def redis_manifest(data: bytes) -> None:

@@ -129,7 +129,8 @@ def llama(seed: int = 3) -> Any:
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.eval()
 
 
 def connector(server: LocalServer, model: Any, revision: str | None = None) -> Any:

@@ -171,6 +171,14 @@ def test_a_header_alone_can_be_parsed_and_the_missing_payload_is_found() -> None
         check_frame(frame[:HEADER_BYTES])
 
 
+@pytest.mark.parametrize("size", [1, 8, 4096])
+def test_a_frame_longer_than_its_header_says_is_refused(size: int) -> None:
+    frame = encoded(RawCodec(), filled(SMALL), SMALL)
+    longer = np.concatenate([frame, np.zeros(size, np.uint8)])
+    with pytest.raises(ChunkCorruptError, match=f"{len(longer)} bytes of {len(frame)}"):
+        check_frame(longer)
+
+
 def test_a_frame_in_anothers_place_is_refused_under_the_key_asked_for() -> None:
     frame = encoded(RawCodec(), filled(SMALL), SMALL)
     with pytest.raises(ChunkCorruptError, match="its place holds chunk 000102") as caught:

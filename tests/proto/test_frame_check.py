@@ -87,6 +87,14 @@ def test_another_frame_and_a_cut_one_are_not_right(size: int) -> None:
     assert not verdict(FRAME, OTHER.key, []).startswith("right")
 
 
+@pytest.mark.parametrize("more", [1, 8, 4096])
+def test_a_frame_longer_than_its_header_says_is_not_right(more: int) -> None:
+    longer = np.concatenate([FRAME, np.zeros(more, np.uint8)])
+    found = verdict(longer, INFO.key, [len(FRAME) // 2])
+    assert found == whole_verdict(longer, INFO.key)
+    assert f"{len(longer)} bytes of {len(FRAME)}" in found
+
+
 @pytest.mark.parametrize("limit", [1, 1 << 30])
 @pytest.mark.parametrize("wrong", [None, 0, 3])
 def test_sums_that_a_reader_brings_along_get_the_verdict_that_ours_would(

@@ -167,8 +167,8 @@ def test_ranks_that_flush_together_call_their_pages_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They meet in the store that torch.distributed keeps for a world."""
-    shared = torch.distributed.HashStore()
     world = torch.distributed.distributed_c10d
+    shared = torch.distributed.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(world, "_get_default_store", lambda: shared)
 
     def rank(number: int) -> list[bytes]:

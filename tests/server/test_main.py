@@ -143,7 +143,8 @@ def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> Non
     with Client(process.address, SMALL, options) as client, pytest.raises(InvalidRequestError):
         client.keys([])
     assert process.terminate() == 0
-    records = [json.loads(line) for line in process.errors.splitlines()]
+    warning, *records = [json.loads(line) for line in process.errors.splitlines()]
+    assert warning["level"] == "warning", "nobody is asked who they are"
     assert [record["error"] for record in records] == ["InvalidRequestError"]
     assert records[0]["method"] == "/kvstore.v1.KVStore/OpenSession"
 

@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 from simulation.clock import FakeClock
-from simulation.core import Core, Version, frames_of, keys_of, prompt
+from simulation.core import Core, frames_of, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
+from simulation.universe import Version
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkKey, PutOutcome
@@ -170,6 +171,7 @@ def emptied(count: int) -> Iterator[tuple[Core, SimRedis, list[Version]]]:
 
 def ticks(core: Core, seconds: float) -> None:
     for _ in range(round(seconds / TICK_S)):
+        assert isinstance(core.clock, FakeClock)
         core.clock.advance(TICK_S)
         core.manager.tick()
         core.settle()

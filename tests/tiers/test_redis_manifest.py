@@ -13,7 +13,7 @@ from kvstore.proto.buffers import checksum
 from kvstore.proto.component_table import MAX_COMPONENTS
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import MAX_FRAME_BYTES
-from kvstore.proto.types import ChunkInfo, KVLayout
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkInfo, ChunkKey, KVLayout
 from kvstore.tiers.redis_manifest import (
     MAX_MANIFEST_BYTES,
     MAX_PART_BYTES,
@@ -92,6 +92,16 @@ def test_manifest_of_another_key_is_refused() -> None:
     raw = Manifest.of(make_info(1, 10), 4096, b"writer 1", 5).raw
     with pytest.raises(InvalidFrameError, match="stands under"):
         parse_manifest(raw, make_info(2, 10).key)
+
+
+@pytest.mark.parametrize("at", [0, DIGEST_BYTES - 1, DIGEST_BYTES, KEY_BYTES - 1])
+def test_manifest_of_a_key_that_differs_anywhere_is_refused(at: int) -> None:
+    """Of another chunk of the same namespace, and of the same chunk in another."""
+    info = make_info(1, 10)
+    other = bytearray(info.key)
+    other[at] ^= 1
+    with pytest.raises(InvalidFrameError, match="stands under"):
+        parse_manifest(Manifest.of(info, 4096, b"writer 1", 5).raw, ChunkKey(bytes(other)))
 
 
 def test_largest_layout_fits_the_limit_of_a_manifest() -> None:

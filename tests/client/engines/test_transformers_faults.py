@@ -233,7 +233,7 @@ def test_settings_are_taken_as_the_model_takes_them(
     connect: Connect, tinylm: PreTrainedModel
 ) -> None:
     ids, engine = random_ids(40), cast(Any, tinylm)
-    settings = {"max_new_tokens": 5, "do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     done = connect().generate(ids, **settings).output.sequences
     assert done.tolist() == engine.generate(ids, **settings).tolist()
     assert done.shape == (1, 45)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import count
@@ -27,7 +27,7 @@ from kvstore.server.cluster.directory_entries import MAX_PENDING, Entries
 from kvstore.server.cluster.directory_roster import Roster, Standing
 from kvstore.server.cluster.directory_strangers import Strangers
 from kvstore.server.metrics import Counters
-from kvstore.tiers.redis_link import RedisLink
+from kvstore.tiers.redis_link import Lost, RedisLink
 
 TTL_MS = 500
 LONG_MS = 4000
@@ -35,6 +35,21 @@ PREFIX = "kvs:1:"
 PATIENT_S = 10.0
 
 DirectoryMaker = Callable[..., Directory]
+LOST = Lost(TierUnavailableError("redis", "a master is down"))
+
+
+class Votes:
+    """A link whose three hashes say of the node what they are told to."""
+
+    url = "redis://votes"
+
+    def __init__(self, *words: bytes | Lost) -> None:
+        self.words = words
+        self.asked = 0
+
+    def ask(self, calls: Sequence[object], reply_bytes: int = 0) -> list[object]:
+        self.asked += 1
+        return [one if isinstance(one, Lost) else [one, b"", []] for one in self.words]
 
 
 def key(number: int) -> ChunkKey:
@@ -128,6 +143,35 @@ def test_many_keys_are_asked_for_in_one_round_trip_for_512(make_directory: Direc
     assert len(finds(second, *range(512))) == 512
     assert second._counters["directory_questions"] == before + 1
     assert len(finds(second, *range(700))) == 600
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "after"),
+    [
+        (Standing.known, (b"taken", b"taken", b"old"), Standing.taken),
+        (Standing.known, (b"taken", b"old", b"old"), Standing.known),
+        (Standing.known, (b"taken", b"old", LOST), Standing.known),
+        (Standing.known, (b"full", b"old", LOST), Standing.known),
+        (Standing.known, (b"taken", LOST, LOST), Standing.taken),
+        (Standing.unknown, (b"taken", b"new", LOST), Standing.taken),
+        (Standing.unknown, (b"full", b"new", LOST), Standing.full),
+        (Standing.unknown, (b"taken", b"new", b"new"), Standing.known),
+        (Standing.unknown, (b"taken", b"full", b"new"), Standing.known),
+        (Standing.unknown, (b"new", b"new", b"new"), Standing.known),
+    ],
+)
+def test_a_node_stands_as_most_of_the_answers_say_and_half_turn_away_a_new_one_alone(
+    before: Standing, words: tuple[bytes | Lost, ...], after: Standing
+) -> None:
+    """A hash that lost its rows lets anybody in, and half of two is not most."""
+    votes = Votes(b"old", b"old", b"old")
+    roster = Roster(votes, PREFIX, node(1), TTL_MS)  # type: ignore[arg-type]
+    if before is Standing.known:
+        roster.beat()
+    assert roster.standing is before
+    votes.words = words
+    roster.beat()
+    assert roster.standing is after
 
 
 def test_node_that_falls_silent_is_nobody_and_its_entries_are_taken_out(
