@@ -200,6 +200,7 @@ def test_levels_are_read_of_all_batches(server: LocalServer, any_client: Client)
     terms = PlanTerms(20.0, PrefillModel(0.0, 10.0))
     assert client.get_levelled(keys, terms, out).to_compute == ()
     assert all(is_right(client, *pair) for pair in zip(keys, out, strict=True))
+    assert server.settled().leases == 0  # which a thread of the client's ends
     assert client.delete(keys[6:7]) == 1
     within = client.get_within(keys, 10_000)
     assert len(within.tensors) == 6
