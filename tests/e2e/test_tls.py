@@ -12,7 +12,7 @@ import pytest
 from credentials import Authority
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL
-from trust_world import World, chunks_for, request_of
+from trust_world import SERVICE, World, chunks_for, request_of
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.connection import Connection
@@ -25,7 +25,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.wire import representation_to_message
 from kvstore.server.config import load_config
-from kvstore.server.trust.roles import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def test_without_a_token_only_health_answers(world: World) -> None:
-    for method in sorted(METHODS):
+    for method in sorted(SERVICE.methods_by_name):
         with pytest.raises(UnauthenticatedError):
             world.call("", method, request_of(method, 0))
 

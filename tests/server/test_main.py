@@ -136,7 +136,7 @@ def test_signal_stops_the_server_with_status_0(
 
 
 def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> None:
-    flags = ("--log-format", "json", "--log-level", "info", "--insecure")
+    flags = ("--log-format", "json", "--log-level", "info")
     process = server_process("--tiers", "cpu", *flags)
     process.start()
     options = ClientOptions(transport="grpc", deadline_ms=20_000, name="x" * 200)
