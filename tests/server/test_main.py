@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from credentials import KeyRing
 from prompts import SMALL
+from redis_process import free_port
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
@@ -160,11 +161,14 @@ def test_a_server_that_asks_nobody_who_they_are_warns_of_it(
 def test_strangers_do_not_fill_the_log(server_process: ProcessMaker, tmp_path: Path) -> None:
     keys = KeyRing(tmp_path / "keys")
     keys.make("acme")
-    flags = ("--auth-keys", str(keys.path), "--http", "127.0.0.1:0")
-    process = server_process(
-        "--tiers", "cpu", "--log-format", "json", "--log-level", "info", *flags
-    )
+    pages = ("127.0.0.1", free_port())
+    flags = ("--log-format", "json", "--log-level", "info", "--auth-keys", str(keys.path))
+    process = server_process("--tiers", "cpu", *flags, "--http", f"{pages[0]}:{pages[1]}")
     process.start()
+    for _ in range(50):
+        with socket.create_connection(pages) as link:
+            link.sendall(b"\x16\x03 no request\r\n\r\n")
+            assert link.recv(1000).startswith(b"HTTP/1.1 400")
     started = time.monotonic()
     with closing(Connection(process.address, retry_after_ms=1)) as connection:
         for _ in range(500):
