@@ -124,7 +124,7 @@ def test_readers_of_the_output_may_go() -> None:
 
 def test_a_broken_pipe_is_no_failure_of_the_server() -> None:
     """The same with a log that is read: it has no traceback."""
-    server = spawn("--tiers", "cpu", "--listen", "127.0.0.1:0")
+    server = spawn("--tiers", "cpu", "--listen", "127.0.0.1:0", "--log-level", "error")
     assert server.stdout is not None
     assert server.stderr is not None
     server.stdout.readline()

@@ -16,7 +16,7 @@ import pytest
 from credentials import KeyRing
 from local_server import eventually
 from prompts import SMALL, chunks_of, keys_of
-from redis_process import RedisProcess
+from redis_process import RedisProcess, free_port
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
@@ -152,11 +152,14 @@ def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> Non
 def test_strangers_do_not_fill_the_log(server_process: ProcessMaker, tmp_path: Path) -> None:
     keys = KeyRing(tmp_path / "keys")
     keys.make("acme")
-    flags = ("--auth-keys", str(keys.path), "--http", "127.0.0.1:0")
-    process = server_process(
-        "--tiers", "cpu", "--log-format", "json", "--log-level", "info", *flags
-    )
+    pages = ("127.0.0.1", free_port())
+    flags = ("--log-format", "json", "--log-level", "info", "--auth-keys", str(keys.path))
+    process = server_process("--tiers", "cpu", *flags, "--http", f"{pages[0]}:{pages[1]}")
     process.start()
+    for _ in range(50):
+        with socket.create_connection(pages) as link:
+            link.sendall(b"\x16\x03 no request\r\n\r\n")
+            assert link.recv(1000).startswith(b"HTTP/1.1 400")
     started = time.monotonic()
     with closing(Connection(process.address, retry_after_ms=1)) as connection:
         for _ in range(500):
