@@ -150,8 +150,8 @@ class TransformersConnector(Connector):
         """Return a cache with the longest stored prefix, and how many tokens it holds.
 
         *input_ids*: (1, tokens), a tensor or a list. At least the last token is left to compute; a
-        miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or with
-        ``input_ids[:, hit_tokens:]`` to the model.
+        miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or
+        with ``input_ids[:, hit_tokens:]`` to the model.
         """
         tokens = _prompt(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
