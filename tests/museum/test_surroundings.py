@@ -113,7 +113,7 @@ def test_readers_of_the_output_may_go() -> None:
     server.stdout.close()
     found = re.search(r"listening on (\S+) ", line)
     assert found, line
-    options = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS, name="x" * 200)
+    options = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS, name="x" * 128)
     server.stderr.close()
     for _ in range(2):  # each is logged
         with Client(found[1], SMALL, options) as client, pytest.raises(InvalidRequestError):
