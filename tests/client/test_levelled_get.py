@@ -144,7 +144,7 @@ def test_a_slow_link_brings_bases_and_those_are_coarser(
             yield piece
 
     change_pieces(client, monkeypatch, throttled)
-    monkeypatch.setattr(client, "_meters", replace(client._meters, clock=lambda: now_s))
+    monkeypatch.setattr(client._state, "meters", replace(client._meters, clock=lambda: now_s))
     set_link(client, 250e3)
     out, fine = rooms(CHUNKS), rooms(CHUNKS)
     found = client.get_levelled(keys, replace(TERMS, deadline_s=1.0), out)
