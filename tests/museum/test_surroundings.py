@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 from conftest import ProcessMaker
 from credentials import KeyRing
@@ -17,7 +18,9 @@ from local_server import DEADLINE_MS, eventually
 from prompts import SMALL, assert_reads, store
 
 from kvstore.client import Access, Client, ClientOptions
-from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import UnauthenticatedError
+from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
 WAIT_S = 60
 SOURCES = Path(__file__).resolve().parents[2] / "src"
@@ -113,11 +116,13 @@ def test_readers_of_the_output_may_go() -> None:
     server.stdout.close()
     found = re.search(r"listening on (\S+) ", line)
     assert found, line
-    options = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS, name="x" * 128)
     server.stderr.close()
-    for _ in range(2):  # each is logged
-        with Client(found[1], SMALL, options) as client, pytest.raises(InvalidRequestError):
-            client.keys([])
+    nameless = pb.OpenSessionRequest(client="x" * 200)
+    with grpc.insecure_channel(found[1]) as channel:
+        for _ in range(2):  # each is logged
+            with pytest.raises(grpc.RpcError) as refused:
+                KVStoreStub(channel).OpenSession(nameless, timeout=DEADLINE_MS / 1000)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     server.terminate()
     assert server.wait(WAIT_S) == 0
 
