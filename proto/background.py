@@ -1,11 +1,13 @@
 """What takes seconds to make, and what does its work until it is there.
 
 Compiled loops and their references write the same bytes, so nobody has to wait for a compiler:
-the first call starts it beside the work, and later calls find what it made.
+the first call starts it beside the work, and later calls find what it made. A child of a process
+that compiled when it was forked compiles nothing: the compiler's state is not its own.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, ParamSpec, TypeVar
@@ -19,6 +21,10 @@ _COMPILER = threading.Lock()
 _NAME = "kvstore-compile"
 
 _at_once = threading.Event()
+_never = threading.Event()
+
+_LOCK = threading.Lock()
+"""Guards what all functions have made and are making; held for dictionary operations only."""
 
 
 def settle() -> None:
@@ -44,27 +50,28 @@ class Improving(Generic[P, T]):
         self._meanwhile = meanwhile
         self._made: dict[Hashable, T] = {}
         self._makers: dict[Hashable, threading.Thread] = {}
-        self._lock = threading.Lock()  # guards the two above
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what there is, at once."""
         if _at_once.is_set():
             return self.wait(*args, **kwargs)
         key = (args, tuple(kwargs.items()))
-        with self._lock:
+        with _LOCK:
             if key in self._made:
                 return self._made[key]
-            self._start(key, *args, **kwargs)
+            if not _never.is_set():
+                self._start(key, *args, **kwargs)
         return self._meanwhile(*args, **kwargs)
 
     def wait(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the best there will be, when it is there."""
         key = (args, tuple(kwargs.items()))
-        with self._lock:
+        with _LOCK:
             if key in self._made:
                 return self._made[key]
-            maker = self._start(key, *args, **kwargs)
-        maker.join()
+            maker = None if _never.is_set() else self._start(key, *args, **kwargs)
+        if maker is not None:
+            maker.join()
         return self._made.get(key, self._meanwhile(*args, **kwargs))
 
     def _start(self, key: Hashable, *args: P.args, **kwargs: P.kwargs) -> threading.Thread:
@@ -76,7 +83,7 @@ class Improving(Generic[P, T]):
                     # A process that ends waits for the one that compiles, not for the others.
                     if threading.main_thread().is_alive():
                         made = self.__wrapped__(*args, **kwargs)
-                        with self._lock:
+                        with _LOCK:
                             self._made[key] = made
 
             maker = self._makers[key] = threading.Thread(target=work, name=_NAME)
@@ -91,3 +98,13 @@ def improving(meanwhile: Callable[P, T]) -> Callable[[Callable[P, T]], Improving
         return Improving(make, meanwhile)
 
     return decorate
+
+
+def _in_child() -> None:
+    _LOCK.release()
+    if _COMPILER.locked():
+        _never.set()
+
+
+# Nobody is at the dictionaries while the process forks.
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_in_child)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -76,3 +78,25 @@ def test_who_is_paid_to_wait_waits() -> None:
 
     background.make_at_once()
     assert answer() == "fast"
+
+
+def test_a_child_forked_beside_a_compiler_has_the_reference_and_ends() -> None:
+    go_on, is_made = threading.Event(), threading.Event()
+
+    def make(name: str) -> str:
+        is_made.set()
+        assert go_on.wait(60)
+        return f"fast {name}"
+
+    answer = Improving(make, lambda name: f"slow {name}")
+    assert answer("a") == "slow a"
+    assert is_made.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends it with a status that is not 0 should it wait for ever
+        is_right = [answer("a"), answer("b"), answer.wait("b")] == ["slow a", "slow b", "slow b"]
+        background.settle()
+        os._exit(0 if is_right and threading.active_count() == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on.set()
+    assert answer.wait("b") == "fast b"
