@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO, cast
 
 import structlog
@@ -62,10 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     tiers = ",".join(config.tiers)
     recovered = f"recovered_chunks={node.recovered_chunks}"
     out.write(f"kvstore-server listening on {where} tiers={tiers} {recovered}\n")
+    out.flush()
     while os.read(told, 1)[0] == signal.SIGHUP:
         logger.info("SIGHUP", does="keys and certificates are read again once they are replaced")
     clean = node.stop(GRACE_S)
     out.write(f"kvstore-server stopped clean={str(clean).lower()}\n")
+    out.flush()
     return 0
 
 
@@ -78,16 +80,19 @@ class _Output:
         self._stream = stream
 
     def write(self, text: str) -> None:
+        self._try(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._try(self._stream.flush)
+
+    def _try(self, work: Callable[[], object]) -> None:
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            work()
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())  # Python writes what is left as it ends
             os.close(nowhere)
-
-    def flush(self) -> None:
-        """Do nothing: all is written."""
 
 
 def _listen_for_signals() -> int:

@@ -198,14 +198,17 @@ class Node:
             config.workers,
             share_of(SOCKET_SHARE, self._taken, most),
         )
-        plane = DataPlane(
-            path,
-            self.sessions,
-            {Op.slab: self._slab_file, Op.extent: self._extent_file},
-            self._clock,
-            limits,
-            self.trust.doorkeeper.door,
-        )
+        files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
+        door = self.trust.doorkeeper.door
+        try:
+            plane = DataPlane(path, self.sessions, files, self._clock, limits, door)
+        except InvalidRequestError as error:
+            if "socket_path" in config.model_fields_set:
+                raise
+            logger.warning(
+                "no Unix socket: clients of this host use the network", reason=str(error)
+            )
+            return None
         self._closers.append(plane.close)
         return plane
 

@@ -12,6 +12,8 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import peer_ids
 
 _BACKLOG = 128
+_UID_MAP = Path("/proc/self/uid_map")
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 
 
 def is_trusted(connection: socket.socket) -> bool:
@@ -53,9 +55,12 @@ def listen(path: Path) -> socket.socket:
 def _make_folder(folder: Path) -> None:
     """Make the socket's folder, or refuse one in which others could swap the socket."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        real = folder.resolve()
-        swappable = [one for one in {real, *real.parents, *folder.parents} if _is_swappable(one)]
+        missing = [one for one in folder.parents if not one.exists()]
+        for one in (*reversed(missing), folder):
+            one.mkdir(mode=0o700, exist_ok=True)
+        real, owners = folder.resolve(), _trusted_owners()
+        folders = {real, *real.parents, *folder.parents}
+        swappable = [one for one in folders if _is_swappable(one, owners)]
     except OSError as error:
         raise InvalidRequestError(
             "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
@@ -65,11 +70,20 @@ def _make_folder(folder: Path) -> None:
         raise InvalidRequestError("socket_path", str(folder), fix)
 
 
-def _is_swappable(folder: Path) -> bool:
-    """Whether others than this user and root can put something else in the place of an entry."""
+def _is_swappable(folder: Path, owners: set[int]) -> bool:
+    """Whether others than *owners* can put something else in the place of an entry."""
     found = folder.stat()
     is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-    return bool(is_open) or found.st_uid not in (os.geteuid(), 0)
+    return bool(is_open) or found.st_uid not in owners
+
+
+def _trusted_owners() -> set[int]:
+    """Return this user and root, under the number that stands for it in this user namespace."""
+    root = 0
+    ranges = [line.split() for line in _UID_MAP.read_text().splitlines()]
+    if ranges and all(int(first) for first, *_ in ranges):  # root has no number here
+        root = int(_OVERFLOW_UID.read_text())
+    return {os.geteuid(), root}
 
 
 def _refuse_second_server(path: Path) -> None:

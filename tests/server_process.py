@@ -37,6 +37,8 @@ class ServerProcess:
         self.output = ""
         self.environment: dict[str, str] = {}
         """What it gets beside this process's; changes count from the next start."""
+        self.has_socket = True
+        """Whether ``--socket`` is given."""
         self.launcher: list[str] = []
         """A command to start it by, such as one that enters another network."""
         self._flags = flags
@@ -72,11 +74,12 @@ class ServerProcess:
         """Start the process and wait for nothing."""
         self.output = ""
         listen = f"127.0.0.1:{self.port}"
+        path = ("--socket", str(self.socket_path)) if self.has_socket else ()
         with self.errors_path.open("ab") as errors:
             self._process = subprocess.Popen(
                 [
                     *(*self.launcher, sys.executable, "-m", "kvstore.server", "--listen", listen),
-                    *("--socket", str(self.socket_path), *self._flags),
+                    *(*path, *self._flags),
                 ],
                 cwd=self.socket_path.parent,
                 env={**os.environ, "PYTHONPATH": _source_path(), **self.environment},

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import grpc
 import pytest
 from credentials import KeyRing
 from local_server import eventually
@@ -22,7 +23,9 @@ from server_process import ServerProcess
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
+from kvstore.proto.errors import UnauthenticatedError
+from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
+from kvstore.proto.types import PutOutcome
 from kvstore.server.rate_limit import LINES_PER_S
 
 ProcessMaker = Callable[..., ServerProcess]
@@ -139,9 +142,8 @@ def test_logs_in_json_are_one_object_a_line(server_process: ProcessMaker) -> Non
     flags = ("--log-format", "json", "--log-level", "info")
     process = server_process("--tiers", "cpu", *flags)
     process.start()
-    options = ClientOptions(transport="grpc", deadline_ms=20_000, name="x" * 200)
-    with Client(process.address, SMALL, options) as client, pytest.raises(InvalidRequestError):
-        client.keys([])
+    with grpc.insecure_channel(process.address) as channel, pytest.raises(grpc.RpcError):
+        KVStoreStub(channel).OpenSession(pb.OpenSessionRequest(client="x" * 200), timeout=20)
     assert process.terminate() == 0
     warning, *records = [json.loads(line) for line in process.errors.splitlines()]
     assert warning["level"] == "warning", "nobody is asked who they are"
@@ -265,3 +267,18 @@ def test_log_says_of_a_redis_that_it_is_down_at_start_left_alone_and_back(
         own_redis.start()
         assert with_puts_until(3)[2:] == ["circuit breaker closed"]
         assert eventually(lambda: client.status().tiers[1].state == "serving")
+
+
+def test_a_folder_of_the_user_s_that_others_can_write_to_costs_the_socket_and_not_the_start(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o777)
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB", "--log-level", "warning")
+    process.has_socket = False
+    process.environment["XDG_RUNTIME_DIR"] = str(tmp_path)
+    process.start()
+    assert "no Unix socket: clients of this host use the network" in process.errors
+    assert "others could swap the socket in" in process.errors
+    with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        (put,) = client.put(chunks_of(client, keys_of(client, 1, 1)))
+        assert put.outcome is PutOutcome.stored

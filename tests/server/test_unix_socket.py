@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
@@ -9,12 +10,15 @@ import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.unix_socket import is_trusted, listen
+
+NOBODY, NO_NAMESPACE = 65534, 3
 
 
 @contextmanager
@@ -168,3 +172,31 @@ def test_the_kernel_says_who_this_process_is() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         assert is_trusted(ours)
+
+
+def test_a_user_namespace_in_which_root_has_no_number_takes_root_s_folders() -> None:
+    with TemporaryDirectory(dir="/tmp") as folder:
+        user = os.geteuid() or NOBODY
+        os.chown(folder, user, -1)
+        child = os.fork()
+        if not child:
+            status = 2
+            try:
+                status = listens_in_a_namespace_of(user, Path(folder) / "own" / "s.sock")
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == NO_NAMESPACE:
+        pytest.skip("needs user namespaces")
+    assert status == 0
+
+
+def listens_in_a_namespace_of(user: int, path: Path) -> int:
+    libc = ctypes.CDLL(None)
+    os.setresuid(user, user, user)
+    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or else what is in /proc/self is root's
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        return NO_NAMESPACE
+    Path("/proc/self/uid_map").write_text(f"1000 {user} 1")
+    listen(path).close()
+    return 0
