@@ -1,7 +1,9 @@
 # The image of the Helm chart: kvstore-server and kvstore, as a user without rights.
 # Build it from the root of a checkout: docker build -t kvstore:0.1.0 .
 # With the gpu tier: docker build --build-arg EXTRAS=cpu-fast,tracing,gpu -t kvstore:0.1.0-cuda .
-FROM python:3.11-slim-bookworm AS build
+# A base that cannot change under the tag: --build-arg BASE=python:3.11-slim-bookworm@sha256:...
+ARG BASE=python:3.11-slim-bookworm
+FROM $BASE AS build
 WORKDIR /build
 COPY . .
 # Without torch: the server and the numpy client need none; the gpu tier does.
@@ -9,7 +11,7 @@ ARG EXTRAS=cpu-fast,tracing
 RUN python -m venv /opt/kvstore && \
     /opt/kvstore/bin/pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"
 
-FROM python:3.11-slim-bookworm
+FROM $BASE
 LABEL org.opencontainers.image.title="kvstore" \
       org.opencontainers.image.description="A distributed, multi-tier KV-cache storage service for LLM inference." \
       org.opencontainers.image.licenses="Apache-2.0"
