@@ -154,11 +154,6 @@ def unpack_greeting(message: bytes) -> tuple[bytes, bytes]:
     return message[MESSAGE_BYTES:middle], message[middle:]
 
 
-def is_written(descriptor: int, offset: int, size_bytes: int) -> bool:
-    """Whether all of a part of a memfd, within its size, was written: has no hole."""
-    return not size_bytes or os.lseek(descriptor, offset, os.SEEK_HOLE) >= offset + size_bytes
-
-
 def create_memfd(name: str, size_bytes: int) -> int:
     """Return a new memfd of *size_bytes* that can be sealed; the caller owns the descriptor."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -31,6 +31,7 @@ from kvstore.proto.errors import (
 from kvstore.server.sessions import Challenge, Session, SessionTable
 from kvstore.server.trust.doorkeeper import Door
 from kvstore.server.unix_socket import can_send, is_trusted, listen
+from kvstore.server.written_pages import WrittenPages
 
 CONNECTIONS_PER_SESSION = 16
 SEND_WITHIN_S = 5
@@ -88,10 +89,10 @@ class _Peer:
 
 
 class _Staging(NamedTuple):
-    """A session's memory, and a descriptor of it, ours to close, that says what was written."""
+    """A session's memory, and what of it was written."""
 
     memory: Bytes
-    descriptor: int
+    written: WrittenPages
 
 
 class DataPlane:
@@ -151,22 +152,21 @@ class DataPlane:
 
     def staging(self, session_id: int) -> Bytes:
         """Return the session's staging memory. Raises InvalidRequestError if it brought none."""
+        return self._staging_of(session_id).memory
+
+    def _staging_of(self, session_id: int) -> _Staging:
         staging = self._staging.get(session_id)
         if staging is None:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
-        return staging.memory
+        return staging
 
     def check_written(self, session_id: int, offset: int, size_bytes: int) -> None:
         """Raise InvalidRequestError for a part of staging memory that its session never wrote.
 
         Reading it would allocate it, and the server would pay. What lies outside has no bytes.
         """
-        with self._lock:  # or else its end could close the descriptor
-            staging = self._staging.get(session_id)
-            if staging is None or offset + size_bytes > len(staging.memory):
-                return
-            is_written = shm.is_written(staging.descriptor, offset, size_bytes)
-        if not is_written:
+        memory, written = self._staging_of(session_id)
+        if offset + size_bytes <= len(memory) and not written.has(offset, size_bytes):
             raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
 
     def is_alive(self) -> bool:
@@ -430,8 +430,8 @@ class DataPlane:
             if not self._has_room(_STAGING_DESCRIPTORS):
                 most = self._limits.max_descriptors
                 raise QuotaExceededError("descriptors", most, "the Unix socket: raise ulimit -n")
-            staging = _Staging(np.frombuffer(memory, np.uint8), os.dup(descriptor))
-            self._staging[session.session_id] = staging
+            written = WrittenPages(os.dup(descriptor), len(memory))
+            self._staging[session.session_id] = _Staging(np.frombuffer(memory, np.uint8), written)
             peer.session, peer.staging_map = session, memory
             session.is_attached = True
 
@@ -457,12 +457,15 @@ class DataPlane:
             peer.session = session
 
     def _hang_up(self, peer: _Peer) -> None:
+        staging: _Staging | None = None
         with self._lock:
             if self._peers.pop(peer.connection.fileno(), None) is None:
                 return
             if peer.session is not None and peer.staging_map is not None:
                 # A commit that runs holds its own reference to the mapping until it is done.
-                os.close(self._staging.pop(peer.session.session_id).descriptor)
+                staging = self._staging.pop(peer.session.session_id)
+        if staging is not None:  # a look at it may still run, which takes a moment
+            staging.written.close()
         with suppress(OSError, ValueError):
             self._poll.unregister(peer.connection)
         peer.connection.close()

@@ -102,10 +102,14 @@ class Peer:
 
 
 @contextlib.contextmanager
-def staging(seals: int = shm.STAGING_SEALS, size_bytes: int = STAGING_BYTES) -> Iterator[int]:
-    """Make a memfd that could be staging memory."""
+def staging(
+    seals: int = shm.STAGING_SEALS, size_bytes: int = STAGING_BYTES, *, written: bool = False
+) -> Iterator[int]:
+    """Make a memfd that could be staging memory, of holes alone or *written* from end to end."""
     descriptor = shm.create_memfd("test-staging", size_bytes)
     try:
+        if written:
+            os.pwrite(descriptor, bytes(size_bytes), 0)
         shm.add_seals(descriptor, seals)
         yield descriptor
     finally:

@@ -7,7 +7,9 @@ import errno
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from kvstore.proto.types import KVLayout
 from kvstore.server import dataplane
 from kvstore.server.dataplane import DataPlane, PlaneLimits, SlabFile
 from kvstore.server.sessions import SessionTable
+from kvstore.server.written_pages import WrittenPages
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -130,12 +133,66 @@ def test_staging_memory_that_was_never_written_is_refused_and_costs_nothing(
         assert os.fstat(descriptor).st_blocks == 0
 
 
+def test_staging_memory_is_looked_at_once_however_many_frames_are_in_it(
+    server: LocalServer,
+    connect: Callable[[], Peer],
+    terms: pb.OpenSessionResponse,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size_bytes, looks, lseek = 16 << 20, [0], os.lseek
+
+    def counting(descriptor: int, offset: int, whence: int) -> int:
+        looks[0] += 1
+        return lseek(descriptor, offset, whence)
+
+    monkeypatch.setattr(dataplane, "WrittenPages", partial(WrittenPages, lseek=counting))
+    plane = server.node.data_plane
+    assert plane is not None
+    with staging(size_bytes=size_bytes, written=True) as descriptor:
+        assert connect().attach(terms, descriptor, size_bytes=size_bytes) is Reply.ok
+        for offset in range(0, size_bytes, mmap.PAGESIZE):
+            plane.check_written(terms.session_id, offset, mmap.PAGESIZE)
+    assert looks == [1]
+
+
+def test_nobody_waits_for_a_look_at_another_s_staging_memory(
+    server: LocalServer,
+    connect: Callable[[], Peer],
+    terms: pb.OpenSessionResponse,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, goes_on, lseek = threading.Event(), threading.Event(), os.lseek
+
+    def slow(descriptor: int, offset: int, whence: int) -> int:
+        looks.set()
+        assert goes_on.wait(20)
+        return lseek(descriptor, offset, whence)
+
+    plane = server.node.data_plane
+    assert plane is not None
+    monkeypatch.setattr(dataplane, "WrittenPages", partial(WrittenPages, lseek=slow))
+    with staging(written=True) as descriptor:
+        peer = connect()
+        assert peer.attach(terms, descriptor) is Reply.ok
+        check = (terms.session_id, 0, STAGING_BYTES)
+        thread = threading.Thread(target=plane.check_written, args=check)
+        thread.start()
+        try:
+            assert looks.wait(20)
+            other = open_session(server.dial())
+            assert connect().attach(other, descriptor) is Reply.ok
+            peer.close()  # its descriptor is looked at: closed behind that
+        finally:
+            goes_on.set()
+            thread.join()
+
+
 def test_what_was_written_to_staging_memory_cannot_be_taken_back() -> None:
     memory = StagingMemory(STAGING_BYTES)
     try:
         memory._memory[:] = 1
         written = os.fstat(memory.descriptor).st_blocks
-        assert shm.is_written(memory.descriptor, 0, memory.size_bytes)
+        assert os.lseek(memory.descriptor, 0, os.SEEK_HOLE) == memory.size_bytes
         libc = ctypes.CDLL(None, use_errno=True)
         length = ctypes.c_long(memory.size_bytes)
         assert libc.fallocate(memory.descriptor, _PUNCH_HOLE, ctypes.c_long(0), length) == -1
