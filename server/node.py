@@ -320,6 +320,7 @@ class Node:
             self.manager.tick()
             self.counters.add("expired_sessions", self.sessions.expire())
             self.counters.add("revoked_sessions", self.trust.tick())
+            self.events.tick()
             if self._http is not None:
                 self._http.tick()
             self._overload.tick()

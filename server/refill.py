@@ -6,6 +6,7 @@ it has elsewhere, too, some at a time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from kvstore.proto.errors import KVStoreError
@@ -28,7 +29,9 @@ class Refill:
     def __init__(self, transfers: Transfers, shelf: Shelf) -> None:
         self._transfers = transfers
         self._shelf = shelf
-        self._again: dict[ChunkKey, None] = {}
+        # What is asked for next, and whether it was missing before: the catalog then names no copy
+        # on the shelf any more, so that a walk would not come by it.
+        self._again: dict[ChunkKey, bool] = {}
         self._row = 0
         self._next_s = transfers.clock() + CHECK_S
         self._rests_until_s = 0.0
@@ -36,7 +39,7 @@ class Refill:
     def put_again(self, key: ChunkKey) -> None:
         """Have it asked for at the next tick: whoever put it was told that it is there."""
         if len(self._again) < MAX_AGAIN:
-            self._again[key] = None
+            self._again.setdefault(key, False)
 
     def tick(self) -> None:
         """Queue the next questions, if there are any. Called a few times a second."""
@@ -50,27 +53,48 @@ class Refill:
 
     def _check(self, *, walks: bool) -> bool:
         """Ask for some chunks, and copy some of those that are missing. Return whether any were."""
-        asked, self._again = dict(self._again), {}
+        again, self._again = self._again, {}
+        asked, row = dict(again), self._row
         if walks:
-            held, self._row = self._transfers.catalog.held_from(self._row)
-            asked.update(dict.fromkeys(one.key for one in held if one.tier == self._shelf.name))
-        missing = self._missing(list(asked))
+            held, row = self._transfers.catalog.held_from(row)
+            for one in held:
+                if one.tier == self._shelf.name:
+                    asked.setdefault(one.key, False)
+        try:
+            missing = self._missing(asked)
+        except KVStoreError:  # no answer; the walk goes on from where it was
+            self._queue(again)
+            self._rest()
+            raise
+        self._row = row
         for at, key in enumerate(missing):
             if at < MAX_COPIES and self._copy(key):
                 continue
-            for left in missing[at:]:
-                self.put_again(left)
+            self._queue({left: asked[left] for left in missing[at:]})
             break
         if missing:  # whatever took these took others, too
             self._next_s = self._transfers.clock()
         return bool(missing)
 
-    def _missing(self, keys: list[ChunkKey]) -> list[ChunkKey]:
-        """Return those of *keys* that are not on the shelf, and that this server has elsewhere."""
+    def _queue(self, asked: Mapping[ChunkKey, bool]) -> None:
+        """Have these asked for again, as far as there is room."""
+        for key, was_missing in asked.items():
+            if key in self._again or len(self._again) < MAX_AGAIN:
+                self._again[key] = was_missing or self._again.get(key, False)
+
+    def _rest(self) -> None:
+        """Ask for nothing for a while."""
+        self._rests_until_s = self._transfers.clock() + CHECK_S
+
+    def _missing(self, asked: Mapping[ChunkKey, bool]) -> list[ChunkKey]:
+        """Return what the shelf has lost of *asked*, and this server has elsewhere.
+
+        What never was on the shelf is not lost. *asked* says what was missing before.
+        """
         transfers = self._transfers
         here = {s.name for s in transfers.sources if s is not transfers.peers and not s.tier.shared}
-        holders = {key: set(transfers.catalog.holders(key)) for key in keys}
-        elsewhere = [key for key in keys if holders[key] & here]
+        holders = {key: set(transfers.catalog.holders(key)) for key in asked}
+        elsewhere = [key for key in asked if holders[key] & here]
         known = [key for key in elsewhere if self._shelf.name in holders[key]]
         found: dict[ChunkKey, ChunkInfo | None] = {}
 
@@ -80,7 +104,7 @@ class Refill:
 
         if known:
             self._shelf.guarded(work, "find")
-        return [key for key in elsewhere if found.get(key) is None]
+        return [k for k in elsewhere if found.get(k) is None and (k in found or asked[k])]
 
     def _copy(self, key: ChunkKey) -> bool:
         """Copy it if that is worth it. False where the shelf does not take it now."""
@@ -94,6 +118,7 @@ class Refill:
             transfers.copy_now(key, self._shelf)
         except KVStoreError:
             transfers.placement.given_up(name, key)
-            self._rests_until_s = transfers.clock() + CHECK_S
+            self._queue({key: True})
+            self._rest()
             return False
         return True

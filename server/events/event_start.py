@@ -40,6 +40,7 @@ class NodeEvents:
         self.desk: EventDesk | None = None
         self.publisher: EventPublisher | None = None
         self.addresses: list[str] = []
+        self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
         shelves = manager.transfers.shelves.values()
@@ -59,7 +60,9 @@ class NodeEvents:
         from kvstore.server.events.event_sockets import EventSockets, parse_readers
 
         path = config.events_readers
-        readers = None if path is None else WatchedFile((path,), parse_readers, frozenset[bytes])
+        if path is not None:
+            self._readers = WatchedFile((path,), parse_readers, frozenset[bytes])
+        readers = self._readers
         keys = None if readers is None else load_keys(config.zmq_keys)
         refused = partial(manager.counters.add, "zmq_refused_connections")
         sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
@@ -69,6 +72,11 @@ class NodeEvents:
         )
         public_key = keys.public.decode() if keys else ""
         logger.info("events are published", addresses=self.addresses, public_key=public_key)
+
+    def tick(self) -> None:
+        """Take in a file of readers that was replaced or deleted. Called a few times a second."""
+        if self._readers is not None:
+            self._readers.refresh()
 
     def is_alive(self) -> bool:
         """Whether the publisher's thread lives, if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -13,7 +13,8 @@ from simulation.tiers import SimRedis, no_faults
 from simulation.universe import Version
 
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.proto.types import ChunkInfo, ChunkKey, PutOutcome
+from kvstore.server.index import copies
 from kvstore.server.index.catalog import LeaseTerms
 from kvstore.server.manager import ManagerLimits
 from kvstore.server.node import TICK_S
@@ -208,6 +209,94 @@ def test_a_shared_tier_that_is_full_is_left_alone_between_attempts_to_fill_it_ag
         redis.capacity_bytes = TIER_BYTES
         ticks(core, CHECK_S)
         assert None not in redis.find(keys_of(versions))
+
+
+def finds_of(redis: SimRedis, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many keys each question from now on is for."""
+    find, asked = redis.find, []
+
+    def counted(keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        asked.append(len(keys))
+        return find(keys)
+
+    monkeypatch.setattr(redis, "find", counted)
+    return asked
+
+
+def test_what_admission_keeps_out_of_a_shared_tier_is_not_taken_for_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    redis = SimRedis(TIER_BYTES, no_faults())
+    with closing(Core([redis], clock=FakeClock(), slabs=48, admissions={"redis": "evict"})) as core:
+        session = core.open_session()
+        there, kept_out = prompt(2), prompt(4, seed=1)
+        core.put(session, [*there, *kept_out])
+        for version in there:
+            core.copy_down(version, "redis")
+        core.transfers.placement.limit_writes({"redis": 1}, core.counters)
+        asked = finds_of(redis, monkeypatch)
+        minutes = 2
+        for _ in range(round(60 * minutes / TICK_S)):
+            core.put(session, kept_out)
+            ticks(core, TICK_S)
+        assert len(asked) == 60 * minutes / CHECK_S
+        assert set(asked) == {len(there)}
+        assert redis.stats().chunks == len(there)
+
+
+def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_again() -> None:
+    redis = SimRedis(TIER_BYTES, no_faults())
+    with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
+        session, versions = core.open_session(), prompt(8)
+        core.transfers.placement.limit_writes({"redis": 24}, core.counters)
+        core.put(session, versions)
+        core.settle()
+        assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
+        for _ in range(5):
+            core.put(session, versions)
+            ticks(core, CHECK_S)
+        assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
+
+
+def test_what_was_to_be_asked_for_while_a_shared_tier_fails_over_is_asked_for_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copies, "HELD_ROWS", 2)  # the last is not walked by soon
+    with emptied(5) as (core, redis, versions):
+        for version in versions[1:4]:
+            redis.others_put(version.info, version.frame)
+        core.put(core.open_session(), versions[4:])
+        redis.faults.fail = 1.0
+        ticks(core, CHECK_S)
+        assert redis.faults.raised == 1, "it is left alone for a while"
+        ticks(core, CHECK_S)
+        assert redis.faults.raised == 2, "the first was asked for, too"
+        redis.faults.end()
+        ticks(core, 3 * TICK_S)
+        assert None not in redis.find(keys_of(versions))
+
+
+def test_what_was_missing_when_a_shared_tier_failed_over_is_copied_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with emptied(4) as (core, redis, versions):
+        find = redis.find
+
+        def then_fail(keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+            found = find(keys)
+            redis.faults.fail = 1.0
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(redis, "find", then_fail)
+            ticks(core, CHECK_S)
+        assert core.counters["failed_copies"] == 1
+        ticks(core, 3 * CHECK_S)
+        assert redis.stats().chunks == 0
+        redis.faults.end()
+        ticks(core, 2 * CHECK_S)
+        assert None not in redis.find(keys_of(versions))
+        assert core.counters["lost_chunks"] == 4
 
 
 def test_what_only_a_shared_tier_has_is_not_asked_for_and_stays_known() -> None:

@@ -397,6 +397,31 @@ def test_beyond_this_user_only_known_keys_hear_anything(
         assert Subscriber(context, server, **stranger).missed(0)
 
 
+def test_a_deleted_file_of_readers_lets_nobody_in_a_second_later(
+    make_server: ServerMaker, context: Sockets, tmp_path: Path
+) -> None:
+    known, secret = zmq.curve_keypair()
+    with key_file(tmp_path / "readers", known) as readers:
+        server = make_server(
+            *("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0", "--tiers", "cpu"),
+            *("--events-readers", str(readers), "--zmq-keys", str(tmp_path / "keys")),
+        )
+    server_key = zmq.curve_public((tmp_path / "keys" / "server.secret").read_bytes().strip())
+    ours = {"serverkey": server_key, "publickey": known, "secretkey": secret}
+    store(server.connect(), 1, 1)
+    assert eventually(lambda: bool(Subscriber(context, server, **ours).missed(0)))
+    readers.unlink()
+    time.sleep(1.0)  # what operations.md promises
+    revoked = context.socket(zmq.DEALER)
+    for name, value in ours.items():
+        setattr(revoked, f"curve_{name}", value)
+    revoked.connect(server.node.events.addresses[1])
+    revoked.send_multipart((b"", bytes(8)))
+    assert not revoked.poll(500), "the first to connect after the deletion"
+    with key_file(readers, known):
+        assert Subscriber(context, server, **ours).missed(0)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
