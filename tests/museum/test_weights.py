@@ -30,6 +30,7 @@ COMMIT = "8f2c1d4e" * 5
 NO_REVISIONS = ["main", "master", "HEAD", "latest", "COMMIT", "<commit>", "refs/heads/main"]
 UNSAID = ["", "main", "COMMIT", "v1.0", "step-500", "20260101"]
 PROMPT = random_ids(150, 96)
+OTHER = random_ids(100, 96, seed=1)
 
 
 def checkpoint(folder: Path, weights: bytes) -> str:
@@ -182,17 +183,77 @@ def test_lmdeploy_4917_after_weights_changed_nothing_older_is_loaded(
     assert connector(server, llama()).load(PROMPT)[1] == 149
 
 
-def test_lmdeploy_4917_a_cache_of_the_weights_before_is_not_stored(server: LocalServer) -> None:
-    """The same where the engine computes by itself, between ``load`` and ``save``."""
+def no_one(engine: Any) -> None:
+    """Leave it to ``save``."""
+
+
+def by_reset(engine: Any) -> None:
+    engine.reset()
+
+
+def by_load(engine: Any) -> None:
+    engine.load(OTHER)
+
+
+def by_generate(engine: Any) -> None:
+    engine.generate(OTHER, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("notices", [no_one, by_reset, by_load, by_generate])
+def test_lmdeploy_4917_a_cache_of_the_weights_before_is_not_stored(
+    server: LocalServer, notices: Callable[[Any], None]
+) -> None:
+    """The same where the engine computes by itself, between ``load`` and ``save``.
+
+    Nobody knows when a cache that the connector did not return was computed: none of them is
+    stored once the weights changed, whoever noticed it first.
+    """
     model = llama()
     engine = connector(server, model)
     cache = prefill(model, PROMPT)
     mine, _ = engine.load(PROMPT)
     logits(model, PROMPT, mine)
     scaled(model)
+    notices(engine)
     assert engine.save(PROMPT, cache) == 0
     assert engine.save(PROMPT, mine) == 0
-    assert engine.save(PROMPT, prefill(model, PROMPT)) == 3
+    assert engine.save(PROMPT, prefill(model, PROMPT)) == 0
+    new, hit_tokens = engine.load(PROMPT)
+    logits(model, PROMPT, new)
+    assert (hit_tokens, engine.save(PROMPT, new)) == (0, 3)
+
+
+def test_lmdeploy_4917_a_cache_that_generate_returned_is_stored_until_weights_change(
+    server: LocalServer,
+) -> None:
+    model = llama()
+    engine = connector(server, model)
+    scaled(model)
+    first, second = (
+        engine.generate(prompt, max_new_tokens=1).output.past_key_values
+        for prompt in (PROMPT, OTHER)
+    )
+    logits(model, OTHER, first)
+    logits(model, PROMPT, second)
+    assert engine.save(torch.cat([PROMPT, OTHER], 1), first) == 2
+    scaled(model)
+    engine.reset()
+    assert engine.save(torch.cat([OTHER, PROMPT], 1), second) == 0
+
+
+def test_lmdeploy_4917_a_cache_is_not_stored_under_a_name_that_was_given_twice(
+    server: LocalServer,
+) -> None:
+    """Weights that take turns: what is computed of the second is not known as the first's."""
+    model = llama()
+    engine = connector(server, model)
+    engine.reset("run-7f3a9c21-step-1")
+    cache, _ = engine.load(PROMPT)
+    scaled(model)
+    engine.reset("run-7f3a9c21-step-2")
+    logits(model, PROMPT, cache)
+    engine.reset("run-7f3a9c21-step-1")
+    assert engine.save(PROMPT, cache) == 0
 
 
 def test_nemo_rl_4018_engines_that_name_new_weights_share_what_is_of_them(
