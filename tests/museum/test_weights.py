@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +183,63 @@ def test_lmdeploy_4917_after_weights_changed_nothing_older_is_loaded(
     assert engine.load(PROMPT)[1] == 149
     # An engine that begins with the old weights is given those.
     assert connector(server, llama()).load(PROMPT)[1] == 149
+
+
+class Packed(torch.nn.Parameter):
+    """A weight of another class than torch's own, as bitsandbytes has."""
+
+
+class Wrapped(torch.Tensor):
+    """A weight that is made of others and has no address, as torchao has."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+        bare = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
+        found = call(*bare, **(named or {}))
+        return Wrapped(found) if call is torch.ops.aten.detach.default else found
+
+
+def wrapped(weight: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(Wrapped(weight), requires_grad=False)
+
+
+@pytest.mark.parametrize("make", [Packed, wrapped])
+def test_lmdeploy_4917_weights_of_a_quantisations_class_are_seen_to_be_replaced(
+    server: LocalServer, make: Callable[[torch.Tensor], torch.nn.Parameter]
+) -> None:
+    """The same where weights are of a class that is no Parameter of torch's own."""
+    model = llama()
+    engine = connector(server, model)
+    projection = model.model.layers[0].self_attn.v_proj
+    for seed in (5, 6):
+        # Twice, as the second may lie where the one before was.
+        for other in (7, seed):
+            projection.weight = make(llama(other).model.layers[0].self_attn.v_proj.weight.detach())
+        assert engine.load(PROMPT)[1] == 0
+        assert stored_tokens(engine, PROMPT) == plain_tokens(model, PROMPT)
+        assert engine.load(PROMPT)[1] == 149
+
+
+def test_weights_that_were_replaced_are_freed_before_the_next_prompt(server: LocalServer) -> None:
+    model = llama()
+    projection = model.model.layers[0].self_attn.v_proj
+    memory = projection.weight.detach().numpy().copy()
+    projection.weight = torch.nn.Parameter(torch.from_numpy(memory))
+    engine = connector(server, model)
+    engine.load(PROMPT)
+    is_there = weakref.ref(memory)
+    del memory
+    replaced(model)
+    del projection
+    gc.collect()
+    assert is_there() is None
 
 
 def no_one(engine: Any) -> None:
