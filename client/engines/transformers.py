@@ -164,6 +164,13 @@ class TransformersConnector(Connector):
                 self._changed()
             return self._now
 
+    def _is_still(self, weights: _Weights, cache: Cache) -> bool:
+        """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
+        is_still = self._follow() == weights
+        if is_still:
+            self._made_of[cache] = weights
+        return is_still
+
     def load(self, input_ids: Any, extra: Sequence[bytes] = ()) -> tuple[DynamicCache, int]:
         """Return a cache with the longest stored prefix, and how many tokens it holds.
 
@@ -300,31 +307,34 @@ class TransformersConnector(Connector):
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
         weights = self._follow()
-        names = weights.named(extra)
         if len(prompts) > 1:
-            return self._generate_batch(ids, prompts, stated, names)
-        found = self._generate_one(ids[:, -len(prompts[0]) :], stated, names)
-        cache = found.output.past_key_values
-        assert cache is not None
-        self._made_of[cache] = weights
-        return found
+            return self._generate_batch(ids, prompts, stated, weights, extra)
+        return self._generate_one(ids[:, -len(prompts[0]) :], stated, weights, extra)
 
     def _generate_one(
-        self, input_ids: torch.Tensor, settings: GenerationConfig, extra: Sequence[bytes]
+        self,
+        input_ids: torch.Tensor,
+        settings: GenerationConfig,
+        weights: _Weights,
+        extra: Sequence[bytes],
     ) -> Generation:
         tokens: list[int] = input_ids[0].tolist()
+        extra = weights.named(extra)
         loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), extra)
         cache, prefix = loaded.cache, loaded.prefix
         chunk_tokens = self.client.options.chunk_tokens
         watch = Watch(cache, self._shape, chunk_tokens)
         output = self._run(input_ids, settings, cache, [watch] if self._shape.has_ends else [])
+        found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
+        if not self._is_still(weights, cache):
+            return found
         sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
         taken = [*loaded.snapshots, *watch.snapshots]
         self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, extra, taken)
         if len(sequence) > len(tokens):
             stored = len(tokens) // chunk_tokens * chunk_tokens
             self._save(sequence, cache, stored, extra, taken)
-        return Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
+        return found
 
     def _new_cache(self, settings: GenerationConfig, prompt_tokens: int) -> Cache:
         if settings.cache_implementation != "static":
@@ -374,6 +384,7 @@ class TransformersConnector(Connector):
         input_ids: torch.Tensor,
         prompts: Sequence[Sequence[int]],
         settings: GenerationConfig,
+        weights: _Weights,
         extra: Sequence[bytes],
     ) -> Generation:
         """Compute each prompt to its last token by itself, then generate from all together."""
@@ -381,7 +392,7 @@ class TransformersConnector(Connector):
             fix = "rows of different prefixes are joined in a dynamic cache"
             raise InvalidRequestError("cache_implementation", "static", fix)
         settings.cache_implementation = None
-        loaded = [self._computed(tokens, extra) for tokens in prompts]
+        loaded = [self._computed(tokens, weights, extra) for tokens in prompts]
         cache = joined(
             [one.cache for one in loaded], self._shape, self._model.config, self._model.device
         )
@@ -392,19 +403,22 @@ class TransformersConnector(Connector):
             for number, (tokens, one) in enumerate(zip(prompts, loaded, strict=True))
         ]
         output = self._run(input_ids, settings, cache, [], mask_of(input_ids, rows))
-        if not self._shape.has_ends:
-            self._save_rows(output, cache, rows, extra)
+        if not self._shape.has_ends and self._is_still(weights, cache):
+            self._save_rows(output, cache, rows, weights.named(extra))
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 
-    def _computed(self, tokens: Sequence[int], extra: Sequence[bytes]) -> _Loaded:
+    def _computed(
+        self, tokens: Sequence[int], weights: _Weights, extra: Sequence[bytes]
+    ) -> _Loaded:
         """Return the cache of a prompt but for its last token; what is new of it is stored."""
+        extra = weights.named(extra)
         loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), extra)
         last = len(tokens) - 1
         if length(loaded.cache, self._shape) < last:
             ids = torch.tensor([tokens], device=self._model.device)
             prefill(self._model, ids, loaded.cache, self._shape, [last])
-        if self._shape.has_ends:
+        if self._shape.has_ends and self._is_still(weights, loaded.cache):
             stored = loaded.prefix.stored_tokens
             self._save(tokens[:last], loaded.cache, stored, extra, loaded.snapshots)
         return loaded

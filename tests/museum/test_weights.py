@@ -16,7 +16,7 @@ import torch
 from local_server import LocalServer
 from prompts import SMALL
 from torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, stored_tokens
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
 from kvstore.client.engines import vllm_identity
@@ -183,6 +183,42 @@ def test_lmdeploy_4917_after_weights_changed_nothing_older_is_loaded(
     assert engine.load(PROMPT)[1] == 149
     # An engine that begins with the old weights is given those.
     assert connector(server, llama()).load(PROMPT)[1] == 149
+
+
+def windowed() -> Any:
+    torch.manual_seed(3)
+    config = MistralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=40,
+    )  # fmt: skip
+    model: Any = MistralForCausalLM(config)
+    return model.eval()
+
+
+@pytest.mark.parametrize("make", [llama, windowed])
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_lmdeploy_4917_what_is_computed_while_weights_change_is_not_stored(
+    server: LocalServer, make: Callable[[], Any], prompts: int
+) -> None:
+    """The same where a trainer writes while ``generate`` runs: KV of both was stored."""
+    model = make()
+    engine = connector(server, model)
+
+    def train(*_: Any) -> None:
+        hook.remove()
+        scaled(model)
+
+    hook = model.model.layers[0].register_forward_pre_hook(train)
+    generated = engine.generate(PROMPT.repeat(prompts, 1), max_new_tokens=2)
+    fresh = connector(server, make())
+    assert (generated.hit_tokens, fresh.load(PROMPT)[1]) == (0, 0)
+    cache = generated.output.past_key_values
+    assert prompts > 1 or engine.save(PROMPT, cache) == 0
+    # What is computed without a change is stored.
+    fresh.generate(PROMPT.repeat(prompts, 1), max_new_tokens=2)
+    assert fresh.load(PROMPT)[1] >= 128
+    engine.generate(PROMPT.repeat(prompts, 1), max_new_tokens=2)
+    assert engine.load(PROMPT)[1] >= 128
 
 
 class Packed(torch.nn.Parameter):
