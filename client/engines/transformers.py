@@ -71,6 +71,21 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class _Weights:
+    """The weights of a moment: what names them beside the client's identity, and the changes."""
+
+    name: bytes = b""
+    changes: int = 0
+    """Since the connector's birth: a name may come again, and what was computed between not."""
+
+    def named(self, extra: Sequence[bytes]) -> Sequence[bytes]:
+        return [self.name, *extra] if self.name else extra
+
+
+_AT_BIRTH = _Weights()
+
+
+@dataclass(frozen=True, slots=True)
 class _Loaded:
     """A cache with a prefix, what is known of it, and what it had of its end on the way."""
 
@@ -114,8 +129,8 @@ class TransformersConnector(Connector):
         )
         self._model = model
         self._watch = WeightsWatch(model)
-        self._epoch = b""
-        self._loaded_in: WeakKeyDictionary[Cache, bytes] = WeakKeyDictionary()
+        self._now = _AT_BIRTH
+        self._made_of: WeakKeyDictionary[Cache, _Weights] = WeakKeyDictionary()
         self._weights = threading.Lock()  # guards the two fields above it
         device = device or _device_of(model)
         self._staging: Staging | None = None
@@ -136,15 +151,25 @@ class TransformersConnector(Connector):
             raise InvalidRequestError("revision", revision, fix)
         with self._weights:
             self._watch.has_changed()
-            self._epoch = b"weights:" + (revision.encode() if revision else os.urandom(EPOCH_BYTES))
+            self._changed(revision)
 
-    def _follow(self) -> tuple[bytes, bool]:
-        """Return what names the weights beside the client's identity, and whether they are new."""
+    def _changed(self, revision: str | None = None) -> None:
+        name = revision.encode() if revision else os.urandom(EPOCH_BYTES)
+        self._now = _Weights(b"weights:" + name, self._now.changes + 1)
+
+    def _follow(self) -> _Weights:
+        """Look at the weights, and return which they are now."""
         with self._weights:
-            is_new = self._watch.has_changed()
-            if is_new:
-                self._epoch = b"weights:" + os.urandom(EPOCH_BYTES)
-            return self._epoch, is_new
+            if self._watch.has_changed():
+                self._changed()
+            return self._now
+
+    def _is_still(self, weights: _Weights, cache: Cache) -> bool:
+        """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
+        is_still = self._follow() == weights
+        if is_still:
+            self._made_of[cache] = weights
+        return is_still
 
     def load(self, input_ids: Any, extra: Sequence[bytes] = ()) -> tuple[DynamicCache, int]:
         """Return a cache with the longest stored prefix, and how many tokens it holds.
@@ -155,9 +180,9 @@ class TransformersConnector(Connector):
         """
         tokens = _prompt(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
-        epoch, _ = self._follow()
-        self._loaded_in[cache] = epoch
-        prefix = self._load_into(cache, tokens, _named(epoch, extra))
+        weights = self._follow()
+        self._made_of[cache] = weights
+        prefix = self._load_into(cache, tokens, weights.named(extra))
         return cache, prefix.hit_tokens
 
     def _load_into(self, cache: Cache, tokens: Sequence[int], extra: Sequence[bytes]) -> Prefix:
@@ -203,7 +228,8 @@ class TransformersConnector(Connector):
 
         *from_token*: what ``load`` said is stored. Windows and states are stored of the last
         chunk's end, if the cache ends there. Nothing is stored of a cache that may be of weights
-        which changed since. Raises RepresentationError for a cache of another kind.
+        which changed since: once they changed, only of those that ``load`` and ``generate``
+        returned since then. Raises RepresentationError for a cache of another kind.
         """
         tokens = _prompt(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
@@ -214,11 +240,11 @@ class TransformersConnector(Connector):
         rows = {int(layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
-        epoch, is_new = self._follow()
-        if is_new or self._loaded_in.get(cache, epoch) != epoch:
+        weights = self._follow()
+        if self._made_of.get(cache, _AT_BIRTH) != weights:
             return 0
         taken = [Snapshot.of(cache, self._shape)]
-        return self._save(tokens, cache, from_token, _named(epoch, extra), taken)
+        return self._save(tokens, cache, from_token, weights.named(extra), taken)
 
     @override
     def store_chunks(
@@ -280,27 +306,35 @@ class TransformersConnector(Connector):
         stated = _settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
-        names = _named(self._follow()[0], extra)
+        weights = self._follow()
         if len(prompts) > 1:
-            return self._generate_batch(ids, prompts, stated, names)
-        return self._generate_one(ids[:, -len(prompts[0]) :], stated, names)
+            return self._generate_batch(ids, prompts, stated, weights, extra)
+        return self._generate_one(ids[:, -len(prompts[0]) :], stated, weights, extra)
 
     def _generate_one(
-        self, input_ids: torch.Tensor, settings: GenerationConfig, extra: Sequence[bytes]
+        self,
+        input_ids: torch.Tensor,
+        settings: GenerationConfig,
+        weights: _Weights,
+        extra: Sequence[bytes],
     ) -> Generation:
         tokens: list[int] = input_ids[0].tolist()
+        extra = weights.named(extra)
         loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), extra)
         cache, prefix = loaded.cache, loaded.prefix
         chunk_tokens = self.client.options.chunk_tokens
         watch = Watch(cache, self._shape, chunk_tokens)
         output = self._run(input_ids, settings, cache, [watch] if self._shape.has_ends else [])
+        found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
+        if not self._is_still(weights, cache):
+            return found
         sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
         taken = [*loaded.snapshots, *watch.snapshots]
         self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, extra, taken)
         if len(sequence) > len(tokens):
             stored = len(tokens) // chunk_tokens * chunk_tokens
             self._save(sequence, cache, stored, extra, taken)
-        return Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
+        return found
 
     def _new_cache(self, settings: GenerationConfig, prompt_tokens: int) -> Cache:
         if settings.cache_implementation != "static":
@@ -350,6 +384,7 @@ class TransformersConnector(Connector):
         input_ids: torch.Tensor,
         prompts: Sequence[Sequence[int]],
         settings: GenerationConfig,
+        weights: _Weights,
         extra: Sequence[bytes],
     ) -> Generation:
         """Compute each prompt to its last token by itself, then generate from all together."""
@@ -357,7 +392,7 @@ class TransformersConnector(Connector):
             fix = "rows of different prefixes are joined in a dynamic cache"
             raise InvalidRequestError("cache_implementation", "static", fix)
         settings.cache_implementation = None
-        loaded = [self._computed(tokens, extra) for tokens in prompts]
+        loaded = [self._computed(tokens, weights, extra) for tokens in prompts]
         cache = joined(
             [one.cache for one in loaded], self._shape, self._model.config, self._model.device
         )
@@ -368,19 +403,22 @@ class TransformersConnector(Connector):
             for number, (tokens, one) in enumerate(zip(prompts, loaded, strict=True))
         ]
         output = self._run(input_ids, settings, cache, [], mask_of(input_ids, rows))
-        if not self._shape.has_ends:
-            self._save_rows(output, cache, rows, extra)
+        if not self._shape.has_ends and self._is_still(weights, cache):
+            self._save_rows(output, cache, rows, weights.named(extra))
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 
-    def _computed(self, tokens: Sequence[int], extra: Sequence[bytes]) -> _Loaded:
+    def _computed(
+        self, tokens: Sequence[int], weights: _Weights, extra: Sequence[bytes]
+    ) -> _Loaded:
         """Return the cache of a prompt but for its last token; what is new of it is stored."""
+        extra = weights.named(extra)
         loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), extra)
         last = len(tokens) - 1
         if length(loaded.cache, self._shape) < last:
             ids = torch.tensor([tokens], device=self._model.device)
             prefill(self._model, ids, loaded.cache, self._shape, [last])
-        if self._shape.has_ends:
+        if self._shape.has_ends and self._is_still(weights, loaded.cache):
             stored = loaded.prefix.stored_tokens
             self._save(tokens[:last], loaded.cache, stored, extra, loaded.snapshots)
         return loaded
@@ -402,10 +440,6 @@ class TransformersConnector(Connector):
             stored = len(row.prompt) // chunk_tokens * chunk_tokens
             if len(tokens) > len(row.prompt):
                 self.store_chunks(tokens, source.tensors, stored, extra)
-
-
-def _named(epoch: bytes, extra: Sequence[bytes]) -> Sequence[bytes]:
-    return [epoch, *extra] if epoch else extra
 
 
 def _device_of(model: PreTrainedModel) -> Device | None:

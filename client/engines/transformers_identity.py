@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
+from torch.utils.weak import WeakIdRef
 from transformers import (
     Cache,
     DynamicCache,
@@ -151,13 +151,11 @@ class WeightsWatch:
     """Notices that the weights of a model are not those it saw last. Not thread-safe.
 
     torch counts what is written to a tensor in place, but for writes through ``.data``: those are
-    seen by a few elements of each tensor.
+    seen by a few elements of each tensor of torch's own classes. Keeps no weights alive.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._places: list[int] = []
-        self._looked_at: list[list[torch.Tensor]] = []
         self._seen = self._mark()
 
     def has_changed(self) -> bool:
@@ -166,17 +164,18 @@ class WeightsWatch:
         return before != self._seen
 
     def _mark(self) -> tuple[Any, ...]:
-        # A quantisation's own classes of tensors are replaced, not written to.
-        tensors = [t for t in self._tensors() if type(t) in (torch.Tensor, torch.nn.Parameter)]
-        places = [tensor.data_ptr() for tensor in tensors]
+        tensors = list(self._tensors())
+        # Memory that was freed is given out again, so an address alone is not enough.
+        objects = [WeakIdRef(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
+        places = [_address(tensor) for tensor in tensors]
         versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-        if places != self._places:
-            dense = [t.detach() for t in tensors if t.numel() and t.is_contiguous()]
-            alike = groupby(dense, lambda tensor: tensor.dtype)
-            self._looked_at = [[_some(t, WATCHED) for t in some] for _, some in alike]
-            self._places = places
-        elements = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in self._looked_at]
-        return (*places, *versions, *(some.tobytes() for some in elements))
+        alike: dict[torch.dtype, list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for tensor in tensors:
+                if _is_plain(tensor):
+                    alike.setdefault(tensor.dtype, []).append(_looked_at(tensor))
+            elements = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in alike.values()]
+        return (*objects, *places, *versions, *(some.tobytes() for some in elements))
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self._model.parameters()
@@ -184,6 +183,26 @@ class WeightsWatch:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield buffer
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it is made of others, as some quantisations' are
+        return 0
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the elements lie in memory as they are; those of a quantisation may not."""
+    is_own = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_own and tensor.numel() > 0 and tensor.is_contiguous()
+
+
+def _looked_at(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.numel()
+    # One call of torch, not the four of _some: there are hundreds of tensors before each prompt.
+    step = max(1, size // WATCHED)
+    return tensor.as_strided((min(size, WATCHED),), (step,), tensor.storage_offset())
 
 
 def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from local_server import LocalServer
 from prompts import SMALL
 from torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, stored_tokens
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
 from kvstore.client.engines import vllm_identity
@@ -30,6 +32,7 @@ COMMIT = "8f2c1d4e" * 5
 NO_REVISIONS = ["main", "master", "HEAD", "latest", "COMMIT", "<commit>", "refs/heads/main"]
 UNSAID = ["", "main", "COMMIT", "v1.0", "step-500", "20260101"]
 PROMPT = random_ids(150, 96)
+OTHER = random_ids(100, 96, seed=1)
 
 
 def checkpoint(folder: Path, weights: bytes) -> str:
@@ -182,17 +185,170 @@ def test_lmdeploy_4917_after_weights_changed_nothing_older_is_loaded(
     assert connector(server, llama()).load(PROMPT)[1] == 149
 
 
-def test_lmdeploy_4917_a_cache_of_the_weights_before_is_not_stored(server: LocalServer) -> None:
-    """The same where the engine computes by itself, between ``load`` and ``save``."""
+def windowed() -> Any:
+    torch.manual_seed(3)
+    config = MistralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=40,
+    )  # fmt: skip
+    model: Any = MistralForCausalLM(config)
+    return model.eval()
+
+
+@pytest.mark.parametrize("make", [llama, windowed])
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_lmdeploy_4917_what_is_computed_while_weights_change_is_not_stored(
+    server: LocalServer, make: Callable[[], Any], prompts: int
+) -> None:
+    """The same where a trainer writes while ``generate`` runs: KV of both was stored."""
+    model = make()
+    engine = connector(server, model)
+
+    def train(*_: Any) -> None:
+        hook.remove()
+        scaled(model)
+
+    hook = model.model.layers[0].register_forward_pre_hook(train)
+    generated = engine.generate(PROMPT.repeat(prompts, 1), max_new_tokens=2)
+    fresh = connector(server, make())
+    assert (generated.hit_tokens, fresh.load(PROMPT)[1]) == (0, 0)
+    cache = generated.output.past_key_values
+    assert prompts > 1 or engine.save(PROMPT, cache) == 0
+    # What is computed without a change is stored.
+    fresh.generate(PROMPT.repeat(prompts, 1), max_new_tokens=2)
+    assert fresh.load(PROMPT)[1] >= 128
+    engine.generate(PROMPT.repeat(prompts, 1), max_new_tokens=2)
+    assert engine.load(PROMPT)[1] >= 128
+
+
+class Packed(torch.nn.Parameter):
+    """A weight of another class than torch's own, as bitsandbytes has."""
+
+
+class Wrapped(torch.Tensor):
+    """A weight that is made of others and has no address, as torchao has."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+        bare = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
+        found = call(*bare, **(named or {}))
+        return Wrapped(found) if call is torch.ops.aten.detach.default else found
+
+
+def wrapped(weight: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(Wrapped(weight), requires_grad=False)
+
+
+@pytest.mark.parametrize("make", [Packed, wrapped])
+def test_lmdeploy_4917_weights_of_a_quantisations_class_are_seen_to_be_replaced(
+    server: LocalServer, make: Callable[[torch.Tensor], torch.nn.Parameter]
+) -> None:
+    """The same where weights are of a class that is no Parameter of torch's own."""
+    model = llama()
+    engine = connector(server, model)
+    projection = model.model.layers[0].self_attn.v_proj
+    for seed in (5, 6):
+        # Twice, as the second may lie where the one before was.
+        for other in (7, seed):
+            projection.weight = make(llama(other).model.layers[0].self_attn.v_proj.weight.detach())
+        assert engine.load(PROMPT)[1] == 0
+        assert stored_tokens(engine, PROMPT) == plain_tokens(model, PROMPT)
+        assert engine.load(PROMPT)[1] == 149
+
+
+def test_weights_that_were_replaced_are_freed_before_the_next_prompt(server: LocalServer) -> None:
+    model = llama()
+    projection = model.model.layers[0].self_attn.v_proj
+    memory = projection.weight.detach().numpy().copy()
+    projection.weight = torch.nn.Parameter(torch.from_numpy(memory))
+    engine = connector(server, model)
+    engine.load(PROMPT)
+    is_there = weakref.ref(memory)
+    del memory
+    replaced(model)
+    del projection
+    gc.collect()
+    assert is_there() is None
+
+
+def no_one(engine: Any) -> None:
+    """Leave it to ``save``."""
+
+
+def by_reset(engine: Any) -> None:
+    engine.reset()
+
+
+def by_load(engine: Any) -> None:
+    engine.load(OTHER)
+
+
+def by_generate(engine: Any) -> None:
+    engine.generate(OTHER, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("notices", [no_one, by_reset, by_load, by_generate])
+def test_lmdeploy_4917_a_cache_of_the_weights_before_is_not_stored(
+    server: LocalServer, notices: Callable[[Any], None]
+) -> None:
+    """The same where the engine computes by itself, between ``load`` and ``save``.
+
+    Nobody knows when a cache that the connector did not return was computed: none of them is
+    stored once the weights changed, whoever noticed it first.
+    """
     model = llama()
     engine = connector(server, model)
     cache = prefill(model, PROMPT)
     mine, _ = engine.load(PROMPT)
     logits(model, PROMPT, mine)
     scaled(model)
+    notices(engine)
     assert engine.save(PROMPT, cache) == 0
     assert engine.save(PROMPT, mine) == 0
-    assert engine.save(PROMPT, prefill(model, PROMPT)) == 3
+    assert engine.save(PROMPT, prefill(model, PROMPT)) == 0
+    new, hit_tokens = engine.load(PROMPT)
+    logits(model, PROMPT, new)
+    assert (hit_tokens, engine.save(PROMPT, new)) == (0, 3)
+
+
+def test_lmdeploy_4917_a_cache_that_generate_returned_is_stored_until_weights_change(
+    server: LocalServer,
+) -> None:
+    model = llama()
+    engine = connector(server, model)
+    scaled(model)
+    first, second = (
+        engine.generate(prompt, max_new_tokens=1).output.past_key_values
+        for prompt in (PROMPT, OTHER)
+    )
+    logits(model, OTHER, first)
+    logits(model, PROMPT, second)
+    assert engine.save(torch.cat([PROMPT, OTHER], 1), first) == 2
+    scaled(model)
+    engine.reset()
+    assert engine.save(torch.cat([OTHER, PROMPT], 1), second) == 0
+
+
+def test_lmdeploy_4917_a_cache_is_not_stored_under_a_name_that_was_given_twice(
+    server: LocalServer,
+) -> None:
+    """Weights that take turns: what is computed of the second is not known as the first's."""
+    model = llama()
+    engine = connector(server, model)
+    engine.reset("run-7f3a9c21-step-1")
+    cache, _ = engine.load(PROMPT)
+    scaled(model)
+    engine.reset("run-7f3a9c21-step-2")
+    logits(model, PROMPT, cache)
+    engine.reset("run-7f3a9c21-step-1")
+    assert engine.save(PROMPT, cache) == 0
 
 
 def test_nemo_rl_4018_engines_that_name_new_weights_share_what_is_of_them(
