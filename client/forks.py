@@ -67,13 +67,18 @@ class Forks:
     # --- calls of gRPC
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Enter to make a call that ends within WAITED_FOR_MS. Waits while the process forks."""
+    def calling(self, within_s: float) -> Iterator[None]:
+        """Enter to make a call that ends within WAITED_FOR_MS.
+
+        Waits while the process forks, so what is left of a deadline is known inside. Raises
+        DeadlineError when it still forks after *within_s*.
+        """
         with self._changed:
             if self._is_grpc_lost:
                 fix = "a call ran when this process was forked: start it by spawn or forkserver"
                 raise TierUnavailableError("server", f"gRPC cannot be used here, as {fix}")
-            self._changed.wait_for(lambda: not self._forking, _HELD_S)
+            if not self._changed.wait_for(lambda: not self._forking, min(within_s, _HELD_S)):
+                raise DeadlineError("no call could be made in time, as the process forks")
             self._running += 1
             changed = self._changed
         try:
@@ -83,9 +88,12 @@ class Forks:
                 self._running -= 1
                 changed.notify_all()
 
-    def begin(self, make: Callable[[], Any]) -> Any:
-        """Return the call that *make* begins; a fork ends it. Pair with ``end``."""
-        with self.calling():
+    def begin(self, make: Callable[[], Any], within_s: float) -> Any:
+        """Return the call that *make* begins; a fork ends it. Pair with ``end``.
+
+        Waits as ``calling`` does.
+        """
+        with self.calling(within_s):
             call = make()
             with self._changed:
                 self._endable.add(call)
