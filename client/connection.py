@@ -201,12 +201,14 @@ class Connection:
         FORKS.end(call)
 
     def answers(self, within_s: float) -> bool:
-        """Whether the server says anything within so many seconds; a refusal is as good.
+        """Whether the server says anything within so many seconds, of which it has no more than
+        a fork waits for; a refusal is as good.
 
         One that cannot be reached is not waited for either: its calls say so themselves. A fork
         may take as long before it: that says nothing of the server, which has all of its time.
         """
         FORKS.check(self._process, "the connection")
+        within_s = min(within_s, WAITED_FOR_MS / 1000)
         try:
             with FORKS.calling(within_s):
                 self._channel.unary_unary(_NO_METHOD, None, None)(b"", timeout=within_s)
