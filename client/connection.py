@@ -76,7 +76,7 @@ class Connection:
         self._mending: Any = None
         self._streams: set[Any] = set()
         self._retries = _RETRIES_IN_CHILD if FORKS.is_child else 0
-        self._lock = threading.Lock()  # guards the two above
+        self._lock = threading.Lock()  # guards _mending, _streams and _retries
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
@@ -110,9 +110,12 @@ class Connection:
             try:
                 return work()
             except grpc.RpcError as error:
-                if not self._retries or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
-                self._retries -= 1
+                with self._lock:
+                    if self._retries <= 0:
+                        raise
+                    self._retries -= 1
 
     def _ended_call(self, make: Callable[[], Any], within_s: float) -> Any:
         """Return the reply of the call that *make* begins, and that a fork may end."""
