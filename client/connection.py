@@ -164,15 +164,24 @@ class Connection:
         finally:
             self.end_stream(call)
 
-    def begin_stream(self, method: str, request: Any, deadline_ms: int) -> Any:
-        """Call *method*; ``next_of`` what is returned are its replies. Pair with ``end_stream``."""
+    def begin_stream(
+        self, method: str, request: Any, deadline_ms: int, *, is_idle: bool = False
+    ) -> Any:
+        """Call *method*; ``next_of`` what is returned are its replies. Pair with ``end_stream``.
+
+        A stream that is idle waits for what may never come: a fork ends it at once.
+        """
         FORKS.check(self._process, "the connection")
         self.gate.check()
         left_s = self._left_s(deadline_ms)
         metadata = traced(self._bearer.metadata())
         verb = getattr(self._stub, method)
         try:
-            call = FORKS.begin(lambda: verb(request, timeout=left_s(), metadata=metadata), left_s())
+            call = FORKS.begin(
+                lambda: verb(request, timeout=left_s(), metadata=metadata),
+                left_s(),
+                is_idle=is_idle,
+            )
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
         with self._lock:
@@ -260,6 +269,7 @@ class Connection:
                         pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True, metadata=metadata
                     ),
                     within_s=0.0,  # while the process forks the next call that fails does it
+                    is_idle=True,
                 )
             except (ValueError, KVStoreError):  # closed meanwhile, in a child, or it forks
                 return

@@ -49,6 +49,7 @@ class Forks:
         self._forking = 0
         self._running = 0
         self._endable: set[Any] = set()
+        self._idle: set[Any] = set()
         self._ended: set[Any] = set()
         self._left_at = 0.0
         """When a call was last ended early, in monotonic seconds."""
@@ -88,15 +89,16 @@ class Forks:
                 self._running -= 1
                 changed.notify_all()
 
-    def begin(self, make: Callable[[], Any], within_s: float) -> Any:
+    def begin(self, make: Callable[[], Any], within_s: float, *, is_idle: bool = False) -> Any:
         """Return the call that *make* begins; a fork ends it. Pair with ``end``.
 
-        Waits as ``calling`` does.
+        Waits as ``calling`` does. One that is idle waits for what may never come: a fork ends it
+        at once, as it would not end by itself.
         """
         with self.calling(within_s):
             call = make()
             with self._changed:
-                self._endable.add(call)
+                (self._idle if is_idle else self._endable).add(call)
         return call
 
     def end(self, call: Any) -> None:
@@ -105,6 +107,7 @@ class Forks:
         call.cancel()
         with self._changed:
             self._endable.discard(call)
+            self._idle.discard(call)
             self._ended.discard(call)
             if is_early:
                 self._left_at = time.monotonic()
@@ -120,19 +123,25 @@ class Forks:
         """Hold up new calls, and have those that run come to their end."""
         with self._changed:
             self._forking += 1
+        self._cancel(self._idle)
+        with self._changed:
             is_quiet = self._changed.wait_for(self._is_quiet, GRACE_S)
-            calls = list(self._endable)
-            self._ended.update(calls)
-        for call in calls:
-            if call.is_active():
-                call.cancel()
-                self._left_at = time.monotonic()
+        self._cancel(self._endable)
         with self._changed:
             is_quiet = is_quiet or self._changed.wait_for(
                 lambda: not self._running, _ENDED_WITHIN_S
             )
         self._was_quiet = is_quiet
         time.sleep(max(0.0, self._left_at + _LEAVING_S - time.monotonic()))
+
+    def _cancel(self, calls: set[Any]) -> None:
+        with self._changed:
+            some = list(calls)
+            self._ended.update(some)
+        for call in some:
+            if call.is_active():
+                call.cancel()
+                self._left_at = time.monotonic()
 
     def _is_quiet(self) -> bool:
         return not self._running and not self._endable

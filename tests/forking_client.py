@@ -27,6 +27,7 @@ from prompts import SMALL, tensors_of, tokens
 from kvstore.client import AsyncClient, Chunk, Client, ClientOptions, PlannedChunk
 from kvstore.client.client import parents
 from kvstore.client.connection import Connection
+from kvstore.client.forks import GRACE_S
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -391,6 +392,24 @@ def dropped(address: str, transport: str) -> list[str]:
         time.sleep(0.02)
 
 
+def followed(address: str, transport: str) -> list[str]:
+    """The process forks while it follows events, which never end by themselves."""
+    client = Client(address, SMALL, options(transport))
+    took_s = []
+    with client.events() as stream:
+        next(stream)
+        for seed in range(410, 413):
+            began = time.monotonic()
+            child = os.fork() or os._exit(0)
+            took_s.append(time.monotonic() - began)
+            os.waitpid(child, 0)
+            keys, chunks = prompt(client, seed)
+            client.put(chunks)
+            while not any(event.key == keys[0] for event in next(stream).events):
+                pass
+    return [f"forks took {took_s} s"] * (min(took_s) >= GRACE_S)
+
+
 def late(address: str, transport: str) -> list[str]:
     """The process forks for as long as a call to a silent server lasts; another has 300 ms."""
     limits = ClientOptions(transport, chunk_tokens=16, deadline_ms=300)  # type: ignore[arg-type]
@@ -423,7 +442,18 @@ def suppressed(work: Callable[[], Any]) -> None:
 
 SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
     work.__name__: work
-    for work in (twice, generations, busy, held, late, methods, loader, connector, dropped)
+    for work in (
+        twice,
+        generations,
+        busy,
+        held,
+        followed,
+        late,
+        methods,
+        loader,
+        connector,
+        dropped,
+    )
 }
 
 if __name__ == "__main__":

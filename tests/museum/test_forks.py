@@ -87,6 +87,11 @@ def test_grpc_13464_a_call_that_a_fork_holds_up_ends_by_its_deadline(
     assert faults_of(server, "late", "grpc") == []
 
 
+def test_grpc_13464_a_fork_does_not_wait_for_a_stream_of_events(server: ServerProcess) -> None:
+    """It never ends by itself, and no call was made for as long as the fork waited."""
+    assert faults_of(server, "followed", "grpc") == []
+
+
 def test_grpc_13464_a_hung_server_is_asked_for_no_longer_than_a_fork_waits(
     server: ServerProcess,
 ) -> None:
