@@ -146,7 +146,9 @@ class JoinedFeed(LayerFeed):
         self._limit = limit
         self._open: list[LayerFeed] = []
         self._numbers: list[tuple[LayerFeed, int]] = []
-        """By the number of a range, whose it is and its number there."""
+        """By the number of a range, whose it is and its number there. Empty for a single feed,
+        which has the same numbers.
+        """
 
     @override
     def headers(self) -> list[Opened]:
@@ -156,7 +158,7 @@ class JoinedFeed(LayerFeed):
                 self._open.append(self._stack.enter_context(feed))
                 some = self._open[-1].headers()
                 first = len(found)
-                found += [replace(one, index=first + one.index) for one in some]
+                found += [replace(one, index=first + one.index) for one in some] if first else some
                 if len(some) < self._limit:
                     break
         except (DeadlineError, TierUnavailableError):
@@ -166,6 +168,9 @@ class JoinedFeed(LayerFeed):
 
     @override
     def expect(self, plan: Sequence[Range]) -> None:
+        if len(self._open) == 1:
+            self._open[0].expect(plan)
+            return
         parts: list[list[Range]] = [[] for _ in self._open]
         for wanted in plan:
             number, chunk = divmod(wanted.chunk, self._limit)
@@ -176,6 +181,8 @@ class JoinedFeed(LayerFeed):
 
     @override
     def take(self, number: int) -> Bytes | None:
+        if len(self._open) == 1:
+            return self._open[0].take(number)
         feed, place = self._numbers[number]
         return feed.take(place)
 

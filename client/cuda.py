@@ -336,7 +336,7 @@ class CudaClient(DevicePutting, Client):
             arriving = transport.get_on_device(some, left_ms(), reading.reader, least)
             for one in stack.enter_context(arriving):
                 count += frame_count(one)
-                yield replace(one, index=first + one.index)
+                yield replace(one, index=first + one.index) if first else one
 
     @override
     def _after_fork(self) -> None:
