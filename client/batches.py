@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TypeVar
@@ -12,7 +12,7 @@ from typing import TypeVar
 from typing_extensions import override
 
 from kvstore.client.layer_feed import LayerFeed, Opened, Range
-from kvstore.client.layer_sink import LayerSink
+from kvstore.client.layer_sink import ABANDON_S, LayerSink
 from kvstore.client.prefill import chunks_worth_loading
 from kvstore.client.reader import Room
 from kvstore.client.rectangle_room import RectangleRoom
@@ -38,22 +38,6 @@ def batches(items: Sequence[T], limit: int) -> Iterator[tuple[int, Sequence[T]]]
 def digest_batches(packed: bytes, limit: int) -> list[bytes]:
     """Cut packed digests into those of *limit* chunks at most."""
     return [bytes(part) for _, part in batches(packed, limit * DIGEST_BYTES)]
-
-
-def countdown(deadline_ms: int) -> Callable[[], int]:
-    """Return what says how much of *deadline_ms* is left for the next of several calls.
-
-    Raises DeadlineError once nothing is.
-    """
-    until = time.monotonic() + deadline_ms / 1000
-
-    def left_ms() -> int:
-        left = round(1000 * (until - time.monotonic()))
-        if left < 1:
-            raise DeadlineError(f"deadline_ms={deadline_ms} passed between two batches")
-        return left
-
-    return left_ms
 
 
 def behind(room: Room, first: int) -> Room:
@@ -162,7 +146,9 @@ class JoinedFeed(LayerFeed):
         self._limit = limit
         self._open: list[LayerFeed] = []
         self._numbers: list[tuple[LayerFeed, int]] = []
-        """By the number of a range, whose it is and its number there."""
+        """By the number of a range, whose it is and its number there. Empty for a single feed,
+        which has the same numbers.
+        """
 
     @override
     def headers(self) -> list[Opened]:
@@ -172,7 +158,7 @@ class JoinedFeed(LayerFeed):
                 self._open.append(self._stack.enter_context(feed))
                 some = self._open[-1].headers()
                 first = len(found)
-                found += [replace(one, index=first + one.index) for one in some]
+                found += [replace(one, index=first + one.index) for one in some] if first else some
                 if len(some) < self._limit:
                     break
         except (DeadlineError, TierUnavailableError):
@@ -182,6 +168,9 @@ class JoinedFeed(LayerFeed):
 
     @override
     def expect(self, plan: Sequence[Range]) -> None:
+        if len(self._open) == 1:
+            self._open[0].expect(plan)
+            return
         parts: list[list[Range]] = [[] for _ in self._open]
         for wanted in plan:
             number, chunk = divmod(wanted.chunk, self._limit)
@@ -192,6 +181,8 @@ class JoinedFeed(LayerFeed):
 
     @override
     def take(self, number: int) -> Bytes | None:
+        if len(self._open) == 1:
+            return self._open[0].take(number)
         feed, place = self._numbers[number]
         return feed.take(place)
 
@@ -224,6 +215,9 @@ class JoinedSink(LayerSink):
         return [put for sink in self._sinks for put in sink.commit()]
 
     @override
-    def abandon(self) -> None:
+    def abandon(self, within_s: float = ABANDON_S) -> None:
+        until = time.monotonic() + within_s
         for sink in self._sinks:
-            sink.abandon()
+            sink.abandon(0)  # all are told before any is waited for
+        for sink in self._sinks:
+            sink.abandon(max(0.0, until - time.monotonic()))

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import finalize, ref
 
-from kvstore.client.batches import batches, behind, countdown, digest_batches
+from kvstore.client.batches import batches, behind, digest_batches
 from kvstore.client.client_state import ClientState
 from kvstore.client.connection import Connection
 from kvstore.client.forks import FORKS
@@ -17,6 +17,7 @@ from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
 from kvstore.client.reader import Reader, Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.retry import countdown
 from kvstore.client.session import FIRST_PACE_S, Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from typing_extensions import override
 
-from kvstore.client.batches import batches, countdown, digest_batches, joined, prefix_plan
+from kvstore.client.batches import batches, digest_batches, joined, prefix_plan
 from kvstore.client.chunk import Chunk
 from kvstore.client.engine_calls import EngineCalls, check_frame_bytes, check_out
 from kvstore.client.events import Following
@@ -20,6 +20,7 @@ from kvstore.client.outgoing import OutgoingPortion
 from kvstore.client.reader import given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.resolving import Resolving
+from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Outgoing, Put, Transport
@@ -81,15 +82,16 @@ class Client(Keeping, EngineCalls, Resolving, Following):
             return []
 
         def work(transport: Transport) -> list[Put]:
+            left_ms = countdown(self.options.deadline_ms)
             outgoing = [self._outgoing(transport.session, chunk, rectangle) for chunk in chunks]
             if any(chunk.importance is not None for chunk in chunks):
-                self._weigh(transport, chunks, outgoing)
+                self._weigh(transport, chunks, outgoing, left_ms)
             results: list[Put] = []
             for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
                 results += transport.put(
                     batch,
                     durable=durable,
-                    deadline_ms=self.options.deadline_ms,
+                    deadline_ms=left_ms(),
                     hints=hints,
                 )
             return results
@@ -97,7 +99,11 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         return self._with_session(work)
 
     def _weigh(
-        self, transport: Transport, chunks: Sequence[Chunk], outgoing: Sequence[Outgoing]
+        self,
+        transport: Transport,
+        chunks: Sequence[Chunk],
+        outgoing: Sequence[Outgoing],
+        left_ms: Callable[[], int],
     ) -> None:
         """Say which tokens matter, ahead of the chunks; a server that does not hear it codes all
         alike.
@@ -112,7 +118,7 @@ class Client(Keeping, EngineCalls, Resolving, Following):
                 weights=[each for _, each in batch],
             )
             with suppress(TierUnavailableError, DeadlineError):
-                self._call("Weigh", request, pb.WeighResponse)
+                self._connection.call("Weigh", request, left_ms(), pb.WeighResponse)
 
     def _outgoing(
         self, session: Session, chunk: Chunk, rectangle: Rectangle | None = None

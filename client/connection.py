@@ -18,7 +18,7 @@ from kvstore.client.retry import Gate, translate
 from kvstore.client.tracing import traced
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
+from kvstore.proto.errors import DeadlineError, KVStoreError
 from kvstore.proto.wire import MESSAGE_BYTES
 
 SLACK_S = 0.05
@@ -76,23 +76,22 @@ class Connection:
         self._mending: Any = None
         self._streams: set[Any] = set()
         self._retries = _RETRIES_IN_CHILD if FORKS.is_child else 0
-        self._lock = threading.Lock()  # guards the two above
+        self._lock = threading.Lock()  # guards _mending, _streams and _retries
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
-        until = self.clock() + deadline_ms / 1000 + SLACK_S
+        left_s = self._left_s(deadline_ms)
         metadata = traced(self._bearer.metadata())
         can_be_ended = deadline_ms > WAITED_FOR_MS
 
         def work() -> Any:
             verb = getattr(self._stub, method)
-            left_s = max(until - self.clock(), _LEAST_S)
             if can_be_ended:
                 return self._ended_call(
-                    lambda: verb.future(request, timeout=left_s, metadata=metadata)
+                    lambda: verb.future(request, timeout=left_s(), metadata=metadata), left_s()
                 )
-            with FORKS.calling():
-                return verb(request, timeout=left_s, metadata=metadata)
+            with FORKS.calling(left_s()):
+                return verb(request, timeout=left_s(), metadata=metadata)
 
         while True:
             try:
@@ -100,19 +99,27 @@ class Connection:
             except EndedByForkError:
                 continue  # the parent asks again, with what time is left
 
+    def _left_s(self, deadline_ms: int) -> Callable[[], float]:
+        """Return what says how many seconds a call has, which begins now, until it is late."""
+        until = self.clock() + deadline_ms / 1000 + SLACK_S
+        return lambda: max(until - self.clock(), _LEAST_S)
+
     def _again(self, work: Callable[[], Any]) -> Any:
         """Do *work*, once more where gRPC may have lost the connection by itself."""
         while True:
             try:
                 return work()
             except grpc.RpcError as error:
-                if not self._retries or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
-                self._retries -= 1
+                with self._lock:
+                    if self._retries <= 0:
+                        raise
+                    self._retries -= 1
 
-    def _ended_call(self, make: Callable[[], Any]) -> Any:
+    def _ended_call(self, make: Callable[[], Any], within_s: float) -> Any:
         """Return the reply of the call that *make* begins, and that a fork may end."""
-        call = FORKS.begin(make)
+        call = FORKS.begin(make, within_s)
         try:
             return call.result()
         except grpc.FutureCancelledError:
@@ -139,11 +146,11 @@ class Connection:
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""
         metadata = traced(self._bearer.metadata())
-        timeout_s = deadline_ms / 1000 + SLACK_S
+        left_s = self._left_s(deadline_ms)
         verb = getattr(self._stub, method)
         return self._tried(
             lambda: self._ended_call(
-                lambda: verb.future(requests, timeout=timeout_s, metadata=metadata)
+                lambda: verb.future(requests, timeout=left_s(), metadata=metadata), left_s()
             ),
             reply,
         )
@@ -157,15 +164,24 @@ class Connection:
         finally:
             self.end_stream(call)
 
-    def begin_stream(self, method: str, request: Any, deadline_ms: int) -> Any:
-        """Call *method*; ``next_of`` what is returned are its replies. Pair with ``end_stream``."""
+    def begin_stream(
+        self, method: str, request: Any, deadline_ms: int, *, is_idle: bool = False
+    ) -> Any:
+        """Call *method*; ``next_of`` what is returned are its replies. Pair with ``end_stream``.
+
+        A stream that is idle waits for what may never come: a fork ends it at once.
+        """
         FORKS.check(self._process, "the connection")
         self.gate.check()
-        timeout_s = deadline_ms / 1000 + SLACK_S
+        left_s = self._left_s(deadline_ms)
         metadata = traced(self._bearer.metadata())
         verb = getattr(self._stub, method)
         try:
-            call = FORKS.begin(lambda: verb(request, timeout=timeout_s, metadata=metadata))
+            call = FORKS.begin(
+                lambda: verb(request, timeout=left_s(), metadata=metadata),
+                left_s(),
+                is_idle=is_idle,
+            )
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
         with self._lock:
@@ -197,17 +213,20 @@ class Connection:
         FORKS.end(call)
 
     def answers(self, within_s: float) -> bool:
-        """Whether the server says anything within so many seconds; a refusal is as good.
+        """Whether the server says anything within so many seconds, of which it has no more than
+        a fork waits for; a refusal is as good.
 
-        One that cannot be reached is not waited for either: its calls say so themselves.
+        One that cannot be reached is not waited for either: its calls say so themselves. A fork
+        may take as long before it: that says nothing of the server, which has all of its time.
         """
         FORKS.check(self._process, "the connection")
+        within_s = min(within_s, WAITED_FOR_MS / 1000)
         try:
-            with FORKS.calling():
+            with FORKS.calling(within_s):
                 self._channel.unary_unary(_NO_METHOD, None, None)(b"", timeout=within_s)
         except grpc.RpcError as error:
             return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
-        except ValueError:  # closed
+        except (ValueError, DeadlineError):  # closed, or this process forks
             return True
         return True
 
@@ -245,14 +264,16 @@ class Connection:
             if self._mending is not None and not self._mending.done():
                 return
             try:
-                self._mending = FORKS.begin(
+                self._mending = call = FORKS.begin(
                     lambda: self._stub.Status.future(
                         pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True, metadata=metadata
-                    )
+                    ),
+                    within_s=0.0,  # while the process forks the next call that fails does it
+                    is_idle=True,
                 )
-            except (ValueError, TierUnavailableError):  # closed meanwhile, or in a child
+            except (ValueError, KVStoreError):  # closed meanwhile, in a child, or it forks
                 return
-            self._mending.add_done_callback(FORKS.end)
+        call.add_done_callback(FORKS.end)
 
     def close(self) -> None:
         """Finish calls that were sent, close the channel. Idempotent."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.client.arena import Arena, open_arena
-from kvstore.client.batches import batches, countdown
+from kvstore.client.batches import batches
 from kvstore.client.client import Client
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting
@@ -34,6 +34,7 @@ from kvstore.client.device_reads import (
     frame_count,
 )
 from kvstore.client.forks import keep
+from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrived, Assembly, Transport
@@ -335,7 +336,7 @@ class CudaClient(DevicePutting, Client):
             arriving = transport.get_on_device(some, left_ms(), reading.reader, least)
             for one in stack.enter_context(arriving):
                 count += frame_count(one)
-                yield replace(one, index=first + one.index)
+                yield replace(one, index=first + one.index) if first else one
 
     @override
     def _after_fork(self) -> None:

@@ -12,7 +12,6 @@ from kvstore.client.batches import (
     JoinedFeed,
     JoinedSink,
     batches,
-    countdown,
 )
 from kvstore.client.caller import Caller
 from kvstore.client.chunk import Chunk, PlannedChunk
@@ -26,6 +25,7 @@ from kvstore.client.pages import PagedKV
 from kvstore.client.reader import Room, given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Put, Transport
@@ -258,10 +258,10 @@ class EngineCalls(Caller, ABC):
             raise InvalidRequestError("chunks", len(chunks), f"give 1 to {most} in one put")
         templates = [self._template(transport.session, chunk) for chunk in chunks]
         layouts = [template.layout for template in templates]
-        sink = JoinedSink(limit)
+        sink, left_ms = JoinedSink(limit), countdown(within_ms)
         try:
             for _, some in batches(templates, limit):
-                sink.add(transport.begin_put(some, PutTerms(durable, within_ms, hints)))
+                sink.add(transport.begin_put(some, PutTerms(durable, left_ms(), hints)))
         except BaseException:
             sink.abandon()
             raise

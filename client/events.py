@@ -126,7 +126,7 @@ class EventStream:
             boot_id=since.boot_id,
             cursor=since.cursor,
         )
-        call = self._connection.begin_stream("Events", request, CALL_MS)
+        call = self._connection.begin_stream("Events", request, CALL_MS, is_idle=True)
         with self._lock:
             self._call = call
             is_closed = self._closed

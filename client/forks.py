@@ -49,6 +49,7 @@ class Forks:
         self._forking = 0
         self._running = 0
         self._endable: set[Any] = set()
+        self._idle: set[Any] = set()
         self._ended: set[Any] = set()
         self._left_at = 0.0
         """When a call was last ended early, in monotonic seconds."""
@@ -67,13 +68,18 @@ class Forks:
     # --- calls of gRPC
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Enter to make a call that ends within WAITED_FOR_MS. Waits while the process forks."""
+    def calling(self, within_s: float) -> Iterator[None]:
+        """Enter to make a call that ends within WAITED_FOR_MS.
+
+        Waits while the process forks, so what is left of a deadline is known inside. Raises
+        DeadlineError when it still forks after *within_s*.
+        """
         with self._changed:
             if self._is_grpc_lost:
                 fix = "a call ran when this process was forked: start it by spawn or forkserver"
                 raise TierUnavailableError("server", f"gRPC cannot be used here, as {fix}")
-            self._changed.wait_for(lambda: not self._forking, _HELD_S)
+            if not self._changed.wait_for(lambda: not self._forking, min(within_s, _HELD_S)):
+                raise DeadlineError("no call could be made in time, as the process forks")
             self._running += 1
             changed = self._changed
         try:
@@ -83,12 +89,16 @@ class Forks:
                 self._running -= 1
                 changed.notify_all()
 
-    def begin(self, make: Callable[[], Any]) -> Any:
-        """Return the call that *make* begins; a fork ends it. Pair with ``end``."""
-        with self.calling():
+    def begin(self, make: Callable[[], Any], within_s: float, *, is_idle: bool = False) -> Any:
+        """Return the call that *make* begins; a fork ends it. Pair with ``end``.
+
+        Waits as ``calling`` does. One that is idle waits for what may never come: a fork ends it
+        at once, as it would not end by itself.
+        """
+        with self.calling(within_s):
             call = make()
             with self._changed:
-                self._endable.add(call)
+                (self._idle if is_idle else self._endable).add(call)
         return call
 
     def end(self, call: Any) -> None:
@@ -97,6 +107,7 @@ class Forks:
         call.cancel()
         with self._changed:
             self._endable.discard(call)
+            self._idle.discard(call)
             self._ended.discard(call)
             if is_early:
                 self._left_at = time.monotonic()
@@ -112,19 +123,25 @@ class Forks:
         """Hold up new calls, and have those that run come to their end."""
         with self._changed:
             self._forking += 1
+        self._cancel(self._idle)
+        with self._changed:
             is_quiet = self._changed.wait_for(self._is_quiet, GRACE_S)
-            calls = list(self._endable)
-            self._ended.update(calls)
-        for call in calls:
-            if call.is_active():
-                call.cancel()
-                self._left_at = time.monotonic()
+        self._cancel(self._endable)
         with self._changed:
             is_quiet = is_quiet or self._changed.wait_for(
                 lambda: not self._running, _ENDED_WITHIN_S
             )
         self._was_quiet = is_quiet
         time.sleep(max(0.0, self._left_at + _LEAVING_S - time.monotonic()))
+
+    def _cancel(self, calls: set[Any]) -> None:
+        with self._changed:
+            some = list(calls)
+            self._ended.update(some)
+        for call in some:
+            if call.is_active():
+                call.cancel()
+                self._left_at = time.monotonic()
 
     def _is_quiet(self) -> bool:
         return not self._running and not self._endable

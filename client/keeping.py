@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.client.batches import chain_batches, countdown, joined_plans
+from kvstore.client.batches import chain_batches, joined_plans
 from kvstore.client.caller import Caller
 from kvstore.client.options import MAX_NAME_CHARS
+from kvstore.client.retry import countdown
 from kvstore.client.transport import Transport
 from kvstore.client.whole_frame import checked, join_parts
 from kvstore.proto import kvstore_pb2 as pb

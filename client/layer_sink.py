@@ -11,6 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.outgoing import Outgoing, cut_header
+from kvstore.client.retry import countdown
 from kvstore.codecs.base import AnyPart
 from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvstore.client.transport import Put, Transport
 
 RAW = RawCodec()
+ABANDON_S = 2.0
+"""How long we wait for a server to say that it kept nothing; the call's deadline ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,10 @@ class LayerSink(ABC):
         """Make the chunks visible, all segments of which came; return what became of each."""
 
     @abstractmethod
-    def abandon(self) -> None:
-        """Leave nothing behind. Idempotent; does nothing after ``commit``."""
+    def abandon(self, within_s: float = ABANDON_S) -> None:
+        """Leave nothing behind; wait *within_s* at most until it is so. Idempotent; does nothing
+        after ``commit``.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class BufferedSink(LayerSink):
     ) -> None:
         self._transport = transport
         self._terms = terms
+        self._left_ms = countdown(terms.within_ms)
         self._raw = RawFrames(templates)
         self._frames = [np.zeros(header.frame_bytes, np.uint8) for header in self._raw.headers]
 
@@ -122,9 +128,9 @@ class BufferedSink(LayerSink):
             whole.append(EncodedChunk(template, (), frame))
         terms = self._terms
         return self._transport.put(
-            whole, durable=terms.durable, deadline_ms=terms.within_ms, hints=terms.hints
+            whole, durable=terms.durable, deadline_ms=self._left_ms(), hints=terms.hints
         )
 
     @override
-    def abandon(self) -> None:
+    def abandon(self, within_s: float = ABANDON_S) -> None:
         self._frames = []

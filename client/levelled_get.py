@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from kvstore.client.batches import batches, countdown
+from kvstore.client.batches import batches
 from kvstore.client.connection import SLACK_S
 from kvstore.client.levels import (
     LOADS_ONLY,
@@ -26,6 +26,7 @@ from kvstore.client.levels import (
 )
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.reader import Reader, Room
+from kvstore.client.retry import countdown
 from kvstore.client.stored_frame import MAX_LEVELS, StoredFrame
 from kvstore.client.transport import FramePiece, Transport
 from kvstore.codecs.base import ChunkTensors

@@ -1,8 +1,9 @@
-"""What a failed call becomes, and when it is worth calling again."""
+"""What a failed call becomes, when it is worth calling again, and what time is left for it."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,22 @@ def translate(error: grpc.RpcError) -> KVStoreError:
     if code is grpc.StatusCode.UNAVAILABLE:
         return TierUnavailableError("server", details)
     return KVStoreError(f"{code.name}: {details}")
+
+
+def countdown(deadline_ms: int) -> Callable[[], int]:
+    """Return what says how much of *deadline_ms* is left for the next of several calls.
+
+    Raises DeadlineError once nothing is.
+    """
+    until = time.monotonic() + deadline_ms / 1000
+
+    def left_ms() -> int:
+        left = round(1000 * (until - time.monotonic()))
+        if left < 1:
+            raise DeadlineError(f"deadline_ms={deadline_ms} passed before the next request")
+        return left
+
+    return left_ms
 
 
 class Gate:

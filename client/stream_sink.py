@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.layer_sink import LayerSink, PutTerms, RawFrames
+from kvstore.client.layer_sink import ABANDON_S, LayerSink, PutTerms, RawFrames
 from kvstore.client.session import Session
 from kvstore.client.transport import Put, read_outcomes
 from kvstore.codecs.base import AnyPart
@@ -22,8 +22,6 @@ from kvstore.proto.wire import MESSAGE_BYTES, hints_to_message
 
 MAX_WAITING_MESSAGES = 8
 """Of 1 MiB, on their way to gRPC; the next layer waits."""
-_ABANDON_S = 2.0
-"""How long we wait for a server to say that it kept nothing; the call's deadline ends it."""
 
 
 class StreamSink(LayerSink):
@@ -76,12 +74,12 @@ class StreamSink(LayerSink):
         return read_outcomes(self._reply.outcomes, self._reply.reasons)
 
     @override
-    def abandon(self) -> None:
+    def abandon(self, within_s: float = ABANDON_S) -> None:
         with self._changed:
             self._is_whole = True  # the server finds it is not, and keeps nothing
             self._waiting.clear()
             self._changed.notify_all()
-        self._thread.join(_ABANDON_S)
+        self._thread.join(within_s)
 
     def _send(self, chunk: int, offset: int, data: bytes, frame_bytes: int = 0) -> None:
         message = pb.PutRequest(

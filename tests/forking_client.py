@@ -10,12 +10,13 @@ import asyncio
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -25,8 +26,11 @@ from prompts import SMALL, tensors_of, tokens
 
 from kvstore.client import AsyncClient, Chunk, Client, ClientOptions, PlannedChunk
 from kvstore.client.client import parents
+from kvstore.client.connection import Connection
+from kvstore.client.forks import GRACE_S
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError
 from kvstore.proto.types import ChunkKey
 
@@ -388,9 +392,68 @@ def dropped(address: str, transport: str) -> list[str]:
         time.sleep(0.02)
 
 
+def followed(address: str, transport: str) -> list[str]:
+    """The process forks while it follows events, which never end by themselves."""
+    client = Client(address, SMALL, options(transport))
+    took_s = []
+    with client.events() as stream:
+        next(stream)
+        for seed in range(410, 413):
+            began = time.monotonic()
+            child = os.fork() or os._exit(0)
+            took_s.append(time.monotonic() - began)
+            os.waitpid(child, 0)
+            keys, chunks = prompt(client, seed)
+            client.put(chunks)
+            while not any(event.key == keys[0] for event in next(stream).events):
+                pass
+    return [f"forks took {took_s} s"] * (min(took_s) >= GRACE_S)
+
+
+def late(address: str, transport: str) -> list[str]:
+    """The process forks for as long as a call to a silent server lasts; another has 300 ms."""
+    limits = ClientOptions(transport, chunk_tokens=16, deadline_ms=300)  # type: ignore[arg-type]
+    client = Client(address, SMALL, limits)
+    keys = named(client, 400)
+    client.lookup(keys)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        other = Connection(f"127.0.0.1:{silent.getsockname()[1]}", 1)
+        status = partial(other.call, "Status", pb.StatusRequest(), 2000, object)
+        waiting = threading.Thread(target=lambda: suppressed(status))
+        forking = threading.Thread(target=lambda: os.waitpid(os.fork() or os._exit(0), 0))
+        for thread in (waiting, forking):
+            thread.start()
+            time.sleep(0.2)
+        began = time.monotonic()
+        suppressed(partial(client.lookup, keys))
+        took_s = time.monotonic() - began
+        forks_still = forking.is_alive()
+        for thread in (waiting, forking):
+            thread.join()
+    found = [] if forks_still else ["the fork was over too soon to say anything"]
+    found += [f"a lookup of 300 ms took {took_s:.2f} s"] * (took_s > 0.8)
+    return found + [f"then {left} were found" for left in [client.lookup(keys).ready] if left]
+
+
+def suppressed(work: Callable[[], Any]) -> None:
+    with suppress(KVStoreError):
+        work()
+
+
 SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
     work.__name__: work
-    for work in (twice, generations, busy, held, methods, loader, connector, dropped)
+    for work in (
+        twice,
+        generations,
+        busy,
+        held,
+        followed,
+        late,
+        methods,
+        loader,
+        connector,
+        dropped,
+    )
 }
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ from conftest import ServerMaker
 from contracts.layers import assert_layer, layers_of, planned
 from local_server import LocalServer
 from pages import engine_pages, rows_of
-from prompts import SMALL, assert_reads, is_right, keys_of, store, tensors_of
+from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, tensors_of
 
 from kvstore.client import Client
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.rectangle import Rectangle
+from kvstore.client.transport import Put
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
@@ -185,6 +187,51 @@ def test_layers_go_and_come_of_all_batches_together(
         found.append(layer.layer_id)
     assert found == [0, 1]
     assert server.settled().leases == 0
+
+
+@pytest.mark.parametrize("is_layered", [False, True], ids=["whole", "layered"])
+def test_all_batches_of_a_put_have_one_deadline(
+    client: Client, monkeypatch: pytest.MonkeyPatch, is_layered: bool
+) -> None:
+    transport, given_ms = client._connected(), list[int]()
+
+    def slow(chunks: list[object], *, deadline_ms: int, **_: object) -> list[Put]:
+        given_ms.append(deadline_ms)
+        time.sleep(0.05)
+        return [Put(PutOutcome.stored)] * len(chunks)
+
+    monkeypatch.setattr(transport, "put", slow)
+    keys = keys_of(client, 1, CHUNKS)
+    if is_layered:
+        with client.begin_put(planned(client, keys), within_ms=5_000) as put:
+            for number, parts in layers_of(client, keys).items():
+                put.layer(number, parts)
+            time.sleep(0.05)
+        assert given_ms[0] <= 4_950
+    else:
+        client.put(chunks_of(client, keys))
+    first, second, third = given_ms
+    assert first - 50 >= second
+    assert second - 50 >= third
+
+
+def test_batches_of_a_layered_put_that_is_abandoned_end_together(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("grpc")
+    connection = client._connected().session.connection
+
+    def slow(method: str, requests: Iterator[object], *rest: object) -> None:
+        for _ in requests:
+            pass
+        time.sleep(0.5)
+        raise DeadlineError("late")
+
+    monkeypatch.setattr(connection, "upload", slow)
+    put = client.begin_put(planned(client, keys_of(client, 1, CHUNKS)))
+    began = time.monotonic()
+    put.abandon()
+    assert 0.5 <= time.monotonic() - began < 1.0
 
 
 def test_a_layered_put_has_a_limit_that_is_named(server: LocalServer, client: Client) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from server_process import ServerProcess
+
+from kvstore.client.connection import Connection
+from kvstore.proto import kvstore_pb2 as pb
 
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAM = TESTS / "forking_client.py"
@@ -73,6 +78,36 @@ def test_grpc_13464_the_parents_calls_go_on_through_a_fork(
     the parent: "Other threads are currently calling into gRPC, skipping fork() handlers".
     """
     assert faults_of(server, "busy", transport) == []
+
+
+def test_grpc_13464_a_call_that_a_fork_holds_up_ends_by_its_deadline(
+    server: ServerProcess,
+) -> None:
+    """A fork waits for calls that run, and holds up the others meanwhile."""
+    assert faults_of(server, "late", "grpc") == []
+
+
+def test_grpc_13464_a_fork_does_not_wait_for_a_stream_of_events(server: ServerProcess) -> None:
+    """It never ends by itself, and no call was made for as long as the fork waited."""
+    assert faults_of(server, "followed", "grpc") == []
+
+
+def test_grpc_13464_a_hung_server_is_asked_for_no_longer_than_a_fork_waits(
+    server: ServerProcess,
+) -> None:
+    """The thread that beats asked for as long as the client's deadline, longer than a fork waits:
+    gRPC was lost to the child.
+    """
+    connection = Connection(server.address, retry_after_ms=1)
+    connection.call("Status", pb.StatusRequest(), 2000, object)
+    server.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert not connection.answers(4.0)
+        assert time.monotonic() - began < 3.0
+    finally:
+        server.send_signal(signal.SIGCONT)
+        connection.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
