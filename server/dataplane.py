@@ -249,12 +249,18 @@ class DataPlane:
             self._door.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
-            is_welcome = is_welcome and strangers < self._limits.max_sessions
-            is_welcome = is_welcome and self._has_room(1)
-            if is_welcome:
+            has_room = strangers < self._limits.max_sessions and self._has_room(1)
+            if is_welcome and has_room:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
-        if not is_welcome:
+        if not is_welcome or not has_room:
             connection.close()
+            if is_welcome:
+                logger.warning(
+                    "data plane hung up on a connection: it has as many as it may",
+                    descriptors=self._limits.max_descriptors,
+                    unknown=strangers,
+                    fix="raise ulimit -n, or --max-sessions",
+                )
             return
         try:
             self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)

@@ -460,3 +460,14 @@ def test_a_ring_that_was_taken_is_written_down_and_one_that_was_not_as_well(
         (None, "Ring", "UnauthenticatedError", 0, "unix"),
         (session, "Ring", "OK", 0, "unix"),
     ]
+
+
+def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(
+    tmp_path: Path, no_leaks: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    plane = open_plane_of(tmp_path / "s.sock", sessions(clock), no_slabs, clock, OPEN, 1)
+    with closing(plane), Peer(str(plane.path)) as first, Peer(str(plane.path)) as second:
+        assert first.ask(b"hello") is Reply.invalid
+        assert second.is_hung_up()
+        assert eventually(lambda: "raise ulimit -n" in capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -204,7 +205,7 @@ def test_open_server_on_the_loopback_says_so_at_the_start_and_one_that_asks_does
     assert "every user of this host can read and write all chunks" in open_to_all.errors
     assert "--auth-keys" in open_to_all.errors
     ring = KeyRing(tmp_path / "keys")
-    flags = ("--auth-keys", str(ring.path), "--log-level", "warning")
+    flags = ("--auth-keys", str(ring.path), "--log-level", "warning", "--max-sessions", "64")
     asks = server_process("--tiers", "cpu", *flags)
     asks.start()
     assert asks.errors == ""
@@ -265,3 +266,19 @@ def test_log_says_of_a_redis_that_it_is_down_at_start_left_alone_and_back(
         own_redis.start()
         assert with_puts_until(3)[2:] == ["circuit breaker closed"]
         assert eventually(lambda: client.status().tiers[1].state == "serving")
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one_and_too_low_a_one_is_told(
+    server_process: ProcessMaker, kind: str
+) -> None:
+    few = "--max-sessions", "32", "--log-level", "warning"
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB", *few)
+    limit = "ulimit -Sn 256" if kind == "soft" else "ulimit -n 256"
+    process.launcher = ["sh", "-c", f'{limit}; exec "$@"', "sh"]
+    process.start()
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
+    soft, hard = re.findall(r"Max open files +(\d+) +(\d+)", limits)[0]
+    assert soft == hard
+    assert (hard == "256") is (kind == "hard")
+    assert process.errors.count("too few file descriptors for --max-sessions") == (kind == "hard")
