@@ -31,7 +31,7 @@ MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 def check_limits(config: ServerConfig) -> Iterator[Finding]:
     """Open files, locked memory, and the memory that a container may take."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a server takes what it may
     few = 0 < files < MIN_FILES
     fix = f"raise it to {MIN_FILES} or more: LimitNOFILE= of systemd, or ulimit -n" if few else ""
     yield Finding("open files", "warn" if few else "ok", f"{files} at most", fix)

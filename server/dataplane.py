@@ -30,6 +30,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.server.sessions import Challenge, Session, SessionTable
 from kvstore.server.trust.doorkeeper import Door
+from kvstore.server.trust.roles import check_session_role
 from kvstore.server.unix_socket import can_send, is_trusted, listen
 from kvstore.server.written_pages import WrittenPages
 
@@ -98,7 +99,7 @@ class _Staging(NamedTuple):
 class DataPlane:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
-    *door* says what each session may, and has it written down.
+    *door* has written down what was given and refused.
 
     Several threads wait for messages side by side: whoever gets one answers it, so that no
     call is handed from thread to thread. The end of the connection that brought a session's
@@ -248,12 +249,18 @@ class DataPlane:
             self._door.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
-            is_welcome = is_welcome and strangers < self._limits.max_sessions
-            is_welcome = is_welcome and self._has_room(1)
-            if is_welcome:
+            has_room = strangers < self._limits.max_sessions and self._has_room(1)
+            if is_welcome and has_room:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
-        if not is_welcome:
+        if not is_welcome or not has_room:
             connection.close()
+            if is_welcome:
+                logger.warning(
+                    "data plane hung up on a connection: it has as many as it may",
+                    descriptors=self._limits.max_descriptors,
+                    unknown=strangers,
+                    fix="raise ulimit -n, or --max-sessions",
+                )
             return
         try:
             self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
@@ -415,7 +422,8 @@ class DataPlane:
         session = peer.session
         if session is None or session.is_closed:
             raise UnauthenticatedError(f"{op.name}: attach with a session that is open first")
-        self._door.admit(session, _METHODS[op])
+        # The calls that lead to it count for the tenant's rate, it does not.
+        check_session_role(session.roles, _METHODS[op])
         return session
 
     def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
@@ -443,6 +451,7 @@ class DataPlane:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
         exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
+        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
     def _join(self, peer: _Peer, request: shm.Request) -> None:
         session = _proven(peer, request)

@@ -16,6 +16,7 @@ import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig, load_config
+from kvstore.server.descriptors import raise_limit
 from kvstore.server.memory_limit import check_memory
 from kvstore.server.node import Node
 from kvstore.server.rate_limit import LogLimit
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(sys.argv[1:] if argv is None else argv)
         _set_up_logs(config)
         keep_freed_memory()
+        raise_limit()
         check_memory(config)
         node, port = create_server(config)
     except KVStoreError as error:

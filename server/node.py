@@ -24,7 +24,7 @@ from kvstore.server.cluster.directory_start import open_directory
 from kvstore.server.cluster.peer_start import Me, desk_limits, ready_peers
 from kvstore.server.config import ServerConfig
 from kvstore.server.dataplane import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
-from kvstore.server.descriptors import SOCKET_SHARE, share_of, taken
+from kvstore.server.descriptors import SOCKET_SHARE, check_enough, share_of, taken
 from kvstore.server.events.event_start import NodeEvents
 from kvstore.server.history_keeper import HistoryKeeper
 from kvstore.server.known_models import KnownModels
@@ -98,6 +98,7 @@ class Node:
         self._closers.append(overload.close)
         scope = self._open_tracing()
         self._taken = taken(config)
+        check_enough(config.max_sessions, self._taken)
         gatekeeper = self.trust.gatekeeper
         self._grpc, self.port = bind(config, overload, gatekeeper, scope, self._taken)
         self._is_started = False

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.proto.errors import PermissionDeniedError
 from kvstore.server.rate_limit import RateLimit
 from kvstore.server.sessions import Session, SessionTable
 from kvstore.server.tallies import CallTimes
 from kvstore.server.trust.audit_log import AuditLog, Event
 from kvstore.server.trust.principal import Principal
-from kvstore.server.trust.roles import ANY, METHODS, check_role, role_for
+from kvstore.server.trust.roles import METHODS, check_role, check_session_role
 from kvstore.server.trust.tenant_limits import TenantLimits
 
 PREFIX_BYTES = 8
@@ -86,10 +85,7 @@ class Doorkeeper:
 
     def admit_on(self, session: Session, method: str) -> None:
         """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""
-        role = role_for(method)
-        if role != ANY and role not in session.roles:
-            name = method.rpartition("/")[2]
-            raise PermissionDeniedError(f"{name}: this session may not {role}")
+        check_session_role(session.roles, method)
         self._limits.take_request(session.owner.tenant)
 
     # --- what became of it

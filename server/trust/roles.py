@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvstore.proto.errors import PermissionDeniedError
@@ -90,6 +90,14 @@ def _is_of_others(name: str, request: Any, tenant: str) -> bool:
         and request.tenant not in ("", tenant)
         and not request.tenant.startswith(PREFIX)
     )
+
+
+def check_session_role(roles: Collection[str], method: str) -> None:
+    """Raise PermissionDeniedError unless a session with *roles* may call *method*."""
+    role = role_for(method)
+    if role != ANY and role not in roles:
+        name = method.rpartition("/")[2]
+        raise PermissionDeniedError(f"{name}: this session may not {role}")
 
 
 def check_role(principal: Principal, method: str, request: Any = None) -> None:

@@ -23,6 +23,7 @@ from kvstore.proto.calls import METHODS, pack_call, unpack_answer
 from kvstore.proto.errors import KVStoreError, PermissionDeniedError, TierUnavailableError
 from kvstore.proto.shm import Op, Reply, Request
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
+from kvstore.server.trust.tenant_limits import Limits
 
 CHUNKS = 4
 ROLES = ("read", "write", "admin", "peer")
@@ -217,6 +218,30 @@ def test_what_was_given_and_refused_at_the_socket_is_written_down(
     for role in ("admin", "peer"):
         on_the_socket(world, key_of[role])[1].close()
     assert eventually(lambda: world.came(rpc="Attach", outcome="PermissionDeniedError"))
+
+
+def test_memory_at_the_socket_does_not_count_as_requests_of_its_tenant(
+    world: World, key_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = world.client(world.acme)
+    writer.put(chunks_for(writer, 1, CHUNKS)[1])
+    limits = world.server.node.trust.limits
+    now_s = limits._clock()
+    monkeypatch.setattr(limits, "_clock", lambda: now_s)
+    limits.set("acme", Limits(requests_per_s=3))
+    try:
+        terms, peer, reply = on_the_socket(world, key_of["both"])
+        with closing(peer):
+            assert reply is Reply.ok
+            given = [files_given(peer, Op.slab) for _ in range(2)]
+            assert given[0] == given[1] > 0
+            with staging() as descriptor:
+                for _ in range(8):
+                    peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
+            lookup = request_of("Lookup", terms.session_id)
+            assert peer.call("Lookup", lookup).error is None
+    finally:
+        limits.set("acme", Limits())
 
 
 def test_a_reader_without_writing_gets_copies_of_what_is_on_disk(world: World) -> None:

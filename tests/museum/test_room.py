@@ -180,6 +180,8 @@ def test_mooncake_1753_idle_clients_leave_descriptors_for_a_put(
         for peer in idle:
             peer.close()
     assert eventually(lambda: shares_memory(process))
+    assert process.errors.count("ulimit -n ") == 1, "it warns once, as it starts"
+    assert "hung up on a connection" in process.errors
 
 
 def shares_memory(process: ServerProcess) -> bool:

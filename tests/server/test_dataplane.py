@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from kvstore.proto.types import KVLayout
 from kvstore.server import dataplane
 from kvstore.server.dataplane import DataPlane, PlaneLimits, SlabFile
 from kvstore.server.sessions import SessionTable
+from kvstore.server.trust.doorkeeper import Door
 from kvstore.server.written_pages import WrittenPages
 
 ServerMaker = Callable[..., LocalServer]
@@ -384,8 +386,16 @@ def open_plane(path: Path, clock: Clock, slab_file: SlabFile = no_slabs) -> Data
     return open_plane_of(path, sessions(clock), slab_file, clock)
 
 
-def open_plane_of(path: Path, table: SessionTable, slab_file: SlabFile, clock: Clock) -> DataPlane:
-    return DataPlane(path, table, {Op.slab: slab_file}, clock, PlaneLimits(2, 1 << 20, 4, 64), OPEN)
+def open_plane_of(
+    path: Path,
+    table: SessionTable,
+    slab_file: SlabFile,
+    clock: Clock,
+    door: Door = OPEN,
+    descriptors: int = 64,
+) -> DataPlane:
+    limits = PlaneLimits(2, 1 << 20, 4, descriptors)
+    return DataPlane(path, table, {Op.slab: slab_file}, clock, limits, door)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
@@ -428,3 +438,36 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
     peer.close()
     plane.close()
     os.close(slab)
+
+
+def test_a_ring_that_was_taken_is_written_down_and_one_that_was_not_as_well(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    clock = Clock()
+    table, notes = sessions(clock), list[tuple[object, ...]]()
+    door = Door(lambda session, method: None, lambda *event: notes.append(event))
+    plane = open_plane_of(tmp_path / "s.sock", table, no_slabs, clock, door)
+    plane.take_ring = lambda session, request, exported: None
+    session = table.open(SMALL, "test")
+    ring = Request(Op.ring, STAGING_BYTES).pack()
+    with closing(plane), Peer(str(plane.path)) as peer, staging() as descriptor:
+        assert peer.ask(ring, [descriptor]) is Reply.denied
+        assert peer.attach(session, descriptor) is Reply.ok
+        assert peer.ask(ring, [descriptor]) is Reply.ok
+        # It is written down behind the answer: what follows on this connection comes later.
+        assert peer.ask(b"noise") is Reply.invalid
+    assert notes == [
+        (None, "Ring", "UnauthenticatedError", 0, "unix"),
+        (session, "Ring", "OK", 0, "unix"),
+    ]
+
+
+def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(
+    tmp_path: Path, no_leaks: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    plane = open_plane_of(tmp_path / "s.sock", sessions(clock), no_slabs, clock, OPEN, 1)
+    with closing(plane), Peer(str(plane.path)) as first, Peer(str(plane.path)) as second:
+        assert first.ask(b"hello") is Reply.invalid
+        assert second.is_hung_up()
+        assert eventually(lambda: "raise ulimit -n" in capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -206,7 +207,7 @@ def test_open_server_on_the_loopback_says_so_at_the_start_and_one_that_asks_does
     assert "every user of this host can read and write all chunks" in open_to_all.errors
     assert "--auth-keys" in open_to_all.errors
     ring = KeyRing(tmp_path / "keys")
-    flags = ("--auth-keys", str(ring.path), "--log-level", "warning")
+    flags = ("--auth-keys", str(ring.path), "--log-level", "warning", "--max-sessions", "64")
     asks = server_process("--tiers", "cpu", *flags)
     asks.start()
     assert asks.errors == ""
@@ -282,3 +283,19 @@ def test_a_folder_of_the_user_s_that_others_can_write_to_costs_the_socket_and_no
     with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
         (put,) = client.put(chunks_of(client, keys_of(client, 1, 1)))
         assert put.outcome is PutOutcome.stored
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one_and_too_low_a_one_is_told(
+    server_process: ProcessMaker, kind: str
+) -> None:
+    few = "--max-sessions", "32", "--log-level", "warning"
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB", *few)
+    limit = "ulimit -Sn 256" if kind == "soft" else "ulimit -n 256"
+    process.launcher = ["sh", "-c", f'{limit}; exec "$@"', "sh"]
+    process.start()
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
+    soft, hard = re.findall(r"Max open files +(\d+) +(\d+)", limits)[0]
+    assert soft == hard
+    assert (hard == "256") is (kind == "hard")
+    assert process.errors.count("too few file descriptors for --max-sessions") == (kind == "hard")
