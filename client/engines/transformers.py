@@ -122,11 +122,6 @@ class TransformersConnector(Connector):
             )
         if self._shape.is_probed:
             continues(model, self._shape, client.representation)
-        super().__init__(
-            client,
-            durable=durable,
-            token_flops=2.0 * model.num_parameters(exclude_embeddings=True),
-        )
         self._model = model
         self._watch = WeightsWatch(model)
         self._now = _AT_BIRTH
@@ -137,7 +132,24 @@ class TransformersConnector(Connector):
         if device is not None:
             tokens = client.options.chunk_tokens
             self._staging = Staging(device, model.device, self._shape, tokens)
+        # Last, as from then on a fork asks for all of the above.
+        super().__init__(
+            client,
+            durable=durable,
+            token_flops=2.0 * model.num_parameters(exclude_embeddings=True),
+        )
+        if self._staging is not None:
             self._at_once = self._staging.slots
+
+    @override
+    def _after_fork(self) -> None:
+        """In a child: other threads may have had the locks."""
+        super()._after_fork()
+        if self._weights.locked():
+            self._changed()  # a change may have been seen, and not have been named
+        self._weights = threading.Lock()
+        if self._staging is not None:
+            self._staging.lock = threading.RLock()
 
     def reset(self, revision: str | None = None) -> None:
         """Load nothing any more that was stored before: the model's weights are others now.
