@@ -10,7 +10,11 @@ import asyncio
 import json
 import multiprocessing
 import os
+<<<<<<< HEAD
 import socket
+=======
+import signal
+>>>>>>> w-watch
 import sys
 import threading
 import time
@@ -344,8 +348,10 @@ def loader(address: str, transport: str) -> list[str]:
     return found
 
 
-def connector(address: str, transport: str) -> list[str]:
-    """Parent and child generate with one connector for transformers."""
+def make_engine(
+    address: str, transport: str, **settings: Any
+) -> tuple[Any, Any, Callable[[int], list[str]]]:
+    """Return a connector for transformers, its model, and what generates from a prompt twice."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -356,7 +362,9 @@ def connector(address: str, transport: str) -> list[str]:
     torch.set_num_threads(1)  # OpenMP's threads do not outlive a fork
     model: Any = AutoModelForCausalLM.from_pretrained(TINYLM, dtype="auto")
     representation = representation_of(model, AutoTokenizer.from_pretrained(TINYLM), "r1")
-    engine = TransformersConnector(Client(address, representation, options(transport)), model)
+    engine = TransformersConnector(
+        Client(address, representation, options(transport)), model, **settings
+    )
 
     def run(seed: int) -> list[str]:
         ids = torch.tensor([tokens(seed, 64)]) % model.config.vocab_size
@@ -369,10 +377,59 @@ def connector(address: str, transport: str) -> list[str]:
                 return [f"{seed}: other tokens"]
         return [f"{seed}: hits {hits}"] * (hits[1] < 48)
 
+    return engine, model, run
+
+
+def connector(address: str, transport: str) -> list[str]:
+    """Parent and child generate with one connector for transformers."""
+    _, _, run = make_engine(address, transport)
     found = run(300)
     with forked(lambda: [*run(301), *run(300)], found):
         found += run(302)
     return found
+
+
+def inside(address: str, transport: str) -> list[str]:
+    """A child generates with a connector that threads of the parent are inside of: one copies to
+    the host, and one looks at the weights.
+    """
+    from kvstore.proto.device import HostDevice, Stream
+
+    copies, looks, go = (threading.Event() for _ in range(3))
+
+    def wait(thread: str, is_inside: threading.Event) -> None:
+        if threading.current_thread().name == thread:
+            is_inside.set()
+            go.wait(STARTED_S)
+
+    class SlowDevice(HostDevice):
+        def current_stream(self) -> Stream:
+            wait("copies", copies)
+            return super().current_stream()
+
+    engine, model, run = make_engine(address, transport, device=SlowDevice())
+    parameters, found = model.parameters, list[str]()
+
+    def slow_parameters(*args: Any) -> Any:
+        wait("looks", looks)
+        return parameters(*args)
+
+    def child() -> list[str]:
+        signal.alarm(int(STARTED_S) // 2)
+        return run(311)
+
+    model.parameters = slow_parameters
+    works = {"copies": (run, 310, copies), "looks": (engine.load, [[1, 2, 3]], looks)}
+    threads = []
+    for name, (work, argument, is_inside) in works.items():
+        threads.append(threading.Thread(target=work, args=(argument,), name=name))
+        threads[-1].start()
+        assert is_inside.wait(STARTED_S)
+    with forked(child, found):
+        go.set()
+        for thread in threads:
+            thread.join(STARTED_S)
+    return found + run(312)
 
 
 def dropped(address: str, transport: str) -> list[str]:
@@ -442,6 +499,7 @@ def suppressed(work: Callable[[], Any]) -> None:
 
 SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
     work.__name__: work
+<<<<<<< HEAD
     for work in (
         twice,
         generations,
@@ -454,6 +512,9 @@ SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
         connector,
         dropped,
     )
+=======
+    for work in (twice, generations, busy, held, methods, loader, connector, inside, dropped)
+>>>>>>> w-watch
 }
 
 if __name__ == "__main__":

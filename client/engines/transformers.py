@@ -122,22 +122,35 @@ class TransformersConnector(Connector):
             )
         if self._shape.is_probed:
             continues(model, self._shape, client.representation)
-        super().__init__(
-            client,
-            durable=durable,
-            token_flops=2.0 * model.num_parameters(exclude_embeddings=True),
-        )
         self._model = model
         self._watch = WeightsWatch(model)
         self._now = _AT_BIRTH
         self._made_of: WeakKeyDictionary[Cache, _Weights] = WeakKeyDictionary()
-        self._weights = threading.Lock()  # guards the two fields above it
+        # Guards the three above: the watch, what it led to, and of which weights caches are.
+        self._weights = threading.Lock()
         device = device or _device_of(model)
         self._staging: Staging | None = None
         if device is not None:
             tokens = client.options.chunk_tokens
             self._staging = Staging(device, model.device, self._shape, tokens)
+        # Last, as from then on a fork asks for all of the above.
+        super().__init__(
+            client,
+            durable=durable,
+            token_flops=2.0 * model.num_parameters(exclude_embeddings=True),
+        )
+        if self._staging is not None:
             self._at_once = self._staging.slots
+
+    @override
+    def _after_fork(self) -> None:
+        """In a child: other threads may have had the locks."""
+        super()._after_fork()
+        if self._weights.locked():
+            self._changed()  # a change may have been seen, and not have been named
+        self._weights = threading.Lock()
+        if self._staging is not None:
+            self._staging.lock = threading.RLock()
 
     def reset(self, revision: str | None = None) -> None:
         """Load nothing any more that was stored before: the model's weights are others now.
@@ -157,18 +170,21 @@ class TransformersConnector(Connector):
         name = revision.encode() if revision else os.urandom(EPOCH_BYTES)
         self._now = _Weights(b"weights:" + name, self._now.changes + 1)
 
-    def _follow(self) -> _Weights:
-        """Look at the weights, and return which they are now."""
+    def _follow(self, cache: Cache | None = None) -> _Weights:
+        """Look at the weights, and return which they are now; a new *cache* is to be of those."""
         with self._weights:
             if self._watch.has_changed():
                 self._changed()
+            if cache is not None:
+                self._made_of[cache] = self._now
             return self._now
 
     def _is_still(self, weights: _Weights, cache: Cache) -> bool:
         """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
         is_still = self._follow() == weights
         if is_still:
-            self._made_of[cache] = weights
+            with self._weights:
+                self._made_of[cache] = weights
         return is_still
 
     def load(self, input_ids: Any, extra: Sequence[bytes] = ()) -> tuple[DynamicCache, int]:
@@ -180,8 +196,7 @@ class TransformersConnector(Connector):
         """
         tokens = _prompt(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
-        weights = self._follow()
-        self._made_of[cache] = weights
+        weights = self._follow(cache)
         prefix = self._load_into(cache, tokens, weights.named(extra))
         return cache, prefix.hit_tokens
 
@@ -240,8 +255,9 @@ class TransformersConnector(Connector):
         rows = {int(layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
-        weights = self._follow()
-        if self._made_of.get(cache, _AT_BIRTH) != weights:
+        with self._weights:
+            weights = self._made_of.get(cache, _AT_BIRTH)
+        if self._follow() != weights:
             return 0
         taken = [Snapshot.of(cache, self._shape)]
         return self._save(tokens, cache, from_token, weights.named(extra), taken)

@@ -140,6 +140,12 @@ def test_grpc_13873_a_connector_for_transformers_is_used_on_both_sides_of_a_fork
     assert faults_of(server, "connector", "shm") == []
 
 
+def test_pytorch_39570_a_fork_while_threads_are_inside_a_connector_leaves_no_lock_held_in_the_child(
+    server: ServerProcess,
+) -> None:
+    assert faults_of(server, "inside", "shm") == []
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_skein_179_clients_that_are_dropped_leave_nothing_open(
     server: ServerProcess, transport: str

@@ -21,7 +21,7 @@ from kvstore.proto.errors import TierUnavailableError
 
 def test_cupy_that_is_missing_is_said_so_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(TierUnavailableError, match=r"gpu.*install kvstore\[gpu\]"):
+    with pytest.raises(TierUnavailableError, match=r"gpu.*install kvstore-server\[gpu\]"):
         import_cupy("gpu")
 
 

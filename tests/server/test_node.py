@@ -67,7 +67,7 @@ def test_gpu_tier_without_torch_is_refused_with_the_fix(
 ) -> None:
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(TierUnavailableError, match=r"install kvstore\[gpu\]"):
+    with pytest.raises(TierUnavailableError, match=r"install kvstore-server\[gpu\]"):
         make_server("--tiers", "gpu,cpu")
 
 

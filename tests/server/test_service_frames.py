@@ -102,7 +102,7 @@ def test_client_name_has_a_limit(server: LocalServer) -> None:
     request = pb.OpenSessionRequest(
         representation=representation_to_message(SMALL), client="x" * 129
     )
-    with pytest.raises(InvalidRequestError, match=r"client='xxx.*: at most 128"):
+    with pytest.raises(InvalidRequestError, match=r"client='xxx.*: give at most 128"):
         server.dial().call("OpenSession", request, DEADLINE_MS, object)
 
 

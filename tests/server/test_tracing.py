@@ -328,5 +328,5 @@ def test_without_opentelemetry_the_start_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(InvalidRequestError, match=r"kvstore\[tracing\]"):
+    with pytest.raises(InvalidRequestError, match=r"kvstore-server\[tracing\]"):
         open_tracing("http://127.0.0.1:1", 1.0)
