@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 from weakref import finalize, ref
 
 from kvstore.client.batches import batches, behind, digest_batches
@@ -32,6 +33,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
+from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -41,9 +43,18 @@ from kvstore.proto.types import (
     Namespace,
     Representation,
 )
-from kvstore.proto.wire import cut_keys, join_digests
+from kvstore.proto.wire import cut_keys, join_digests, split_digests
 
 T = TypeVar("T")
+
+
+class _Asked(NamedTuple):
+    """What a transport is asked for in one batch."""
+
+    digests: Sequence[ChainDigest]
+    lease_id: int
+    deadline_ms: int
+    least: Fidelity
 
 
 class Caller:
@@ -249,6 +260,14 @@ class Caller:
         # The slow way says which key it is.
         return join_digests(map(self._digest, keys)) if digests is None else digests
 
+    def _cut_digests(self, keys: Sequence[ChunkKey]) -> list[ChainDigest]:
+        return split_digests(self._digests(keys), len(keys))
+
+    def _release(self, leases: Sequence[int], hints: Hints = NO_HINTS) -> None:
+        if leases:
+            with suppress(KVStoreError):  # not connected: they end with their session
+                self._connected().release(leases, self.options.deadline_ms, hints)
+
     # --- reading
 
     def _read_prefix(
@@ -274,15 +293,14 @@ class Caller:
     ) -> list[ChunkTensors]:
         """Read a batch at a time, each under its own of *leases*; without them each takes one."""
         transport, left_ms = self._connected(), countdown(self.options.deadline_ms)
-        self._digests(keys)  # all of them are ours, or nothing is read
+        digests = self._cut_digests(keys)  # all of them are ours, or nothing is read
         found: list[ChunkTensors] = []
         limit = transport.session.terms.max_batch_chunks
         for number, (first, some) in enumerate(batches(keys, limit)):
             lease_id = leases[number] if leases else 0
             try:
-                found += self._read_batch(
-                    transport, some, behind(room, first), lease_id, left_ms(), least
-                )
+                asked = _Asked(digests[first : first + limit], lease_id, left_ms(), least)
+                found += self._read_batch(transport, some, behind(room, first), asked)
             except (DeadlineError, TierUnavailableError):
                 if not found:
                     raise
@@ -295,19 +313,14 @@ class Caller:
         transport: Transport,
         keys: Sequence[ChunkKey],
         room: Room,
-        lease_id: int,
-        within_ms: int,
-        least: Fidelity,
+        asked: _Asked,
     ) -> list[ChunkTensors]:
-        digests = [self._digest(key) for key in keys]
         portion = None
         if isinstance(room, RectangleRoom):
             portion = room.usual_portion(self.options.chunk_tokens)
         landing = partial(direct, transport.session, keys, room)
-        with transport.get_layers_of(
-            portion, digests, lease_id, within_ms, least, landing
-        ) as arriving:
-            frames = as_true(arriving, least)
+        with transport.get_layers_of(portion, *asked, landing) as arriving:
+            frames = as_true(arriving, asked.least)
             found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:
             self._quarantine(transport, broken)

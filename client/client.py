@@ -27,7 +27,7 @@ from kvstore.client.transport import Outgoing, Put, Transport
 from kvstore.client.view import View
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
+from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chain_digests, chunk_key
@@ -42,7 +42,7 @@ from kvstore.proto.types import (
     Fidelity,
     Match,
 )
-from kvstore.proto.wire import fidelity_number, hints_to_message, match_from_message
+from kvstore.proto.wire import fidelity_number, match_from_message
 
 
 class Client(Keeping, EngineCalls, Resolving, Following):
@@ -260,20 +260,6 @@ class Client(Keeping, EngineCalls, Resolving, Following):
     ) -> list[ChunkTensors]:
         check_out(keys, out)
         return self._read(keys, given(out), leases, least)
-
-    def _release(self, leases: Sequence[int], hints: Hints = NO_HINTS) -> None:
-        if not leases:
-            return
-        try:
-            transport = self._connected()
-            request = pb.ReleaseRequest(
-                session_id=transport.session.terms.session_id,
-                lease_ids=leases,
-                hints=hints_to_message(hints),
-            )
-            transport.calls.call("Release", request, self.options.deadline_ms, pb.ReleaseResponse)
-        except KVStoreError:
-            return  # it ends with its session or its time
 
 
 def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:

@@ -328,7 +328,7 @@ class CudaClient(DevicePutting, Client):
         self, stack: ExitStack, transport: CudaTransport, reading: Reading, least: Fidelity
     ) -> Iterator[InArena | Arrived]:
         """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
-        digests = [self._digest(key) for key in reading.keys]
+        digests = self._cut_digests(reading.keys)
         left_ms, count = countdown(self.options.deadline_ms), 0
         for first, some in batches(digests, transport.session.terms.max_batch_chunks):
             if count < first:

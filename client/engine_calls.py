@@ -151,7 +151,7 @@ class EngineCalls(Caller, ABC):
     def _layers(
         self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Fidelity
     ) -> Generator[Layer, None, None]:
-        digests = [self._digest(key) for key in keys]
+        digests = self._cut_digests(keys)
         limit, left_ms = (
             transport.session.terms.max_batch_chunks,
             countdown(self.options.deadline_ms),

@@ -158,7 +158,7 @@ class LevelledGet:
         """Have the lease released by a thread: on a slow link that waits behind what is on it."""
         if self._leases:
             with suppress(KVStoreError):  # the client was closed: so is its session
-                self._reader.submit(self._release)
+                self._reader.submit(self._transport.release, self._leases, RELEASE_MS)
 
     def _resolved(self, terms: PlanTerms) -> PlanTerms:
         """Return *terms* with the speed of decoding as this client has seen it, if left out."""
@@ -195,13 +195,6 @@ class LevelledGet:
             self._ready = first + min(reply.ready, len(some))
             if self._ready < first + len(some):
                 return
-
-    def _release(self) -> None:
-        request = pb.ReleaseRequest(
-            session_id=self._transport.session.terms.session_id, lease_ids=self._leases
-        )
-        with suppress(KVStoreError):  # it ends with its session or its time
-            self._transport.calls.call("Release", request, RELEASE_MS, pb.ReleaseResponse)
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._started_s

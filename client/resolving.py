@@ -27,7 +27,7 @@ from kvstore.proto.blend import (
     check_tag,
     name_segments,
 )
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.plan_wire import engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
@@ -123,7 +123,7 @@ class Resolved:
             self._is_released = True
             if self._process is not FORKS.process:
                 return
-            self._client._release_lease(self.found.lease_id)
+            self._client._release([self.found.lease_id])
 
     def abandon(self) -> None:
         """Have the lease end by its time: of a server that does not answer nothing is asked."""
@@ -225,16 +225,6 @@ class Resolving(Caller):
                 yield from layers
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)
-
-    def _release_lease(self, lease_id: int) -> None:
-        try:
-            transport = self._connected()
-            request = pb.ReleaseRequest(
-                session_id=transport.session.terms.session_id, lease_ids=[lease_id]
-            )
-            transport.calls.call("Release", request, self.options.deadline_ms, pb.ReleaseResponse)
-        except KVStoreError:
-            return  # it ends with its session or its time
 
 
 def _is_promised(chunks: Sequence[FoundChunk], place: int, header: FrameHeader) -> bool:

@@ -42,7 +42,6 @@ from kvstore.proto import shm
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     InvalidRequestError,
-    KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
 )
@@ -224,8 +223,8 @@ class ShmTransport(Transport):
             with closing(self.calls.stream("Get", request, deadline_ms)) as replies:
                 yield replies, leases
         finally:
-            for own_lease in leases - {0, lease_id}:
-                self._release(own_lease, deadline_ms)
+            if own_leases := leases - {0, lease_id}:
+                self.release(own_leases, deadline_ms)
 
     def _arriving(
         self,
@@ -302,13 +301,6 @@ class ShmTransport(Transport):
     @override
     def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
         return LeasedViews(self.slabs, self._whole, rows, keys).__call__  # bound once
-
-    def _release(self, lease_id: int, deadline_ms: int) -> None:
-        request = pb.ReleaseRequest(session_id=self.session.terms.session_id, lease_ids=[lease_id])
-        try:
-            self.calls.call("Release", request, deadline_ms, pb.ReleaseResponse)
-        except KVStoreError:
-            return  # it ends with the lease's own time
 
     @override
     def leave(self) -> None:

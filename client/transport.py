@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -24,13 +24,13 @@ from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.bulk import Range
-from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FIDELITY_OFFSET, FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.portion import Portion
 from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, PutOutcome
-from kvstore.proto.wire import fidelity_number, join_digests
+from kvstore.proto.wire import fidelity_number, hints_to_message, join_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,16 @@ class Transport(ABC):
             via=via,
             min_fidelity=fidelity_number(least),
         )
+
+    def release(self, leases: Iterable[int], deadline_ms: int, hints: Hints = NO_HINTS) -> None:
+        """End *leases*. One that the server is not told of ends with its session or its time."""
+        request = pb.ReleaseRequest(
+            session_id=self.session.terms.session_id,
+            lease_ids=leases,
+            hints=hints_to_message(hints),
+        )
+        with suppress(KVStoreError):
+            self.calls.call("Release", request, deadline_ms, pb.ReleaseResponse)
 
     def end_if_hung(self) -> bool:
         """End what waits for a server that hangs, as if it were late; whether it does."""
