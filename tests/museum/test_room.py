@@ -156,7 +156,7 @@ def test_mooncake_1753_idle_clients_leave_descriptors_for_a_put(
     Here slabs are counted first, and the Unix socket has a share of what is left.
     """
     slabs = ("--cpu", "16MiB", "--cpu-slab-bytes", "512KiB")
-    process = server_process(*slabs, "--tiers", "cpu")
+    process = server_process(*slabs, "--tiers", "cpu", "--log-level", "warning")
     process.launcher = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
     process.start()
     idle: list[Peer] = []
