@@ -10,11 +10,8 @@ import asyncio
 import json
 import multiprocessing
 import os
-<<<<<<< HEAD
-import socket
-=======
 import signal
->>>>>>> w-watch
+import socket
 import sys
 import threading
 import time
@@ -499,7 +496,6 @@ def suppressed(work: Callable[[], Any]) -> None:
 
 SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
     work.__name__: work
-<<<<<<< HEAD
     for work in (
         twice,
         generations,
@@ -510,11 +506,9 @@ SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
         methods,
         loader,
         connector,
+        inside,
         dropped,
     )
-=======
-    for work in (twice, generations, busy, held, methods, loader, connector, inside, dropped)
->>>>>>> w-watch
 }
 
 if __name__ == "__main__":

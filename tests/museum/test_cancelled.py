@@ -1,4 +1,4 @@
-"""Pain 13: calls that go on behind whoever cancelled them, or hold up others."""
+"""Pain 18: calls that go on behind whoever cancelled them, or hold up others."""
 
 from __future__ import annotations
 

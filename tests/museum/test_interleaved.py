@@ -1,4 +1,4 @@
-"""Pain 14: what is slow only where others are served at the same time."""
+"""Pain 19: what is slow only where others are served at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pain 12: what is stored and never found, as there is too much of it for one request."""
+"""Pain 19: what is stored and never found, as there is too much of it for one request."""
 
 from __future__ import annotations
 
