@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.prospects import Sighting
 from kvstore.server.known_spaces import Differing, KnownSpaces, Space, nearest
 from kvstore.server.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.policy.state_admission import StateAdmission
@@ -30,6 +31,20 @@ Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
 
 Others: TypeAlias = Sequence[tuple[Space, Sequence[Differing]]]
 """Spaces, and in what each differs from the one that was asked for."""
+
+
+class Facts(NamedTuple):
+    """What was known of one chunk at ``at_s``, by which it is a hit or none; no words yet.
+
+    ``down`` has the tiers with a copy that were left alone, and why.
+    """
+
+    key: ChunkKey
+    least: Fidelity
+    at_s: float
+    seen: Sighting
+    outcome: Outcome | None
+    down: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +104,7 @@ class Explainer:
     ) -> Explanation:
         """Say of each of a prompt's chunks, all of *space*, why it is a hit or none."""
         others = self.others(space)
-        reasons = [self.reason(key, others, least) for key in keys]
+        reasons = [self.reason(self.facts(key, least), others) for key in keys]
         absent = [at for at, one in enumerate(reasons) if one.state != "ready"]
         first = absent[0] if absent else len(keys)
         hits = min(first, self._usable(keys, least))
@@ -123,49 +138,46 @@ class Explainer:
         found = (other for other in self.spaces.others(asked) if self._has(other, key))
         return nearest(asked, islice(found, MAX_NEAR))
 
-    def of_miss(self, key: ChunkKey, least: Fidelity) -> Reason:
-        """Say why a lookup that just ended did not find *key*, in some tens of microseconds.
-
-        Whether another identity has it is left to :meth:`later`, which takes longer.
-        """
-        found = self.reason(key, (), least, ago="before")
-        if found.state != "ready":
-            return found
-        text = "here, but of no use: no prefix that ends here or further was ready in time"
-        return replace(found, state="no_end", text=text)
-
-    def later(self, miss: Reason, others: Others) -> Reason:
-        """Return the reason of a miss with what can be said of its chunk only now."""
-        if miss.state == "unknown":
+    def of_miss(self, miss: Facts, others: Others) -> Reason:
+        """Say why a lookup did not find a chunk then, with what can be said of it only now."""
+        found = self.reason(miss, (), "before")
+        if found.state == "ready":
+            text = "here, but of no use: no prefix that ends here or further was ready in time"
+            return replace(found, state="no_end", text=text)
+        if found.state == "unknown":
             named = self._elsewhere(miss.key, others)
-            miss = miss if named is None else named
-        if miss.state == "no_end" or self.reason(miss.key, ()).state != "ready":
-            return miss
-        return replace(miss, text=f"{miss.text}; stored since")
+            found = found if named is None else named
+        if self.reason(self.facts(miss.key), ()).state != "ready":
+            return found
+        return replace(found, text=f"{found.text}; stored since")
 
-    def reason(
-        self,
-        key: ChunkKey,
-        others: Others,
-        least: Fidelity = Fidelity.exact,
-        *,
-        ago: str = "ago",
-    ) -> Reason:
-        """Say of one chunk why it can be read, or why not; *others* are those of its space."""
+    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> Facts:
+        """Return what is known of a chunk now, in some microseconds."""
         seen = self._catalog.sighting(key)
+        outcome = None if seen.copies else self._outcomes.of(key)
+        down = {}
+        for name in seen.copies:
+            shelf = self._shelves.get(name)
+            if shelf is not None and shelf.breaker.is_open:
+                down[name] = shelf.breaker.reason
+        return Facts(key, least, self._clock(), seen, outcome, down)
+
+    def reason(self, facts: Facts, others: Others, ago: str = "ago") -> Reason:
+        """Say of one chunk why it can be read, or why not; *others* are those of its space."""
+        key, seen, outcome = facts.key, facts.seen, facts.outcome
         order = [name for name in self._shelves if name in seen.copies]
         copies = tuple((name, seen.copies[name]) for name in order)
         if seen.is_expired:
             return Reason(key, "expired", "its time to live is up; put it again", copies)
         if copies:
-            return self._of_copies(key, copies, least)
+            return self._of_copies(facts, copies)
         if seen.is_pending:
             return Reason(key, "pending", "it is being put")
         if seen.is_promised:
             return Reason(key, "pending", "promised: a session is about to put it")
-        outcome = self._outcomes.of(key)
         if outcome is not None:
-            return Reason(key, outcome.fate.value, self._told(outcome, ago))
+            passed_s = max(0.0, facts.at_s - outcome.at_s)
+            return Reason(key, outcome.fate.value, _told(outcome, f"{passed_s:.0f} s {ago}"))
         named = self._elsewhere(key, others)
         if named is not None:
             return named
@@ -173,23 +185,18 @@ class Explainer:
             return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
         return Reason(key, "unknown", "never stored here, or forgotten since")
 
-    def _of_copies(self, key: ChunkKey, copies: Copies, least: Fidelity) -> Reason:
+    def _of_copies(self, facts: Facts, copies: Copies) -> Reason:
+        key, least = facts.key, facts.least
         fit = [name for name, info in copies if info.fidelity >= least]
         if not fit:
             best = max(info.fidelity for _, info in copies)
             text = f"only copies of fidelity {best.name} are left, and {least.name} was asked for"
             return Reason(key, "lossy", text, copies)
-        up = [name for name in fit if not self._shelves[name].breaker.is_open]
+        up = [name for name in fit if name not in facts.down]
         if not up:
-            why = self._shelves[fit[0]].breaker.reason
-            return Reason(key, "tier_down", f"on {fit[0]}, which is left alone: {why}", copies)
+            text = f"on {fit[0]}, which is left alone: {facts.down[fit[0]]}"
+            return Reason(key, "tier_down", text, copies)
         return Reason(key, "ready", f"on {up[0]}", copies)
-
-    def _told(self, outcome: Outcome, word: str) -> str:
-        ago = f"{max(0.0, self._clock() - outcome.at_s):.0f} s {word}"
-        where = f" from {outcome.tier}" if outcome.tier else ""
-        detail = f": {outcome.detail}" if outcome.detail else ""
-        return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
 
     # --- other identities
 
@@ -217,6 +224,12 @@ class Explainer:
     def _has(self, space: Space, key: ChunkKey) -> bool:
         """Whether *space* has the chunk of the same tokens."""
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
+
+
+def _told(outcome: Outcome, ago: str) -> str:
+    where = f" from {outcome.tier}" if outcome.tier else ""
+    detail = f": {outcome.detail}" if outcome.detail else ""
+    return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
 
 
 def _said(differing: Sequence[Differing]) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvstore.proto.text import printable
 from kvstore.proto.types import Match
 from kvstore.proto.wire import REFUSED
-from kvstore.server.explain import Reason
+from kvstore.server.explain import Facts
 from kvstore.server.sessions import Session
 
 MAX_MISSES = 1024
@@ -27,11 +27,11 @@ MAX_REASON_CHARS = 240
 
 
 class LoggedMiss(NamedTuple):
-    """One lookup of *asked* chunks. *reason* is why the first that was not found was not, then."""
+    """One lookup of *asked* chunks. *facts* were known then of the first that was not found."""
 
     at_s: float
     session: Session
-    reason: Reason
+    facts: Facts
     asked: int
     ready: int
     pending: int
@@ -55,9 +55,9 @@ class MissLog:
         # Guards both; held for appends and copies of lists only.
         self._lock = threading.Lock()
 
-    def note(self, session: Session, asked: int, match: Match, reason: Reason) -> None:
+    def note(self, session: Session, asked: int, match: Match, facts: Facts) -> None:
         """Take note of a lookup that found less than it asked for."""
-        miss = LoggedMiss(self._clock(), session, reason, asked, match.ready, match.pending)
+        miss = LoggedMiss(self._clock(), session, facts, asked, match.ready, match.pending)
         with self._lock:
             self._misses.append(miss)
 

@@ -75,7 +75,7 @@ class Prospects(Copies):
                 index.copies(row),
                 key in self._pending,
                 key in self._promises,
-                not row and len(index.known_prefix([key])) > 0,
+                not row and index.remembers(key),
                 bool(row) and self.knowledge.hints.is_expired(row, self._clock()),
             )
 

@@ -235,6 +235,10 @@ class RadixIndex:
         row = self._keys.find(key)
         return row if self._holders[row] else NO_ROW
 
+    def remembers(self, key: ChunkKey) -> bool:
+        """Whether the chunk is a ghost."""
+        return self.is_ghost(self._keys.find(key))
+
     def is_known(self, row: int) -> bool:
         """Whether the row is of a chunk with a copy, or of a ghost."""
         return self._holders[row] != 0 or row in self._ghosts

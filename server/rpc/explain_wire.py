@@ -41,10 +41,10 @@ class ExplainDesk:
     def looked_up(
         self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Fidelity
     ) -> None:
-        """Take note of a lookup and what it found, and of why it did not find more."""
+        """Take note of a lookup and what it found; what tells why is made words when asked for."""
         if match.ready < len(keys):
-            reason = self._explainer.of_miss(keys[match.ready], least)
-            self._log.note(session, len(keys), match, reason)
+            facts = self._explainer.facts(keys[match.ready], least)
+            self._log.note(session, len(keys), match, facts)
 
     def heard(self, request: pb.HeartbeatRequest, session: Session) -> None:
         """Take note of what an engine counted."""
@@ -97,8 +97,8 @@ class ExplainDesk:
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
         for miss in misses:
-            others = self._explainer.others_with(miss.session.namespace, miss.reason.key)
-            reason = self._explainer.later(miss.reason, others)
+            others = self._explainer.others_with(miss.session.namespace, miss.facts.key)
+            reason = self._explainer.of_miss(miss.facts, others)
             yield pb.Miss(
                 ago_s=self._clock() - miss.at_s,
                 client=miss.session.client,

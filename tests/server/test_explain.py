@@ -45,7 +45,8 @@ from kvstore.proto.types import (
     PutOutcome,
 )
 from kvstore.proto.wire import REFUSED, fidelity_number
-from kvstore.server.explain import Reason
+from kvstore.server.explain import Facts
+from kvstore.server.index.prospects import Sighting
 from kvstore.server.miss_log import (
     MAX_COUNTS,
     MAX_MISSES,
@@ -372,6 +373,24 @@ def test_a_miss_of_an_evicted_chunk_names_the_tier_and_when(make_server: ServerM
     assert re.match(r"evicted from cpu [0-9]+ s before", miss.reason)
 
 
+def test_a_miss_while_a_tier_was_left_alone_says_so_once_it_is_back(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--breaker-retry-ms", "60000")
+    client = server.connect()
+    keys = store(client, 1, 1)
+    assert eventually(lambda: server.node.manager.catalog.count_on("disk") == 1)
+    evict_from_memory(server, keys)
+    breaker = server.node.manager.transfers.shelves["disk"].breaker
+    for _ in range(3):
+        breaker.fail("no answer")
+    assert client.lookup(keys).ready == 0
+    breaker.succeed()
+    (miss,) = recent(server).recent
+    assert miss.state == "tier_down"
+    assert miss.reason == "on disk, which is left alone: no answer; stored since"
+
+
 def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: LocalServer) -> None:
     store(server.connect(), 1, 2)
     other = server.connect(representation=other_revision(SMALL))
@@ -383,9 +402,11 @@ def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: Local
 
 def test_the_log_of_misses_and_reports_is_bounded() -> None:
     log = MissLog(FakeClock())
+    seen = Sighting({}, is_pending=False, is_promised=False, is_ghost=False, is_expired=False)
+    facts = Facts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
     for number in range(MAX_MISSES + 20):
         one = session_of(number)
-        log.note(one, 1, Match(0, 0, 1, (), b"", b""), Reason(ChunkKey(bytes(32)), "unknown", ""))
+        log.note(one, 1, Match(0, 0, 1, (), b"", b""), facts)
         log.report(one, {"miss_absent": number})
     misses, reports = log.misses(5000), log.reports()
     assert (len(misses), len(reports)) == (MAX_MISSES, MAX_REPORTS)
