@@ -166,7 +166,7 @@ class WeightsWatch:
     def _mark(self) -> tuple[Any, ...]:
         tensors = list(self._tensors())
         # Memory that was freed is given out again, so an address alone is not enough.
-        objects = [WeakIdRef(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
+        objects = [WeakIdRef(tensor) for tensor in tensors]
         places = [_address(tensor) for tensor in tensors]
         versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
         alike: dict[torch.dtype, list[torch.Tensor]] = {}

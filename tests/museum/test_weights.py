@@ -229,17 +229,19 @@ class Wrapped(torch.Tensor):
     """A weight that is made of others and has no address, as torchao has."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+    def __new__(cls, held: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
 
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
 
     @classmethod
-    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), named: Any = None) -> Any:
-        bare = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
-        found = call(*bare, **(named or {}))
-        return Wrapped(found) if call is torch.ops.aten.detach.default else found
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it with these
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        bare = [arg.held if isinstance(arg, Wrapped) else arg for arg in args]
+        found = func(*bare, **(kwargs or {}))
+        return Wrapped(found) if func is torch.ops.aten.detach.default else found
 
 
 def wrapped(weight: torch.Tensor) -> torch.nn.Parameter:
