@@ -250,7 +250,9 @@ def test_a_token_that_is_not_exactly_what_is_asked_for_is_refused(what: str) -> 
     assert BAD_TOKENS[what] not in str(caught.value)
 
 
-@pytest.mark.parametrize("end", [int(time.time()) + 100 * YEAR_S, 1e308])
+@pytest.mark.parametrize(
+    "end", [int(time.time()) + 100 * YEAR_S, 1e308], ids=["in 100 years", "after the sun"]
+)
 def test_a_token_for_a_century_is_refused(end: float, tmp_path: Path) -> None:
     path = tmp_path / "jwt.pem"
     path.write_bytes(PEM)
