@@ -169,8 +169,9 @@ def test_memory_is_for_readers_and_files_for_those_who_also_write(
     role: str, slabs: bool, extents: bool, world: World, key_of: dict[str, str]
 ) -> None:
     writer = world.client(world.acme)
-    writer.put(chunks_for(writer, 1, CHUNKS)[1])
-    world.server.settled()
+    keys, chunks = chunks_for(writer, 20 + len(role), CHUNKS)  # which no other test reserved
+    writer.put(chunks, durable=True)
+    assert writer.lookup(keys).ready == CHUNKS
     _, peer, reply = on_the_socket(world, key_of[role])
     with closing(peer):
         assert reply is (Reply.denied if role in ("admin", "peer") else Reply.ok)
@@ -247,8 +248,7 @@ def test_memory_at_the_socket_does_not_count_as_requests_of_its_tenant(
 def test_a_reader_without_writing_gets_copies_of_what_is_on_disk(world: World) -> None:
     writer = world.client(world.acme)
     keys, chunks = chunks_for(writer, 2, CHUNKS)
-    writer.put(chunks)
-    world.server.settled()
+    writer.put(chunks, durable=True)
     world.server.leave_memory(keys)
     reader = world.client(world.reader, "shm")
     got = reader.get(keys)
