@@ -14,6 +14,7 @@ from rich.text import Text
 from kvstore.cli.status import ask_figures, readable_size
 from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.text import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def _tier_as_json(tier: pb.TierStatus) -> dict[str, object]:
 
 def top_as_tables(address: str, reply: pb.StatusResponse, rates: Rates) -> Group:
     """Return one look as tables."""
-    parts: list[Text | Grid] = [Text(_head(address, reply, rates)), _tiers(reply)]
+    parts: list[Text | Grid] = [Text(printable(_head(address, reply, rates))), _tiers(reply)]
     if any(tier.what_if for tier in reply.tiers):
         parts.append(_what_if(reply))
     if any(tier.partitions for tier in reply.tiers):
@@ -105,7 +106,7 @@ def top_as_tables(address: str, reply: pb.StatusResponse, rates: Rates) -> Group
         for one in tier.partitions
         if one.why
     ]
-    return Group(*parts, *map(Text, reasons))
+    return Group(*parts, *(Text(printable(reason)) for reason in reasons))
 
 
 def _head(address: str, reply: pb.StatusResponse, rates: Rates) -> str:
