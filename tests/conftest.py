@@ -31,6 +31,14 @@ _SHARED_BY_ALL_CHANNELS = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]")
 """What gRPC opens when it first needs it and never closes."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have servers with the default disk folder share nothing with earlier runs or a user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kill-loops", type=int, default=10, help="times that tests/e2e/test_kill9.py kills"
