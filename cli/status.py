@@ -32,7 +32,7 @@ def ask_status(address: str) -> pb.StatusResponse:
 
 
 def is_hidden(reply: pb.StatusResponse) -> bool:
-    """Whether the server told no figures, as the caller has not the role admin."""
+    """Whether the reply has no figures, as the caller has not the role admin."""
     return not reply.counters
 
 

@@ -30,7 +30,7 @@ class Access:
     ask for one; ``server_name`` is what the server's certificate says, where that is not the
     address. ``token`` is an API key or a JWT; ``token_file`` has one, and is read again when it
     was replaced. Without TLS a token goes to this host alone, and only where this user, root or a
-    user of the system listens; ``insecure`` lets it travel in plain text to whoever does.
+    user of the system listens; ``insecure`` lets it travel in plain text anywhere.
     """
 
     tls: bool = False

@@ -218,6 +218,6 @@ class JoinedSink(LayerSink):
     def abandon(self, within_s: float = ABANDON_S) -> None:
         until = time.monotonic() + within_s
         for sink in self._sinks:
-            sink.abandon(0)  # all are told before any is waited for
+            sink.abandon(0)  # all are cancelled before any is waited for
         for sink in self._sinks:
             sink.abandon(max(0.0, until - time.monotonic()))

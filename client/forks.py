@@ -71,7 +71,7 @@ class Forks:
     def calling(self, within_s: float) -> Iterator[None]:
         """Enter to make a call that ends within WAITED_FOR_MS.
 
-        Waits while the process forks, so what is left of a deadline is known inside. Raises
+        Waits while the process forks, so the rest of a deadline is known inside. Raises
         DeadlineError when it still forks after *within_s*.
         """
         with self._changed:

@@ -127,7 +127,7 @@ class Session:
         try:
             self.heartbeat()
         except KVStoreError:
-            return  # whoever calls next finds out, and opens another session
+            return  # the next call fails, and opens another session
 
     def say(self, last: Callable[[], None]) -> None:
         """Have the thread that beats do *last*, which closes the session. Takes no lock."""

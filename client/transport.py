@@ -189,7 +189,7 @@ class Transport(ABC):
         )
 
     def release(self, leases: Iterable[int], deadline_ms: int, hints: Hints = NO_HINTS) -> None:
-        """End *leases*. One that the server is not told of ends with its session or its time."""
+        """End *leases*. One whose release does not arrive ends with its session or its time."""
         request = pb.ReleaseRequest(
             session_id=self.session.terms.session_id,
             lease_ids=leases,

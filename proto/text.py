@@ -10,10 +10,13 @@ def check_text(
     text: str,
     most: int,
     error: type[InvalidRequestError | RepresentationError] = InvalidRequestError,
+    *,
+    least: int = 0,
 ) -> str:
-    """Return *text* if it has at most *most* characters, all printable. Raises *error*."""
-    if not isinstance(text, str) or len(text) > most or not text.isprintable():
-        raise error(field, _beginning(text), f"give at most {most} printable characters")
+    """Return *text* if it has *least* to *most* characters, all printable. Raises *error*."""
+    if not isinstance(text, str) or not least <= len(text) <= most or not text.isprintable():
+        count = f"{least} to {most}" if least else f"at most {most}"
+        raise error(field, _beginning(text), f"give {count} printable characters")
     return text
 
 

@@ -73,7 +73,7 @@ class Landing:
         self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
 
     def tick(self) -> None:
-        """Have shared tiers asked for what they may have lost. Called a few times a second."""
+        """Check what shared tiers may have lost. Called a few times a second."""
         for refill in self._refills:
             refill.tick()
 

@@ -124,6 +124,18 @@ class Node:
             self.manager.catalog.directory = self.directory
         me = Me(self.port, identity.boot_id)
         self._begin_peers = ready_peers(config, self.manager, self.directory, me)
+        self._serve(checks, identity)
+        self.health_port = self._open_health()
+        self._http = self._open_http()
+        self.http_port = self._http.port if self._http is not None else None
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for name, work in (("ticker", self._tick), ("learner", self._learn))
+        ]
+
+    def _serve(self, checks: Checks, identity: Identity) -> None:
+        """Have gRPC and the Unix socket answer calls, once they are started."""
         service = KVStoreService(
             self.manager, self.sessions, self.data_plane, checks, identity, self.trust
         )
@@ -131,7 +143,7 @@ class Node:
         service.directory = self.directory
         service.device_puts = self.device_puts
         self.events = NodeEvents(
-            config,
+            self._config,
             self.manager,
             identity.boot_id,
             self.trust.authenticator.holds,
@@ -146,17 +158,9 @@ class Node:
             self.data_plane.answer_calls(calls.answer)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        self.health_port = self._open_health()
         reflection.enable_server_reflection(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
-        self._http = self._open_http()
-        self.http_port = self._http.port if self._http is not None else None
-        self._stopping = threading.Event()
-        self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("ticker", self._tick), ("learner", self._learn))
-        ]
 
     def _open_tracing(self) -> RequestScope:
         tracing = open_tracing(self._config.tracing_endpoint, self._config.tracing_share)

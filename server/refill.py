@@ -1,7 +1,7 @@
 """Refill: what a shared tier has lost, emptied or evicting by itself, is copied there again.
 
-Nobody tells a server of that. It asks: for chunks that are put again at once, for all others that
-it has elsewhere, too, some at a time.
+A server is not notified of that. It checks: chunks that are put again at once, all others that it
+has elsewhere, too, some at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Refill:
         self._rests_until_s = 0.0
 
     def put_again(self, key: ChunkKey) -> None:
-        """Have it asked for at the next tick: whoever put it was told that it is there."""
+        """Check it at the next tick: the put was answered with `exists`."""
         if len(self._again) < MAX_AGAIN:
             self._again.setdefault(key, False)
 

@@ -224,7 +224,7 @@ class KVStoreService(
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._data_plane is not None else None
         if reach is not None and "write" not in session.roles:
-            reach = reach - {Reach.file}  # whoever has a file open can open it for writing
+            reach = reach - {Reach.file}  # an open file can be opened again for writing
         self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys))
         lease_id, known = self._manager.open_get(session, keys, request.lease_id)

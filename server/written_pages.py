@@ -13,7 +13,7 @@ WALKED_PER_PAGE = 16
 """Pages that the kernel may look at again for each one that is new; it takes less for them than
 one call takes."""
 MAX_HOLES = 64
-"""A session that names so many parts it never wrote is believed no more: an honest one has none."""
+"""After so many parts that were never written a session's new pages are refused without a look."""
 
 
 class WrittenPages:

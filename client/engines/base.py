@@ -144,7 +144,7 @@ class Connector:
         FORKS.watch(self._after_fork)
 
     def _after_fork(self) -> None:
-        """In a child: count from nothing, as the parent tells its server of what was before."""
+        """In a child: count from 0: the parent reports what was before."""
         self._lock = threading.Lock()  # another thread may have had it
         for counts in (
             *(self._counts, self._tier_tokens, self._load_errors, self._store_errors),

@@ -113,7 +113,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_pool_host(mem_pool_host)
         self._store = PageStore(mem_pool_host, self._rank, self._settings)
         if hasattr(mem_pool_host, "clear"):
-            # SGLang tells a backend of no flush and no update; it clears the pool at each.
+            # SGLang reports no flush and no update to a backend; it clears the pool at each.
             mem_pool_host.clear = partial(self._cleared, mem_pool_host.clear)
 
     def _cleared(self, clear: Callable[[], None]) -> None:

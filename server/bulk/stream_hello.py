@@ -1,4 +1,4 @@
-"""A Stranger: a connection that has not said whose it is. It is heard, and never waited for."""
+"""A Stranger: a connection that has not authenticated yet. It is read, and never waited for."""
 
 from __future__ import annotations
 

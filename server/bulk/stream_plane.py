@@ -73,7 +73,7 @@ class StreamPlane:
         self._streams: set[Caller] = set()
         self._strangers: set[Stranger] = set()
         self._back: list[Caller | Stranger] = []
-        """Answered or heard, and to be waited for again."""
+        """Answered or read from, and to be waited for again."""
         self._clients_served = 0
         """Calls of clients that are answered now."""
         self._closed = False
@@ -213,7 +213,7 @@ class StreamPlane:
     # --- threads that answer
 
     def _welcome(self, stranger: Stranger) -> None:
-        """Hear whose connection it is, as far as it has said that."""
+        """Read a connection's first message, as far as it has come."""
         try:
             word = stranger.word()
             if word is None:

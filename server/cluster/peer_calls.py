@@ -37,9 +37,7 @@ class PeerCalls:
         self, request: pb.OpenPeerRequest, context: grpc.ServicerContext
     ) -> pb.OpenPeerResponse:
         """Let another server in, which may only read, on the bulk channel."""
-        node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS)
-        if not node_id:
-            raise InvalidRequestError("node_id", node_id, "name the server that asks")
+        node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS, least=1)
         if not self._identity.zmq_address:
             raise InvalidRequestError("zmq", "off", "peers read through it: start with --zmq")
         session = self._sessions.open_peer(node_id, principal_of(context))

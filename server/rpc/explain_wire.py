@@ -41,7 +41,7 @@ class ExplainDesk:
     def looked_up(
         self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Fidelity
     ) -> None:
-        """Take note of a lookup and what it found; what tells why is made words when asked for."""
+        """Record a lookup and what it found; the reason is put into words when it is shown."""
         if match.ready < len(keys):
             facts = self._explainer.facts(keys[match.ready], least)
             self._log.note(session, len(keys), match, facts)

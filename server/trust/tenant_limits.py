@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from kvstore.proto.errors import InvalidRequestError, QuotaExceededError
+from kvstore.server.rate_limit import RateLimit
 
 EVERY_OTHER = "*"
 """In the settings: the limits of each tenant that is not named."""
@@ -36,14 +37,13 @@ NO_LIMITS = Limits()
 class TenantLimits:
     """The limits of every tenant, and the rates they are held to. Thread-safe.
 
-    A rate is a token bucket that a second fills, *clock* giving seconds: a tenant may ask so many
-    requests at once, and so many a second in the long run.
+    *clock* returns monotonic seconds.
     """
 
     def __init__(self, limits: Mapping[str, Limits], clock: Callable[[], float]) -> None:
         self._limits = dict(limits)
         self._clock = clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[str, RateLimit] = OrderedDict()
         self._lock = Lock()  # guards both tables
 
     def of(self, tenant: str) -> Limits:
@@ -70,13 +70,11 @@ class TenantLimits:
         if not rate:
             return
         with self._lock:
-            now = self._clock()
-            left, since = self._buckets.get(tenant, (float(rate), now))
-            left = min(float(rate), left + rate * (now - since))
-            is_spent = left < 1.0
-            self._buckets[tenant] = (left if is_spent else left - 1.0, now)
+            bucket = self._buckets.get(tenant)
+            if bucket is None:
+                bucket = self._buckets[tenant] = RateLimit(rate, self._clock)
             self._buckets.move_to_end(tenant)
             while len(self._buckets) > BUCKETS:
                 self._buckets.popitem(last=False)
-        if is_spent:
+        if bucket.take() is None:
             raise QuotaExceededError("requests_per_s", rate, f"tenant {tenant!r}")
