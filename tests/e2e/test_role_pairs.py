@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
 from kvstore.proto.calls import METHODS, pack_call, unpack_answer
 from kvstore.proto.errors import KVStoreError, PermissionDeniedError, TierUnavailableError
+from kvstore.proto.places import unpack_places
 from kvstore.proto.shm import Op, Reply, Request
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 from kvstore.server.trust.tenant_limits import Limits
@@ -143,10 +144,23 @@ def on_the_socket(world: World, key: str) -> tuple[pb.OpenSessionResponse, Peer,
         return terms, peer, peer.attach(terms, descriptor)
 
 
-def files_given(peer: Peer, op: Op) -> int:
-    """Return how many descriptors of the first slabs or extents the server gives."""
+def slabs_with(world: World, seed: int) -> set[int]:
+    """Have chunks stored, in memory and on disk; return the numbers of the slabs they are in."""
+    writer = world.client(world.acme)
+    keys, chunks = chunks_for(writer, seed, CHUNKS)
+    writer.put(chunks, durable=True)
+    connection = world.dial(Access(ca=world.ca.path, token=world.acme))
+    digests = b"".join(key[-DIGEST_BYTES:] for key in keys)
+    request = request_of("Lookup", open_session(connection).session_id, digests)
+    request.lease = request.places = True
+    reply = connection.call("Lookup", request, 20_000, pb.LookupResponse)
+    return {place.number for place in unpack_places(reply.places)}
+
+
+def files_given(peer: Peer, op: Op, numbers: Iterable[int] = range(64)) -> int:
+    """Return how many descriptors the server gives, of slabs or extents of these *numbers*."""
     given = 0
-    for number in range(64):  # slabs that were emptied come back under other numbers
+    for number in numbers:
         peer.link.send(Request(op, number).pack())
         _, files, _, _ = socket.recv_fds(peer.link, shm.MESSAGE_BYTES, 4)
         given += len(files)
@@ -168,14 +182,11 @@ def files_given(peer: Peer, op: Op) -> int:
 def test_memory_is_for_readers_and_files_for_those_who_also_write(
     role: str, slabs: bool, extents: bool, world: World, key_of: dict[str, str]
 ) -> None:
-    writer = world.client(world.acme)
-    keys, chunks = chunks_for(writer, 20 + len(role), CHUNKS)  # which no other test reserved
-    writer.put(chunks, durable=True)
-    assert writer.lookup(keys).ready == CHUNKS
+    numbers = slabs_with(world, 20)
     _, peer, reply = on_the_socket(world, key_of[role])
     with closing(peer):
         assert reply is (Reply.denied if role in ("admin", "peer") else Reply.ok)
-        assert (files_given(peer, Op.slab) > 0) is slabs
+        assert files_given(peer, Op.slab, numbers) == (len(numbers) if slabs else 0)
         assert (files_given(peer, Op.extent) > 0) is extents
         with staging() as descriptor:
             ring = peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
@@ -200,6 +211,7 @@ def test_calls_over_the_socket_are_refused_as_over_grpc(
 def test_what_was_given_and_refused_at_the_socket_is_written_down(
     world: Audited, key_of: dict[str, str]
 ) -> None:
+    numbers = {0, *slabs_with(world, 20)}  # the first is nobody's
     for role, method, outcome in (
         ("read", "Slab", "OK"),
         ("both", "Extent", "OK"),
@@ -210,7 +222,7 @@ def test_what_was_given_and_refused_at_the_socket_is_written_down(
     ):
         _, peer, _ = on_the_socket(world, key_of[role])
         with closing(peer), suppress(OSError), staging() as descriptor:
-            files_given(peer, Op.slab)
+            files_given(peer, Op.slab, numbers)
             files_given(peer, Op.extent)
             peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
         who = f"key:{key_of[role][4:16]}"
@@ -224,8 +236,7 @@ def test_what_was_given_and_refused_at_the_socket_is_written_down(
 def test_memory_at_the_socket_does_not_count_as_requests_of_its_tenant(
     world: World, key_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = world.client(world.acme)
-    writer.put(chunks_for(writer, 1, CHUNKS)[1])
+    numbers = slabs_with(world, 20)
     limits = world.server.node.trust.limits
     now_s = limits._clock()
     monkeypatch.setattr(limits, "_clock", lambda: now_s)
@@ -234,8 +245,8 @@ def test_memory_at_the_socket_does_not_count_as_requests_of_its_tenant(
         terms, peer, reply = on_the_socket(world, key_of["both"])
         with closing(peer):
             assert reply is Reply.ok
-            given = [files_given(peer, Op.slab) for _ in range(2)]
-            assert given[0] == given[1] > 0
+            given = [files_given(peer, Op.slab, numbers) for _ in range(8)]
+            assert given == [len(numbers)] * 8
             with staging() as descriptor:
                 for _ in range(8):
                     peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
