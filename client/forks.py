@@ -25,6 +25,7 @@ _ENDED_WITHIN_S = WAITED_FOR_MS / 1000 + 0.2
 _LEAVING_S = 0.02
 """How long gRPC's own threads stay inside after a call was ended early."""
 _HELD_S = 5.0
+PROCESS_BYTES = 8
 
 
 class EndedByForkError(DeadlineError):
@@ -35,8 +36,8 @@ class Forks:
     """The forks of this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self.process: object = object()
-        """Another one in each child."""
+        self.process = os.urandom(PROCESS_BYTES)
+        """Names this process; another one in each child."""
         self.is_child = False
         self._hooks: set[WeakMethod[Callable[[], None]]] = set()
         self._is_grpc_lost = False
@@ -60,7 +61,7 @@ class Forks:
         """
         self._hooks.add(WeakMethod(after_fork, self._hooks.discard))
 
-    def check(self, process: object, what: str) -> None:
+    def check(self, process: bytes, what: str) -> None:
         """Raise LeaseExpiredError unless *what* was opened in this *process*."""
         if process is not self.process:
             raise LeaseExpiredError(f"{what} is the parent process's; begin another in this one")
@@ -157,7 +158,7 @@ class Forks:
         keep(self.__dict__.copy())
         self._is_grpc_lost = self._is_grpc_lost or not self._was_quiet
         self._reset()
-        self.process = object()
+        self.process = os.urandom(PROCESS_BYTES)
         self.is_child = True
         for found in list(self._hooks):
             hook = found()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from kvstore.client.connection import Connection
+from kvstore.client.forks import FORKS
 from kvstore.client.options import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
@@ -74,6 +75,7 @@ class Session:
                 representation=representation_to_message(representation),
                 client=options.name,
                 tenant=options.tenant,
+                process=int.from_bytes(FORKS.process, "little"),
             ),
             options.deadline_ms,
             pb.OpenSessionResponse,

@@ -108,14 +108,16 @@ class Component(_message.Message):
     def __init__(self, kind: _Optional[int] = ..., dtype: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("representation", "client", "tenant")
+    __slots__ = ("representation", "client", "tenant", "process")
     REPRESENTATION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     representation: Representation
     client: str
     tenant: str
-    def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    process: int
+    def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., process: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes", "stream_address", "stream_certificate", "peers", "server_pid", "pid_namespace")

@@ -117,7 +117,7 @@ class KVStoreService(
         caller = principal_of(context)
         standing = self._standings.of(caller, request.tenant)
         session = self._sessions.open(
-            representation, client, standing.tenant, caller, standing.roles
+            representation, client, standing.tenant, caller, standing.roles, request.process
         )
         plane, gpu = self._data_plane, self._manager.transfers.gpu_tier
         return pb.OpenSessionResponse(

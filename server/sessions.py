@@ -30,8 +30,8 @@ TOKEN_BYTES = 16
 MAX_PEER_SESSIONS = 256
 """Of other servers; a fleet's nodes have one each."""
 SPARED_SHARE = 8
-"""One of so many sessions is not for a tenant that has as many: none can take all of them, where
-callers are known."""
+"""One of so many sessions is not for a process that has as many, nor for a tenant, where callers
+are known: none can take all of them."""
 
 _NO_MODEL = Representation(
     "none", "none", "none", "none",
@@ -66,6 +66,8 @@ class Session:
     """The other servers that its process reads from itself, as its last get said."""
     opened_at: float = 0.0
     """On the clock of the table."""
+    process: int = 0
+    """What its process calls itself in all of its sessions; 0: it does not say."""
     is_closed: bool = False
     """Set before what it owns is released: nothing may be given to it from then on."""
 
@@ -117,6 +119,7 @@ class SessionTable:
         tenant: str = DEFAULT_TENANT,
         owner: Principal = ANYBODY,
         roles: frozenset[str] = ROLES,
+        process: int = 0,
     ) -> Session:
         """Open a session. Raises QuotaExceededError or ShuttingDownError."""
         session = Session(
@@ -130,6 +133,7 @@ class SessionTable:
             self._clock(),
             owner,
             roles,
+            process=process,
         )
         self._admit(session)
         for callback in self.on_open:
@@ -170,13 +174,21 @@ class SessionTable:
                 raise ShuttingDownError("the server drains; no new sessions")
             if len(self._sessions) >= self._limit:
                 raise QuotaExceededError("max_sessions", self._limit, "this server")
-            spared = self._limit // SPARED_SHARE if session.owner != ANYBODY else 0
+            spared = self._limit // SPARED_SHARE
             if spared and len(self._sessions) >= self._limit - spared:
-                tenant = session.owner.tenant
-                if sum(one.owner.tenant == tenant for one in self._sessions.values()) >= spared:
-                    raise QuotaExceededError("max_sessions", self._limit, f"tenant {tenant!r}")
+                self._check_share(session, spared)
             session.opened_at = self._clock()
             self._sessions[session.session_id] = session
+
+    def _check_share(self, session: Session, spared: int) -> None:
+        """Raise QuotaExceededError where tenant or process have *spared* sessions already."""
+        tenant, process, others = session.owner.tenant, session.process, self._sessions.values()
+        if session.owner != ANYBODY and sum(x.owner.tenant == tenant for x in others) >= spared:
+            raise QuotaExceededError("max_sessions", self._limit, f"tenant {tenant!r}")
+        held = sum(one.process == process for one in others) if process else 0
+        if held >= spared:
+            whose = f"one process with {held} clients (close some, {spared} are for others)"
+            raise QuotaExceededError("max_sessions", self._limit, whose)
 
     def get(self, session_id: int) -> Session:
         """Return a live session and take note of it. Raises LeaseExpiredError."""

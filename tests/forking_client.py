@@ -32,7 +32,7 @@ from kvstore.client.forks import GRACE_S
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError
+from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
 
 CHUNKS = 4
@@ -446,6 +446,27 @@ def dropped(address: str, transport: str) -> list[str]:
         time.sleep(0.02)
 
 
+def kept(address: str, transport: str) -> list[str]:
+    """One process keeps more clients than the server has sessions; another process's reads."""
+    clients, refusals = list[Client](), set[str]()
+    for _ in range(300):
+        clients.append(Client(address, SMALL, options(transport)))
+        try:
+            assert clients[-1].namespace
+        except QuotaExceededError as error:
+            refusals.add(str(error))
+    context: Any = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work_of_child, args=(clients[0], 450, theirs))
+    process.start()
+    found = list(ours.recv()) if ours.poll(STARTED_S) else ["no answer of the other process"]
+    process.join()
+    for client in clients:
+        client.close()
+    told = [one for one in refusals if "max_sessions=256" in one and "close" in one]
+    return found + [f"refusals: {refusals}"] * (len(told) != 1 or len(refusals) != 1)
+
+
 def followed(address: str, transport: str) -> list[str]:
     """The process forks while it follows events, which never end by themselves."""
     client = Client(address, SMALL, options(transport))
@@ -508,6 +529,7 @@ SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
         connector,
         inside,
         dropped,
+        kept,
     )
 }
 

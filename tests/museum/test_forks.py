@@ -155,3 +155,10 @@ def test_skein_179_clients_that_are_dropped_leave_nothing_open(
     300 of them, one after the other, on a server of 256 sessions.
     """
     assert faults_of(server, "dropped", transport) == []
+
+
+def test_grpc_6619_a_process_that_keeps_its_clients_leaves_sessions_for_others(
+    server: ServerProcess,
+) -> None:
+    """300 clients that one process never closes, on a server of 256 sessions without keys."""
+    assert faults_of(server, "kept", "grpc") == []

@@ -81,6 +81,21 @@ def test_no_tenant_takes_all_sessions_where_callers_are_known(clock: FakeClock) 
         table.open(REPRESENTATION, "engine", "zeta", other)
 
 
+def test_no_process_takes_all_sessions_whoever_the_caller_is(clock: FakeClock) -> None:
+    table = SessionTable(16, 2_000, lambda tenant: tenant.encode(), clock, numbers())
+    first, *_ = (table.open(REPRESENTATION, "engine", process=7) for _ in range(14))
+    with pytest.raises(QuotaExceededError, match=r"one process with 14 clients .*max_sessions=16"):
+        table.open(REPRESENTATION, "engine", process=7)
+    table.open(REPRESENTATION, "engine", process=8)
+    table.open(REPRESENTATION, "a client that does not say")
+    with pytest.raises(QuotaExceededError, match="this server"):
+        table.open(REPRESENTATION, "engine", process=9)
+    table.close(first.session_id)
+    with pytest.raises(QuotaExceededError, match="one process with 13 clients"):
+        table.open(REPRESENTATION, "engine", process=7)
+    table.open(REPRESENTATION, "engine", process=9)
+
+
 def test_a_session_closes_once_and_says_so_once(table: SessionTable) -> None:
     gone = ended(table)
     session = table.open(REPRESENTATION, "engine")
