@@ -15,6 +15,8 @@ from kvstore.cli.access import dial
 from kvstore.cli.blend_report import gate_as_dict, gate_line
 from kvstore.cli.spaces import Where, find, hex_prefix, places, read_representation
 from kvstore.cli.tables import Grid, open_console
+from kvstore.client.batches import digest_batches
+from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend_wire import gate_from_message
 from kvstore.proto.errors import (
@@ -25,7 +27,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES
-from kvstore.proto.wire import REFUSED, join_digests
+from kvstore.proto.wire import MAX_EXPLAINED, REFUSED, join_digests
 
 DEADLINE_MS = 10_000
 CLIENT_NAME = "kvstore explain"
@@ -71,12 +73,12 @@ def ask_explain(address: str, question: Question) -> pb.ExplainResponse:
     connection = dial(address, DEADLINE_MS)
     try:
         if representation is None:
-            return connection.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+            return _explained(connection, request)
         opening = pb.OpenSessionRequest(representation=representation, client=CLIENT_NAME)
         terms = connection.call("OpenSession", opening, DEADLINE_MS, pb.OpenSessionResponse)
         request.session_id = terms.session_id
         try:
-            return connection.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+            return _explained(connection, request)
         finally:
             closing = pb.CloseSessionRequest(session_id=terms.session_id)
             connection.call("CloseSession", closing, DEADLINE_MS, pb.CloseSessionResponse)
@@ -85,6 +87,26 @@ def ask_explain(address: str, question: Question) -> pb.ExplainResponse:
         raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
     finally:
         connection.close()
+
+
+def _explained(connection: Connection, request: pb.ExplainRequest) -> pb.ExplainResponse:
+    """Return the answer, about a long prompt of several requests: each knows of its own gap."""
+    whole = pb.ExplainResponse()
+    gap: int | None = None
+    for number, some in enumerate(digest_batches(request.digests, MAX_EXPLAINED)):
+        request.digests, first = some, number * MAX_EXPLAINED
+        reply = connection.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+        for at, one in enumerate(reply.chunks, first):
+            if one.state not in ("ready", "no_end", "behind"):
+                gap = at if gap is None else gap
+            elif gap is not None and one.state != "no_end":
+                one.state, one.reason = "behind", f"here, but chunk {gap} before it is not"
+        if whole.near:
+            del reply.near[:]
+        hits = reply.hit_chunks if whole.hit_chunks == first else 0
+        reply.hit_chunks, reply.left_out = whole.hit_chunks + hits, whole.left_out + reply.left_out
+        whole.MergeFrom(reply)
+    return whole
 
 
 def _request(

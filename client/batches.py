@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from itertools import takewhile
 from typing import TypeVar
 
 from typing_extensions import override
@@ -18,6 +19,7 @@ from kvstore.client.reader import Room
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.transport import Put
 from kvstore.codecs.base import AnyPart
+from kvstore.proto.blend import NamedSegment, Resolution
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.plans import LoadPlan, PlannedBatch, PlanRange, PrefillModel
@@ -132,6 +134,43 @@ def joined_plans(
     )
 
 
+def segment_batches(segments: Sequence[NamedSegment], limit: int) -> list[list[NamedSegment]]:
+    """Return groups of *limit* chunks at most, in order; segments that are longer are cut."""
+    groups: list[list[NamedSegment]] = [[]]
+    room = limit
+    for one in segments:
+        start = one.start
+        for first, some in batches(one.chunks, limit):
+            is_last = first + len(some) == len(one.chunks)
+            stop = one.stop if is_last else some[-1].stop
+            if len(some) > room:
+                groups.append([])
+                room = limit
+            groups[-1].append(replace(one, start=start, stop=stop, chunks=tuple(some)))
+            room -= len(some)
+            start = stop
+    return groups
+
+
+def joined_resolutions(found: Sequence[Resolution]) -> Resolution:
+    """Return the answer about a prompt that was asked for in several requests."""
+    segments = tuple(segment for one in found for segment in one.segments)
+    chunks = [chunk for segment in segments for chunk in segment.chunks]
+    prefix = found[0].exact_prefix
+    if prefix == sum(len(segment.chunks) for segment in found[0].segments):
+        prefix += len(list(takewhile(lambda chunk: chunk.is_exact, chunks[prefix:])))
+    lease_id, *more = [one.lease_id for one in found if one.lease_id] or [0]
+    return replace(
+        found[-1],
+        segments=segments,
+        exact_prefix=prefix,
+        is_shadow=any(one.is_shadow for one in found),
+        lease_id=lease_id,
+        lease_ttl_ms=min((one.lease_ttl_ms for one in found if one.lease_id), default=0),
+        more_leases=tuple(more),
+    )
+
+
 class JoinedFeed(LayerFeed):
     """The feeds of several batches of *limit* chunks as one; those that follow a gap stay shut.
 
@@ -156,6 +195,7 @@ class JoinedFeed(LayerFeed):
         try:
             for feed in self._feeds:
                 self._open.append(self._stack.enter_context(feed))
+                self.is_cut = self._open[0].is_cut
                 some = self._open[-1].headers()
                 first = len(found)
                 found += [replace(one, index=first + one.index) for one in some] if first else some

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 from weakref import finalize, ref
 
-from kvstore.client.batches import batches, behind, digest_batches
+from kvstore.client.batches import (
+    MAX_OPEN_BATCHES,
+    JoinedFeed,
+    batches,
+    behind,
+    digest_batches,
+)
 from kvstore.client.client_state import ClientState
 from kvstore.client.connection import Connection
 from kvstore.client.forks import FORKS
+from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.levelled_get import Meters
 from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
@@ -34,6 +42,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -48,8 +57,8 @@ from kvstore.proto.wire import cut_keys, join_digests, split_digests
 T = TypeVar("T")
 
 
-class _Asked(NamedTuple):
-    """What a transport is asked for in one batch."""
+class Asked(NamedTuple):
+    """What a transport is asked for."""
 
     digests: Sequence[ChainDigest]
     lease_id: int
@@ -299,7 +308,7 @@ class Caller:
         for number, (first, some) in enumerate(batches(keys, limit)):
             lease_id = leases[number] if leases else 0
             try:
-                asked = _Asked(digests[first : first + limit], lease_id, left_ms(), least)
+                asked = Asked(digests[first : first + limit], lease_id, left_ms(), least)
                 found += self._read_batch(transport, some, behind(room, first), asked)
             except (DeadlineError, TierUnavailableError):
                 if not found:
@@ -313,7 +322,7 @@ class Caller:
         transport: Transport,
         keys: Sequence[ChunkKey],
         room: Room,
-        asked: _Asked,
+        asked: Asked,
     ) -> list[ChunkTensors]:
         portion = None
         if isinstance(room, RectangleRoom):
@@ -325,6 +334,26 @@ class Caller:
         if broken is not None:
             self._quarantine(transport, broken)
         return found
+
+    def _layer_feed(
+        self,
+        stack: ExitStack,
+        transport: Transport,
+        asked: Asked,
+        skipped: SkippedRows | None = None,
+    ) -> LayerFeed:
+        """Return the frames of *asked* layer by layer: of MAX_OPEN_BATCHES batches, as each is a
+        stream, which *stack* ends. Rows that are *skipped* come where there are several.
+        """
+        digests, lease_id, deadline_ms, least = asked
+        limit, left_ms = transport.session.terms.max_batch_chunks, countdown(deadline_ms)
+        if len(digests) > limit:
+            skipped = None  # they are named by the places of all chunks
+        feeds = (
+            transport.get_layers(some, lease_id, left_ms(), least, skipped)
+            for _, some in batches(digests, limit)
+        )
+        return JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
 
     def _quarantine(self, transport: Transport, key: ChunkKey) -> None:
         request = pb.DeleteRequest(

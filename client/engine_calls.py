@@ -5,15 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from itertools import islice
 
-from kvstore.client.batches import (
-    MAX_OPEN_BATCHES,
-    JoinedFeed,
-    JoinedSink,
-    batches,
-)
-from kvstore.client.caller import Caller
+from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
+from kvstore.client.caller import Asked, Caller
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
@@ -151,16 +145,9 @@ class EngineCalls(Caller, ABC):
     def _layers(
         self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Fidelity
     ) -> Generator[Layer, None, None]:
-        digests = self._cut_digests(keys)
-        limit, left_ms = (
-            transport.session.terms.max_batch_chunks,
-            countdown(self.options.deadline_ms),
-        )
-        feeds = (
-            transport.get_layers(some, 0, left_ms(), least) for _, some in batches(digests, limit)
-        )
+        asked = Asked(self._cut_digests(keys), 0, self.options.deadline_ms, least)
         with ExitStack() as stack:
-            feed = JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
+            feed = self._layer_feed(stack, transport, asked)
             reading = LayerReader(self._reader, transport.session, keys, feed, room)
             with closing(reading.layers()) as layers:
                 yield from layers

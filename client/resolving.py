@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
-from kvstore.client.caller import Caller
+from kvstore.client.batches import batches, joined_resolutions, segment_batches
+from kvstore.client.caller import Asked, Caller
 from kvstore.client.forks import FORKS
 from kvstore.client.layers import Layer, LayerReader
 from kvstore.client.reader import given
+from kvstore.client.retry import countdown
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Transport
 from kvstore.proto import blend_wire
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
+    MAX_ASKED_CHUNKS,
     GateView,
     NamedChunk,
     NamedSegment,
@@ -74,7 +77,8 @@ class Resolved:
     """What there is of a prompt's segments; leave the ``with`` to release it.
 
     ``asked`` are the segments of the whole prompt, those between the ranges that were given
-    included; ``found.segments`` has one for each. ``prompt_tokens`` counts the prompt.
+    included, long ones cut; ``found.segments`` has one for each. ``prompt_tokens`` counts the
+    prompt.
     """
 
     def __init__(
@@ -89,7 +93,8 @@ class Resolved:
         self.terms = terms
         self.prompt_tokens = asked[-1].stop if asked else 0
         self._client = client
-        self._is_released = not found.lease_id
+        self._leases = [one for one in (found.lease_id, *found.more_leases) if one]
+        self._is_released = not self._leases
         self._process = FORKS.process
 
     def chunks(self) -> Iterator[FoundChunk]:
@@ -123,7 +128,7 @@ class Resolved:
             self._is_released = True
             if self._process is not FORKS.process:
                 return
-            self._client._release([self.found.lease_id])
+            self._client._release(self._leases)
 
     def abandon(self) -> None:
         """Have the lease end by its time: of a server that does not answer nothing is asked."""
@@ -160,15 +165,14 @@ class Resolving(Caller):
 
         Chunks that are here as this very prompt has them are exact; for others of *ranges* that
         are approximate, chunks with the same tokens from other prompts are named, if the gate of
-        this model and tag is open. One round trip; what is named is kept from eviction until
-        the answer is released. Only digests are sent. Raises RepresentationError when the server
-        turns keys by other rope parameters.
+        this model and tag is open. One round trip for MAX_ASKED_CHUNKS chunks; what is named is
+        kept from eviction until the answer is released. Only digests are sent. Raises
+        RepresentationError when the server turns keys by other rope parameters.
         """
         terms = terms or ResolveTerms()
-        asked = self.name_segments(tokens, ranges, terms.extra)
+        named = self.name_segments(tokens, ranges, terms.extra)
         engine = EngineTerms(terms.prefill, len(tokens)) if terms.prefill is not None else None
         request = pb.ResolveRequest(
-            segments=blend_wire.segments_to_messages(asked),
             tag=terms.tag,
             trial=terms.is_trial,
             deadline_ms=self.options.deadline_ms,
@@ -177,15 +181,24 @@ class Resolving(Caller):
             prefill=engine_to_message(engine),
         )
 
-        def work(transport: Transport) -> Resolution:
+        def work(transport: Transport) -> Resolved:
             request.session_id = transport.session.terms.session_id
-            reply = transport.calls.call(
-                "Resolve", request, self.options.deadline_ms, pb.ResolveResponse
-            )
-            return blend_wire.resolution_from_message(reply, asked)
+            left_ms, found = countdown(self.options.deadline_ms), list[Resolution]()
+            groups = segment_batches(named, _most(transport))
+            try:
+                for some in groups:
+                    del request.segments[:]
+                    request.segments.extend(blend_wire.segments_to_messages(some))
+                    reply = transport.calls.call("Resolve", request, left_ms(), pb.ResolveResponse)
+                    found.append(blend_wire.resolution_from_message(reply, some))
+            except BaseException:
+                self._release([one.lease_id for one in found if one.lease_id])
+                raise
+            asked = [segment for some in groups for segment in some]
+            return Resolved(asked, joined_resolutions(found), self, terms)
 
-        found = self._with_session(work)
-        resolved = Resolved(asked, found, self, terms)
+        resolved = self._with_session(work)
+        found = resolved.found
         if found.rope != self.representation.rope:
             resolved.release()
             raise RepresentationError("rope", found.rope, f"ours is {self.representation.rope}")
@@ -198,10 +211,10 @@ class Resolving(Caller):
         """
 
         def work(transport: Transport) -> GateView:
-            report.session_id = transport.session.terms.session_id
-            reply = transport.calls.call(
-                "ReportReuse", report, self.options.deadline_ms, pb.ReportReuseResponse
-            )
+            left_ms = countdown(self.options.deadline_ms)
+            for part in _parts(report, _most(transport)):
+                part.session_id = transport.session.terms.session_id
+                reply = transport.calls.call("ReportReuse", part, left_ms(), pb.ReportReuseResponse)
             return blend_wire.gate_from_message(reply.gate)
 
         return self._with_session(work)
@@ -215,16 +228,37 @@ class Resolving(Caller):
     ) -> Generator[Layer, None, None]:
         digests = [one.best.digest for one in chunks]
         keys = [ChunkKey(self.namespace + digest) for digest in digests]
-        lease_id, least = resolved.found.lease_id, resolved.terms.min_fidelity
+        found, least = resolved.found, resolved.terms.min_fidelity
+        lease_id = 0 if found.more_leases else found.lease_id  # one cannot name several
         transport = self._connected()
-        deadline_ms = self.options.deadline_ms
-        with transport.get_layers(digests, lease_id, deadline_ms, least, skipped) as feed:
+        asked = Asked(digests, lease_id, self.options.deadline_ms, least)
+        with ExitStack() as stack:
+            feed = self._layer_feed(stack, transport, asked, skipped)
             reading = LayerReader(self._reader, transport.session, keys, feed, given(out))
             reading.accepts, reading.skipped = partial(_is_promised, chunks), skipped
             with closing(reading.layers()) as layers:
                 yield from layers
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)
+
+
+def _most(transport: Transport) -> int:
+    """Return how many chunks one Resolve or report may be about."""
+    return min(MAX_ASKED_CHUNKS, transport.session.terms.max_batch_chunks)
+
+
+def _parts(report: pb.ReportReuseRequest, limit: int) -> Iterator[pb.ReportReuseRequest]:
+    """Cut a report; what is not said of its chunks is in the first part alone."""
+    if len(report.chunks) <= limit:
+        yield report
+        return
+    for first, some in batches(list(report.chunks), limit):
+        part = pb.ReportReuseRequest(tag=report.tag)
+        if not first:
+            part.CopyFrom(report)
+            del part.chunks[:]
+        part.chunks.extend(some)
+        yield part
 
 
 def _is_promised(chunks: Sequence[FoundChunk], place: int, header: FrameHeader) -> bool:

@@ -22,6 +22,8 @@ from kvstore.proto.types import (
 
 MAX_SEGMENTS = 256
 """Of one prompt, those between the named ones included."""
+MAX_ASKED_CHUNKS = 1024
+"""Of one Resolve, and of one report."""
 MAX_TAG_CHARS = 64
 UNKNOWN = -1.0
 """A number that nobody has measured."""
@@ -204,7 +206,8 @@ class Resolution:
 
     ``exact_prefix`` counts the chunks from the prompt's first on that are there as they were.
     ``layer_order``: layers by the model's numbers, as gets bring them. ``is_shadow``: compare
-    this one with a full prefill, and report. ``lease_id`` is 0 when nothing is there.
+    this one with a full prefill, and report. ``lease_id`` is 0 when nothing is there;
+    ``more_leases`` are those of a prompt that was asked for in several requests.
     """
 
     segments: tuple[ResolvedSegment, ...]
@@ -215,6 +218,7 @@ class Resolution:
     is_shadow: bool = False
     lease_id: int = 0
     lease_ttl_ms: int = 0
+    more_leases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,9 @@ FEATURE_DURABLE_PUT = 2
 MESSAGE_BYTES = 1 << 20
 """Payload of one streamed message: larger ones are slower in every gRPC we measured."""
 
+MAX_EXPLAINED = 1024
+"""Chunks that a server explains in one request; all of them have room in one reply."""
+
 REFUSED = "refused: "
 """In what an engine counted: how a name begins that says why it runs without its store."""
 

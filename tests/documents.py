@@ -74,7 +74,7 @@ def read(resolved: Resolved) -> list[ChunkTensors]:
     return [[[layer[number] for layer in layers]] for number in range(len(layers[0]))]
 
 
-def report_of(resolved: Resolved, **fields: object) -> pb.ReportReuseRequest:
+def report_of(resolved: Resolved) -> pb.ReportReuseRequest:
     """Return a report that measured every chunk, its last token the most."""
     report = pb.ReportReuseRequest(ratio=0.15, load_ms=1.0, compute_ms=2.0, full_ms=8.0)
     for one in resolved.chunks():

@@ -8,7 +8,14 @@ import numpy as np
 
 from kvstore.proto import blend_wire, plan_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import MAX_SEGMENTS, UNKNOWN, ContextMass, check_number, check_tag
+from kvstore.proto.blend import (
+    MAX_ASKED_CHUNKS,
+    MAX_SEGMENTS,
+    UNKNOWN,
+    ContextMass,
+    check_number,
+    check_tag,
+)
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -26,9 +33,6 @@ from kvstore.server.policy.token_priority import Scores
 from kvstore.server.rpc.checks import Checks, fidelity
 from kvstore.server.sessions import Session
 
-MAX_CHUNKS = 1024
-"""Of one prompt that is resolved, and of one report."""
-
 MAX_REPORTED_MS = 3600e3
 _SUM_SLACK = 1.01
 """Attention weights of a row sum up to 1, in sixteen bits or so."""
@@ -39,7 +43,7 @@ class BlendChecks:
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
-        self._limit = min(MAX_CHUNKS, checks.limits.max_batch_chunks)
+        self._limit = min(MAX_ASKED_CHUNKS, checks.limits.max_batch_chunks)
 
     # --- resolve
 

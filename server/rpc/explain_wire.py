@@ -55,7 +55,7 @@ class ExplainDesk:
         space = self._space(request, peer)
         reply = pb.ExplainResponse(server=stamp)
         if request.digests:
-            limit = self._checks.limits.max_batch_chunks
+            limit = max(self._checks.limits.max_batch_chunks, wire.MAX_EXPLAINED)
             keys = wire.keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from contracts.chunks import make_representation
+from documents import put_prompt, read, report_of
+from prompts import equal, tensors_of, tokens
 from server_process import ServerProcess
 
+from kvstore.cli.main import main
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector, Span
+from kvstore.client.options import TransportName
+from kvstore.client.resolving import ResolveTerms
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
+from kvstore.proto.blend import SegmentRange
+from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import DType, KVLayout
 
 TINY = make_representation(layers=1, kv_heads=1, head_dim=2, dtype=DType.uint8)
@@ -96,3 +106,66 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_a_hit_to_its_end(
         assert engine.load(other) == 10 * chunk_tokens
         assert engine.connector.stats().load_errors == {}
         assert engine.connector.stats().store_errors == {}
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_vllm_44780_a_prompt_longer_than_one_request_is_blended_to_its_end(
+    address: str, transport: TransportName
+) -> None:
+    """Here 1,100 chunks, of which a Resolve and a report take 1,024: one document that another
+    prompt had behind another head, and a prompt that was put itself.
+    """
+    document = tokens(44_780, 1_099 * 16)
+    options = ClientOptions(transport, chunk_tokens=16, deadline_ms=60_000)
+    with Client(address, TINY, options) as client:
+        count = {}
+        for head in (tokens(1, 16), tokens(2, 16)):
+            prompt, ranges = [*head, *document], [SegmentRange(16, 1_100 * 16)]
+            if not count:
+                put_prompt(client, prompt, ranges)
+            with client.resolve(prompt, ranges, ResolveTerms(transport, is_trial=True)) as resolved:
+                found = list(resolved.chunks())
+                count[head[0]] = (len(found), sum(one.is_exact for one in found))
+                for one, tensors in zip(found, read(resolved), strict=True):
+                    key = chunk_key(client.namespace, one.best.digest)
+                    assert equal(tensors, tensors_of(key, TINY, one.asked.tokens))
+                report = report_of(resolved)
+                report.tag, report.shadow.tokens, report.shadow.agreement = transport, 64, 1.0
+                shadows = client.report_reuse(report).shadows
+            assert resolved.found.exact_prefix == count[head[0]][1]
+        assert list(count.values()) == [(1_100, 1_100), (1_099, 0)]
+        assert shadows == 2
+
+
+def test_vllm_44780_a_prompt_longer_than_one_request_is_explained_to_its_end(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here 4,200 chunks, of which 4,097 were put and one of them dropped, are more than a request
+    takes: each has its reason, and what lies behind the gap, in later requests too, is behind it.
+    """
+    prompt = np.random.default_rng(3).integers(0, 32_000, 4_200 * 16).tolist()
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(prompt))
+    with Client(address, TINY, ClientOptions(chunk_tokens=16, deadline_ms=60_000)) as client:
+        LongPrompts(client).store(np.array(prompt[: 4_097 * 16]))
+        argv = ["explain", "--address", address, "--namespace", client.namespace.hex()]
+        argv += ["--tokens", str(path), "--chunk-tokens", "16", "--json"]
+
+        def explained() -> Any:
+            with pytest.raises(SystemExit) as ended:
+                main(argv)
+            out, err = capsys.readouterr()
+            assert (ended.value.code or 0, err) == (0, "")
+            return json.loads(out)
+
+        found = explained()
+        assert (found["hit_chunks"], found["left_out"]) == (4_097, 0)
+        states = [one["state"] for one in found["chunks"]]
+        assert states == ["ready"] * 4_097 + ["unknown"] * 103
+        client.delete([client.keys(prompt)[1_500]])
+        found = explained()
+    states = [one["state"] for one in found["chunks"]]
+    assert found["hit_chunks"] == 1_500
+    assert states[1_501:4_097] == ["behind"] * 2_596
+    reasons = {one["reason"] for one in found["chunks"][1_501:4_097]}
+    assert reasons == {"here, but chunk 1500 before it is not"}
