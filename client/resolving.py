@@ -46,7 +46,8 @@ class ResolveTerms:
     ``is_trial``: the engine answers from a full prefill and blends beside it; such a request is
     let through a closed gate. ``max_variants`` of a chunk, 0: all, 5 at most. ``prefill``: with
     it, what is no faster to load and repair is left out. ``extra``: cache salt and multimodal
-    hashes, as for ``keys``. Raises InvalidRequestError.
+    hashes, as for ``keys``. ``weights``: a name of weights that changed in place. Raises
+    InvalidRequestError.
     """
 
     tag: str = ""
@@ -55,6 +56,12 @@ class ResolveTerms:
     max_variants: int = 0
     prefill: PrefillModel | None = None
     extra: tuple[bytes, ...] = ()
+    weights: bytes = b""
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        """What chunks are named by beside their tokens."""
+        return (self.weights, *self.extra) if self.weights else self.extra
 
     def __post_init__(self) -> None:
         check_tag(self.tag)
@@ -170,7 +177,7 @@ class Resolving(Caller):
         RepresentationError when the server turns keys by other rope parameters.
         """
         terms = terms or ResolveTerms()
-        named = self.name_segments(tokens, ranges, terms.extra)
+        named = self.name_segments(tokens, ranges, terms.names)
         engine = EngineTerms(terms.prefill, len(tokens)) if terms.prefill is not None else None
         request = pb.ResolveRequest(
             tag=terms.tag,

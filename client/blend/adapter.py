@@ -24,11 +24,14 @@ class EngineAdapter(Protocol):
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    origin: Origin
     rope: Sequence[RopeSpec | None]
     """A layer each; None for layers whose keys are not rotated."""
     window: Sequence[int | None]
     """A layer each: how many tokens, itself included, a token reads; None for all."""
+
+    @property
+    def origin(self) -> Origin:
+        """What KV that is computed now is computed with."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states of *tokens*, (rows,): (rows, hidden)."""

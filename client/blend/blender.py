@@ -17,7 +17,7 @@ from torch import Tensor
 from kvstore.client.blend.adapter import EngineAdapter
 from kvstore.client.blend.layer_loop import Pass, Stored, approx_mask, place, rows_of_kind
 from kvstore.client.blend.loader import LayerLoader
-from kvstore.client.blend.plan import BlendPlan, Segment
+from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.report import BlendReport, BlendResult
 from kvstore.client.blend.selector import Selector, head_rows
 from kvstore.client.blend.selectors import selector_of
@@ -44,6 +44,11 @@ class Blender:
         """Of the engine."""
         return self._adapter.n_layers
 
+    @property
+    def weights(self) -> bytes:
+        """A name of the engine's weights as they are now; empty until they change in place."""
+        return self._adapter.origin.weights
+
     @torch.inference_mode()
     def compile(self, tokens: Sequence[int], *, sink: Sequence[int] = ()) -> list[LayerKV]:
         """Return K and V of *tokens*, a layer each, computed behind *sink*, which is left out.
@@ -58,7 +63,8 @@ class Blender:
     def prefill(self, tokens: Sequence[int]) -> BlendResult:
         """Compute all of *tokens*. Logits: those of all of them."""
         plan = BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
-        return self._computed(_Order(plan, {}, time.perf_counter()), 0, "")
+        own = self._adapter.origin
+        return self._computed(_Order(self._adapter, own, plan, {}, time.perf_counter()), 0, "")
 
     @torch.inference_mode()
     def blend(
@@ -75,25 +81,15 @@ class Blender:
         """
         selector = selector_of(plan.selector)
         started = time.perf_counter()
-        refused = self._refused(plan)
+        own = self._adapter.origin
+        refused = _refused(plan, own)
         plan = plan.as_miss(_computed_anyway(plan)).as_miss(frozenset(refused))
-        order = _Order(plan, refused, started, patience_s)
+        order = _Order(self._adapter, own, plan, refused, started, patience_s)
         try:
             return self._blended(order, source, selector)
         except KVStoreError as error:
             failure = f"{type(error).__name__}: {error}"
         return self._computed(order, plan.segments[-1].start, failure)
-
-    def _refused(self, plan: BlendPlan) -> dict[int, str]:
-        own = self._adapter.origin
-        found = {}
-        for index, segment in enumerate(plan.segments):
-            origin = segment.origin
-            if segment.kind == "miss" or origin is None or origin == own:
-                continue
-            is_adapter = origin.adapter_digest != own.adapter_digest
-            found[index] = "another adapter" if is_adapter else "another rotation"
-        return found
 
     def _computed(self, order: _Order, logits_from: int, failure: str) -> BlendResult:
         """Compute the whole prompt."""
@@ -155,8 +151,12 @@ class Blender:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """One call of ``blend``: what is left of its plan, and since when."""
+    """One call of ``blend``: what the engine was at its start, what is left of its plan, and since
+    when.
+    """
 
+    adapter: EngineAdapter
+    own: Origin
     plan: BlendPlan
     refused: dict[int, str]
     started: float
@@ -184,7 +184,22 @@ class _Order:
             loader.wait_s if loader else 0.0,
             time.perf_counter() - self.started,
         )
-        return BlendResult(logits, tuple(work.kv), is_blended, report)
+        weights = self.own.weights if self.adapter.origin == self.own else None
+        return BlendResult(logits, tuple(work.kv), is_blended, report, weights)
+
+
+def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
+    """Return why segments are not of what the engine is now, by their indices."""
+    found = {}
+    for index, segment in enumerate(plan.segments):
+        origin = segment.origin
+        if segment.kind == "miss" or origin is None or origin == own:
+            continue
+        if origin.adapter_digest != own.adapter_digest:
+            found[index] = "another adapter"
+        else:
+            found[index] = "another rotation" if origin.rope != own.rope else "other weights"
+    return found
 
 
 def _rows(

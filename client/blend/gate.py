@@ -94,7 +94,8 @@ class GatedBlender:
         self._controller.observe_full(tokens, done.report.total_s)
 
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
-        with self._client.resolve(tokens, ranges, self._terms) as resolved:
+        terms = replace(self._terms, weights=self._blender.weights)
+        with self._client.resolve(tokens, ranges, terms) as resolved:
             with StoreSource(resolved, tokens, self._client.representation) as source:
                 plan = replace(source.plan, selector=self._selector)
                 decision = self._decided(plan, source, resolved)
@@ -107,6 +108,8 @@ class GatedBlender:
                 if not result.is_blended:
                     return answer
                 full = self._prefill(tokens) if resolved.found.is_shadow else None
+                if {result.weights, (full or result).weights} != {terms.weights}:
+                    return replace(answer, result=full or result)  # of mixed weights: says nothing
                 shadow = None
                 if full is not None:
                     first = plan.segments[-1].start

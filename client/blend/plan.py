@@ -21,10 +21,14 @@ UNROTATED = -1
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What stored KV was computed with, besides the model: its rotation and its adapter."""
+    """What stored KV was computed with, besides the model: its rotation and its adapter.
+
+    ``weights`` names them once they changed in place; they are another origin from then on.
+    """
 
     rope: RopeParameters
     adapter_digest: str = "none"
+    weights: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,12 @@ class BlendResult:
 
     K and V: (kv_heads, tokens, head_dim) of the whole prompt. With ``is_blended`` some of it
     was computed in another context: it may serve this request, and is never to be stored under
-    the prompt's own keys nor kept as a prefix.
+    the prompt's own keys nor kept as a prefix. ``weights`` names those that all of it is of, as an
+    ``Origin`` does; None: they changed meanwhile, and it is not to be stored either.
     """
 
     logits: Tensor
     kv: tuple[LayerKV, ...]
     is_blended: bool
     report: BlendReport
+    weights: bytes | None

@@ -9,6 +9,7 @@ from kvstore.client.blend.attention import ChunkAttention
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
+from kvstore.client.resolving import ResolveTerms
 from kvstore.client.transport import Put
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import SegmentRange
@@ -30,11 +31,15 @@ def store_prefill(
     there; how little they depend on it is what they are chosen and kept by.
 
     Raises InvalidRequestError for KV that was blended: what was computed behind another prompt
-    is never stored under this one's names. Raises KVStoreErrors.
+    is never stored under this one's names. Of KV whose weights changed meanwhile nothing is
+    stored. Raises KVStoreErrors.
     """
     if result.is_blended:
         fix = "it was blended, and serves its own request only; store a full prefill's"
         raise InvalidRequestError("result", "blended KV", fix)
+    if result.weights is None:
+        return []
+    names = ResolveTerms(extra=tuple(extra), weights=result.weights).names
     chunks = [
         Chunk(
             chunk_key(client.namespace, one.digest),
@@ -44,7 +49,7 @@ def store_prefill(
             position=one.start,
             content=one.content,
         )
-        for segment in client.name_segments(tokens, ranges, extra)
+        for segment in client.name_segments(tokens, ranges, names)
         for one in segment.chunks
     ]  # fmt: skip
     puts = client.put(chunks)

@@ -55,7 +55,7 @@ class StoreSource:
         self._dtype: torch.dtype = getattr(torch, group.dtype.name)
         self._heads, self._head_dim = group.kv_heads, group.head_dim
         self._runs = _runs([one for one in resolved.chunks() if one.asked.stop < len(tokens)])
-        origin = Origin(resolved.found.rope, representation.adapter_digest)
+        origin = Origin(resolved.found.rope, representation.adapter_digest, resolved.terms.weights)
         self.plan = _plan(tokens, self._runs, resolved, origin)
         places = {segment.start: place for place, segment in enumerate(self.plan.segments)}
         self._places = [places[run.start] for run in self._runs]
@@ -265,5 +265,5 @@ def _segment(run: _Run, resolved: Resolved, origin: Origin, least: float) -> Seg
         ratio=first.ratio if first.ratio > least else None,
         scores=scores,
         origin=origin,
-        extra=resolved.terms.extra,
+        extra=resolved.terms.names,
     )

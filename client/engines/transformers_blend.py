@@ -10,7 +10,10 @@ One prompt at a time, on the CPU or one CUDA device. Written to be exact, not fa
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +28,8 @@ from kvstore.client.blend.rope import RopeSpec
 from kvstore.client.blend.runs import positions_of, reads
 from kvstore.client.blend.source import LayerKV
 from kvstore.client.engines.rope_settings import rope_parameters
-from kvstore.client.engines.transformers_identity import carries_adapter
+from kvstore.client.engines.transformers_identity import WeightsWatch, carries_adapter
+from kvstore.client.engines.weights import EPOCH_BYTES
 from kvstore.proto.errors import RepresentationError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -38,7 +42,8 @@ _TABLE_TOLERANCE = 1e-5
 class TransformersAdapter:
     """An EngineAdapter for *model*. Raises RepresentationError for what it cannot blend.
 
-    Sliding windows are kept to. *adapter_digest*: of the adapter that the model carries.
+    Sliding windows are kept to. *adapter_digest*: of the adapter that the model carries. Weights
+    that change in place are noticed, and are another origin.
     """
 
     def __init__(self, model: PreTrainedModel, adapter_digest: str = "none") -> None:
@@ -53,15 +58,26 @@ class TransformersAdapter:
         self.kv_heads = int(config.num_key_value_heads)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.origin = Origin(rope_parameters(config), adapter_digest)
+        self._origin = Origin(rope_parameters(config), adapter_digest)
+        self._watch = WeightsWatch(model)
+        self._lock = threading.Lock()  # guards both
         self.rope: Sequence[RopeSpec | None] = (
-            _rotation(self._model, self.origin, self.head_dim),
+            _rotation(self._model, self._origin, self.head_dim),
         ) * self.n_layers
         nothing = torch.empty(0, device=self.device)
         self._turned = (nothing, nothing, nothing)
         self.window: Sequence[int | None] = tuple(
             _window(config, layer.self_attn) for layer in self._layers
         )
+
+    @property
+    def origin(self) -> Origin:
+        """What KV is computed with now: another one whenever the weights are not those before."""
+        with self._lock:
+            if self._watch.has_changed():
+                name = b"weights:" + os.urandom(EPOCH_BYTES)
+                self._origin = replace(self._origin, weights=name)
+            return self._origin
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of *tokens*, (rows,): (rows, hidden)."""

@@ -19,11 +19,18 @@ from torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, sto
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
+from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.store_prefill import store_prefill
+from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines import vllm_identity
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_terms import WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.client.resolving import ResolveTerms
+from kvstore.proto.blend import SegmentRange
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 
 HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(3)]
@@ -438,3 +445,56 @@ def test_sglang_26792_a_flush_alone_keeps_what_is_stored_where_a_user_says_so() 
     engine.version = "step-1"
     epoch.flushed()
     assert not set(epoch.named(HASHES)) & set(HASHES)
+
+
+# --- and while prompts are blended
+
+
+def blended(server: LocalServer, model: Any, seed: int) -> tuple[Any, Any, Any]:
+    """Return a client, a blender of it, and a prompt of two documents behind a head of *seed*."""
+    client = server.connect("auto", representation_of(model, Words()), OPTIONS)  # type: ignore[arg-type]
+    tokens = [*random_ids(20, 96, seed=seed)[0].tolist(), *random_ids(90, 96)[0].tolist()]
+    ranges = [SegmentRange(20, 60), SegmentRange(60, 101)]
+    return client, Blender(TransformersAdapter(model)), (tokens, ranges)
+
+
+def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: LocalServer) -> None:
+    """lmdeploy#4917 of blending: what was stored before is not found, and what is computed with the
+    new weights is, by the same engine alone.
+    """
+    model = llama()
+    client, blender, (first, ranges) = blended(server, model, 5)
+    _, _, (second, _) = blended(server, model, 6)
+    store_prefill(client, blender.prefill(first), first, ranges)
+    gated = GatedBlender(client, blender, ResolveTerms(is_trial=True), selector="first_k")
+    assert gated.run(second, ranges).shadow is not None
+    resolved = client.resolve(second, ranges, ResolveTerms(is_trial=True))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
+    with resolved, StoreSource(resolved, second, client.representation) as source:
+        old = blender.blend(source.plan, source)
+    assert not old.is_blended
+    assert set(old.report.refused.values()) == {"other weights"}
+    done = gated.run(second, ranges)
+    assert not done.result.is_blended
+    assert torch.equal(done.result.logits, blender.prefill(second).logits)
+    store_prefill(client, blender.prefill(first), first, ranges)
+    again = gated.run(second, ranges)
+    assert again.shadow is not None
+
+
+def test_lmdeploy_4917_kv_of_mixed_weights_is_not_stored(server: LocalServer) -> None:
+    model = llama()
+    client, blender, (tokens, ranges) = blended(server, model, 5)
+
+    def change(*_: object) -> None:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
+
+    hook = model.model.layers[1].mlp.register_forward_hook(change)
+    mixed = blender.prefill(tokens)
+    hook.remove()
+    assert store_prefill(client, mixed, tokens, ranges) == []
+    with client.resolve(tokens, ranges, ResolveTerms(is_trial=True)) as resolved:
+        assert list(resolved.chunks()) == []
+    assert store_prefill(client, blender.prefill(tokens), tokens, ranges) != []
