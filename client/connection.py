@@ -29,6 +29,7 @@ _LEAST_S = 0.001
 _RETRIES_IN_CHILD = 2
 """Of 200 children the first connection of one was closed while gRPC started anew (grpcio 1.76)."""
 _MEND_S = 10.0
+_FORKED = "the call was ended, as the process was forked: make it again"
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """Refused by the thread that reads calls: no queue is before it, and it costs next to nothing."""
 
@@ -124,7 +125,7 @@ class Connection:
             return call.result()
         except grpc.FutureCancelledError:
             if FORKS.has_ended(call):
-                raise EndedByForkError("the call was ended: the process was forked") from None
+                raise EndedByForkError(_FORKED) from None
             raise call from None
         finally:
             FORKS.end(call)
@@ -197,7 +198,7 @@ class Connection:
             return next(call, None)
         except grpc.RpcError as error:
             if FORKS.has_ended(call):
-                raise EndedByForkError("the call was ended: the process was forked") from None
+                raise EndedByForkError(_FORKED) from None
             with self._lock:
                 is_open = call in self._streams
             if is_open:

@@ -11,12 +11,13 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import override
 
+from kvstore.client.forks import EndedByForkError
 from kvstore.client.layer_sink import ABANDON_S, LayerSink, PutTerms, RawFrames
 from kvstore.client.session import Session
 from kvstore.client.transport import Put, read_outcomes
 from kvstore.codecs.base import AnyPart
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, KVStoreError
+from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameTemplate, pack_header
 from kvstore.proto.wire import MESSAGE_BYTES, hints_to_message
 
@@ -110,6 +111,10 @@ class StreamSink(LayerSink):
         try:
             self._reply = self._session.connection.upload(
                 "Put", self._messages(), self._terms.within_ms, pb.PutResponse
+            )
+        except EndedByForkError:
+            self._error = LeaseExpiredError(
+                "the put was ended, as this process was forked: begin it again, after the fork"
             )
         except KVStoreError as error:
             self._error = error
