@@ -372,16 +372,17 @@ class TierManager:
     def drain(self, deadline: float) -> bool:
         """Refuse new puts and copy what only memory holds to a tier that survives.
 
-        Return whether everything was copied by the deadline.
+        Return whether nothing is in memory alone: all of it was copied by the deadline, or is
+        elsewhere, or nothing is there.
         """
         self.puts.drain()
         self.hand_over.end()
         self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
-        if not self._keepers:
-            return False
-        shelf = self._keepers[0]
         volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]
         alone = self.catalog.only_on(*volatile)
+        if not self._keepers:
+            return not alone
+        shelf = self._keepers[0]
         reasons = self._copied(alone, shelf, deadline)
         failure, lost = self._flushed(alone, shelf, deadline)
         # A copy that came later may have pushed an earlier one out.

@@ -32,7 +32,7 @@ from kvstore.client.forks import GRACE_S
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError, QuotaExceededError
+from kvstore.proto.errors import KVStoreError, LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
 
 CHUNKS = 4

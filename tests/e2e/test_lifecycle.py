@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from local_server import DEADLINE_MS, eventually
-from prompts import SMALL, chunks_of, is_right, keys_of, tokens
+from prompts import SMALL, chunks_of, is_right, keys_of, store, tokens
 from server_process import ServerProcess
 
 from kvstore.client import AsyncClient, Client, ClientOptions
@@ -183,3 +183,16 @@ def test_putting_and_getting_unpickles_unmarshals_compiles_and_runs_nothing(
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "events: []"
+
+
+@pytest.mark.parametrize("stored", [0, 1])
+def test_server_of_memory_alone_stops_clean_unless_it_loses_something(
+    server_process: ProcessMaker, stored: int
+) -> None:
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB")
+    process.start()
+    with Client(process.address, SMALL, OPTIONS) as client:
+        store(client, 1, stored)
+        assert client.drain() is (stored == 0)
+    assert process.terminate() == 0
+    assert process.output.endswith(f"stopped clean={str(stored == 0).lower()}\n")
