@@ -85,16 +85,22 @@ def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes
     return channel.stream_unary(SERVICE + method, None, None).future(messages())
 
 
+@pytest.mark.parametrize("method", ["Lookup", "Put"])
 def test_calls_without_a_message_leave_threads_for_others_and_end(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr("kvstore.server.rpc.patience.GRACE_S", 0.4)
     server = make_server("--workers", "8", "--cpu", "16MiB")
     wire = wire_to(server)
     request = pb.LookupRequest(digests=wire.key(1)[16:])
+    frame = frame_of(wire.key(9), SMALL).tobytes()
+    whole = pb.PutRequest(session_id=wire.terms.session_id, frame_bytes=len(frame), data=frame)
     with ExitStack() as stack:
-        calls = [_begun(stack, server, "Lookup", []) for _ in range(12)]
-        assert wire.call("Lookup", request).ready == 0  # within 5 s, of 15 that they may take
+        calls = [_begun(stack, server, method, []) for _ in range(12)]
+        # Both within 5 s, of 15 that those may take.
+        assert wire.call("Lookup", request).ready == 0
+        assert eventually(lambda: server.counter("stalled_calls") >= 4)  # of a queue's places, some
+        assert wire.connection.upload("Put", iter([whole]), 5000, pb.PutResponse).outcomes
         assert eventually(lambda: server.counter("stalled_calls") >= 8)
         assert eventually(lambda: sum(call.done() for call in calls) >= 8)
         ended = [call for call in calls if call.done()]
