@@ -22,7 +22,6 @@ OURS = {
     "fp8": ("fp8",),
     "gq": ("gq8", "gq4", "gq2"),
     "kvq": ("kvq:3", "kvq:2", "kvq:1", "kvq:0", "kvq:layered"),
-    "mixed": ("mixed:3", "mixed:2", "mixed:1", "mixed:0"),
     "cachegen": ("cachegen:3", "cachegen:2", "cachegen:1", "cachegen:0"),
     "kvqs": ("kvqs:3", "kvqs:2", "kvqs:1", "kvqs:0"),
     "kvt": ("kvt:3", "kvt:2", "kvt:1", "kvt:0"),

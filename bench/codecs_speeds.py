@@ -19,8 +19,7 @@ from kvstore.proto.errors import UnknownCodecError
 
 ROUNDS = 5
 SPEEDS = (
-    "raw", "zstd", "zplane", "xans", "xpack", "fp8", "gq8", "gq4", "gq2", "kvq", "mixed",
-    "cachegen",
+    "raw", "zstd", "zplane", "xans", "xpack", "fp8", "gq8", "gq4", "gq2", "kvq", "cachegen",
 )  # fmt: skip
 
 

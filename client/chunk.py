@@ -37,7 +37,7 @@ class Chunk:
     the first token in its prompt. ``layout`` says what there is of the end of a chunk of a model
     with window or state layers (``KVLayout.of``); None says all of it, which is told by attention.
     ``importance``, f32 (tokens,), finite and not negative, says which tokens matter most: codecs
-    that spend more bits on those (``mixed``) are told their order.
+    that spend more bits on those (``kvq:N,importance``) are told their order.
     """
 
     key: ChunkKey

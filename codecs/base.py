@@ -268,15 +268,16 @@ _NAMES_BY_ID = {
     8: "gq2",
     9: "kvq",
     10: "cachegen",
-    11: "mixed",
     12: "kvt",
     13: "kvqs",
 }
 
+REPLACED = {"mixed": "kvq:N,importance"}
+"""Names that are gone, and what to write instead."""
+
 CODECS.register("raw", "kvstore.codecs.raw:RawCodec")
 CODECS.register("zstd", "kvstore.codecs.zstd:ZstdCodec")
 CODECS.register("kvq", "kvstore.codecs.kvq:KvqCodec")
-CODECS.register("mixed", "kvstore.codecs.mixed:MixedCodec")
 CODECS.register("zplane", "kvstore.codecs.zplane:ZplaneCodec")
 CODECS.register("fp8", "kvstore.codecs.fp8:Fp8Codec")
 CODECS.register("gq8", "kvstore.codecs.grouped:Gq8Codec")
@@ -294,10 +295,12 @@ def codec_by_name(name: str) -> Codec:
 
     Raises UnknownCodecError naming the known ones.
     """
-    name, colon, terms = name.partition(":")
-    if name not in CODECS:
-        raise UnknownCodecError(name, ", ".join(CODECS))
-    return CODECS.load(name).of(terms) if colon else CODECS.load(name)()
+    plain, colon, terms = name.partition(":")
+    if plain in REPLACED:
+        raise UnknownCodecError(name, f"{REPLACED[plain]}, which replaces {plain}")
+    if plain not in CODECS:
+        raise UnknownCodecError(plain, ", ".join(CODECS))
+    return CODECS.load(plain).of(terms) if colon else CODECS.load(plain)()
 
 
 def codec_by_id(codec_id: int) -> Codec:

@@ -10,17 +10,31 @@ SIGCOMM 2024, section 5.2) stores as a table for every channel.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.codecs.base import Part
+from kvstore.codecs.floats import is_finite
 from kvstore.codecs.kvq_backends import best_tile_backend
-from kvstore.codecs.kvq_body import QUANTISED, Stream, parse_body
+from kvstore.codecs.kvq_body import MAX_SINKS, QUANTISED, Head, Stream
+from kvstore.codecs.kvq_classes import NO_CLASSES, Classes, classes_of, factors_of
 from kvstore.codecs.kvq_exact import decode_exact, encode_exact, max_exact_bytes
-from kvstore.codecs.kvq_fine import FineBackend, best_fine_backend
-from kvstore.codecs.kvq_layer import Decoding, Encoding, angles_of, is_quantised, refined
+from kvstore.codecs.kvq_fine import FineBackend, best_class_quantiser, best_fine_backend
+from kvstore.codecs.kvq_layer import (
+    Decoding,
+    Encoding,
+    angles_of,
+    is_quantised,
+    layer_behind,
+    refined,
+    sinks_moved,
+)
 from kvstore.codecs.kvq_levels import (
     LEVELS,
     at_level,
@@ -46,18 +60,37 @@ KEY_SHARE, VALUE_SHARE = 2**-0.5, 2**0.5
 divergence, most of which comes from keys (KVQuant finds so, section 3; bench.codecs measures it).
 """
 LAYERED = "layered"
+_TERMS = re.compile(rf"([0-{len(RATIOS) - 1}]|{LAYERED})(,sinks=[0-{MAX_SINKS}])?(,importance)?")
+KNOWN_TERMS = (
+    f"kvq:0 to kvq:{len(RATIOS) - 1}, kvq:{LAYERED}; then ,sinks=0 to ,sinks={MAX_SINKS}; then, "
+    f"but for kvq:{LAYERED}, ,importance"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What stands behind the quality: exact tokens of a prompt; whether steps go by importance."""
+
+    sinks: int = 1
+    importance: bool = False
+
+
+DEFAULT_OPTIONS = Options()
 
 
 class KvqCodec(LossyCodec):
     """2 to 5 bits a number, the error of each bounded; layers with NaN or infinity kept exactly.
 
     ``kvq:0`` to ``kvq:3`` go from small to exact; ``kvq:layered``, or None, has the coarsest as
-    its base and two refinements. A frame is read whatever it was written with.
+    its base and two refinements. The first tokens of a prompt stay exact, ``sinks`` of them: its
+    attention sinks, of whose loss most of the divergence comes (StreamingLLM, Xiao et al., arXiv
+    2309.17453, section 3.1). With ``importance``, tokens have finer or coarser steps by the
+    caller's weights, where it gives some. A frame is read whatever it was written with.
     """
 
     name = "kvq"
     codec_id = 9
-    revision = 1
+    revision = 2
     fidelity = Fidelity.bounded
     asset = ASSET
 
@@ -69,9 +102,11 @@ class KvqCodec(LossyCodec):
         tiles: TileBackend | None = None,
         entropy: Backend | None = None,
         fine: FineBackend | None = None,
+        options: Options = DEFAULT_OPTIONS,
     ) -> None:
         self.ratio = RATIOS[0 if quality is None else quality]
         self.levels = LEVELS if quality is None else 0
+        self.options = options
         self._tiles = tiles
         self._entropy = entropy
         self._fine = fine
@@ -79,11 +114,17 @@ class KvqCodec(LossyCodec):
     @override
     @classmethod
     def of(cls, terms: str) -> KvqCodec:
-        if terms == LAYERED:
-            return cls(None)
-        if terms not in map(str, range(len(RATIOS))):
-            raise UnknownCodecError(f"{cls.name}:{terms}", f"kvq:0 to kvq:3, kvq:{LAYERED}")
-        return cls(int(terms))
+        found = _TERMS.fullmatch(terms)
+        quality, sinks, importance = found.groups() if found else ("", "", "")
+        if not quality or (quality == LAYERED and importance):
+            raise UnknownCodecError(f"{cls.name}:{terms}", KNOWN_TERMS)
+        count = int(sinks[-1]) if sinks else DEFAULT_OPTIONS.sinks
+        options = Options(count, bool(importance))
+        return cls(None if quality == LAYERED else int(quality), options=options)
+
+    @override
+    def reads(self, revision: int) -> bool:
+        return revision == self.revision
 
     def tiles(self, dtype: DType) -> TileBackend:
         """Return what quantises numbers of *dtype*."""
@@ -125,22 +166,45 @@ class KvqCodec(LossyCodec):
 
     def _encoded(self, parts: Sequence[Part], layer: LayerTerms) -> Encoding | None:
         """Return *parts* quantised and coded, or None when they cannot keep the promise."""
-        component = layer.component
-        dtype = component.dtype
-        encoding = Encoding(layer, self.levels, self.entropy)
-        for block in Cut.of(component).blocks:
-            angles = angles_of(encoding.frequencies, layer.position, block)
-            ratios = ratios_of(component, self.ratio)
-            for part, turned, ratio in zip(parts, (angles, None), ratios, strict=False):
-                bits = part[:, block].view(f"<u{component.dtype.item_bytes}")
-                tiles = self.tiles(dtype).quantise(bits, dtype, turned, ratio)
+        dtype, sinks = layer.component.dtype, max(0, self.options.sinks - layer.position)
+        if sinks >= layer.component.tokens:
+            return None
+        bits = [part.view(f"<u{dtype.item_bytes}") for part in parts]
+        exact = np.stack([part[:, :sinks].transpose(1, 0, 2) for part in bits])
+        if sinks and not is_finite(exact, dtype):
+            return None
+        coded = layer_behind(layer, sinks)
+        weights = coded.importance if self.options.importance else None
+        classes = NO_CLASSES if weights is None else classes_of(weights)
+        encoding = Encoding(coded, self.levels, self.entropy, exact, classes)
+        for block in Cut.of(coded.component).blocks:
+            angles = angles_of(encoding.frequencies, coded.position, block)
+            ratios = ratios_of(coded.component, self.ratio)
+            for part, turned, ratio in zip(bits, (angles, None), ratios, strict=False):
+                rows = part[:, sinks:][:, block]
+                tiles = self._quantised(rows, (dtype, turned, ratio), classes[block])
                 has_more = tiles is not None and self.levels
-                thirds = self.fine(dtype).refine(bits, dtype, turned, tiles) if has_more else []
+                thirds = self.fine(dtype).refine(rows, dtype, turned, tiles) if has_more else []
                 if tiles is None or thirds is None:
                     return None
                 encoding.add(tiles, thirds, turned)
-            encoding.end_block()
+            encoding.end_block(block, partial(self._moved, dtype))
         return encoding
+
+    def _quantised(
+        self, bits: Part, terms: tuple[DType, Angles | None, float], classes: Classes
+    ) -> Tiles | None:
+        dtype, *_ = terms
+        if len(classes):
+            return best_class_quantiser(dtype).quantise(bits, *terms, classes)
+        return self.tiles(dtype).quantise(bits, *terms)
+
+    def _moved(
+        self, dtype: DType, models: NDArray[np.uint8], classes: Classes
+    ) -> NDArray[np.uint8]:
+        """Return the model of each number. Plain frames do not wait for what this compiles."""
+        found: NDArray[np.uint8] = self.fine(dtype).move(models, classes)
+        return found
 
     @override
     def decode_layer(
@@ -157,29 +221,35 @@ class KvqCodec(LossyCodec):
             return
         if not is_quantised(component):
             raise InvalidFrameError("method", QUANTISED, f"{component.dtype.name} is not quantised")
-        decoding = Decoding(data, component, self.entropy)
-        place = decoding.body.position if position is None else position
+        dtype = component.dtype
+        decoding = Decoding.of(data, component, self.entropy, partial(self._moved, dtype))
+        body, sinks = decoding.body, component.tokens - decoding.coded.tokens
+        place = body.position if position is None else position + sinks
+        exact = sinks_moved(body.sinks, body.frequencies, place - body.position, dtype)
+        bits = [part.view(f"<u{dtype.item_bytes}") for part in out]
+        for part, rows in zip(bits, exact, strict=True):
+            part[:, :sinks] = rows.transpose(1, 0, 2)
         for block, tiles, streams in decoding.blocks():
-            angles = angles_of(decoding.body.frequencies, place, block)
-            turned = (angles, None)
-            for index, part in enumerate(out):
-                bits = part[:, block].view(f"<u{component.dtype.item_bytes}")
-                given = (component.dtype, turned[index], bits)
-                if not self._restore(tiles[index], streams[index], given):
+            turned = (angles_of(body.frequencies, place, block), None)
+            for index, part in enumerate(bits):
+                given = (dtype, turned[index], part[:, sinks:][:, block])
+                if not self._restore(tiles[index], streams[index], body.classes[block], given):
                     raise InvalidFrameError("escapes", len(tiles[index].values), "not as coded")
 
     def _restore(
-        self, tiles: Tiles, streams: Sequence[Stream], given: tuple[DType, Angles | None, Part]
-    ) -> bool:
+        self, tiles: Tiles, streams: Sequence[Stream], classes: Classes,
+        given: tuple[DType, Angles | None, Part],
+    ) -> bool:  # fmt: skip
         """Write one part of a block to memory; False when its escapes are not those coded."""
         dtype, angles, bits = given
-        if not streams:
+        if not streams and not len(classes):
             return self.tiles(dtype).dequantise(tiles, dtype, angles, bits)
         fine = self.fine(dtype)
         quotients = refined(tiles, streams, self.entropy, fine)
         if quotients is None:
             return False
-        fine.write(quotients, at_level(tiles, len(streams)), ones(tiles), (dtype, angles, bits))
+        factors = factors_of(classes) if len(classes) else ones(tiles)
+        fine.write(quotients, at_level(tiles, len(streams)), factors, given)
         return True
 
     def bound_at(self, header: FrameHeader, prefix: Bytes, level: int) -> float:
@@ -191,16 +261,15 @@ class KvqCodec(LossyCodec):
         components = [c for c in layout.components for _ in range(c.layers)]
         bound = 0.0
         for index, component in enumerate(components):
-            data = header.segment(prefix, index + level * layout.segment_count)
-            cut = Cut.of(component)
-            count = len(cut.blocks) * component.parts * cut.columns
             base = header.segment(prefix, index)
             if not len(base) or base[0] != QUANTISED:
                 continue
+            head = Head.of(base, len(base), component)
             if level:
-                bound = max(bound, parse_refinement(data, level, count)[1])
+                data = header.segment(prefix, index + level * layout.segment_count)
+                bound = max(bound, parse_refinement(data, level, head.tiles)[1])
             else:
-                bound = max(bound, parse_body(data, count, component.head_dim).error_bound)
+                bound = max(bound, head.error_bound)
         return bound
 
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats
+from kvstore.codecs.kvq_classes import NO_CLASSES, Classes
 from kvstore.codecs.kvq_models import MODELS
-from kvstore.codecs.kvq_tiles import TILE_CHANNELS
+from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
 from kvstore.codecs.rans import LANES
 from kvstore.codecs.rope import MAX_PAIRS
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.types import Component
 
 AS_IT_IS, QUANTISED = 0, 1
 HEAD = struct.Struct("<BBHIIIfI")
 EXACT_HEAD = struct.Struct("<BBHHH")
+
+MAX_SINKS = 4
+"""First tokens of a prompt that may be kept exactly."""
+_CLASSES_A_BYTE = 4
+NO_SINKS: Part = np.zeros((2, 0, 1, 1), np.uint16)
 
 assert HEAD.size == 24
 assert EXACT_HEAD.size == 8
@@ -50,12 +58,82 @@ class Stream:
             first, word = stop, end
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a body begins with, checked against its ``stored_bytes`` and the component.
+
+    Its ``tiles`` are those of ``coded``, the component less the first ``sinks`` tokens.
+    ``position`` is that of the first token of ``coded``.
+    """
+
+    coded: Component
+    tiles: int
+    sinks: int
+    pairs: int
+    position: int
+    words: int
+    values: int
+    error_bound: float
+    has_classes: bool
+
+    @classmethod
+    def of(cls, data: Bytes, stored_bytes: int, component: Component) -> Head:
+        """Return the head that *data* begins with. Raises InvalidFrameError."""
+        if stored_bytes < HEAD.size:
+            raise InvalidFrameError("stored_bytes", stored_bytes, f"at least {HEAD.size}")
+        _, sinks, pairs, position, words, values, error_bound, has_classes = HEAD.unpack(
+            data[: HEAD.size].tobytes()
+        )
+        if has_classes > 1 or not 0 <= error_bound < np.inf:
+            raise InvalidFrameError("head", (has_classes, error_bound), "0 or 1, a finite bound")
+        if sinks > MAX_SINKS or sinks >= component.tokens:
+            raise InvalidFrameError(
+                "sinks", sinks, f"at most {MAX_SINKS}, and fewer than the {component.tokens} tokens"
+            )
+        head_dim = component.head_dim
+        if 2 * pairs > min(head_dim, 2 * MAX_PAIRS):
+            raise InvalidFrameError("pairs", pairs, f"at most half of {head_dim} channels")
+        coded = behind(component, sinks)
+        found = cls(
+            coded, tile_count(coded), sinks, pairs, position, words, values, error_bound,
+            bool(has_classes),
+        )  # fmt: skip
+        size = found.classes_at + has_classes * -(-coded.tokens // _CLASSES_A_BYTE)
+        if stored_bytes != size:
+            raise InvalidFrameError("stored_bytes", stored_bytes, f"its counts make {size}")
+        return found
+
+    @property
+    def sinks_at(self) -> int:
+        """Where the exact tokens begin, behind the arrays of the tiles."""
+        size = HEAD.size + 4 * self.pairs + self.tiles * (12 + 4 * LANES + 3 * TILE_CHANNELS)
+        return size + 2 * self.words + 2 * self.values
+
+    @property
+    def classes_at(self) -> int:
+        """Where the classes begin, if there are any."""
+        return self.sinks_at + self.sinks * (self.coded.layer_bytes // self.coded.tokens)
+
+
+def behind(component: Component, sinks: int) -> Component:
+    """Return *component* less its first *sinks* tokens."""
+    return replace(component, tokens=component.tokens - sinks) if sinks else component
+
+
+def tile_count(component: Component) -> int:
+    """Return how many tiles a layer of *component* has."""
+    cut = Cut.of(component)
+    return len(cut.blocks) * component.parts * cut.columns
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
     """A quantised layer of n tiles: blocks of tokens, in them parts, in them columns.
 
     ``frequencies`` f32 are those that the keys were turned back by, from ``position`` on;
-    empty when they were not. The other arrays are those of ``Tiles``.
+    empty when they were not. ``sinks`` are the bits of the tokens before, (parts, tokens,
+    kv_heads, head_dim). ``classes`` are empty where every token has its tile's step. The other
+    arrays are those of ``Tiles``.
     """
 
     position: int
@@ -67,13 +145,16 @@ class Body:
     models: NDArray[np.uint8]
     stream: Stream
     values: NDArray[np.int16]
+    sinks: Part = field(default_factory=lambda: NO_SINKS)
+    classes: Classes = field(default_factory=lambda: NO_CLASSES)
 
     def arrays(self) -> list[NDArray[Any]]:
         """Return the arrays in the order of the body."""
         stream = self.stream
         return [
             self.frequencies, self.steps, stream.counts, self.escapes, stream.states,
-            self.means, self.models, stream.words, self.values,
+            self.means, self.models, stream.words, self.values, self.sinks,
+            _packed(self.classes),
         ]  # fmt: skip
 
     @property
@@ -84,8 +165,8 @@ class Body:
     def pack(self, out: Bytes) -> int:
         """Write the body to the start of *out* and return its size."""
         head = HEAD.pack(
-            QUANTISED, 0, len(self.frequencies), self.position, len(self.stream.words),
-            len(self.values), self.error_bound, 0,
+            QUANTISED, self.sinks.shape[1], len(self.frequencies), self.position,
+            len(self.stream.words), len(self.values), self.error_bound, bool(len(self.classes)),
         )  # fmt: skip
         out[: HEAD.size] = np.frombuffer(head, np.uint8)
         return pack_arrays(self.arrays(), out, HEAD.size)
@@ -100,33 +181,45 @@ def pack_arrays(arrays: list[NDArray[Any]], out: Bytes, at: int) -> int:
     return at
 
 
-def parse_body(data: Bytes, tiles: int, head_dim: int) -> Body:
-    """Return the body of *tiles* tiles in *data*, as views of it. Raises InvalidFrameError."""
-    if len(data) < HEAD.size:
-        raise InvalidFrameError("stored_bytes", len(data), f"at least {HEAD.size}")
-    _, zero, pairs, position, words, values, error_bound, rest = HEAD.unpack(
-        data[: HEAD.size].tobytes()
-    )
-    if zero or rest or not 0 <= error_bound < np.inf:
-        raise InvalidFrameError("head", (zero, rest, error_bound), "zeros, and a finite bound")
-    if 2 * pairs > min(head_dim, 2 * MAX_PAIRS):
-        raise InvalidFrameError("pairs", pairs, f"at most half of {head_dim} channels")
+def parse_body(data: Bytes, component: Component) -> Body:
+    """Return the body in *data*, as views of it. Raises InvalidFrameError."""
+    head = Head.of(data, len(data), component)
+    tiles, (heads, _, dim) = head.tiles, component.shape
     cut = ByteCutter(data, HEAD.size)
-    size = 4 * pairs + tiles * (12 + 4 * LANES + 3 * TILE_CHANNELS) + 2 * words + 2 * values
-    if len(data) != HEAD.size + size:
-        raise InvalidFrameError("stored_bytes", len(data), f"its counts make {HEAD.size + size}")
-    frequencies, steps = cut.take("<f4", pairs), cut.take("<f4", tiles)
+    frequencies, steps = cut.take("<f4", head.pairs), cut.take("<f4", tiles)
     counts, escapes = cut.take("<u4", tiles), cut.take("<u4", tiles)
     states = cut.take("<u4", tiles * LANES).reshape(tiles, LANES)
     means = cut.take("<f2", tiles * TILE_CHANNELS).reshape(tiles, TILE_CHANNELS)
     models = cut.take("<u1", tiles * TILE_CHANNELS).reshape(tiles, TILE_CHANNELS)
-    stream = Stream(states, counts, cut.take("<u2", words))
+    stream = Stream(states, counts, cut.take("<u2", head.words))
+    values = cut.take("<i2", head.values)
+    shape = (component.parts, head.sinks, heads, dim)
+    sinks = data[head.sinks_at : head.classes_at].view(f"<u{component.dtype.item_bytes}")
     body = Body(
-        position, error_bound, frequencies, steps, escapes, means, models, stream,
-        cut.take("<i2", values),
+        head.position, head.error_bound, frequencies, steps, escapes, means, models, stream,
+        values, sinks.reshape(shape), _unpacked(data[head.classes_at :], head),
     )  # fmt: skip
     check_body(body)
     return body
+
+
+def _packed(classes: Classes) -> Bytes:
+    """Return *classes*, two bits each, the first in the lowest bits."""
+    padded = np.zeros(-(-len(classes) // _CLASSES_A_BYTE) * _CLASSES_A_BYTE, np.uint8)
+    padded[: len(classes)] = classes
+    rows = padded.reshape(-1, _CLASSES_A_BYTE)
+    packed: Bytes = np.bitwise_or.reduce(rows << np.arange(0, 8, 2, dtype=np.uint8), axis=1)
+    return packed
+
+
+def _unpacked(data: Bytes, head: Head) -> Classes:
+    if not head.has_classes:
+        return NO_CLASSES
+    found: Classes = (data[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & np.uint8(3)).reshape(-1)
+    tokens = head.coded.tokens
+    if found[tokens:].any():
+        raise InvalidFrameError("classes", int(found[tokens:].max()), "zeros behind the last token")
+    return found[:tokens]
 
 
 def check_body(body: Body) -> None:

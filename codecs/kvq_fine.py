@@ -1,6 +1,6 @@
 """Which loops run refinements and classes of tokens: compiled ones where they are there and agree.
 
-The reference is ``kvq_levels`` and ``mixed_tiles``.
+The reference is ``kvq_levels``, ``kvq_classes`` and ``kvq_tiles``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.codecs.floats import from_float32
 from kvstore.codecs.kvq_backends import same_tiles
+from kvstore.codecs.kvq_classes import KINDS, factors_of, moved
 from kvstore.codecs.kvq_levels import (
     LEVELS,
     Thirds,
@@ -21,8 +22,7 @@ from kvstore.codecs.kvq_levels import (
     refine,
     write_scaled,
 )
-from kvstore.codecs.kvq_tiles import NUMPY, Tiles, quotients_of
-from kvstore.codecs.mixed_tiles import KINDS, factors_of, moved, quantise_mixed
+from kvstore.codecs.kvq_tiles import NUMPY, TileBackend, Tiles, quotients_of
 from kvstore.codecs.rope import rotation
 from kvstore.proto.background import improving
 from kvstore.proto.types import DType
@@ -41,18 +41,9 @@ class FineBackend:
     move: Callable[..., Any] = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Mixer:
-    """One implementation of that: only who encodes ``mixed`` waits for its compiler."""
-
-    name: str
-    quantise: Callable[..., Tiles | None] = field(repr=False)
-
-
 NUMPY_FINE = FineBackend(
     "numpy", quotients_of, contexts_of, add_symbols, write_scaled, refine, moved
 )
-NUMPY_MIXER = Mixer("numpy", quantise_mixed)
 
 
 def fine_backends(dtype: DType = DType.bfloat16) -> dict[str, FineBackend]:
@@ -63,9 +54,9 @@ def fine_backends(dtype: DType = DType.bfloat16) -> dict[str, FineBackend]:
     return {backend.name: backend for backend in _checked.wait(dtype)}
 
 
-def mixers(dtype: DType = DType.bfloat16) -> dict[str, Mixer]:
-    """Return the same of what quantises by class."""
-    return {mixer.name: mixer for mixer in _checked_mixers.wait(dtype)}
+def class_quantisers(dtype: DType = DType.bfloat16) -> dict[str, TileBackend]:
+    """Return the same of what quantises by class: only who encodes so waits for its compiler."""
+    return {each.name: each for each in _checked_by_class.wait(dtype)}
 
 
 def best_fine_backend(dtype: DType) -> FineBackend:
@@ -76,17 +67,17 @@ def best_fine_backend(dtype: DType) -> FineBackend:
     return _checked(dtype)[0]
 
 
-def best_mixer(dtype: DType) -> Mixer:
+def best_class_quantiser(dtype: DType) -> TileBackend:
     """Return the same of what quantises by class."""
-    return _checked_mixers(dtype)[0]
+    return _checked_by_class(dtype)[0]
 
 
 def _reference(dtype: DType) -> tuple[FineBackend, ...]:
     return (NUMPY_FINE,)
 
 
-def _reference_mixer(dtype: DType) -> tuple[Mixer, ...]:
-    return (NUMPY_MIXER,)
+def _reference_by_class(dtype: DType) -> tuple[TileBackend, ...]:
+    return (NUMPY,)
 
 
 @improving(_reference)
@@ -98,13 +89,14 @@ def _checked(dtype: DType) -> tuple[FineBackend, ...]:
     return (NUMBA_FINE, NUMPY_FINE) if agrees(NUMBA_FINE, dtype) else (NUMPY_FINE,)
 
 
-@improving(_reference_mixer)
-def _checked_mixers(dtype: DType) -> tuple[Mixer, ...]:
+@improving(_reference_by_class)
+def _checked_by_class(dtype: DType) -> tuple[TileBackend, ...]:
     try:
-        from kvstore.codecs.kvq_fine_numba import NUMBA_MIXER
+        from kvstore.codecs.kvq_fine_numba import NUMBA_CLASSES
     except ImportError:
-        return (NUMPY_MIXER,)
-    return (NUMBA_MIXER, NUMPY_MIXER) if mixes(NUMBA_MIXER, dtype) else (NUMPY_MIXER,)
+        return (NUMPY,)
+    is_right = agrees_by_class(NUMBA_CLASSES, dtype)
+    return (NUMBA_CLASSES, NUMPY) if is_right else (NUMPY,)
 
 
 def _samples(dtype: DType) -> tuple[Any, Any, Any]:
@@ -131,12 +123,12 @@ def agrees(backend: FineBackend, dtype: DType) -> bool:
     return True
 
 
-def mixes(mixer: Mixer, dtype: DType) -> bool:
-    """Whether *mixer* gives the reference's bits, with and without rotation."""
+def agrees_by_class(backend: TileBackend, dtype: DType) -> bool:
+    """Whether *backend* gives the reference's bits, with and without rotation."""
     bits, classes, angles = _samples(dtype)
     for turned in (None, angles):
-        wanted = quantise_mixed(bits, dtype, turned, 0.25, classes)
-        found = mixer.quantise(bits, dtype, turned, 0.25, classes)
+        wanted = NUMPY.quantise(bits, dtype, turned, 0.25, classes)
+        found = backend.quantise(bits, dtype, turned, 0.25, classes)
         if wanted is None or found is None or not same_tiles(wanted, found):
             return False
     return True

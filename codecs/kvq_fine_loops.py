@@ -1,6 +1,6 @@
 """Compiled loops of what is finer than one step a tile: refinements, and tokens by class.
 
-Every float32 operation is that of the reference, ``kvq_levels`` and ``mixed_tiles``, rounded by
+Every float32 operation is that of the reference, ``kvq_levels`` and ``kvq_tiles``, rounded by
 itself. Loops run over the arrays' own shapes; how many escapes there are is counted first.
 """
 
@@ -296,7 +296,7 @@ def _tile(x: Any, width: int, terms: Any, family: Any, out: Any) -> Any:
     return step, error, _name(q, kinds, classes, reach, (values, used, width), symbols)
 
 
-def quantise_mixed(bits: Any, shift: Any, angles: Any, terms: Any, family: Any, out: Any) -> int:
+def quantise_by_class(bits: Any, shift: Any, angles: Any, terms: Any, family: Any, out: Any) -> int:
     """Quantise (heads, tokens, dim); return how many escapes there are, or -1: not codable.
 
     *terms*: the ratio, and classes u8 (tokens,).

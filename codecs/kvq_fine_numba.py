@@ -13,7 +13,8 @@ from kvstore.codecs import kvq_fine_loops as loops
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, to_float32
 from kvstore.codecs.jit import compiled, i64, read_only, u8, u32, void, written
-from kvstore.codecs.kvq_fine import FineBackend, Mixer
+from kvstore.codecs.kvq_classes import Classes
+from kvstore.codecs.kvq_fine import FineBackend
 from kvstore.codecs.kvq_levels import LEVELS, Thirds, rows_of
 from kvstore.codecs.kvq_numba import (
     ANGLES,
@@ -21,11 +22,11 @@ from kvstore.codecs.kvq_numba import (
     QUANTISED,
     WORDS,
     angles_or_none,
+    dequantise,
     tiles_filled,
     writable,
 )
-from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Tiles
-from kvstore.codecs.mixed_tiles import Classes
+from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, TileBackend, Tiles
 from kvstore.proto.types import DType
 
 _F32, _F64, _I16 = types.float32, types.float64, types.int16
@@ -61,10 +62,10 @@ def _refiner() -> Any:
 
 
 @lru_cache(maxsize=1)
-def _mixer() -> Any:
+def _class_quantiser() -> Any:
     words = read_only(u32, 3)
     terms = _tuple_of((_F64, read_only(u8)))
-    return compiled(i64, words, u32, ANGLES, terms, FAMILY, QUANTISED)(loops.quantise_mixed)
+    return compiled(i64, words, u32, ANGLES, terms, FAMILY, QUANTISED)(loops.quantise_by_class)
 
 
 def quotients(tiles: Tiles) -> Floats | None:
@@ -90,7 +91,7 @@ def add(found: Floats, thirds: NDArray[np.uint8]) -> None:
 
 
 def move(models: NDArray[np.uint8], classes: Classes) -> NDArray[np.uint8]:
-    """Return the model of each number; see ``mixed_tiles.moved``."""
+    """Return the model of each number; see ``kvq_classes.moved``."""
     out: NDArray[np.uint8] = np.empty((len(models), len(classes), TILE_CHANNELS), np.uint8)
     _plain()[3](np.ascontiguousarray(models), np.ascontiguousarray(classes), out)
     return out
@@ -132,19 +133,19 @@ def refine(bits: Part, dtype: DType, angles: Angles | None, tiles: Tiles) -> lis
     return [Thirds(*level) for level in zip(symbols, found, errors, strict=True)]
 
 
-def quantise_mixed(
+def quantise_by_class(
     bits: Part, dtype: DType, angles: Angles | None, ratio: float, classes: Classes
 ) -> Tiles | None:
-    """Quantise the block *bits* by *classes*; see ``mixed_tiles.quantise_mixed``."""
+    """Quantise the block *bits* by *classes*; see ``kvq_tiles.quantise``."""
     words = _widened(bits, dtype)
     terms = (ratio, np.ascontiguousarray(classes))
     return tiles_filled(
         words.shape,
-        lambda family, room: _mixer()(
+        lambda family, room: _class_quantiser()(
             words, np.uint32(0), angles_or_none(angles), terms, family, room
         ),
     )
 
 
 NUMBA_FINE = FineBackend("numba", quotients, contexts, add, write, refine, move)
-NUMBA_MIXER = Mixer("numba", quantise_mixed)
+NUMBA_CLASSES = TileBackend("numba", quantise_by_class, dequantise)

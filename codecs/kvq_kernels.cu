@@ -58,6 +58,7 @@ __device__ static float half_value(u16 half) {  // finite
 
 struct AsBfloat16 {
     typedef u16 Word;
+    __device__ static Word at(const u16* halves, u64 i) { return halves[i]; }
     __device__ static Word of(float value) {
         const u32 bits = __float_as_uint(value);
         return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
@@ -66,6 +67,7 @@ struct AsBfloat16 {
 
 struct AsFloat16 {
     typedef u16 Word;
+    __device__ static Word at(const u16* halves, u64 i) { return halves[i]; }
     __device__ static Word of(float value) {
         const float largest = 65504.0f;
         if (value > largest) value = largest;
@@ -81,6 +83,9 @@ struct AsFloat16 {
 
 struct AsFloat32 {
     typedef u32 Word;
+    __device__ static Word at(const u16* halves, u64 i) {  // at an even address
+        return halves[2 * i] | (u32)halves[2 * i + 1] << 16;
+    }
     __device__ static Word of(float value) { return __float_as_uint(value); }
 };
 
@@ -211,13 +216,15 @@ __device__ static float number(const Part& part, u32 token, u32 channel) {
 // Grid: (any, rows x parts). Neighbouring threads take neighbouring channels; where keys are
 // rotated, one takes a channel and the one that it is paired with. The pages are as in
 // frame_kernels.cu. The first part of layers with `pairs` is rotated by the angles, f32
-// (tokens, pairs) from angle_starts on.
+// (tokens, pairs) from angle_starts on. In front of the coded tokens go the `exact` ones of a layer,
+// (parts, exact, heads, dim) at `exacts`, which are copied.
 #define KVQ_NUMBERS(NAME, FORMAT)                                                                 \
     extern "C" __global__ void NAME(                                                              \
         const u8* memory, const u64* bases, const u64* pairs, const u64* words,                   \
         const u64* values, const u64* value_starts, const u64* row_layers, const u64* row_blocks, \
         const u8* symbols, const u32* firsts, const u64* angle_starts, const float* cosines,      \
         const float* sines, const u64* pages, const u64* first_tokens, const u64* blocks,         \
+        const u64* exacts, u32 exact,                                                             \
         u32 tiles, u32 row_tiles, u32 tokens, u32 block_tokens, u32 parts, u32 heads, u32 dim,    \
         u32 page_tokens, u64 page_stride, u64 token_stride, u64 head_stride                       \
     ) {                                                                                           \
@@ -234,22 +241,31 @@ __device__ static float number(const Part& part, u32 token, u32 channel) {
         part.values = values[layer];                                                              \
         part.block_tokens = block_tokens;                                                         \
         const u32 turned = index ? 0 : pairs[layer], units = dim - turned;                        \
-        const u32 mine = min(block_tokens, tokens - block * block_tokens);                        \
+        const u32 lead = block ? 0 : exact, first_in_chunk = exact - lead + block * block_tokens; \
+        const u32 mine = lead + min(block_tokens, tokens - block * block_tokens);                 \
+        const u16* copied = (const u16*)exacts[layer];                                            \
         u8* paged = (u8*)pages[layer * parts + index];                                            \
         for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < heads * mine * units;           \
              at += gridDim.x * blockDim.x) {                                                      \
             const u32 line = at / units, unit = at - line * units;                                \
-            const u32 head = line / mine, token = line - head * mine;                             \
-            const u32 in_chunk = block * block_tokens + token;                                    \
-            const u32 slot = first_tokens[layer] + in_chunk, page = slot / page_tokens;           \
+            const u32 head = line / mine, place = line - head * mine;                             \
+            const u32 slot = first_tokens[layer] + first_in_chunk + place;                        \
+            const u32 page = slot / page_tokens, token = place - lead;                            \
             Word* out = (Word*)(paged + blocks[page] * page_stride                                \
                 + (slot - page * page_tokens) * token_stride + head * head_stride);               \
+            if (place < lead) {                                                                   \
+                const u64 from = ((u64)(index * exact + place) * heads + head) * dim;             \
+                out[unit] = FORMAT::at(copied, from + unit);                                      \
+                out[unit + turned] = FORMAT::at(copied, from + unit + turned);                    \
+                continue;                                                                         \
+            }                                                                                     \
             if (unit >= turned) {                                                                 \
                 const u32 channel = unit + turned;                                                \
                 out[channel] = FORMAT::of(number(part, token, head * dim + channel));             \
                 continue;                                                                         \
             }                                                                                     \
-            const u64 angle = angle_starts[layer] + (u64)in_chunk * turned + unit;                \
+            const u32 coded = block * block_tokens + token;                                       \
+            const u64 angle = angle_starts[layer] + (u64)coded * turned + unit;                   \
             const float first = number(part, token, head * dim + unit);                           \
             const float second = number(part, token, head * dim + unit + turned);                 \
             const float cosine = cosines[angle], sine = sines[angle];                             \

@@ -8,7 +8,7 @@ heads is checked by the kernels as they go. torch is imported here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,16 +36,15 @@ from kvstore.codecs.frame_kernels import (
     grid_of,
 )
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.kvq_body import HEAD, QUANTISED
-from kvstore.codecs.kvq_exact import decode_exact
-from kvstore.codecs.kvq_layer import is_quantised
+from kvstore.codecs.kvq_body import HEAD, QUANTISED, Head
+from kvstore.codecs.kvq_layer import is_quantised, sinks_moved
 from kvstore.codecs.kvq_models import kvq_models
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
 from kvstore.codecs.paged import FrameAt, Paged, Pages
 from kvstore.codecs.rans import LANES
 from kvstore.codecs.rans_kernels import SOURCE as RANS_SOURCE
 from kvstore.codecs.rans_kernels import check_status, search_tables
-from kvstore.codecs.rope import MAX_PAIRS, rotation
+from kvstore.codecs.rope import rotation
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Component
 
@@ -58,6 +57,8 @@ _READ_BYTES = 1 << 20
 
 Angles: TypeAlias = "tuple[list[int], torch.Tensor, torch.Tensor]"
 """Where each layer's angles begin, their cosines and sines."""
+Sinks: TypeAlias = "tuple[list[int], list[torch.Tensor]]"
+"""The addresses of each layer's exact tokens, and what holds those that lie in no frame."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,10 +66,13 @@ class _Coded:
     """A quantised layer: what its head says, and where its keys are to be rotated to."""
 
     at: DeviceLayer
-    pairs: int
+    head: Head
     place: int
-    words: int
-    values: int
+
+    @property
+    def sinks_at(self) -> int:
+        """Where in the memory of the frames its exact tokens begin."""
+        return self.at.base + self.head.sinks_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,8 @@ class KvqKernels:
         """Begin to decode kvq frames of one layout in *memory* (uint8) into the pages.
 
         Keys come back as they were, or rotated as if each chunk began at its of *positions*.
-        Layers that were kept exactly are decoded by the host and copied. Where the caller has
+        Layers that were kept exactly, and those whose tokens have classes, are decoded by the
+        host and copied. Where the caller has
         the bytes of *memory* in host memory too, *host*, their heads are read there, and
         nothing that is queued is waited for. Checksums are not looked at: ``FrameKernels.sums``
         computes them, before or after.
@@ -163,13 +168,17 @@ class KvqKernels:
         ]
         statuses = []
         for component, pages, layers in zip(components, paged.pages, coded, strict=True):
-            mine = [layer for layer in layers if isinstance(layer, _Coded)]
-            if mine:
-                angles = self._angles(source, mine, component.tokens)
-                statuses.append(self._launch_all(memory, mine, component, pages, paged, angles))
-            for layer in layers:
+            for sinks in sorted({each.head.sinks for each in layers if isinstance(each, _Coded)}):
+                mine = [e for e in layers if isinstance(e, _Coded) and e.head.sinks == sinks]
+                frequencies = self._frequencies(source, mine)
+                angles = self._angles(mine, frequencies)
+                places = self._sinks(source, memory, mine, frequencies)
+                statuses.append(self._launch_all(memory, mine, pages, paged, (angles, places)))
+            for index, layer in enumerate(layers):
                 if isinstance(layer, DeviceLayer):
-                    copy_rows(_exact_parts(source, layer, component), layer, pages, paged)
+                    place = _place(positions, index, component)
+                    parts = _host_parts(source, layer, component, place)
+                    copy_rows(parts, layer, pages, paged)
 
         def wait() -> None:
             for status in statuses:
@@ -187,11 +196,13 @@ class KvqKernels:
         heads = self._read(memory, [layer.base for layer in layers], HEAD.size)
         found: list[_Coded | DeviceLayer] = []
         for index, (layer, head) in enumerate(zip(layers, heads, strict=True)):
-            coded = _checked(layer, head, component)
-            if coded is not None and positions is not None:
-                place = positions[index // component.layers] + component.first_token
-                coded = replace(coded, place=place)
-            found.append(coded or layer)
+            checked = _checked(layer, head, component)
+            if checked is None:
+                found.append(layer)
+                continue
+            place = _place(positions, index, component)
+            start = checked.position if place is None else place + checked.sinks
+            found.append(_Coded(layer, checked, start))
         return found
 
     def _read(self, memory: torch.Tensor, starts: Sequence[int], width: int) -> NDArray[Any]:
@@ -207,23 +218,49 @@ class KvqKernels:
             out[cut] = memory[places.clamp_(max=len(memory) - 1)].cpu().numpy()
         return out
 
-    def _angles(self, memory: torch.Tensor, layers: Sequence[_Coded], tokens: int) -> Angles:
-        """Return where each layer's angles begin, cosines and sines, f32 on the device."""
-        width = max(layer.pairs for layer in layers)
+    def _frequencies(self, memory: torch.Tensor, layers: Sequence[_Coded]) -> list[Floats]:
+        """Return what the keys of each layer were turned back by."""
+        width = max(layer.head.pairs for layer in layers)
         starts = [layer.at.base + HEAD.size for layer in layers]
         rows = self._read(memory, starts, 4 * max(1, width)).view("<f4")
+        return [row[: layer.head.pairs] for row, layer in zip(rows, layers, strict=True)]
+
+    def _sinks(
+        self, source: torch.Tensor, memory: torch.Tensor, layers: Sequence[_Coded],
+        frequencies: Sequence[Floats],
+    ) -> Sinks:  # fmt: skip
+        """Return where the exact tokens lie: in *memory*, but for keys that move on by turning."""
+        places = [memory.data_ptr() + layer.sinks_at for layer in layers]
+        turned: list[torch.Tensor] = []
+        for index, (layer, mine) in enumerate(zip(layers, frequencies, strict=True)):
+            head, distance = layer.head, layer.place - layer.head.position
+            if not (distance and head.sinks and head.pairs):
+                continue
+            size = head.classes_at - head.sinks_at
+            bits = self._read(source, [layer.sinks_at], size).view(
+                f"<u{head.coded.dtype.item_bytes}"
+            )
+            heads, _, dim = head.coded.shape
+            shape = (head.coded.parts, head.sinks, heads, dim)
+            moved_on = sinks_moved(bits.reshape(shape), mine, distance, head.coded.dtype)
+            turned.append(torch.from_numpy(moved_on.view(np.uint8)).to(self._device))
+            places[index] = turned[-1].data_ptr()
+        return places, turned
+
+    def _angles(self, layers: Sequence[_Coded], every: Sequence[Floats]) -> Angles:
+        """Return where each layer's angles begin, cosines and sines, f32 on the device."""
+        tokens = layers[0].head.coded.tokens
         known: dict[tuple[bytes, int], int] = {}
         tables: list[tuple[Floats, Floats]] = [(np.zeros((1, 1), np.float32),) * 2]
         places, end = [], 1
-        for index, layer in enumerate(layers):
-            frequencies = rows[index, : layer.pairs]
+        for layer, frequencies in zip(layers, every, strict=True):
             if not np.isfinite(frequencies).all():
                 raise InvalidFrameError("frequencies", "NaN", "finite numbers")
             key = (frequencies.tobytes(), layer.place)
-            if layer.pairs and key not in known:
+            if len(frequencies) and key not in known:
                 known[key] = end
                 tables.append(rotation(frequencies, layer.place, tokens))
-                end += tokens * layer.pairs
+                end += tokens * len(frequencies)
             places.append(known.get(key, 0))
         size = sum(cosines.size for cosines, _ in tables)
         both = torch.empty((2, size), pin_memory=self._device.type == "cuda")
@@ -235,17 +272,18 @@ class KvqKernels:
     # --- on the device
 
     def _launch_all(
-        self, memory: torch.Tensor, layers: Sequence[_Coded], component: Component, pages: Pages,
-        paged: Paged, angles: Angles,
+        self, memory: torch.Tensor, layers: Sequence[_Coded], pages: Pages, paged: Paged,
+        made: tuple[Angles, Sinks],
     ) -> torch.Tensor:  # fmt: skip
-        """Queue the kernels of one component; return the status of each layer, i32."""
-        shape, count = _Shape.of(component), len(layers)
-        at = [layer.at for layer in layers]
-        angle_starts, cosines, sines = angles
-        *columns, angle_at, chunk_tokens, places, row_layers, row_blocks, ids = device_table(
+        """Queue the kernels of layers of one shape; return the status of each, i32."""
+        (angle_starts, cosines, sines), (sink_places, _) = made
+        heads, at = [layer.head for layer in layers], [layer.at for layer in layers]
+        component, shape, count = heads[0].coded, _Shape.of(heads[0].coded), len(layers)
+        *columns, sinks, angle_at, chunk_tokens, places, row_layers, row_blocks, ids = device_table(
             self._device,
             [layer.base for layer in at],
-            *([getattr(each, name) for each in layers] for name in ("pairs", "words", "values")),
+            *([getattr(head, name) for head in heads] for name in ("pairs", "words", "values")),
+            sink_places,
             angle_starts,
             first_tokens(at),
             page_pointers(at, pages),
@@ -273,8 +311,8 @@ class KvqKernels:
             self._launch("kvq_symbols", (grid_of(shape.row_tiles * LANES, THREADS), height), given)
             given = [
                 memory, *columns, value_starts, *mine, symbols, firsts, angle_at, cosines, sines,
-                places, chunk_tokens, ids, *shape.sizes, *shape.part_sizes,
-                *page_arguments(pages),
+                places, chunk_tokens, ids, sinks, np.uint32(heads[0].sinks), *shape.sizes,
+                *shape.part_sizes, *page_arguments(pages),
             ]  # fmt: skip
             grid = (grid_of(shape.part_numbers, THREADS), height * component.parts)
             self._launch(f"kvq_numbers_{component.dtype.name}", grid, given)
@@ -284,36 +322,32 @@ class KvqKernels:
         return torch.empty(length, dtype=dtype, device=self._device)
 
 
-def _checked(layer: DeviceLayer, head: NDArray[Any], component: Component) -> _Coded | None:
-    """Return what *head* says of a quantised layer; ``kvq_body`` has the same checks."""
-    if not layer.stored_bytes or head[0] != QUANTISED:
+def _place(positions: Sequence[int] | None, index: int, component: Component) -> int | None:
+    """Return where layer number *index* of all frames begins, None for where it was."""
+    if positions is None:
+        return None
+    return positions[index // component.layers] + component.first_token
+
+
+def _checked(layer: DeviceLayer, data: NDArray[Any], component: Component) -> Head | None:
+    """Return the head of a layer that the kernels read, None for those left to the host."""
+    if not layer.stored_bytes or data[0] != QUANTISED:
         return None
     if not is_quantised(component):
         raise InvalidFrameError("method", QUANTISED, f"{component.dtype.name} is not quantised")
-    if layer.stored_bytes < HEAD.size:
-        raise InvalidFrameError("stored_bytes", layer.stored_bytes, f"at least {HEAD.size}")
-    _, zero, pairs, position, words, values, error_bound, rest = HEAD.unpack(head.tobytes())
-    if zero or rest or not 0 <= error_bound < np.inf:
-        raise InvalidFrameError("head", (zero, rest, error_bound), "zeros, and a finite bound")
-    if 2 * pairs > min(component.head_dim, 2 * MAX_PAIRS):
-        raise InvalidFrameError("pairs", pairs, f"at most half of {component.head_dim} channels")
-    cut = Cut.of(component)
-    tiles = component.parts * cut.columns * len(cut.blocks)
-    size = 4 * pairs + tiles * (12 + 4 * LANES + 3 * TILE_CHANNELS) + 2 * words + 2 * values
-    if layer.stored_bytes != HEAD.size + size:
-        raise InvalidFrameError("stored_bytes", layer.stored_bytes, f"its counts make {size}")
-    return _Coded(layer, pairs, position, words, values)
+    head = Head.of(data, layer.stored_bytes, component)
+    return None if head.has_classes else head
 
 
-def _exact_parts(
-    memory: torch.Tensor, layer: DeviceLayer, component: Component
+def _host_parts(
+    memory: torch.Tensor, layer: DeviceLayer, component: Component, position: int | None
 ) -> list[torch.Tensor]:
-    """Return the bytes of a layer that was kept exactly, decoded here."""
+    """Return the bytes of a layer that is decoded here."""
     data = memory[layer.base : layer.base + layer.stored_bytes].cpu().numpy()
     parts = [
         np.empty(component.shape, f"u{component.dtype.item_bytes}") for _ in range(component.parts)
     ]
-    decode_exact(data, component, parts)
+    KvqCodec().decode_layer([data], component, parts, position)
     return [torch.from_numpy(part.view(np.uint8)) for part in parts]
 
 

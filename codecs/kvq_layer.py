@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.floats import FLOAT_TYPES, Floats
-from kvstore.codecs.kvq_body import Body, Stream, parse_body
+from kvstore.codecs.base import Part
+from kvstore.codecs.floats import FLOAT_TYPES, Floats, from_float32, to_float32
+from kvstore.codecs.kvq_body import (
+    NO_SINKS,
+    Body,
+    Stream,
+    behind,
+    parse_body,
+    tile_count,
+)
+from kvstore.codecs.kvq_classes import NO_CLASSES, Classes, moved
 from kvstore.codecs.kvq_fine import FineBackend
 from kvstore.codecs.kvq_levels import (
     Thirds,
+    decode_each,
+    encode_each,
     encode_thirds,
     pack_refinement,
     parse_refinement,
@@ -22,9 +34,10 @@ from kvstore.codecs.kvq_levels import (
 from kvstore.codecs.kvq_models import kvq_models
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, Tiles
 from kvstore.codecs.rans import Backend
-from kvstore.codecs.rope import inverse_frequencies, rotation
+from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.codecs.terms import LayerTerms
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import Component, DType, LayerKind
 
 _HALF_ULP = {DType.bfloat16: 2.0**-8, DType.float16: 2.0**-11, DType.float32: 2.0**-24}
@@ -35,16 +48,26 @@ _SMALLEST = 2.0**-25
 _NO_FREQUENCIES = np.zeros(0, np.float32)
 
 Coded = tuple[NDArray[Any], ...]
+Move: TypeAlias = Callable[[NDArray[np.uint8], Classes], NDArray[np.uint8]]
+"""From the models u8 (n, 128) of tiles and the classes of tokens to the model of each number."""
 
 
 class Encoding:
-    """Collects the tiles of a layer, block by block. ``bounds`` are those of each level."""
+    """Collects the tiles of a layer, block by block. ``bounds`` are those of each level.
 
-    def __init__(self, layer: LayerTerms, levels: int, entropy: Backend) -> None:
+    *layer* is that of the tokens behind the exact ones, *sinks*.
+    """
+
+    def __init__(
+        self, layer: LayerTerms, levels: int, entropy: Backend, sinks: Part = NO_SINKS,
+        classes: Classes = NO_CLASSES,
+    ) -> None:  # fmt: skip
         self.frequencies = key_frequencies(layer)
         self.bounds = [0.0] * (1 + levels)
         self._layer = layer
         self._entropy = entropy
+        self._sinks = sinks
+        self._classes = classes
         self._tiles: list[Tiles] = []
         self._block: list[tuple[Tiles, list[Thirds]]] = []
         self._streams: list[list[Coded]] = [[] for _ in self.bounds]
@@ -58,11 +81,16 @@ class Encoding:
             bound = bound_of(errors, tiles.magnitudes, dtype, angles)
             self.bounds[level] = max(self.bounds[level], bound)
 
-    def end_block(self) -> None:
-        """Code what was taken since the last block."""
+    def end_block(self, block: slice = slice(0), move: Move = moved) -> None:
+        """Code what was taken since the last block: the tokens *block*, where they have classes."""
         tiles = [each for each, _ in self._block]
         symbols, models = joined(tiles, "symbols"), joined(tiles, "models")
-        self._streams[0].append(self._entropy.encode_tiles(symbols, models, kvq_models().table))
+        classes, table = self._classes[block], kvq_models().table
+        if len(classes):
+            coded = encode_each(symbols, move(models, classes), table, self._entropy)
+        else:
+            coded = self._entropy.encode_tiles(symbols, models, table)
+        self._streams[0].append(coded)
         for level, streams in enumerate(self._streams[1:]):
             thirds = [each[level] for _, each in self._block]
             streams.append(encode_thirds(thirds, self._entropy))
@@ -81,6 +109,8 @@ class Encoding:
             joined(tiles, "models"),
             Stream.joined(self._streams[0]),
             joined(tiles, "values"),
+            self._sinks,
+            self._classes,
         )
 
     def refinements(self) -> Iterator[Bytes]:
@@ -89,67 +119,86 @@ class Encoding:
             yield pack_refinement(level, Stream.joined(streams), rounded_up(self.bounds[level]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
-    """Takes a layer apart: *data* is its base, then refinements as far as there are some.
+    """Takes a layer apart: its ``body``, whose tiles are of ``coded``, then its refinements."""
 
-    Raises InvalidFrameError.
-    """
-
-    def __init__(self, data: Sequence[Bytes], component: Component, entropy: Backend) -> None:
-        tiles = tile_count(component)
-        self.body = parse_body(data[0], tiles, component.head_dim)
-        self._refinements = [
-            parse_refinement(each, level, tiles)[0] for level, each in enumerate(data[1:], 1)
-        ]
-        self._cut = Cut.of(component)
-        self._count = component.parts * self._cut.columns
-        self._entropy = entropy
+    body: Body
+    coded: Component
+    entropy: Backend
+    refinements: tuple[Stream, ...] = ()
+    move: Move = moved
 
     @classmethod
-    def of_body(cls, body: Body, component: Component, entropy: Backend) -> Decoding:
-        """Return the decoding of a *body* that was parsed and checked already."""
-        found = cls.__new__(cls)
-        found.body, found._refinements, found._entropy = body, [], entropy
-        found._cut = Cut.of(component)
-        found._count = component.parts * found._cut.columns
-        return found
+    def of(
+        cls, data: Sequence[Bytes], component: Component, entropy: Backend, move: Move
+    ) -> Decoding:
+        """Return the decoding of *data*, a base and as many refinements as there are.
+
+        Raises InvalidFrameError.
+        """
+        body = parse_body(data[0], component)
+        if len(body.classes) and len(data) > 1:
+            raise InvalidFrameError("refinements", len(data) - 1, "tokens of classes have none")
+        coded = behind(component, body.sinks.shape[1])
+        tiles = tile_count(coded)
+        finer = [parse_refinement(each, level, tiles)[0] for level, each in enumerate(data[1:], 1)]
+        return cls(body, coded, entropy, tuple(finer), move)
 
     def blocks(self) -> Iterator[tuple[slice, list[Tiles], list[list[Stream]]]]:
         """Yield the tokens of each block, its parts' tiles and their streams of each level."""
-        cut = self._cut
-        parts = self._count // cut.columns
-        base = self.body.stream.pieces([self._count] * len(cut.blocks))
-        finer = [each.pieces([cut.columns] * parts * len(cut.blocks)) for each in self._refinements]
-        value = 0
-        for number, (block, stream) in enumerate(zip(cut.blocks, base, strict=True)):
-            tiles = self._tiles(number, block, stream, value)
-            value += len(tiles.values)
-            yield block, self._parts(tiles), [[next(each) for each in finer] for _ in range(parts)]
+        cut, parts = Cut.of(self.coded), self.coded.parts
+        count = parts * cut.columns
+        base = self.body.stream.pieces([count] * len(cut.blocks))
+        finer = [each.pieces([cut.columns] * parts * len(cut.blocks)) for each in self.refinements]
+        first = value = 0
+        for block, stream in zip(cut.blocks, base, strict=True):
+            tiles = self._tiles(slice(first, first + count), block, stream, value)
+            first, value = first + count, value + len(tiles.values)
+            pieces = [[next(each) for each in finer] for _ in range(parts)]
+            yield block, _parts(tiles, cut.columns), pieces
 
-    def _tiles(self, number: int, block: slice, stream: Stream, value: int) -> Tiles:
-        body, at = self.body, slice(number * self._count, (number + 1) * self._count)
-        symbols = np.empty((self._count, block.stop - block.start, TILE_CHANNELS), np.uint8)
-        self._entropy.decode_tiles(
-            stream.states, stream.counts, stream.words, body.models[at], kvq_models().table, symbols
-        )
+    def _tiles(self, at: slice, block: slice, stream: Stream, value: int) -> Tiles:
+        body, models, table = self.body, self.body.models[at], kvq_models().table
+        if len(body.classes):
+            each = self.move(models, body.classes[block])
+            symbols = decode_each(stream, each, table, self.entropy)
+        else:
+            symbols = np.empty((len(models), block.stop - block.start, TILE_CHANNELS), np.uint8)
+            self.entropy.decode_tiles(
+                stream.states, stream.counts, stream.words, models, table, symbols
+            )
         end = value + int(body.escapes[at].sum(dtype=np.uint64))
         return Tiles(
-            body.steps[at], body.means[at], body.models[at], symbols, body.escapes[at],
+            body.steps[at], body.means[at], models, symbols, body.escapes[at],
             body.values[value:end],
         )  # fmt: skip
 
-    def _parts(self, tiles: Tiles) -> list[Tiles]:
-        parts, value = [], 0
-        for first in range(0, self._count, self._cut.columns):
-            at = slice(first, first + self._cut.columns)
-            end = value + int(tiles.escapes[at].sum(dtype=np.uint64))
-            part = Tiles(
-                tiles.steps[at], tiles.means[at], tiles.models[at], tiles.symbols[at],
-                tiles.escapes[at], tiles.values[value:end],
-            )  # fmt: skip
-            parts.append(part)
-            value = end
-        return parts
+
+def _parts(tiles: Tiles, columns: int) -> list[Tiles]:
+    """Return the tiles of each part, *columns* of them."""
+    parts, value = [], 0
+    for first in range(0, len(tiles.steps), columns):
+        at = slice(first, first + columns)
+        end = value + int(tiles.escapes[at].sum(dtype=np.uint64))
+        part = Tiles(
+            tiles.steps[at], tiles.means[at], tiles.models[at], tiles.symbols[at],
+            tiles.escapes[at], tiles.values[value:end],
+        )  # fmt: skip
+        parts.append(part)
+        value = end
+    return parts
+
+
+def sinks_moved(sinks: Part, frequencies: Floats, distance: int, dtype: DType) -> Part:
+    """Return exact tokens, bits (parts, tokens, kv_heads, head_dim), keys turned *distance* on."""
+    if not (distance and len(frequencies) and sinks.size):
+        return sinks
+    moved_on, keys = sinks.copy(), to_float32(sinks[0], dtype)
+    with np.errstate(over="ignore", invalid="ignore"):  # what nobody wrote may be infinite
+        rotate(keys, *rotation(frequencies, distance, 1))
+        from_float32(keys, dtype, moved_on[0])
+    return moved_on
 
 
 def refined(
@@ -162,25 +211,25 @@ def refined(
     quotients: Floats | None = fine.quotients(tiles)
     if quotients is None:
         return None
-    symbols = np.empty((len(quotients), 1, quotients[0].size), np.uint8)
     for level, stream in enumerate(streams, 1):
-        contexts = fine.contexts(quotients, tiles.models, level).reshape(len(quotients), -1)
-        entropy.decode_tiles(
-            stream.states, stream.counts, stream.words, contexts, ternary_table(), symbols
-        )
-        fine.add(quotients, symbols.reshape(quotients.shape))
+        contexts = fine.contexts(quotients, tiles.models, level)
+        fine.add(quotients, decode_each(stream, contexts, ternary_table(), entropy))
     return quotients
-
-
-def tile_count(component: Component) -> int:
-    """Return how many tiles a layer of *component* has."""
-    cut = Cut.of(component)
-    return len(cut.blocks) * component.parts * cut.columns
 
 
 def is_quantised(component: Component) -> bool:
     """Whether kvq quantises such layers: float keys, values and latents; states never."""
     return component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
+
+
+def layer_behind(layer: LayerTerms, sinks: int) -> LayerTerms:
+    """Return *layer* less its first *sinks* tokens."""
+    return replace(
+        layer,
+        component=behind(layer.component, sinks),
+        position=layer.position + sinks,
+        importance=None if layer.importance is None else layer.importance[sinks:],
+    )
 
 
 def key_frequencies(layer: LayerTerms) -> Floats:

@@ -124,10 +124,29 @@ def encode_thirds(thirds: Sequence[Thirds], entropy: Backend) -> tuple[NDArray[A
     """Return what codes the *thirds* of one block of tokens at one level."""
     symbols = np.concatenate([each.symbols for each in thirds])
     contexts = np.concatenate([each.contexts for each in thirds])
+    return encode_each(symbols, contexts, ternary_table(), entropy)
+
+
+def encode_each(
+    symbols: NDArray[np.uint8], models: NDArray[np.uint8], table: ModelTable, entropy: Backend
+) -> tuple[NDArray[Any], ...]:
+    """Return what codes *symbols* (n, tokens, 128), each under its own of *models*.
+
+    One token of very many channels: that gives each number a model of its own.
+    """
     count = len(symbols)
-    # One token of very many channels: that gives each number a model of its own.
-    rows = contexts.reshape(count, -1)
-    return entropy.encode_tiles(symbols.reshape(count, 1, -1), rows, ternary_table())
+    return entropy.encode_tiles(symbols.reshape(count, 1, -1), models.reshape(count, -1), table)
+
+
+def decode_each(
+    stream: Stream, models: NDArray[np.uint8], table: ModelTable, entropy: Backend
+) -> NDArray[np.uint8]:
+    """Return the symbols of *stream*, as many as *models*. Raises InvalidFrameError."""
+    count = len(models)
+    symbols: NDArray[np.uint8] = np.empty((count, 1, models[0].size), np.uint8)
+    rows = models.reshape(count, -1)
+    entropy.decode_tiles(stream.states, stream.counts, stream.words, rows, table, symbols)
+    return symbols.reshape(models.shape)
 
 
 def add_symbols(quotients: Floats, symbols: NDArray[np.uint8]) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, from_float32, is_finite, to_float32
+from kvstore.codecs.kvq_classes import NO_CLASSES, PLAIN, Classes, factors_of, moved
 from kvstore.codecs.kvq_models import (
     ESCAPE,
     MAX_QUOTIENT,
@@ -24,7 +25,6 @@ from kvstore.codecs.kvq_models import (
     SHAPES,
     SYMBOLS,
     ZERO,
-    KvqModels,
     kvq_models,
 )
 from kvstore.codecs.rope import rotate
@@ -106,8 +106,10 @@ class TileBackend:
     dequantise: Dequantise = field(repr=False)
 
 
-def quantise(bits: Part, dtype: DType, angles: Angles | None, ratio: float) -> Tiles | None:
-    """Quantise the block *bits*; see ``Quantise``."""
+def quantise(
+    bits: Part, dtype: DType, angles: Angles | None, ratio: float, classes: Classes = NO_CLASSES
+) -> Tiles | None:
+    """Quantise the block *bits*; see ``Quantise``. *classes*, if any, are those of its tokens."""
     if not is_finite(bits, dtype):
         return None
     x = to_float32(bits, dtype)
@@ -116,7 +118,11 @@ def quantise(bits: Part, dtype: DType, angles: Angles | None, ratio: float) -> T
         return None
     if angles is not None:
         rotate(x, angles[0], -angles[1])
-    return quantise_tiles(as_tiles(x), x.shape[0] * x.shape[2], ratio, magnitudes)
+    tiles = Centred.of(as_tiles(x), x.shape[0] * x.shape[2], ratio)
+    if tiles is None:
+        return None
+    every = classes if len(classes) else np.full(x.shape[1], PLAIN, np.uint8)
+    return _quantised(tiles, every, magnitudes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,20 +179,15 @@ class Centred:
         return found if (found <= self.steps * (np.float32(largest) * TOLERANCE)).all() else None
 
 
-def quantise_tiles(x: Floats, channels: int, ratio: float, magnitudes: Floats) -> Tiles | None:
-    """Quantise *x* (n, tokens, 128), of which the last tile may have padding channels."""
-    tiles = Centred.of(x, channels, ratio)
-    if tiles is None:
-        return None
-    quotients = np.rint(tiles.difference * (np.float32(1) / tiles.steps)[:, None, None])
-    errors = tiles.errors(quotients)
+def _quantised(tiles: Centred, classes: Classes, magnitudes: Floats) -> Tiles | None:
+    factors = factors_of(classes)[:, None]
+    quotients = np.rint(tiles.difference * (np.float32(1) / tiles.steps)[:, None, None] / factors)
+    errors = tiles.errors(quotients * factors, float(factors.max()))
     if errors is None:
         return None
     q = quotients.astype(np.int16)
-    family = kvq_models()
-    models = np.where(tiles.is_real, _pick(q, tiles.spread, family), PADDING_MODEL)
-    models = models.astype(np.uint8)
-    is_near = np.abs(q) <= family.reach[models][:, None]
+    models = np.where(tiles.is_real, _pick(q, classes, tiles), PADDING_MODEL).astype(np.uint8)
+    is_near = np.abs(q) <= kvq_models().reach[moved(models, classes)]
     symbols = np.where(is_near, q + ZERO, ESCAPE).astype(np.uint8)
     escapes = (~is_near).sum((1, 2), dtype=np.uint32)
     values = q[~is_near]
@@ -207,30 +208,31 @@ def steps_of(
     return steps
 
 
-def _pick(q: Quotients, spread: NDArray[np.float64], family: KvqModels) -> NDArray[np.intp]:
-    """Return each channel's cheapest model of the five scales about its standard deviation."""
-    cost = histograms(q) @ family.costs.T.astype(np.float64)  # whole numbers, exact
-    return cheapest(cost, spread, family)
+def _pick(q: Quotients, classes: Classes, tiles: Centred) -> NDArray[np.intp]:
+    """Return each channel's model that is cheapest over its classes together.
+
+    Of the five scales about the channel's standard deviation.
+    """
+    family = kvq_models()
+    every = np.arange(len(family.costs), dtype=np.uint8)
+    cost = np.zeros((*tiles.means.shape, len(every)))
+    for kind in np.unique(classes):
+        costs = family.costs[moved(every[None], kind[None])[0, 0]].astype(np.float64)
+        cost += _histograms(q[:, classes == kind]) @ costs.T  # whole numbers, exact
+    scale = np.searchsorted(family.edges, tiles.spread, side="left")[..., None]
+    distance = every // SHAPES - scale
+    cost[np.abs(distance) > 2] = np.inf
+    found: NDArray[np.intp] = np.argmin(cost, axis=-1)
+    return found
 
 
-def histograms(q: Quotients) -> NDArray[np.float64]:
+def _histograms(q: Quotients) -> NDArray[np.float64]:
     """Return how often each channel of *q* (n, tokens, 128) has each symbol, (n, 128, symbols)."""
     count, _, channels = q.shape
     symbols = np.where(np.abs(q) <= MAX_QUOTIENT, q + ZERO, ESCAPE).astype(np.intp)
     rows = np.arange(count * channels).reshape(count, 1, channels) * SYMBOLS
     found = np.bincount((rows + symbols).reshape(-1), minlength=count * channels * SYMBOLS)
     return found.reshape(count, channels, SYMBOLS).astype(np.float64)
-
-
-def cheapest(
-    cost: NDArray[np.float64], spread: NDArray[np.float64], family: KvqModels
-) -> NDArray[np.intp]:
-    """Return the model of least *cost* (n, 128, models) of those near each channel's *spread*."""
-    scale = np.searchsorted(family.edges, spread, side="left")[..., None]
-    distance = np.arange(cost.shape[-1]) // SHAPES - scale
-    cost[np.abs(distance) > 2] = np.inf
-    found: NDArray[np.intp] = np.argmin(cost, axis=-1)
-    return found
 
 
 def as_tiles(x: Floats) -> Floats:

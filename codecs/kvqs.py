@@ -22,8 +22,15 @@ from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, to_float32
 from kvstore.codecs.kvq import RATIOS, ratios_of
 from kvstore.codecs.kvq_backends import best_tile_backend
-from kvstore.codecs.kvq_body import Body, ByteCutter, Stream, check_body, pack_arrays
-from kvstore.codecs.kvq_layer import Decoding, Encoding, angles_of, tile_count
+from kvstore.codecs.kvq_body import (
+    Body,
+    ByteCutter,
+    Stream,
+    check_body,
+    pack_arrays,
+    tile_count,
+)
+from kvstore.codecs.kvq_layer import Decoding, Encoding, angles_of
 from kvstore.codecs.kvq_models import ESCAPE, ZERO, kvq_models
 from kvstore.codecs.kvq_tiles import (
     ESCAPE_SHARE,
@@ -106,7 +113,7 @@ class KvqsCodec(AssetCodec):
         if place != stored and not len(frequencies):
             raise InvalidRequestError("position", position, "the asset knows no rotary embedding")
         body = _parsed(data, component, statistics)
-        decoding = Decoding.of_body(body, component, best_backend())
+        decoding = Decoding(body, component, best_backend())
         dequantise = best_tile_backend(component.dtype).dequantise
         for block, tiles, _ in decoding.blocks():
             turned = (angles_of(frequencies, place, block), None)

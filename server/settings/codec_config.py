@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from typing_extensions import override
 
-from kvstore.codecs.base import CODECS, codec_by_name
+from kvstore.codecs.base import CODECS, REPLACED, codec_by_name
 from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.types import Fidelity
 from kvstore.server.settings.rule_list import RuleList, check_tenant_name
@@ -39,6 +40,8 @@ def checked_codec(name: str) -> str:
         auto_fidelity(name)
         return name
     plain, colon, terms = name.partition(":")
+    if plain in REPLACED:
+        raise ValueError(f"{plain} is gone; use {REPLACED[plain]}")
     if plain not in CODECS:
         raise ValueError(f"unknown codec; use {AUTO} or one of {', '.join(CODECS)}")
     if colon:
@@ -79,6 +82,11 @@ class TenantCodecs(RuleList):
     """All of them. Also given as ``acme/redis=kvq:2,acme/disk=zstd``."""
 
     rules: tuple[TenantCodec, ...] = ()
+
+    @classmethod
+    @override
+    def texts(cls, value: str) -> list[str]:
+        return re.split(",(?=[^,=]*/)", value)  # a codec's terms may have commas: kvq:2,sinks=4
 
     @classmethod
     @override

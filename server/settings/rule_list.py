@@ -25,6 +25,11 @@ class RuleList(BaseModel):
     rules: tuple[Any, ...] = ()
 
     @classmethod
+    def texts(cls, value: str) -> list[str]:
+        """Return the text of each rule in *value*."""
+        return value.split(",")
+
+    @classmethod
     def parsed(cls, text: str) -> dict[str, Any]:
         """Return the fields of the rule that *text* is. Raises ValueError."""
         raise NotImplementedError
@@ -34,7 +39,7 @@ class RuleList(BaseModel):
     def _from_text(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        return {"rules": [cls.parsed(text.strip()) for text in value.split(",") if text.strip()]}
+        return {"rules": [cls.parsed(text.strip()) for text in cls.texts(value) if text.strip()]}
 
     def __str__(self) -> str:
         return ",".join(map(str, self.rules))

@@ -9,20 +9,18 @@ import numpy as np
 import pytest
 
 from kvstore.codecs.kvq_backends import same_tiles
+from kvstore.codecs.kvq_classes import KINDS, factors_of, moved
 from kvstore.codecs.kvq_fine import (
     NUMPY_FINE,
-    NUMPY_MIXER,
     FineBackend,
-    Mixer,
     agrees,
+    agrees_by_class,
+    class_quantisers,
     fine_backends,
-    mixers,
-    mixes,
 )
 from kvstore.codecs.kvq_levels import LEVELS, add_symbols, contexts_of, refine
 from kvstore.codecs.kvq_models import ESCAPE
-from kvstore.codecs.kvq_tiles import NUMPY, Tiles, quotients_of
-from kvstore.codecs.mixed_tiles import KINDS, factors_of, moved
+from kvstore.codecs.kvq_tiles import NUMPY, TileBackend, Tiles, quotients_of
 from kvstore.codecs.rope import rotation
 from kvstore.proto.types import DType
 
@@ -49,8 +47,8 @@ def fine(request: pytest.FixtureRequest) -> FineBackend:
 
 
 @pytest.fixture
-def mixer() -> Mixer:
-    found = mixers().get("numba")
+def by_class() -> TileBackend:
+    found = class_quantisers().get("numba")
     if found is None:
         pytest.skip("the extra cpu-fast is not installed")
     return found
@@ -117,14 +115,14 @@ def test_every_backend_reads_rubbish_alike(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kinds", [(2,), (0, 1, 2, 3), (3,)], ids=str)
 def test_every_backend_quantises_by_class_to_the_same_bits(
-    mixer: Mixer, shape: tuple[int, int, int], kinds: tuple[int, ...]
+    by_class: TileBackend, shape: tuple[int, int, int], kinds: tuple[int, ...]
 ) -> None:
     for seed, wild in ((0, 0.0), (1, 0.01), (2, 0.5)):
         bits = block(shape, seed, wild)
         classes = np.random.default_rng(seed).choice(kinds, shape[1]).astype(np.uint8)
         for ratio in (1.0, 0.125):
-            wanted = NUMPY_MIXER.quantise(bits, BF16, None, ratio, classes)
-            found = mixer.quantise(bits, BF16, None, ratio, classes)
+            wanted = NUMPY.quantise(bits, BF16, None, ratio, classes)
+            found = by_class.quantise(bits, BF16, None, ratio, classes)
             assert (wanted is None) == (found is None)
             assert wanted is None or (found is not None and same_tiles(wanted, found))
 
@@ -140,7 +138,7 @@ def test_a_backend_that_is_off_by_a_bit_is_found_out() -> None:
 
     def coarse(*given: Any) -> Tiles | None:
         bits, dtype, angles, ratio, classes = given
-        return NUMPY_MIXER.quantise(bits, dtype, angles, ratio, np.minimum(classes, 2))
+        return NUMPY.quantise(bits, dtype, angles, ratio, np.minimum(classes, 2))
 
-    assert mixes(NUMPY_MIXER, BF16)
-    assert not mixes(Mixer("coarse", coarse), BF16)
+    assert agrees_by_class(NUMPY, BF16)
+    assert not agrees_by_class(TileBackend("coarse", coarse, NUMPY.dequantise), BF16)

@@ -19,8 +19,9 @@ from device_frames import CPU, Place, decoded, is_refused
 
 from kvstore.codecs import kvq_kernels
 from kvstore.codecs.frame_kernels import COMPILER_FLAGS
-from kvstore.codecs.kvq import KvqCodec
+from kvstore.codecs.kvq import KvqCodec, Options
 from kvstore.codecs.kvq_body import Body, Stream, parse_body
+from kvstore.codecs.kvq_fine import NUMPY_FINE
 from kvstore.codecs.kvq_kernels import SOURCES, THREADS, KvqKernels, open_kvq_kernels
 from kvstore.codecs.kvq_models import ESCAPE, MODELS, kvq_models
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
@@ -56,7 +57,24 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> KvqKernels:
 
 
 def reference(quality: int = 3) -> KvqCodec:
-    return KvqCodec(quality, NUMPY_TILES, NUMPY_RANS)
+    return KvqCodec(quality, NUMPY_TILES, NUMPY_RANS, NUMPY_FINE)
+
+
+def at_start(
+    codec: KvqCodec,
+    tensors: Tensors,
+    layout: KVLayout,
+    terms: EncodeTerms | None = None,
+    position: int = 0,
+) -> Bytes:
+    """Return the frame of a prompt's first chunk, which has exact tokens."""
+    out = np.empty(codec.max_frame_bytes(layout), np.uint8)
+    header = codec.encode(template(layout, position=position), tensors, out, terms)
+    return out[: header.frame_bytes]
+
+
+def with_sinks(sinks: int, importance: bool = False) -> KvqCodec:
+    return KvqCodec(3, NUMPY_TILES, NUMPY_RANS, NUMPY_FINE, Options(sinks, importance))
 
 
 def read(frame: Bytes, position: int | None = None) -> Tensors:
@@ -130,7 +148,7 @@ def test_kernels_on_cuda_read_what_numpy_reads(
 ) -> None:
     device = torch.device("cuda", 0)
     layout = shapes(dtype)[name]
-    frames = [encoded(reference(q), numbers(layout, outliers), layout, terms) for q in range(4)]
+    frames = [at_start(reference(q), numbers(layout, outliers), layout, terms) for q in range(4)]
     assert_decoded(open_kvq_kernels(device), frames, device)
 
 
@@ -142,6 +160,55 @@ def test_numbers_of_every_size_are_rounded_as_numpy_rounds_them(
     layout = shapes(dtype)["a head a tile"]
     for terms in (None, ROPES["turned back"]):
         assert_decoded(compiled, [encoded(reference(), numbers(layout, fill), layout, terms)])
+
+
+@_every_rope
+@_every_shape
+def test_exact_tokens_go_in_front_of_the_coded_ones(
+    compiled: KvqKernels, name: str, terms: EncodeTerms | None
+) -> None:
+    for dtype, sinks in ((DType.bfloat16, 1), (DType.float16, 4), (DType.float32, 3)):
+        layout = shapes(dtype)[name]
+        frame = at_start(with_sinks(sinks), numbers(layout, outliers), layout, terms)
+        assert_decoded(compiled, [frame])
+        assert_decoded(compiled, [frame], positions=[77_777])
+
+
+def test_frames_with_unlike_counts_of_exact_tokens_are_decoded_together(
+    compiled: KvqKernels,
+) -> None:
+    layout = shapes(DType.bfloat16)["more than a block"]
+    frames = [
+        at_start(with_sinks(4), numbers(layout, seed=at), layout, ROPES["turned back"], at)
+        for at in (0, 3, 300, 1)
+    ]
+    assert_decoded(compiled, frames)
+    assert_decoded(compiled, frames, positions=[0, 9, 2, 1])
+
+
+@_every_rope
+def test_layers_whose_tokens_have_classes_are_decoded_by_the_host(
+    compiled: KvqKernels, terms: EncodeTerms | None
+) -> None:
+    layout = shapes(DType.bfloat16)["a head a tile"]
+    weights = np.arange(layout.tokens, dtype=np.float32)
+    weighed = replace(terms or EncodeTerms(), importance=weights)
+    frame = at_start(with_sinks(1, importance=True), numbers(layout), layout, weighed)
+    plain = at_start(with_sinks(1), numbers(layout), layout, terms)
+    assert_decoded(compiled, [frame, plain])
+    assert_decoded(compiled, [frame, plain], positions=[5, 77])
+
+
+def test_exact_tokens_beyond_a_layers_are_refused(compiled: KvqKernels) -> None:
+    frame = at_start(with_sinks(2), numbers(SMALL), SMALL)
+    whole = parse_header(frame).segment(frame, 0)
+    for count in (0, 1, 3, 5, 20, 255):
+        body = whole.copy()
+        body[1] = count
+        with pytest.raises(InvalidFrameError):
+            decode(compiled, Place.of([frame_of(body.tobytes(), SMALL)]))
+    with pytest.raises(InvalidFrameError):
+        decode(compiled, Place.of([frame_of(whole[:-2].tobytes(), SMALL)]))
 
 
 def test_several_frames_go_to_the_positions_asked_for(compiled: KvqKernels) -> None:
@@ -182,7 +249,7 @@ def test_layers_kept_exactly_are_copied(compiled: KvqKernels) -> None:
     assert_decoded(compiled, [encoded(reference(), tensors, layout)])
 
 
-@pytest.mark.parametrize("name", ["kvq-r1", "kvq-turned-r1"])
+@pytest.mark.parametrize("name", ["kvq-r2", "kvq-turned-r2", "kvq-importance-r2"])
 def test_golden_frames_are_read_as_the_host_reads_them(compiled: KvqKernels, name: str) -> None:
     assert_decoded(compiled, [golden(name)])
 
@@ -259,7 +326,7 @@ def damaged_bodies(count: int) -> list[bytes]:
     rng = np.random.default_rng(9)
     terms = ROPES["turned back"]
     frames = [
-        encoded(reference(), numbers(SMALL, fill), SMALL, terms) for fill in (centred, outliers)
+        at_start(reference(), numbers(SMALL, fill), SMALL, terms) for fill in (centred, outliers)
     ]
     bodies = [parse_header(f).segment(f, 0).tobytes() for f in frames] + [
         all_escapes(SMALL.components[0], 1)
@@ -300,7 +367,7 @@ def test_damaged_bodies_are_refused_or_read_as_numpy_does(compiled: KvqKernels) 
 def test_what_a_tile_has_too_much_of_is_refused(compiled: KvqKernels, which: str) -> None:
     component = SMALL.components[0]
     frame = encoded(reference(), numbers(SMALL), SMALL)
-    body = parse_body(parse_header(frame).segment(frame, 0), 2, component.head_dim)
+    body = parse_body(parse_header(frame).segment(frame, 0), component)
     stream, first = body.stream, np.array([1, 0], np.uint32)
     if which == "a word more":
         words = np.insert(stream.words, stream.counts[0], 7)
@@ -323,7 +390,17 @@ def test_a_head_that_promises_more_than_is_there_launches_nothing() -> None:
     launched: list[str] = []
     kernels = KvqKernels(CPU, lambda name, grid, arguments: launched.append(name))
     body = bytearray(all_escapes(SMALL.components[0], 2))
-    for at, value in ((0, 2), (1, 1), (2, 33), (8, 0xFF), (15, 0xFF), (19, 0xFF), (20, 1)):
+    for at, value in (
+        (0, 2),
+        (1, 1),
+        (1, 5),
+        (2, 33),
+        (8, 0xFF),
+        (15, 0xFF),
+        (19, 0xFF),
+        (20, 1),
+        (20, 2),
+    ):
         changed = body.copy()
         changed[at] = value if changed[at] != value else value + 1
         place = Place.of([frame_of(bytes(changed), SMALL)])

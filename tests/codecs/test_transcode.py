@@ -37,7 +37,7 @@ from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind
 
 LOSSLESS = [name for name in CODECS if not issubclass(CODECS.load(name), LossyCodec)]
 """The others give other bytes: contracts/lossy_codec.py moves them."""
-BOUNDED = ("gq8", "gq4", "gq2", "kvq", "mixed")
+BOUNDED = ("gq8", "gq4", "gq2", "kvq")
 """Those that state a bound and need no tables of a model."""
 CHAINS = st.lists(st.sampled_from(BOUNDED), min_size=2, max_size=5).filter(
     lambda chain: all(one != other for one, other in pairwise(chain))

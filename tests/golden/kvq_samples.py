@@ -1,4 +1,4 @@
-"""The chunk of golden kvq and mixed: ``PYTHONPATH=src:tests python tests/golden/kvq_samples.py``.
+"""The chunk of golden kvq: ``PYTHONPATH=src:tests python tests/golden/kvq_samples.py``.
 
 Whole numbers make it, so that no library's random numbers or logarithms are in it. A frame is
 written once, when the revision is born, and never again.
@@ -11,10 +11,8 @@ import sys
 import numpy as np
 from golden.samples import FOLDER
 
-from kvstore.codecs.base import Part
-from kvstore.codecs.kvq import KvqCodec
+from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.mixed import MixedCodec
 from kvstore.codecs.terms import EncodeTerms, Importance
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
@@ -32,14 +30,24 @@ LAYOUT = KVLayout((Component(LayerKind.attention, DType.bfloat16, 2, 3, 64, 72),
 TERMS = EncodeTerms(rope=RopeParameters(10000.0, 48))
 
 
+POSITIONS = {"kvq-r2": 0, "kvq-turned-r2": 1, "kvq-layered-r2": 256, "kvq-importance-r2": 0}
+"""Where in its prompt the chunk of each golden file begins: with exact tokens and without."""
+
+
 def codecs() -> dict[str, tuple[LossyCodec, EncodeTerms | None]]:
     """Return what wrote each golden file."""
-    return {
-        "kvq-r1.frame": (KvqCodec(), None),
-        "kvq-turned-r1.frame": (KvqCodec(3), TERMS),
-        "kvq-layered-r1.frame": (KvqCodec(None), None),
-        "mixed-r1.frame": (MixedCodec(), EncodeTerms(importance=importance())),
+    settings = {
+        "kvq-r2": ("kvq:2", None),
+        "kvq-turned-r2": ("kvq:3,sinks=4", TERMS),
+        "kvq-layered-r2": ("kvq:layered", None),
+        "kvq-importance-r2": ("kvq:2,importance", EncodeTerms(importance=importance())),
     }
+    found: dict[str, tuple[LossyCodec, EncodeTerms | None]] = {}
+    for name, (setting, terms) in settings.items():
+        codec = codec_by_name(setting)
+        assert isinstance(codec, LossyCodec)
+        found[name] = (codec, terms)
+    return found
 
 
 def importance() -> Importance:
@@ -47,15 +55,15 @@ def importance() -> Importance:
     return (np.arange(72) * 29 % 72 // 8).astype(np.float32)
 
 
-def template() -> FrameTemplate:
-    """Return what the frames' headers say."""
+def template(name: str) -> FrameTemplate:
+    """Return what the header of the golden file *name* says."""
     return FrameTemplate(
         key=ChunkKey(bytes(range(32))),
         parent=ChainDigest(bytes(range(100, 116))),
         representation=bytes(range(1, 17)),
         content=bytes(range(200, 216)),
         layout=LAYOUT,
-        position=256,
+        position=POSITIONS[name],
         prefill_flops=1.5e9,
     )
 
@@ -79,13 +87,13 @@ def main() -> int:
     """Write each frame that does not exist yet; return how many exist already."""
     kept = 0
     for name, (codec, terms) in codecs().items():
-        path = FOLDER / name
+        path = FOLDER / f"{name}.frame"
         if path.exists():
             sys.stderr.write(f"{name} exists; it is golden, add a new one instead\n")
             kept += 1
             continue
         out = np.empty(codec.max_frame_bytes(LAYOUT), np.uint8)
-        header = codec.encode(template(), tensors(), out, terms)
+        header = codec.encode(template(name), tensors(), out, terms)
         path.write_bytes(out[: header.frame_bytes].tobytes())
     return kept
 

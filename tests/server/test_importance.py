@@ -63,7 +63,7 @@ def left_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
 def test_tokens_that_were_said_to_matter_are_kept_more_exactly(
     make_server: ServerMaker, transport: TransportName
 ) -> None:
-    server = make_server("--disk-codec", "mixed:1")
+    server = make_server("--disk-codec", "kvq:1,importance")
     options = ClientOptions(transport, chunk_tokens=TOKENS, deadline_ms=20_000)
     client = server.connect(representation=MEDIUM, options=options)
     told, silent = keys_of(client, 1, 1)[0], keys_of(client, 2, 1)[0]
