@@ -19,24 +19,35 @@ from kvstore.client.blend.layer_loop import Pass, Stored, approx_mask, place, ro
 from kvstore.client.blend.loader import LayerLoader
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.report import BlendReport, BlendResult
-from kvstore.client.blend.selector import Selector, head_rows
+from kvstore.client.blend.selector import Selector, head_rows, sink_rows, wants_any
 from kvstore.client.blend.selectors import selector_of
 from kvstore.client.blend.source import LayerKV, LayerSource
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 LAYER_WAIT_S = 10.0
 PROBE_ROWS = 64
 """How many of the prompt's last rows are asked what they attend to."""
+MAX_SINKS = 4
+"""First tokens of a prompt that are computed; models have one sink, a few have up to four."""
 
 
 class Blender:
     """Blends prompts of one engine. As thread-safe as its adapter is.
 
-    *layer_wait_s*: how long one layer is waited for before the prompt is computed instead.
+    *sinks*: how many first tokens of a prompt its other tokens may use as attention sinks
+    (Xiao et al., arXiv 2309.17453, section 3.1), 0 to 4. They are always computed unless they are
+    exact: a stored chunk has no sink there, and the sink that it may bring from its own prompt is
+    none once it is computed behind other tokens. *layer_wait_s*: how long one layer is waited for
+    before the prompt is computed instead. Raises InvalidRequestError.
     """
 
-    def __init__(self, adapter: EngineAdapter, *, layer_wait_s: float = LAYER_WAIT_S) -> None:
+    def __init__(
+        self, adapter: EngineAdapter, *, sinks: int = 1, layer_wait_s: float = LAYER_WAIT_S
+    ) -> None:
+        if not 0 <= sinks <= MAX_SINKS:
+            raise InvalidRequestError("sinks", sinks, f"use 0 to {MAX_SINKS}")
         self._adapter = adapter
+        self._sinks = sinks
         self._layer_wait_s = layer_wait_s
 
     @property
@@ -106,21 +117,21 @@ class Blender:
         plan = order.plan
         if plan.count("miss") == len(plan.tokens):
             return self._computed(order, plan.segments[-1].start, "")
-        wants_any = plan.count("approx") > 0 and _wants_any(plan)
-        checks = selector.check_layers(plan) if wants_any else ()
+        chooses, sinks = wants_any(plan), sink_rows(plan, self._sinks)
+        checks = selector.check_layers(plan) if chooses else ()
         checks = tuple(layer for layer in checks if layer < self._adapter.n_layers)
-        asks = wants_any and selector.needs_attention and not checks
-        rows = None if asks else _rows(plan, selector, None, checks)
+        asks = chooses and selector.needs_attention and not checks
+        rows = None if asks else _rows(plan, selector, None, checks, sinks)
         if rows is not None and not checks:  # before anything is asked for
             source.narrow(rows.tolist(), 0)
         asked, wait_s = self._asked(plan, checks), self._layer_wait_s
         with LayerLoader(source, asked, wait_s, order.patience_s) as loader:
             stored, attention = self._loaded(plan, loader, checks), None
             if rows is None:
-                attention, stored = self._probed(plan, stored)
-                rows = _rows(plan, selector, attention, checks)
+                attention, stored = self._probed(plan, stored, sinks)
+                rows = _rows(plan, selector, attention, checks, sinks)
                 loader.narrow(rows.tolist(), 0)
-            work = Pass(plan, rows, plan.segments[-1].start, checks, selector)
+            work = Pass(plan, rows, plan.segments[-1].start, checks, selector, sinks=sinks)
             work.narrow = lambda kept, layer: loader.narrow(kept.tolist(), layer)
             logits = work.run(self._adapter, stored)
         return order.result(work, logits, attention, loader)
@@ -142,9 +153,11 @@ class Blender:
 
         return stored
 
-    def _probed(self, plan: BlendPlan, stored: Stored) -> tuple[Tensor | None, Stored]:
+    def _probed(
+        self, plan: BlendPlan, stored: Stored, sinks: Tensor
+    ) -> tuple[Tensor | None, Stored]:
         """Return the attention of the prompt's own rows, and the layers that were loaded."""
-        rows = rows_of_kind(plan, "miss")
+        rows = torch.cat([rows_of_kind(plan, "miss"), sinks]).sort().values
         end = len(plan.tokens)
         first = max(plan.segments[-1].start, end - PROBE_ROWS)
         probe = torch.arange(first, end, device=self._adapter.device)
@@ -188,13 +201,17 @@ class _Order:
 
 
 def _rows(
-    plan: BlendPlan, selector: Selector, attention: Tensor | None, checks: tuple[int, ...]
+    plan: BlendPlan,
+    selector: Selector,
+    attention: Tensor | None,
+    checks: tuple[int, ...],
+    sinks: Tensor,
 ) -> Tensor:
     """Return the rows of the first layer: (rows,)."""
     if checks:
         return rows_of_kind(plan, "approx", "miss")
-    rows = [rows_of_kind(plan, "miss")]
-    if _wants_any(plan):
+    rows = [rows_of_kind(plan, "miss"), sinks]
+    if wants_any(plan):
         rows += [head_rows(plan), selector.static(plan, attention).cpu()]
     found: Tensor = torch.cat(rows).unique()
     return found
@@ -220,9 +237,3 @@ def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
     if whole and len(whole) == len(shares):
         whole.update(index for index, _ in plan.of_kind("exact"))
     return frozenset(whole)
-
-
-def _wants_any(plan: BlendPlan) -> bool:
-    """Return whether any ``approx`` row is to be computed."""
-    shares = [plan.ratio if s.ratio is None else s.ratio for _, s in plan.of_kind("approx")]
-    return max(shares, default=0.0) > 0 or plan.head_tokens > 0
