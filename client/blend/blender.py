@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvstore.client.blend.adapter import EngineAdapter
 from kvstore.client.blend.layer_loop import Pass, Stored, approx_mask, place, rows_of_kind
@@ -56,7 +57,7 @@ class Blender:
         return self._adapter.n_layers
 
     @torch.inference_mode()
-    def compile(self, tokens: Sequence[int], *, sink: Sequence[int] = ()) -> list[LayerKV]:
+    def compile(self, tokens: Sequence[int], *, sink: Sequence[int]) -> list[LayerKV]:
         """Return K and V of *tokens*, a layer each, computed behind *sink*, which is left out.
 
         (kv_heads, tokens, head_dim) each; their ``src_pos`` is the length of *sink*.
@@ -66,10 +67,49 @@ class Blender:
         return [(k[:, first:].clone(), v[:, first:].clone()) for k, v in done.kv]
 
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int]) -> BlendResult:
-        """Compute all of *tokens*. Logits: those of all of them."""
-        plan = BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
-        return self._computed(_Order(plan, {}, time.perf_counter()), 0, "")
+    def prefill(self, tokens: Sequence[int], *, logits_from: int = 0) -> BlendResult:
+        """Compute all of *tokens*. Logits: those of the tokens from *logits_from* on.
+
+        Raises InvalidRequestError for a position that is not in the prompt.
+        """
+        plan = _whole(tokens)
+        if not 0 <= logits_from < len(tokens):
+            fix = f"a position of the prompt, 0 to {len(tokens) - 1}"
+            raise InvalidRequestError("logits_from", logits_from, fix)
+        return self._computed(_Order(plan, {}, time.perf_counter()), logits_from, "")
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: Sequence[int], result: BlendResult, count: int
+    ) -> tuple[list[int], Tensor]:
+        """Return the likeliest *count* tokens after *tokens*, whose KV is that of *result*.
+
+        One after the other. With the logits that they were chosen by: (count, vocabulary).
+        """
+        kv, logits = _with_room(result, count), [result.logits[-1:]]
+        found = [int(logits[0].argmax())]
+        while len(found) < count:
+            logits.append(self._behind((*tokens, *found), kv, len(tokens) + len(found) - 1))
+            found.append(int(logits[-1].argmax()))
+        return found, torch.cat(logits)
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], result: BlendResult, follows: Sequence[int]) -> Tensor:
+        """Return the logits that predict *follows* behind *tokens*: (follows, vocabulary).
+
+        Teacher-forced, behind the KV of *result*; the first are *result*'s last.
+        """
+        kv = _with_room(result, len(follows))
+        found = self._behind((*tokens, *follows), kv, len(tokens))
+        return torch.cat([result.logits[-1:], found[:-1]])
+
+    def _behind(self, tokens: Sequence[int], kv: Sequence[LayerKV], first: int) -> Tensor:
+        """Compute *tokens* from *first* on behind *kv*, and into it; return their logits."""
+        count = len(tokens)
+        work = Pass(_whole(tokens), torch.arange(first, count), first)
+        return work.run(
+            self._adapter, lambda layer: (kv[layer][0][:, :count], kv[layer][1][:, :count])
+        )
 
     @torch.inference_mode()
     def blend(
@@ -215,6 +255,16 @@ def _rows(
         rows += [head_rows(plan), selector.static(plan, attention).cpu()]
     found: Tensor = torch.cat(rows).unique()
     return found
+
+
+def _whole(tokens: Sequence[int]) -> BlendPlan:
+    """Return the plan that computes all of *tokens*."""
+    return BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
+
+
+def _with_room(result: BlendResult, count: int) -> list[LayerKV]:
+    """Return copies of the KV of *result* with room for *count* more tokens."""
+    return [(pad(k, (0, 0, 0, count)), pad(v, (0, 0, 0, count))) for k, v in result.kv]
 
 
 def _nothing_stored(layer: int) -> LayerKV:

@@ -36,7 +36,9 @@ def make_model(folder: Path, *, looks_around: bool) -> Path:
         tie_word_embeddings=not looks_around,
     )
     model: Any = LlamaForCausalLM(config)
-    if not looks_around:
+    if looks_around:
+        model.lm_head.weight.data.mul_(4)  # sure of what it says
+    else:
         torch.nn.init.normal_(model.model.embed_tokens.weight)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
