@@ -60,6 +60,10 @@ class Blender:
     def compile(self, tokens: Sequence[int], *, sink: Sequence[int]) -> list[LayerKV]:
         """Return K and V of *tokens*, a layer each, computed behind *sink*, which is left out.
 
+        *sink*: the system prompt that they will stand behind, or BOS at least. With none their
+        first token becomes an attention sink, which it is not in any other place: right for the
+        beginning of a prompt only.
+
         (kv_heads, tokens, head_dim) each; their ``src_pos`` is the length of *sink*.
         """
         done = self.prefill((*sink, *tokens))

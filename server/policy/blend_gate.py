@@ -44,7 +44,7 @@ class GateTerms:
     of the requests are compared once nothing has changed for long.
     """
 
-    ratio: float = 0.15
+    ratio: float = 0.3
     min_agreement: float = 0.95
     max_divergence: float = 0.03
     shadow_share: float = 0.005

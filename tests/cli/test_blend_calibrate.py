@@ -83,10 +83,10 @@ def test_a_model_that_blends_well_has_its_gate_opened(
     assert calibrate(server, model, text, *SMALL_PROMPTS) == 0
     gate = gate_of(server)
     assert (gate.open, gate.calibrated, gate.shadows) == (True, True, 0)
-    assert gate.ratio == pytest.approx(0.15)
+    assert gate.ratio == pytest.approx(0.3)
     assert gate.agreement > 0.95
     assert server.counter("blend_shadows") == TRIALS
-    assert "open at ratio 0.150" in capsys.readouterr().out
+    assert "open at ratio 0.300" in capsys.readouterr().out
     assert server.usage().tiers[0][1].chunks == 0, "what was stored for trials is deleted"
 
 

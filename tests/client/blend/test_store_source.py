@@ -73,7 +73,7 @@ def client(server: LocalServer) -> Client:
 def _open_gate(client: Client) -> None:
     good = pb.ShadowResult(agreement=1.0, tokens=64)
     for _ in range(TRIALS):
-        gate = client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
+        gate = client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
     assert gate.is_open
 
 
