@@ -79,7 +79,7 @@ class Case:
         """KV by the segment's index: the prefix's own, the chunks' behind the sink alone."""
         blender, sink = self.engine.blender, self.engine.sink
         chunks = [blender.compile(chunk, sink=[sink]) for chunk in self.chunks]
-        return {0: blender.compile(self.prefix), **dict(enumerate(chunks, 1))}
+        return {0: blender.compile(self.prefix, sink=()), **dict(enumerate(chunks, 1))}
 
     @cached_property
     def source(self) -> MemorySource:

@@ -63,6 +63,29 @@ def make_designed(lookups: int = 3) -> LlamaForCausalLM:
     return found
 
 
+def make_with_sink() -> LlamaForCausalLM:
+    """Return the model with attention sinks in place of look-ups, float32.
+
+    For riddles without aliases and with nothing in front: only the first token of the prompt is a
+    name behind a name, itself. All rows attend to it, and find nothing there. Where no row is
+    such a one they attend to values, and find those: all that is said then is wrong.
+    """
+    model: Any = make_designed(2)
+    table = model.model.rotary_emb.inv_freq.double()
+    slot = torch.nonzero(table < 1e-5).flatten().tolist()[0]
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            attention = layer.self_attn
+            attention.q_proj.weight.zero_()
+            attention.k_proj.weight.zero_()
+            attention.q_proj.weight[slot, _ONE] = 8.0
+            attention.k_proj.weight[slot, _IS_NAME : _IS_NAME + NAMES] = 1.0
+            attention.k_proj.weight[slot, _AFTER_NAME : _AFTER_NAME + NAMES] = 1.0
+            attention.k_proj.weight[slot, _IS_VALUE : _IS_VALUE + VALUES] = 0.6
+    found: LlamaForCausalLM = model
+    return found
+
+
 def _embed(weight: Tensor) -> None:
     length = 3.0
     for name in range(NAMES):

@@ -190,7 +190,7 @@ class Stage:
         rng = random.Random(0)
         sizes = [shape.prefix] + [shape.chunk] * shape.chunks
         parts = [_some(rng, size) for size in sizes]
-        self.stored = {0: self.blender.compile(parts[0])}
+        self.stored = {0: self.blender.compile(parts[0], sink=())}
         segments = [Segment(0, shape.prefix, "exact", src_pos=0)]
         for index, part in enumerate(parts[1:], 1):
             self.stored[index] = self.blender.compile(part, sink=[0])

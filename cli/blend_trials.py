@@ -148,7 +148,12 @@ class _Trials:
         return [SegmentRange(at * size, (at + 1) * size) for at in range(self.terms.documents)]
 
     def _stored(self, tokens: Sequence[int]) -> list[ChunkKey]:
-        store_prefill(self.client, self.blender.prefill(tokens), tokens, self._ranges())
+        store_prefill(
+            self.client,
+            self.blender.prefill(tokens, logits_from=len(tokens) - 1),
+            tokens,
+            self._ranges(),
+        )
         return [
             chunk_key(self.client.namespace, one.digest)
             for segment in self.client.name_segments(tokens, self._ranges())

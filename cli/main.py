@@ -343,3 +343,7 @@ def drain(
     else:
         print("drained, but not all is saved: kvstore status says what the tiers hold")
         raise typer.Exit(EXIT_NOT_HELD)
+
+
+if __name__ == "__main__":
+    main()

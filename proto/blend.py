@@ -243,8 +243,8 @@ class ContextMass:
 
 @dataclass(frozen=True, slots=True)
 class ShadowResult:
-    """Blended against fully computed: mean KL(full || blended) a token in nats, the share of
-    tokens whose most likely one is the same, and over how many tokens.
+    """Blended against fully computed: mean KL(full || blended) a token in nats, the share with
+    the same likeliest token of those whose likeliest is clear, and how many tokens there were.
     """
 
     divergence: float

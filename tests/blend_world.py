@@ -133,7 +133,7 @@ def make_world(
         return torch.randint(0, VOCABULARY, (count,), generator=generator).tolist()
 
     tokens = some(16)
-    stored = {0: blender.compile(tokens)}
+    stored = {0: blender.compile(tokens, sink=())}
     segments = [Segment(0, 16, "exact", src_pos=0)]
     for size, kind in zip(chunks, kinds, strict=True):
         chunk, start = some(size), len(tokens)

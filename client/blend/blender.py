@@ -13,30 +13,42 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvstore.client.blend.adapter import EngineAdapter
 from kvstore.client.blend.layer_loop import Pass, Stored, approx_mask, place, rows_of_kind
 from kvstore.client.blend.loader import LayerLoader
 from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.report import BlendReport, BlendResult
-from kvstore.client.blend.selector import Selector, head_rows
+from kvstore.client.blend.selector import Selector, head_rows, sink_rows, wants_any
 from kvstore.client.blend.selectors import selector_of
 from kvstore.client.blend.source import LayerKV, LayerSource
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 LAYER_WAIT_S = 10.0
 PROBE_ROWS = 64
 """How many of the prompt's last rows are asked what they attend to."""
+MAX_SINKS = 4
+"""First tokens of a prompt that are computed; models have one sink, a few have up to four."""
 
 
 class Blender:
     """Blends prompts of one engine. As thread-safe as its adapter is.
 
-    *layer_wait_s*: how long one layer is waited for before the prompt is computed instead.
+    *sinks*: how many first tokens of a prompt its other tokens may use as attention sinks
+    (Xiao et al., arXiv 2309.17453, section 3.1), 0 to 4. They are always computed unless they are
+    exact: a stored chunk has no sink there, and the sink that it may bring from its own prompt is
+    none once it is computed behind other tokens. *layer_wait_s*: how long one layer is waited for
+    before the prompt is computed instead. Raises InvalidRequestError.
     """
 
-    def __init__(self, adapter: EngineAdapter, *, layer_wait_s: float = LAYER_WAIT_S) -> None:
+    def __init__(
+        self, adapter: EngineAdapter, *, sinks: int = 1, layer_wait_s: float = LAYER_WAIT_S
+    ) -> None:
+        if not 0 <= sinks <= MAX_SINKS:
+            raise InvalidRequestError("sinks", sinks, f"use 0 to {MAX_SINKS}")
         self._adapter = adapter
+        self._sinks = sinks
         self._layer_wait_s = layer_wait_s
 
     @property
@@ -50,8 +62,12 @@ class Blender:
         return self._adapter.origin.weights
 
     @torch.inference_mode()
-    def compile(self, tokens: Sequence[int], *, sink: Sequence[int] = ()) -> list[LayerKV]:
+    def compile(self, tokens: Sequence[int], *, sink: Sequence[int]) -> list[LayerKV]:
         """Return K and V of *tokens*, a layer each, computed behind *sink*, which is left out.
+
+        *sink*: the system prompt that they will stand behind, or BOS at least. With none their
+        first token becomes an attention sink, which it is not in any other place: right for the
+        beginning of a prompt only.
 
         (kv_heads, tokens, head_dim) each; their ``src_pos`` is the length of *sink*.
         """
@@ -60,11 +76,50 @@ class Blender:
         return [(k[:, first:].clone(), v[:, first:].clone()) for k, v in done.kv]
 
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int]) -> BlendResult:
-        """Compute all of *tokens*. Logits: those of all of them."""
-        plan = BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
-        own = self._adapter.origin
-        return self._computed(_Order(self._adapter, own, plan, {}, time.perf_counter()), 0, "")
+    def prefill(self, tokens: Sequence[int], *, logits_from: int = 0) -> BlendResult:
+        """Compute all of *tokens*. Logits: those of the tokens from *logits_from* on.
+
+        Raises InvalidRequestError for a position that is not in the prompt.
+        """
+        plan = _whole(tokens)
+        if not 0 <= logits_from < len(tokens):
+            fix = f"a position of the prompt, 0 to {len(tokens) - 1}"
+            raise InvalidRequestError("logits_from", logits_from, fix)
+        order = _Order(self._adapter, self._adapter.origin, plan, {}, time.perf_counter())
+        return self._computed(order, logits_from, "")
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: Sequence[int], result: BlendResult, count: int
+    ) -> tuple[list[int], Tensor]:
+        """Return the likeliest *count* tokens after *tokens*, whose KV is that of *result*.
+
+        One after the other. With the logits that they were chosen by: (count, vocabulary).
+        """
+        kv, logits = _with_room(result, count), [result.logits[-1:]]
+        found = [int(logits[0].argmax())]
+        while len(found) < count:
+            logits.append(self._behind((*tokens, *found), kv, len(tokens) + len(found) - 1))
+            found.append(int(logits[-1].argmax()))
+        return found, torch.cat(logits)
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], result: BlendResult, follows: Sequence[int]) -> Tensor:
+        """Return the logits that predict *follows* behind *tokens*: (follows, vocabulary).
+
+        Teacher-forced, behind the KV of *result*; the first are *result*'s last.
+        """
+        kv = _with_room(result, len(follows))
+        found = self._behind((*tokens, *follows), kv, len(tokens))
+        return torch.cat([result.logits[-1:], found[:-1]])
+
+    def _behind(self, tokens: Sequence[int], kv: Sequence[LayerKV], first: int) -> Tensor:
+        """Compute *tokens* from *first* on behind *kv*, and into it; return their logits."""
+        count = len(tokens)
+        work = Pass(_whole(tokens), torch.arange(first, count), first)
+        return work.run(
+            self._adapter, lambda layer: (kv[layer][0][:, :count], kv[layer][1][:, :count])
+        )
 
     @torch.inference_mode()
     def blend(
@@ -102,21 +157,21 @@ class Blender:
         plan = order.plan
         if plan.count("miss") == len(plan.tokens):
             return self._computed(order, plan.segments[-1].start, "")
-        wants_any = plan.count("approx") > 0 and _wants_any(plan)
-        checks = selector.check_layers(plan) if wants_any else ()
+        chooses, sinks = wants_any(plan), sink_rows(plan, self._sinks)
+        checks = selector.check_layers(plan) if chooses else ()
         checks = tuple(layer for layer in checks if layer < self._adapter.n_layers)
-        asks = wants_any and selector.needs_attention and not checks
-        rows = None if asks else _rows(plan, selector, None, checks)
+        asks = chooses and selector.needs_attention and not checks
+        rows = None if asks else _rows(plan, selector, None, checks, sinks)
         if rows is not None and not checks:  # before anything is asked for
             source.narrow(rows.tolist(), 0)
         asked, wait_s = self._asked(plan, checks), self._layer_wait_s
         with LayerLoader(source, asked, wait_s, order.patience_s) as loader:
             stored, attention = self._loaded(plan, loader, checks), None
             if rows is None:
-                attention, stored = self._probed(plan, stored)
-                rows = _rows(plan, selector, attention, checks)
+                attention, stored = self._probed(plan, stored, sinks)
+                rows = _rows(plan, selector, attention, checks, sinks)
                 loader.narrow(rows.tolist(), 0)
-            work = Pass(plan, rows, plan.segments[-1].start, checks, selector)
+            work = Pass(plan, rows, plan.segments[-1].start, checks, selector, sinks=sinks)
             work.narrow = lambda kept, layer: loader.narrow(kept.tolist(), layer)
             logits = work.run(self._adapter, stored)
         return order.result(work, logits, attention, loader)
@@ -138,9 +193,11 @@ class Blender:
 
         return stored
 
-    def _probed(self, plan: BlendPlan, stored: Stored) -> tuple[Tensor | None, Stored]:
+    def _probed(
+        self, plan: BlendPlan, stored: Stored, sinks: Tensor
+    ) -> tuple[Tensor | None, Stored]:
         """Return the attention of the prompt's own rows, and the layers that were loaded."""
-        rows = rows_of_kind(plan, "miss")
+        rows = torch.cat([rows_of_kind(plan, "miss"), sinks]).sort().values
         end = len(plan.tokens)
         first = max(plan.segments[-1].start, end - PROBE_ROWS)
         probe = torch.arange(first, end, device=self._adapter.device)
@@ -203,16 +260,30 @@ def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
 
 
 def _rows(
-    plan: BlendPlan, selector: Selector, attention: Tensor | None, checks: tuple[int, ...]
+    plan: BlendPlan,
+    selector: Selector,
+    attention: Tensor | None,
+    checks: tuple[int, ...],
+    sinks: Tensor,
 ) -> Tensor:
     """Return the rows of the first layer: (rows,)."""
     if checks:
         return rows_of_kind(plan, "approx", "miss")
-    rows = [rows_of_kind(plan, "miss")]
-    if _wants_any(plan):
+    rows = [rows_of_kind(plan, "miss"), sinks]
+    if wants_any(plan):
         rows += [head_rows(plan), selector.static(plan, attention).cpu()]
     found: Tensor = torch.cat(rows).unique()
     return found
+
+
+def _whole(tokens: Sequence[int]) -> BlendPlan:
+    """Return the plan that computes all of *tokens*."""
+    return BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
+
+
+def _with_room(result: BlendResult, count: int) -> list[LayerKV]:
+    """Return copies of the KV of *result* with room for *count* more tokens."""
+    return [(pad(k, (0, 0, 0, count)), pad(v, (0, 0, 0, count))) for k, v in result.kv]
 
 
 def _nothing_stored(layer: int) -> LayerKV:
@@ -235,9 +306,3 @@ def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
     if whole and len(whole) == len(shares):
         whole.update(index for index, _ in plan.of_kind("exact"))
     return frozenset(whole)
-
-
-def _wants_any(plan: BlendPlan) -> bool:
-    """Return whether any ``approx`` row is to be computed."""
-    shares = [plan.ratio if s.ratio is None else s.ratio for _, s in plan.of_kind("approx")]
-    return max(shares, default=0.0) > 0 or plan.head_tokens > 0

@@ -11,14 +11,24 @@ from torch import Tensor
 from kvstore.client.blend.source import LayerKV
 from kvstore.proto.errors import InvalidRequestError
 
+CLEAR_MARGIN = 0.1
+"""Of probability, between a full prefill's two likeliest tokens. Closer ones change places between
+two dtypes of one model, too: which one is first then says nothing of a blend."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """Mean KL(full || blended) a token, in nats, and the share with the same likeliest token."""
+    """Mean KL(full || blended) a token, in nats, and the share with the same likeliest token.
+
+    ``agreement`` is that of the ``clear_tokens`` at which the full prefill's two likeliest are
+    CLEAR_MARGIN apart; ``agreement_of_all`` that of all ``tokens``, and where none is clear both.
+    """
 
     divergence: float
     agreement: float
     tokens: int
+    agreement_of_all: float
+    clear_tokens: int
 
 
 def compare(full: Tensor, blended: Tensor) -> Shadow:
@@ -31,8 +41,27 @@ def compare(full: Tensor, blended: Tensor) -> Shadow:
         raise InvalidRequestError("logits", found, "give the same rows of both, at least one")
     wanted, got = (part.double().log_softmax(-1) for part in (full, blended))
     divergence = (wanted.exp() * (wanted - got)).sum(-1).mean()
-    agreement = (full.argmax(-1) == blended.argmax(-1)).double().mean()
-    return Shadow(max(0.0, float(divergence)), float(agreement), len(full))
+    agrees = full.argmax(-1) == blended.argmax(-1)
+    likeliest = wanted.topk(2).values.exp() if full.shape[1] > 1 else wanted.exp()
+    is_clear = likeliest[:, 0] - likeliest[:, -1] >= CLEAR_MARGIN
+    clear = int(is_clear.sum())
+    return Shadow(
+        max(0.0, float(divergence)),
+        float(agrees[is_clear if clear else slice(None)].double().mean()),
+        len(full),
+        float(agrees.double().mean()),
+        clear,
+    )
+
+
+def worse(first: Shadow, second: Shadow) -> Shadow:
+    """Return two comparisons of one blend as one: the larger divergence, and both's tokens."""
+    clear, tokens = first.clear_tokens + second.clear_tokens, first.tokens + second.tokens
+    agreed = sum(one.agreement * one.clear_tokens for one in (first, second))
+    of_all = sum(one.agreement_of_all * one.tokens for one in (first, second))
+    divergence = max(first.divergence, second.divergence)
+    agreement = agreed / clear if clear else of_all / tokens
+    return Shadow(divergence, agreement, tokens, of_all / tokens, clear)
 
 
 def deviations(full: Sequence[LayerKV], stored: Sequence[LayerKV]) -> Tensor:

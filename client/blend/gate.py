@@ -12,7 +12,7 @@ from torch import Tensor
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.controller import Controller, Decision
 from kvstore.client.blend.cost import Speed
-from kvstore.client.blend.feedback import Shadow, compare, deviations
+from kvstore.client.blend.feedback import Shadow, compare, deviations, worse
 from kvstore.client.blend.patience import Patience
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.report import BlendResult
@@ -22,6 +22,10 @@ from kvstore.client.resolving import Resolved, ResolveTerms, Resolving
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, SegmentRange
 from kvstore.proto.errors import KVStoreError
+
+SHADOW_TOKENS = 16
+"""Decoded from a full prefill and scored behind the blend: what answers are made of. The question
+is closer to its full prefill than they are, as it is computed, and they read all of the blend."""
 
 _LARGEST_HALF = 65504.0
 _BYTE = 255
@@ -36,9 +40,11 @@ _PRIOR_BYTES_PER_S = 1e9
 class GatedResult:
     """What to answer from, and what came of the question.
 
-    ``result`` is the full prefill's where there was one. ``gate`` is None when the store did not
-    answer; ``failure`` says why, or why a report was refused. ``decision`` is what the controller
-    made of it; None where nothing was there, or the request is to be compared.
+    ``result`` is the full prefill's where there was one; its logits are those of the plan's last
+    segment, or of what is behind the last range where the store failed. ``gate`` is None when
+    the store did not answer; ``failure`` says why, or why a report was refused. ``decision`` is
+    what the controller made of it; None where nothing was there, or the request is to be
+    compared.
     """
 
     result: BlendResult
@@ -82,10 +88,12 @@ class GatedBlender:
             return self._blended(tokens, ranges)
         except KVStoreError as error:
             failure = f"{type(error).__name__}: {error}"
-            return GatedResult(self._prefill(tokens), failure=failure)
+            first = ranges[-1].stop if ranges else 0
+            done = self._prefill(tokens, min(first, len(tokens) - 1))
+            return GatedResult(done, failure=failure)
 
-    def _prefill(self, tokens: Sequence[int]) -> BlendResult:
-        done = self._blender.prefill(tokens)
+    def _prefill(self, tokens: Sequence[int], logits_from: int) -> BlendResult:
+        done = self._blender.prefill(tokens, logits_from=logits_from)
         self._note_full(len(tokens), done)
         return done
 
@@ -107,13 +115,13 @@ class GatedBlender:
                 answer = GatedResult(result, plan, gate=resolved.found.gate, decision=decision)
                 if not result.is_blended:
                     return answer
-                full = self._prefill(tokens) if resolved.found.is_shadow else None
-                if {result.weights, (full or result).weights} != {terms.weights}:
-                    return replace(answer, result=full or result)  # of mixed weights: says nothing
-                shadow = None
-                if full is not None:
-                    first = plan.segments[-1].start
-                    shadow = compare(full.logits[first:], result.logits)
+                full, shadow = None, None
+                if resolved.found.is_shadow:
+                    full = self._prefill(tokens, plan.segments[-1].start)
+                    shadow = self._compared(tokens, full, result)
+                now = {result.weights, (full or result).weights, self._blender.weights}
+                if now != {terms.weights}:  # of mixed weights: says nothing
+                    return replace(answer, result=full or result)
                 reporter = _Reporter(plan, source, result, full)
                 report = reporter.message(self._terms.tag, shadow)
             answer = replace(answer, result=full or result, shadow=shadow)
@@ -121,6 +129,12 @@ class GatedBlender:
                 return replace(answer, gate=self._client.report_reuse(report))
             except KVStoreError as error:
                 return replace(answer, failure=f"{type(error).__name__}: {error}")
+
+    def _compared(self, tokens: Sequence[int], full: BlendResult, result: BlendResult) -> Shadow:
+        """Compare the question's rows, and what follows it as the full prefill has it."""
+        follows, wanted = self._blender.decode(tokens, full, SHADOW_TOKENS)
+        found = self._blender.score(tokens, result, follows)
+        return worse(compare(full.logits, result.logits), compare(wanted, found))
 
     def _decided(self, plan: BlendPlan, source: StoreSource, resolved: Resolved) -> Decision | None:
         """Return what to do with *plan*; None: as it says.

@@ -25,10 +25,10 @@ class Pass:
     """What a pass is to do, and what it found.
 
     *rows*: positions that are computed, rising. *checks*: layers at which *selector* says
-    which of them stay. *probe*: rows whose attention is summed. *logits_from*: the first
-    position whose logits are wanted. *is_engines_own*: no stale row is read, and the result is
-    to be the engine's own to the bit: the last layer is then computed for all rows, as engines
-    do, and not only for those whose logits are wanted (other shapes, other sums).
+    which of them stay; *sinks* all do. *probe*: rows whose attention is summed. *logits_from*:
+    the first position whose logits are wanted. *is_engines_own*: no stale row is read, and the
+    result is to be the engine's own to the bit: the last layer is then computed for all rows, as
+    engines do, and not only for those whose logits are wanted (other shapes, other sums).
     """
 
     plan: BlendPlan
@@ -39,6 +39,7 @@ class Pass:
     probe: Tensor | None = None
     is_engines_own: bool = False
     narrow: Callable[[Tensor, int], None] | None = None
+    sinks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     kv: list[LayerKV] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)
     deviation: dict[int, Tensor] = field(default_factory=dict)
@@ -97,7 +98,9 @@ class Pass:
     def _keep(self, layer: int, query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self.selector is None:
             return query, hidden
-        is_approx = approx_mask(self.plan, self.rows.device)[self.rows]
+        is_open = approx_mask(self.plan, self.rows.device)
+        is_open[self.sinks] = False
+        is_approx = is_open[self.rows]
         chosen = self.selector.at_layer(
             self.plan, layer, self.deviation[layer], self.rows[is_approx]
         )

@@ -88,7 +88,7 @@ class BlendPlan:
 
     tokens: tuple[int, ...]
     segments: tuple[Segment, ...]
-    ratio: float = 0.15
+    ratio: float = 0.3
     selector: str = "hybrid"
     check_layers: tuple[int, ...] = (1,)
     ratios: tuple[float, ...] = ()

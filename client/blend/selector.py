@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvstore.client.blend.plan import BlendPlan
+from kvstore.client.blend.plan import UNROTATED, BlendPlan
 
 
 class Selector(Protocol):
@@ -43,6 +43,28 @@ def head_rows(plan: BlendPlan) -> Tensor:
     """Return the first ``head_tokens`` rows of each ``approx`` segment: (rows,)."""
     ends = [(s.start, min(s.end, s.start + plan.head_tokens)) for _, s in plan.of_kind("approx")]
     return _joined([torch.arange(start, end) for start, end in ends])
+
+
+def wants_any(plan: BlendPlan) -> bool:
+    """Return whether a selector is to choose any ``approx`` row."""
+    shares = [plan.ratio if s.ratio is None else s.ratio for _, s in plan.of_kind("approx")]
+    return bool(shares) and (max(shares) > 0 or plan.head_tokens > 0)
+
+
+def sink_rows(plan: BlendPlan, count: int) -> Tensor:
+    """Return the ``approx`` rows that are computed whatever a selector chooses: (rows,).
+
+    The first *count* of the prompt. Where a selector is to choose any, also those that were the
+    first *count* of their own prompt: they carry its sink, which is none here.
+    """
+    found, is_moved = [], wants_any(plan)
+    for _, segment in plan.of_kind("approx"):
+        head = count - segment.start
+        if is_moved and segment.src_pos != UNROTATED:
+            head = max(head, count - segment.src_pos)
+        end = min(segment.end, segment.start + max(0, head))
+        found.append(torch.arange(segment.start, end))
+    return _joined(found)
 
 
 def share_at(plan: BlendPlan, layer: int) -> float:

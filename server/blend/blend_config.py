@@ -27,7 +27,8 @@ class BlendSettings(BaseModel):
         default=_TERMS.min_agreement,
         ge=0.0,
         le=1.0,
-        description="share of tokens that full prefill would choose too, for a gate to be open",
+        description="share of tokens that full prefill would choose too, where its choice is "
+        "clear, for a gate to be open",
     )
     blend_divergence: Annotated[float, "NATS"] = Field(
         default=_TERMS.max_divergence,

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.proto.blend import UNKNOWN, ResolvedChunk, ResolvedSegment, Variant
 from kvstore.proto.plans import PrefillModel
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey
 from kvstore.server.blend.contents import AskedChunk, Candidate, Likenesses
 from kvstore.server.policy.context_impact import NO_IMPACT, fix_overhead, prefix_overlap
 from kvstore.server.shelf import Shelf
@@ -95,7 +95,8 @@ class VariantChoice:
     def _scored(self, found: Likenesses) -> list[_Scored]:
         """Return the candidates, the one of which least has to be recomputed first.
 
-        Of equal ones that which goes on from the chunk chosen before, then the fastest to load.
+        Behind all others those that began their prompts, which carry its attention sink. Of equal
+        ones that which goes on from the chunk chosen before, then the fastest to load.
         """
         scored = []
         for one in found.candidates:
@@ -107,9 +108,10 @@ class VariantChoice:
             scored.append(_Scored(one, overlap, overhead, self._load_ms([one])))
         came_from = self._chosen[DIGEST_BYTES:]
 
-        def order(one: _Scored) -> tuple[float, bool, float]:
+        def order(one: _Scored) -> tuple[bool, float, bool, float]:
             facts = one.candidate.facts
-            return round(one.overhead, 4), facts.parent != came_from, one.load_ms
+            is_first = facts.parent == ROOT
+            return is_first, round(one.overhead, 4), facts.parent != came_from, one.load_ms
 
         return sorted(scored, key=order)
 

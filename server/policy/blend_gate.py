@@ -44,9 +44,9 @@ class GateTerms:
     of the requests are compared once nothing has changed for long.
     """
 
-    ratio: float = 0.15
+    ratio: float = 0.3
     min_agreement: float = 0.95
-    max_divergence: float = 0.05
+    max_divergence: float = 0.03
     shadow_share: float = 0.005
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class GateTerms:
 @dataclass(frozen=True, slots=True)
 class Shadow:
     """One comparison: KL(full || blended) a token in nats, the share of tokens whose most likely
-    one agrees, over how many tokens, and the share that was recomputed.
+    one agrees, of those with a clear one, over how many tokens, and the share that was recomputed.
     """
 
     divergence: float

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kvstore.proto.key_table import NO_ROW, KeyTable, spare_rows
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey, Namespace
 from kvstore.server.policy.context_impact import (
-    NO_IMPACT,
     UNKNOWN_IMPACT,
     Context,
     context_impact,
@@ -89,8 +88,10 @@ class ContentIndex:
     A variant is a chunk with a copy whose frame names its content; about 150 bytes each. Of one
     content there are MAX_VARIANTS at most: of one more, that one goes which has saved least, uses
     times the share that was not to be recomputed (Cache-Craft, section 5), but never the one that
-    depends least on what was before it, which stands in for all prompts. Contents beyond *limit*
-    are not taken in; 0: none are. What goes from here stays on its tiers, where it is a prefix.
+    depends least on what was before it, which stands in for all prompts. One that began its prompt
+    is that only where there is no other: its first token is an attention sink, which disturbs
+    wherever else it stands. Contents beyond *limit* are not taken in; 0: none are. What goes from
+    here stays on its tiers, where it is a prefix.
     """
 
     def __init__(self, limit: int) -> None:
@@ -135,7 +136,7 @@ class ContentIndex:
         self._tokens[row] = chunk.tokens
         self._parents[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES] = chunk.parent
         self._uses[row], self._overlaps[row] = 1.0, 0.0
-        self._impacts[row] = NO_IMPACT if chunk.parent == ROOT else UNKNOWN_IMPACT
+        self._impacts[row] = UNKNOWN_IMPACT
         self._deviations[row], self._reports[row] = _UNMEASURED, 0
         known = self._recalled.pop(chunk.key, None)
         if known is not None:
@@ -159,7 +160,10 @@ class ContentIndex:
         rows = list(self._rows(content))
         if len(rows) <= MAX_VARIANTS:
             return None
-        stays = min(rows, key=lambda row: (self._impacts[row], self._positions[row]))
+        stays = min(
+            rows,
+            key=lambda row: (self._parent(row) == ROOT, self._impacts[row], self._positions[row]),
+        )
         rows.remove(stays)
         goes = min(rows, key=lambda row: (self._saved(row), self._born[row]))
         key = self._variants.key(goes)

@@ -15,7 +15,7 @@ UNKNOWN_IMPACT = 1.0
 """The impact of a chunk of which nobody has reported: more than any measured one."""
 
 NO_IMPACT = 0.5
-"""That of a chunk with nothing before it: the least that equation 11 gives."""
+"""That of a chunk that attends to nothing before it: the least that equation 11 gives."""
 
 ALPHA = 1.0
 """Equation 12's factor, for ranking. The paper tunes it; here the gate's ratio is what is tuned."""

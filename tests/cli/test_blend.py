@@ -29,7 +29,7 @@ def open_gate(server: LocalServer, tag: str) -> None:
     client = server.connect()
     good = pb.ShadowResult(agreement=1.0, tokens=64)
     for _ in range(TRIALS):
-        client.report_reuse(pb.ReportReuseRequest(tag=tag, ratio=0.15, shadow=good))
+        client.report_reuse(pb.ReportReuseRequest(tag=tag, ratio=0.3, shadow=good))
 
 
 def test_a_server_that_nobody_calibrated_has_no_gates(

@@ -36,7 +36,9 @@ def make_model(folder: Path, *, looks_around: bool) -> Path:
         tie_word_embeddings=not looks_around,
     )
     model: Any = LlamaForCausalLM(config)
-    if not looks_around:
+    if looks_around:
+        model.lm_head.weight.data.mul_(4)  # sure of what it says
+    else:
         torch.nn.init.normal_(model.model.embed_tokens.weight)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -81,10 +83,10 @@ def test_a_model_that_blends_well_has_its_gate_opened(
     assert calibrate(server, model, text, *SMALL_PROMPTS) == 0
     gate = gate_of(server)
     assert (gate.open, gate.calibrated, gate.shadows) == (True, True, 0)
-    assert gate.ratio == pytest.approx(0.15)
+    assert gate.ratio == pytest.approx(0.3)
     assert gate.agreement > 0.95
     assert server.counter("blend_shadows") == TRIALS
-    assert "open at ratio 0.150" in capsys.readouterr().out
+    assert "open at ratio 0.300" in capsys.readouterr().out
     assert server.usage().tiers[0][1].chunks == 0, "what was stored for trials is deleted"
 
 

@@ -254,10 +254,10 @@ def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
     assert (chat["open"], chat["let_through"], chat["kept_out"]) == (False, 0, 3)
     assert "not calibrated" in chat["why"]
     assert (rag["open"], rag["let_through"], rag["kept_out"]) == (True, 1, 0)
-    assert rag["ratio"] == pytest.approx(0.15 * 1.5)
+    assert rag["ratio"] == pytest.approx(0.3 * 1.5)
     _, shown, _ = explain("--recent", "4")
-    assert f"{SMALL.model_id}, tag rag: open at ratio 0.225, calibrated; 1 prompts let" in shown
-    assert f"{SMALL.model_id}, tag chat: closed at ratio 0.15, not calibrated" in shown
+    assert f"{SMALL.model_id}, tag rag: open at ratio 0.45, calibrated; 1 prompts let" in shown
+    assert f"{SMALL.model_id}, tag chat: closed at ratio 0.3, not calibrated" in shown
 
 
 def test_keys_and_namespaces_are_taken_by_any_digits_that_begin_one_alone(

@@ -68,6 +68,14 @@ def test_wrong_usage_exits_with_2(kvstore: Kvstore, argv: tuple[str, ...]) -> No
     assert "Traceback" not in run.err
 
 
+@pytest.mark.parametrize("module", ["kvstore.cli", "kvstore.cli.main"])
+def test_the_command_line_runs_as_a_module(module: str) -> None:
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"kvstore {__version__}\n")
+    assert subprocess.run([*command[:3], "nonsense"], capture_output=True).returncode == 2
+
+
 def test_help_loads_none_of_the_rooms() -> None:
     probe = (
         "import sys\nfrom kvstore.cli.main import main\n"

@@ -138,6 +138,19 @@ def test_the_variant_with_most_of_its_context_comes_first(client: Client) -> Non
         assert [one.position for one in resolved.found.segments[2].chunks[0].variants] == [48]
 
 
+def test_a_variant_that_began_its_prompt_is_named_last(client: Client) -> None:
+    """It carries the attention sink of that prompt, wherever it is put."""
+    put_prompt(client, *prompt_of(DOCUMENT))
+    asked = prompt_of(OTHER_HEAD, OTHER, DOCUMENT)
+    with client.resolve(*asked, TRIAL) as resolved:
+        assert resolved.found.segments[2].chunks[0].variants[0].position == 0
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    put_prompt(client, *prompt_of(HEAD, OTHER, DOCUMENT))
+    with client.resolve(*asked, TRIAL) as resolved:
+        found = resolved.found.segments[2].chunks[0].variants
+        assert [one.position for one in found] == [48, 16, 0]
+
+
 def test_what_is_no_faster_to_load_and_repair_is_left_out(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
@@ -308,7 +321,7 @@ def test_reported_attention_decides_how_much_is_recomputed(client: Client) -> No
         for one in resolved.chunks():
             assert 0.5 < one.best.context_impact < 0.52
             assert one.best.overlap == 0.0
-        assert resolved.found.segments[1].ratio == pytest.approx(0.15 * 0.51 / 0.5, abs=0.01)
+        assert resolved.found.segments[1].ratio == pytest.approx(0.3 * 0.51 / 0.5, abs=0.01)
 
 
 def test_what_depends_more_on_its_context_has_more_recomputed(client: Client) -> None:
@@ -323,8 +336,8 @@ def test_what_depends_more_on_its_context_has_more_recomputed(client: Client) ->
         client.report_reuse(report)
     with client.resolve(prompt, ranges, TRIAL) as resolved:
         _, little, much, _ = resolved.found.segments
-        assert 0.15 <= little.ratio < 0.16
-        assert 0.25 < much.ratio <= 0.31
+        assert 0.3 <= little.ratio < 0.32
+        assert 0.5 < much.ratio <= 0.61
 
 
 def test_a_report_without_attention_leaves_the_ratio_to_the_gate(client: Client) -> None:
@@ -334,7 +347,7 @@ def test_a_report_without_attention_leaves_the_ratio_to_the_gate(client: Client)
         client.report_reuse(report_of(resolved))
     with client.resolve(prompt, ranges, TRIAL) as resolved:
         assert all(one.best.reports == 1 for one in resolved.chunks())
-        assert resolved.found.segments[1].ratio == pytest.approx(0.15)
+        assert resolved.found.segments[1].ratio == pytest.approx(0.3)
 
 
 def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> None:
@@ -345,7 +358,7 @@ def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> No
     with client.resolve(prompt, ranges, trial) as resolved:
         assert resolved.found.is_shadow
     for _ in range(TRIALS):
-        gate = client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.15, shadow=shadowed()))
+        gate = client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.3, shadow=shadowed()))
     assert (gate.is_open, gate.is_calibrated, gate.tag) == (True, True, "rag")
     with client.resolve(prompt, ranges, ResolveTerms(tag="rag")) as resolved:
         assert kinds(resolved)[1] == ["variant", "variant"]
@@ -371,7 +384,7 @@ def test_a_gate_that_was_open_is_open_after_a_restart_until_it_closes(
     client = server.connect()
     good, bad = shadowed(), shadowed(0.0, 3.0)
     for _ in range(TRIALS):
-        client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
+        client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
     server.stop()
     again = make_server()
     client = again.connect()

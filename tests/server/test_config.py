@@ -100,7 +100,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "redis_connections": "3", "tenant_codecs": "acme/redis=raw",
         "assets": str(tmp_path), "policy": "lru,disk=gdsf", "tenant_quotas": "acme=1GiB:1MiB",
         "category_terms": "batch=10min:1GiB", "redis_write": "auto", "disk_copies": "exclusive",
-        "blend_ratio": "0.3", "blend_agreement": "0.9", "blend_divergence": "0.1",
+        "blend_ratio": "0.4", "blend_agreement": "0.9", "blend_divergence": "0.1",
         "state_admission": "judicious", "adapt_tenants": "acme,zeta",
         "blend_shadows": "0.1", "auth_keys": write(tmp_path / "api-keys", ""),
         "jwt_algorithm": "RS256", "jwt_issuer": "https://issuer",

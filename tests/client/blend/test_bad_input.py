@@ -231,13 +231,14 @@ def test_variants_that_went_under_their_lease_are_computed(
 def test_an_engine_that_reports_nonsense_is_refused_and_answers_all_the_same(
     server: LocalServer, client: Client, blender: Blender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        gate_module, "compare", lambda *_: SimpleNamespace(divergence=-1.0, agreement=7.0, tokens=9)
-    )
+    nonsense = SimpleNamespace(divergence=-1.0, agreement=7.0, tokens=9)
+    monkeypatch.setattr(gate_module, "worse", lambda *_: nonsense)
     done = GatedBlender(client, blender, TRIAL).run(*ASKED)
     assert "InvalidRequestError" in done.failure
     assert "shadow.divergence" in done.failure
-    assert torch.equal(done.result.logits, blender.prefill(ASKED[0]).logits)
+    count = len(done.result.logits)
+    wanted = blender.prefill(ASKED[0], logits_from=len(ASKED[0]) - count).logits
+    assert torch.equal(done.result.logits, wanted)
     assert server.counter("blend_refused_reports") == 1
     with client.resolve(*ASKED, TRIAL) as resolved:
         assert all(one.best.reports == 0 for one in resolved.chunks())

@@ -20,7 +20,7 @@ from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.engines.transformers_cache import as_argument
-from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import RopeParameters
 
 NAMES = sorted(SELECTORS)
@@ -104,6 +104,35 @@ def test_keys_stored_without_their_rotation_blend_to_the_same(world: World) -> N
     found = world.blender.blend(plan, MemorySource(stored))
     wanted = world.blender.blend(world.plan(0.2), world.source)
     assert distance(found.logits, wanted.logits) < 1e-9
+
+
+# --- what follows
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3"])
+def test_what_is_decoded_and_scored_behind_a_prefill_is_the_engines_own(name: str) -> None:
+    small = make_world(name, chunks=(40, 33, 24))
+    prompt = torch.tensor([small.tokens])
+    full = small.blender.prefill(small.tokens, logits_from=len(small.tokens) - 1)
+    follows, logits = small.blender.decode(small.tokens, full, 6)
+    own = small.model.generate(
+        prompt, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(prompt)
+    )
+    assert follows == own[0, len(small.tokens) :].tolist()
+    with torch.inference_mode():
+        wanted = small.model(torch.tensor([[*small.tokens, *follows]])).logits[0, -7:-1]
+    assert distance(logits, wanted) < 1e-11
+    assert distance(small.blender.score(small.tokens, full, follows), wanted) < 1e-11
+    assert full.kv[0][0].shape[1] == len(small.tokens), "the prompt's own KV is left as it is"
+
+
+def test_logits_are_those_from_a_position_on(world: World) -> None:
+    first = len(world.tokens) - SUFFIX
+    found = world.blender.prefill(world.tokens, logits_from=first)
+    assert distance(found.logits, world.full_logits()) == 0
+    for wrong in (-1, len(world.tokens)):
+        with pytest.raises(InvalidRequestError, match="logits_from"):
+            world.blender.prefill(world.tokens, logits_from=wrong)
 
 
 # --- between them

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvstore.client.blend.feedback import compare, deviations, ranks
+from kvstore.client.blend.feedback import Shadow, compare, deviations, ranks, worse
 from kvstore.client.blend.loader import LayerLoader
 from kvstore.client.blend.source import MemorySource
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
+from kvstore.server.policy.blend_gate import GateTerms
+
+TINYLM = Path(__file__).parents[3] / "data" / "tinylm"
 
 
 def test_a_comparison_is_divergence_and_agreement_of_the_likeliest_token() -> None:
@@ -20,8 +26,44 @@ def test_a_comparison_is_divergence_and_agreement_of_the_likeliest_token() -> No
     one = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     assert found.divergence == pytest.approx(one / 2)
     assert (found.agreement, found.tokens) == (1.0, 2)
-    assert compare(full, torch.tensor([[0.0, 1.0], [3.0, 0.0]])).agreement == 0.5
+    assert compare(full, torch.tensor([[3.0, 0.0], [0.0, 1.0]])).agreement == 0.0
     assert compare(full, full).divergence == 0
+
+
+def test_agreement_is_that_of_tokens_of_which_the_full_prefill_is_sure() -> None:
+    """Of two that are as likely to a few hundredths either may come first."""
+    full = torch.tensor([[0.05, 0.0], [3.0, 0.0], [0.0, 2.0]])
+    blended = torch.tensor([[0.0, 0.05], [3.0, 0.0], [2.0, 0.0]])
+    found = compare(full, blended)
+    assert (found.clear_tokens, found.agreement) == (2, 0.5)
+    assert found.agreement_of_all == pytest.approx(1 / 3)
+    unclear = compare(full[:1], blended[:1])
+    assert (unclear.clear_tokens, unclear.agreement, unclear.agreement_of_all) == (0, 0.0, 0.0)
+
+
+def test_of_two_comparisons_the_larger_divergence_counts_and_all_their_tokens() -> None:
+    question, answer = Shadow(0.01, 1.0, 30, 0.9, 20), Shadow(0.04, 0.5, 10, 0.6, 10)
+    found = worse(question, answer)
+    assert (found.divergence, found.tokens, found.clear_tokens) == (0.04, 40, 30)
+    assert found.agreement == pytest.approx(25 / 30)
+    assert found.agreement_of_all == pytest.approx(33 / 40)
+
+
+def test_a_models_own_other_dtype_is_well_within_what_a_gate_asks_for() -> None:
+    """What the bars refuse is more than rounding: bfloat16 is not refused at a tenth of them."""
+    rows = (TINYLM / "heldout.jsonl").read_text().splitlines()[:2]
+    tokenizer = AutoTokenizer.from_pretrained(TINYLM)
+    ids = [tokenizer(json.loads(row)["text"])["input_ids"][:384] for row in rows]
+    logits = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(TINYLM, dtype=dtype)
+        with torch.inference_mode():
+            logits[dtype] = torch.cat([model(torch.tensor([one])).logits[0] for one in ids])
+    found, terms = compare(logits[torch.float32], logits[torch.bfloat16]), GateTerms()
+    assert found.divergence < 0.1 * terms.max_divergence
+    assert 1 - found.agreement < 0.2 * (1 - terms.min_agreement)
+    assert found.agreement_of_all < found.agreement
+    assert found.clear_tokens > 0.3 * found.tokens
 
 
 @pytest.mark.parametrize(("rows", "width"), [(0, 3), (2, 4)])

@@ -177,7 +177,7 @@ def test_patience_is_what_loads_took_with_slack_and_no_more_than_half_a_full_pre
     with connected(server.address, "auto") as client:
         store_prefill(client, blender.prefill(STORED[0]), *STORED)
         for _ in range(TRIALS):
-            client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
+            client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
         draws = iter([0.0, 1.0, 1.0])  # the first is compared
         table = server.node.manager.blends.gates._table
         monkeypatch.setattr(table, "_draw", lambda: next(draws))

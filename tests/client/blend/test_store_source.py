@@ -14,7 +14,8 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.controller import Action, Controller, Decision
 from kvstore.client.blend.cost import Speed
-from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.feedback import compare
+from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.source import MemorySource
 from kvstore.client.blend.store_prefill import store_prefill
@@ -72,7 +73,7 @@ def client(server: LocalServer) -> Client:
 def _open_gate(client: Client) -> None:
     good = pb.ShadowResult(agreement=1.0, tokens=64)
     for _ in range(TRIALS):
-        gate = client.report_reuse(pb.ReportReuseRequest(ratio=0.15, shadow=good))
+        gate = client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
     assert gate.is_open
 
 
@@ -227,7 +228,8 @@ def test_a_server_that_is_gone_costs_time_and_nothing_else(
     prompt, ranges = _prompt(20, FIRST)
     found = GatedBlender(client, blender, TRIAL).run(prompt, ranges)
     assert found.failure
-    assert torch.equal(found.result.logits, blender.prefill(prompt).logits)
+    wanted = blender.prefill(prompt, logits_from=len(prompt) - SUFFIX).logits
+    assert torch.equal(found.result.logits, wanted)
 
 
 def test_blended_kv_is_never_stored(client: Client, blender: Blender) -> None:
@@ -257,12 +259,35 @@ def test_trials_answer_from_the_full_prefill_and_teach_the_store(
     assert done.gate is not None
     assert done.gate.shadows == 1
     assert done.gate.speedup > 0
-    assert torch.equal(done.result.logits[-SUFFIX:], blender.prefill(prompt).logits[-SUFFIX:])
+    first = len(prompt) - SUFFIX
+    assert torch.equal(done.result.logits, blender.prefill(prompt, logits_from=first).logits)
     with client.resolve(prompt, ranges, TRIAL) as resolved:
         found = list(resolved.chunks())
         assert all(len(one.priority) == one.asked.tokens for one in found)
         assert all(one.best.deviation > 0 for one in found)
         assert sum(one.best.reports for one in found) == len(found)
+
+
+def test_what_is_told_is_the_worse_of_the_question_and_of_what_follows_it(
+    client: Client, blender: Blender
+) -> None:
+    _store(client, blender, 10, FIRST, SECOND)
+    prompt, ranges = _prompt(20, SECOND, FIRST)
+    resolved, _ = _resolve(client, 20, SECOND, FIRST)
+    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+        blended = blender.blend(replace(source.plan, selector="first_k"), source)
+    full = blender.prefill(prompt)
+    follows, wanted = blender.decode(prompt, full, SHADOW_TOKENS)
+    question = compare(full.logits[-SUFFIX:], blended.logits)
+    answer = compare(wanted, blender.score(prompt, blended, follows))
+    done = GatedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
+    assert done.shadow is not None
+    assert done.shadow.tokens == SUFFIX + SHADOW_TOKENS
+    assert question.divergence != pytest.approx(answer.divergence, rel=0.01)
+    assert done.shadow.divergence == pytest.approx(max(question.divergence, answer.divergence))
+    assert done.gate is not None
+    assert done.gate.divergence == pytest.approx(done.shadow.divergence)
+    assert done.gate.agreement == pytest.approx(done.shadow.agreement)
 
 
 def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(

@@ -70,9 +70,9 @@ def test_trials_pass_a_closed_gate_and_all_are_compared() -> None:
 def test_enough_good_trials_open_it() -> None:
     gates = table()
     for _ in range(TRIALS - 1):
-        assert not gates.told(NAME, good(0.15)).is_open
-    gate = gates.told(NAME, good(0.15))
-    assert (gate.is_open, gate.is_calibrated, gate.ratio) == (True, True, 0.15)
+        assert not gates.told(NAME, good(0.3)).is_open
+    gate = gates.told(NAME, good(0.3))
+    assert (gate.is_open, gate.is_calibrated, gate.ratio) == (True, True, 0.3)
 
 
 def test_bad_trials_raise_the_ratio_until_it_is_too_much() -> None:
@@ -81,7 +81,7 @@ def test_bad_trials_raise_the_ratio_until_it_is_too_much() -> None:
     for _ in range(5 * TRIALS):
         ratios.append(gates.state(NAME).ratio)
         gate = gates.told(NAME, bad(ratios[-1]))
-    assert sorted(set(ratios)) == pytest.approx([0.15, 0.225, 0.3375, 0.50625])
+    assert sorted(set(ratios)) == pytest.approx([0.3, 0.45, 0.675])
     assert not gate.is_open
     assert max(ratios) <= MAX_RATIO
 
@@ -90,11 +90,11 @@ def test_trials_that_are_good_at_a_higher_ratio_open_it_there() -> None:
     gates = table()
     for _ in range(3 * TRIALS):
         ratio = gates.state(NAME).ratio
-        gate = gates.told(NAME, good(ratio) if ratio > 0.3 else bad(ratio))
+        gate = gates.told(NAME, good(ratio) if ratio > 0.5 else bad(ratio))
         if gate.is_open:
             break
     assert gate.is_open
-    assert gate.ratio == pytest.approx(0.3375)
+    assert gate.ratio == pytest.approx(0.675)
 
 
 def test_a_model_that_blends_badly_closes_it_within_200_requests() -> None:
@@ -118,14 +118,14 @@ def test_a_model_that_blends_well_stays_open_at_its_ratio() -> None:
     gates = table()
     calibrate(gates)
     assert serve(gates, good, 5000) == 5000
-    assert gates.state(NAME).ratio == 0.15
+    assert gates.state(NAME).ratio == 0.3
 
 
 def test_a_model_that_is_good_enough_with_more_settles_there() -> None:
     gates = table()
     calibrate(gates)
-    assert serve(gates, lambda ratio: good(ratio) if ratio > 0.3 else bad(ratio), 3000) == 3000
-    assert gates.state(NAME).ratio == pytest.approx(0.3375)
+    assert serve(gates, lambda ratio: good(ratio) if ratio > 0.5 else bad(ratio), 3000) == 3000
+    assert gates.state(NAME).ratio == pytest.approx(0.675)
     assert gates.closed == 0
 
 
@@ -133,9 +133,9 @@ def test_one_bad_comparison_among_good_ones_changes_nothing() -> None:
     gates = table()
     calibrate(gates)
     for number in range(40):
-        outcome = Shadow(0.06, 0.94, GOOD_TOKENS, 0.15) if number % 10 == 9 else good(0.15)
+        outcome = Shadow(0.06, 0.94, GOOD_TOKENS, 0.3) if number % 10 == 9 else good(0.3)
         assert gates.told(NAME, outcome).is_open
-    assert gates.state(NAME).ratio == 0.15
+    assert gates.state(NAME).ratio == 0.3
 
 
 def test_comparisons_are_frequent_after_a_change_and_rare_later() -> None:
@@ -169,7 +169,7 @@ def test_strangers_cannot_push_an_open_gate_out() -> None:
     gates = table()
     calibrate(gates)
     for number in range(2 * MAX_GATES):
-        gates.told((number.to_bytes(16, "big"), ""), bad(0.15))
+        gates.told((number.to_bytes(16, "big"), ""), bad(0.3))
     assert len(gates) == MAX_GATES
     assert gates.state(NAME).is_open
 
@@ -177,7 +177,7 @@ def test_strangers_cannot_push_an_open_gate_out() -> None:
 def test_open_gates_are_open_after_a_restart_and_closed_ones_closed() -> None:
     gates = table()
     calibrate(gates)
-    gates.told((b"t" * 16, ""), good(0.15))
+    gates.told((b"t" * 16, ""), good(0.3))
     after = table()
     after.restore(gates.calibrated())
     assert after.ask(NAME, trial=False).is_shadow  # watched as if it had just opened

@@ -14,6 +14,7 @@ from kvstore.server.policy.content_index import (
     MAX_VARIANTS,
     UNKNOWN_CONTENT,
     ContentIndex,
+    Learned,
     Measured,
     Named,
 )
@@ -133,18 +134,21 @@ def test_of_variants_used_alike_the_one_goes_of_which_most_has_to_be_recomputed(
     for number in numbers:
         mass = 9.0 if number == 4 else 0.1 * number
         index.report(chunk(number).key, Measured(UNMEASURED, (Context(content(7), 16, mass),), 4.0))
-    gone = index.note(chunk(9, behind=0, position=0))  # began its prompt: it depends on nothing
+    index.recall([Learned(chunk(9).key, 0.6, UNMEASURED, 0.0, 1.0, 1, ())])
+    gone = index.note(chunk(9, behind=109, position=9))
     assert gone == chunk(4).key
 
 
-def test_one_that_began_a_prompt_is_such_a_variant() -> None:
+def test_one_that_began_a_prompt_stays_where_there_is_room_and_gives_way_like_any_other() -> None:
+    """It depends on nothing before it, but its first token is an attention sink."""
     index = filled(chunk(1, behind=0, position=0))
-    for number in range(10, 40):
-        index.note(chunk(number, behind=100 + number, position=1))
+    for number in range(10, 10 + MAX_VARIANTS - 1):
+        assert index.note(chunk(number, behind=100 + number, position=number)) is None
     facts = index.facts(chunk(1).key)
     assert facts is not None
-    assert facts.impact == NO_IMPACT
-    assert facts.parent == ROOT
+    assert (facts.impact, facts.parent) == (UNKNOWN_IMPACT, ROOT)
+    assert index.note(chunk(30, behind=130, position=30)) == chunk(1).key
+    assert 10 in keys_of(index, 1)  # nearest to the beginning of its prompt
 
 
 def test_contents_beyond_the_limit_are_left_out_and_counted() -> None:

@@ -1,0 +1,112 @@
+"""Prompts without a prefix, on a model whose first token is an attention sink."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from bench.blend_designed import Riddle, RiddleShape, make_riddle, make_with_sink
+
+from kvstore.client.blend.blender import MAX_SINKS, Blender
+from kvstore.client.blend.feedback import compare
+from kvstore.client.blend.plan import UNROTATED, BlendPlan, Segment
+from kvstore.client.blend.report import BlendResult
+from kvstore.client.blend.selectors import SELECTORS
+from kvstore.client.blend.source import MemorySource
+from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.proto.errors import InvalidRequestError
+
+RATIOS = (0.05, 0.15, 0.3, 0.5)
+ROUNDING = 1e-9
+
+
+@lru_cache(maxsize=1)
+def adapter() -> TransformersAdapter:
+    return TransformersAdapter(make_with_sink())
+
+
+@lru_cache(maxsize=1)
+def riddle() -> Riddle:
+    return make_riddle(random.Random(2), RiddleShape(chunks=2, alias_share=0.0))
+
+
+@lru_cache(maxsize=1)
+def swapped() -> tuple[BlendPlan, MemorySource]:
+    """The riddle's two chunks in the other order, stored out of a prompt that they began."""
+    first, second = riddle().chunks
+    size = len(first)
+    stored = Blender(adapter()).prefill((*first, *second)).kv
+    spans = [(size, size + len(second)), (0, size)]
+    source = MemorySource(
+        {at: [(k[:, a:b], v[:, a:b]) for k, v in stored] for at, (a, b) in enumerate(spans)}
+    )
+    tokens = (*second, *first, *riddle().question)
+    segments = (
+        Segment(0, len(second), "approx", src_pos=size),
+        Segment(len(second), len(second) + size, "approx", src_pos=0),
+        Segment(len(second) + size, len(tokens), "miss"),
+    )
+    return BlendPlan(tokens, segments), source
+
+
+def blended(selector: str, ratio: float, sinks: int = 1) -> BlendResult:
+    plan, source = swapped()
+    tried = BlendPlan(plan.tokens, plan.segments, ratio, selector)
+    result = Blender(adapter(), sinks=sinks).blend(tried, source)
+    assert not result.report.failure
+    return result
+
+
+def divergence(result: BlendResult) -> float:
+    full = Blender(adapter()).prefill(swapped()[0].tokens)
+    return compare(full.logits[-len(riddle().question) :], result.logits).divergence
+
+
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_no_selector_is_worse_than_chunks_as_they_are(name: str, ratio: float) -> None:
+    as_they_are = divergence(blended(name, 0.0))
+    assert divergence(blended(name, ratio)) <= as_they_are + ROUNDING
+    assert as_they_are < 1e-3
+
+
+def test_without_its_sink_the_prompt_is_blended_worse_than_not_at_all() -> None:
+    """Negative control: the old sink is computed behind other tokens, and row 0 is not."""
+    assert divergence(blended("hybrid", 0.15, sinks=0)) > 100 * divergence(blended("hybrid", 0.0))
+    assert divergence(blended("hybrid", 0.15, sinks=0)) > 0.1
+
+
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+@pytest.mark.parametrize("sinks", [1, 2, MAX_SINKS])
+def test_the_first_rows_are_computed_at_every_ratio(name: str, sinks: int) -> None:
+    """They are those of the full prefill: nothing before them is stored."""
+    full = Blender(adapter()).prefill(swapped()[0].tokens)
+    for ratio in (0.0, 0.3):
+        found = blended(name, ratio, sinks)
+        assert set(range(sinks)) <= set(found.report.selected.tolist())
+        for (keys, values), (wanted_keys, wanted_values) in zip(found.kv, full.kv, strict=True):
+            torch.testing.assert_close(keys[:, :sinks], wanted_keys[:, :sinks])
+            torch.testing.assert_close(values[:, :sinks], wanted_values[:, :sinks])
+
+
+@pytest.mark.parametrize(("src_pos", "count"), [(0, 2), (1, 1), (2, 0), (UNROTATED, 0)])
+def test_a_chunk_that_began_its_prompt_has_its_own_sinks_computed(src_pos: int, count: int) -> None:
+    """Where rows are chosen at all, though none of its own are."""
+    plan, source = swapped()
+    first, second, question = plan.segments
+    second = replace(second, src_pos=src_pos, ratio=0.0)
+    for ratio, wanted in ((0.0, 0), (0.3, count)):
+        tried = replace(plan, segments=(first, second, question), ratio=ratio)
+        rows = Blender(adapter(), sinks=2).blend(tried, source).report.selected.tolist()
+        assert [row for row in rows if row >= second.start] == list(
+            range(second.start, second.start + wanted)
+        )
+
+
+@pytest.mark.parametrize("sinks", [-1, MAX_SINKS + 1])
+def test_another_number_of_sinks_is_refused_by_name(sinks: int) -> None:
+    with pytest.raises(InvalidRequestError, match="sinks"):
+        Blender(adapter(), sinks=sinks)
