@@ -42,7 +42,7 @@ _VOLATILE_SETTINGS = (
 )  # fmt: skip
 """Of a transformers config. Of what type KV is its layers say."""
 
-_UNSTATED = ("None", "auto", "False", "{}", "")
+_UNSTATED = ("None", "auto", "False", "{}", "[]", "")
 """What settings are that nobody gave."""
 
 
@@ -69,7 +69,7 @@ class Weights:
             return AutoConfig.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception:  # noqa: BLE001 - whatever it is, nothing is known of the settings
+        except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
 

@@ -27,7 +27,8 @@ _TERMS = (
     *("mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding"),
     *("qsa_indexer_dtype", "enable_deepseek_v4_fp4_indexer", "uno_lora_path"),
     *("speculative_draft_model_path", "speculative_draft_model_revision"),
-    *("speculative_draft_model_quantization", "load_format"),
+    *("speculative_draft_model_quantization", "load_format", "custom_weight_loader"),
+    *("modelopt_checkpoint_restore_path", "enable_quant_communications"),
 )
 """Fields of ServerArgs. Draft models are among them as their layers may lie in the same pages."""
 
