@@ -7,15 +7,15 @@ between the pool and the store, and instances whose pools are laid out otherwise
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.identity import NO_ROPE, Weights, identity_of, own_rope, weights_of
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms
-from kvstore.client.engines.weights import weights_name
 from kvstore.client.options import ClientOptions
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of
@@ -30,7 +30,6 @@ from kvstore.proto.types import (
     LayerKind,
     PutOutcome,
     Representation,
-    RopeParameters,
 )
 
 if TYPE_CHECKING:
@@ -125,6 +124,8 @@ class PageSettings:
     """Of the model, where more ranks than that share them; 0: each rank has its own."""
     reset_on_flush: bool = True
     """Whether what was stored before SGLang flushed its cache is never loaded again."""
+    weights: Weights | None = None
+    """What ``model_revision`` is of; None where that is all that is known."""
 
     def __post_init__(self) -> None:
         if type(self.kv_heads) is not int or self.kv_heads < 0:
@@ -156,9 +157,10 @@ class PageSettings:
         if unknown:
             raise InvalidRequestError(unknown[0], extra[unknown[0]], f"use {sorted(_OWN_SETTINGS)}")
         stated = str(extra.get("model_revision") or "")
-        revision = weights_name(engine.model_path or model_name, stated, engine.commit)
+        weights = weights_of(engine.model_path or model_name, stated, engine.commit)
         given = {name: extra[name] for name in _OWN_SETTINGS - {"model_revision"} if name in extra}
-        return cls(model_revision=revision, **{"address": "127.0.0.1:7420", **given})
+        own = {"model_revision": weights.revision, "weights": weights}
+        return cls(**{"address": "127.0.0.1:7420", **given, **own})
 
 
 def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -> Representation:
@@ -172,8 +174,7 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
         raise RepresentationError("page_size", pool.page_size, fix)
     _check_whole(pool, rank.is_mla)
     buffer = pool.kv_buffer
-    engine = rank.engine
-    quantization = engine.quantization_of(dtype_of(buffer))
+    quantization = rank.engine.quantization_of(dtype_of(buffer))
     group = LayerGroup(
         LayerKind.mla if rank.is_mla else LayerKind.attention,
         dtype_of(buffer),
@@ -182,16 +183,21 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
         int(buffer.shape[-1]),
     )
     extent = f"#{rank.extent}" if rank.extent else ""
-    return Representation(
-        model_id=f"{rank.model_name.rstrip('/').rsplit('/', 1)[-1]}{extent}",
-        model_revision=engine.revision(settings.model_revision),
-        adapter_digest=engine.adapters(settings.adapter_digest),
-        quantization=quantization,
-        layer_groups=(group,),
-        # Keys are kept as the engine rotated them; its revision says how.
-        rope=RopeParameters(0.0, 0, "none"),
-        tokenizer_digest=f"of {settings.model_revision}",
-    )
+    return pages_identity(rank, settings, group, extent, quantization)
+
+
+def pages_identity(
+    rank: RankTerms, settings: PageSettings, group: LayerGroup, which: str, quantization: str
+) -> Representation:
+    """Return the identity of pages of *group*; *which*: of all that the model's may be."""
+    name = rank.model_name.rstrip("/").rsplit("/", 1)[-1]
+    weights = settings.weights or Weights(name, settings.model_revision)
+    departures = rank.engine.departures(settings.adapter_digest, group.dtype, quantization)
+    # SGLang does not tell a backend what it read the settings as.
+    config = None if departures.stated else weights.config
+    rope = NO_ROPE if config is None else own_rope(weights)
+    named = replace(weights, model_id=f"{weights.model_id}{which}")
+    return identity_of(named, (group,), rope, config, departures)
 
 
 def _check_whole(pool: HostPool, is_mla: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, digest_of
+from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, digest_of, pages_identity
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import (
@@ -25,7 +25,6 @@ from kvstore.proto.types import (
     LayerKind,
     PutOutcome,
     Representation,
-    RopeParameters,
 )
 
 if TYPE_CHECKING:
@@ -79,15 +78,8 @@ def second_representation(
     shared = rank.is_mla and name != STATES
     whose = "" if shared or rank.tp_size == 1 else f":tp{rank.tp_rank}of{rank.tp_size}"
     extent = f":{rank.extent}" if rank.extent else ""
-    return Representation(
-        model_id=f"{rank.model_name.rstrip('/').rsplit('/', 1)[-1]}#{form}{whose}{extent}",
-        model_revision=rank.engine.revision(settings.model_revision),
-        adapter_digest=rank.engine.adapters(settings.adapter_digest),
-        quantization="none",
-        layer_groups=(LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, page.nbytes // ROWS),),
-        rope=RopeParameters(0.0, 0, "none"),
-        tokenizer_digest=f"of {settings.model_revision}",
-    )
+    group = LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, page.nbytes // ROWS)
+    return pages_identity(rank, settings, group, f"#{form}{whose}{extent}", "none")
 
 
 class SecondStore(Connector):

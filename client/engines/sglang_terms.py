@@ -7,7 +7,6 @@ importing SGLang.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvstore.client.engines.identity import Departures, in_words, stated
 from kvstore.client.engines.vllm_names import adapter_files
 from kvstore.client.engines.weights import files_digest, is_exact
 from kvstore.proto.errors import RepresentationError
@@ -27,7 +27,8 @@ _TERMS = (
     *("mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding"),
     *("qsa_indexer_dtype", "enable_deepseek_v4_fp4_indexer", "uno_lora_path"),
     *("speculative_draft_model_path", "speculative_draft_model_revision"),
-    "speculative_draft_model_quantization",
+    *("speculative_draft_model_quantization", "load_format", "custom_weight_loader"),
+    *("modelopt_checkpoint_restore_path", "enable_quant_communications"),
 )
 """Fields of ServerArgs. Draft models are among them as their layers may lie in the same pages."""
 
@@ -36,22 +37,29 @@ NO_ADAPTER = "none"
 
 @dataclass(frozen=True, slots=True)
 class EngineTerms:
-    """``digest`` of what was stated, empty where nobody says; ``kv_cache_dtype`` as it was stated,
-    ``adapters_digest`` of the files of LoRA adapters that were given at the start, if any.
-    ``nameless_adapter``: one of them whose files are not here. ``model_path``: where the weights
-    come from, which may be served under another name; ``commit``: which of a hub's, if stated.
+    """``stated``: the settings that somebody gave and KV depends on; None where nobody says;
+    ``kv_cache_dtype`` as it was stated, ``adapters_digest`` of the files of LoRA adapters that
+    were given at the start, if any. ``nameless_adapter``: one of them whose files are not here.
+    ``model_path``: where the weights come from, which may be served under another name;
+    ``commit``: which of a hub's, if stated.
     """
 
-    digest: str = ""
+    stated: dict[str, str] | None = None
     kv_cache_dtype: str = ""
     adapters_digest: str = NO_ADAPTER
     nameless_adapter: str = ""
     model_path: str = ""
     commit: str = ""
 
-    def revision(self, model_revision: str) -> str:
-        """Return a name of the weights and of the settings they run with."""
-        return f"{model_revision}+settings={self.digest}" if self.digest else model_revision
+    def departures(self, adapter_digest: str, stored: DType, quantization: str) -> Departures:
+        """Return what the engine does otherwise; *stored*: as what elements it keeps KV.
+
+        Raises RepresentationError for adapters that have no name.
+        """
+        found = {"arguments": "unknown"} if self.stated is None else dict(self.stated)
+        if found.get("dtype") == stored.name:
+            del found["dtype"]  # the layers say so, too
+        return Departures("sglang", found, self.adapters(adapter_digest), quantization)
 
     def adapters(self, stated: str) -> str:
         """Return a name of the adapters, *stated* by the user or found.
@@ -88,20 +96,15 @@ def terms_of(arguments: Any, *, is_hip: bool = False) -> EngineTerms:
     """
     if getattr(arguments, "load_format", None) == "dummy":
         raise RepresentationError("load_format", "dummy", "random weights have no name")
-    stated = {name: _stated(getattr(arguments, name, None)) for name in _TERMS}
-    digest = blake3(json.dumps([stated, is_hip], sort_keys=True).encode()).hexdigest()
-    found, nameless = _adapters(arguments)
+    found = stated({name: getattr(arguments, name, None) for name in _TERMS})
+    if is_hip:
+        found["hip"] = "True"
+    revision = found.get("revision", "")
+    commit = found.pop("revision") if is_exact(revision) else ""
+    kept_as = in_words(getattr(arguments, "kv_cache_dtype", None))
+    adapters, nameless = _adapters(arguments)
     path = str(getattr(arguments, "model_path", None) or "")
-    revision = str(getattr(arguments, "revision", None) or "")
-    commit = revision if is_exact(revision) else ""
-    return EngineTerms(digest, stated["kv_cache_dtype"], found, nameless, path, commit)
-
-
-def _stated(value: Any) -> str:
-    """Return *value* in words; of a file, which may change under its path, what it holds."""
-    if isinstance(value, str) and value and "{" not in value and Path(value).is_file():
-        return f"file:{files_digest([Path(value)]).hex()}"
-    return str(value)
+    return EngineTerms(found, kept_as, adapters, nameless, path, commit)
 
 
 def _adapters(arguments: Any) -> tuple[str, str]:

@@ -9,16 +9,26 @@ from typing import Any
 
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 from torch.utils.weak import WeakIdRef
 from transformers import (
+    AutoTokenizer,
     Cache,
     DynamicCache,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.cache_utils import DynamicLayer
 
+from kvstore.client.engines.identity import (
+    OWN_TOKENIZER,
+    Departures,
+    Weights,
+    computed_in,
+    identity_of,
+    short_name,
+    weights_of,
+)
 from kvstore.client.engines.rope_settings import head_dim, rope_parameters
 from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
 from kvstore.client.engines.weights import is_exact
@@ -34,10 +44,6 @@ SAMPLED = 64
 WATCHED = 8
 """Elements of each tensor that are looked at before each prompt."""
 
-_VOLATILE_SETTINGS = (
-    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
-)  # fmt: skip
-
 
 def representation_of(
     model: PreTrainedModel,
@@ -47,10 +53,11 @@ def representation_of(
 ) -> Representation:
     """Return what makes KV of *model* interchangeable with other KV.
 
-    The weights are named by *model_revision*, a commit or a digest, or else by the commit the model
-    was downloaded at, and by a sample of them as they are now, which tells a merged adapter or
-    another quantisation; without either, and beside a revision that is a branch or the like, by a
-    digest of all of them, which reads them once. The settings that it runs with are part of it. A
+    Weights that are those of the files they were loaded from have the files' name (``weights_of``,
+    with *model_revision* as what is stated), which every engine gives them. Others are named by
+    *model_revision*, a commit or a digest, or else by the commit the model was downloaded at, and
+    by a sample of them as they are now, which tells a merged adapter or another quantisation;
+    without either by a digest of all of them. The settings that it runs with are part of it. A
     model that carries an adapter needs *adapter_digest*, a digest of the active one's weights.
     Raises RepresentationError for models whose KV cannot be stored.
     """
@@ -64,15 +71,16 @@ def representation_of(
         )
     config = model.config
     shape, rope = cache_shape(model), rope_parameters(config)
-    return Representation(
-        model_id=_model_id(config),
-        model_revision=_revision(model, model_revision),
+    weights = _weights(model, model_revision or "")
+    kind = type(model)
+    is_theirs = kind.__module__.startswith("transformers.models.")
+    departures = Departures(
+        "transformers",
+        computed_in(model.dtype, shape.groups) | ({} if is_theirs else {"class": str(kind)}),
         adapter_digest=adapter_digest,
-        quantization="none",
-        layer_groups=shape.groups,
-        rope=rope,
-        tokenizer_digest=tokenizer_digest(tokenizer),
+        tokenizer=_tokenizer(tokenizer, weights),
     )
+    return identity_of(weights, shape.groups, rope, config, departures)
 
 
 def carries_adapter(model: PreTrainedModel) -> bool:
@@ -80,12 +88,6 @@ def carries_adapter(model: PreTrainedModel) -> bool:
     return bool(
         getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
     )
-
-
-def _model_id(config: PreTrainedConfig) -> str:
-    name: str = config.name_or_path or config.model_type
-    # Two machines keep one model under different paths.
-    return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:
@@ -128,13 +130,49 @@ def full_layers(cache: Cache) -> list[DynamicLayer]:
     return layers
 
 
-def _revision(model: PreTrainedModel, stated: str | None) -> str:
-    commit = getattr(model.config, "_commit_hash", None)
-    named = stated if stated and is_exact(stated) else commit
-    if not named:
-        return f"{stated}+{weights_digest(model)}" if stated else weights_digest(model)
-    sampled = f"{named}+sample={weights_sample(model)}+settings={_settings_digest(model.config)}"
-    return f"{stated}+{sampled}" if stated and stated != named else sampled
+def _weights(model: PreTrainedModel, stated: str) -> Weights:
+    """Return which weights *model* has, as they are now."""
+    name = model.config.name_or_path
+    commit = str(getattr(model.config, "_commit_hash", None) or "")
+    try:
+        weights = weights_of(name, stated, commit)
+    except RepresentationError:  # they have no name, so what they are has to say
+        weights = None
+    # A commit names what else is in the files; a digest of them does once nothing differs.
+    every = not is_exact(stated) and not commit
+    if weights and weights.folder and _is_in(model, weights.folder, every=every):
+        return weights
+    named = stated if is_exact(stated) else commit
+    found = f"{named}+sample={weights_sample(model)}" if named else weights_digest(model)
+    revision = f"{stated}+{found}" if stated and stated != named else found
+    return Weights(short_name(name or model.config.model_type), revision)
+
+
+def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:
+    """Return whether the files in *folder* have each weight of *model* under its name, cast to
+    the type that it computes in. All elements are looked at, or without *every* some."""
+    state = model.state_dict()
+    found = set()
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                for name in state.keys() & set(opened.keys()):
+                    stored, weight = opened.get_tensor(name), state[name].detach()
+                    if weight.dtype != model.dtype or stored.shape != weight.shape:
+                        return False
+                    if not every:
+                        stored, weight = _some(stored, SAMPLED), _some(weight, SAMPLED)
+                    if not torch.equal(stored.to(weight.device, weight.dtype), weight):
+                        return False
+                    found.add(_place(state[name]))
+    except (OSError, SafetensorError):
+        return False
+    # Tied weights are in the files once.
+    return all(_place(weight) in found and _address(weight) for weight in state.values())
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return _address(tensor), tensor.shape
 
 
 def weights_sample(model: PreTrainedModel) -> str:
@@ -211,8 +249,8 @@ def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """Return a digest of the model's weights, as loaded, and of the settings they run with."""
-    digest = blake3(_settings_digest(model.config).encode(), max_threads=blake3.AUTO)
+    """Return a digest of the model's weights, as they are now."""
+    digest = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -220,12 +258,16 @@ def weights_digest(model: PreTrainedModel) -> str:
     return f"blake3:{digest.hexdigest()}"
 
 
-def _settings_digest(config: PreTrainedConfig) -> str:
-    settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE_SETTINGS}
-    return blake3(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of what each token id stands for."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    return f"blake3:{blake3(json.dumps(vocabulary).encode()).hexdigest()}"
+def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:
+    """Return a name of what each token id stands for."""
+    vocabulary = tokenizer.get_vocab()
+    try:
+        own = weights.folder and AutoTokenizer.from_pretrained(  # type: ignore[no-untyped-call]
+            weights.folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError):
+        own = None
+    if own is not None and own.get_vocab() == vocabulary:
+        return OWN_TOKENIZER
+    words = json.dumps(sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
+    return f"blake3:{blake3(words.encode()).hexdigest()}"

@@ -5,25 +5,32 @@ Works on vLLM's VllmConfig and KVCacheConfig by their fields, without importing 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
+from kvstore.client.engines.identity import (
+    OWN_TOKENIZER,
+    Departures,
+    Weights,
+    computed_in,
+    identity_of,
+    in_words,
+    short_name,
+    stated,
+    weights_of,
+)
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.weights import files_digest, is_exact, weights_name
+from kvstore.client.engines.weights import TOKENIZERS, files_digest, is_exact
 from kvstore.proto.errors import RepresentationError
 from kvstore.proto.types import Representation
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
-_VOLATILE_SETTINGS = ("_name_or_path", "transformers_version", "use_cache")
 _TERMS = {
     "model_config": (
-        *("dtype", "quantization", "quantization_config", "code_revision", "model_impl"),
+        *("quantization", "quantization_config", "code_revision", "model_impl"),
         *("model_class_overrides", "disable_sliding_window"),
     ),
+    "load_config": ("load_format",),
     "lora_config": ("lora_dtype", "enable_tower_connector_lora"),
     "multimodal_config": (
         *("language_model_only", "mm_processor_kwargs", "mm_device_do_normalize"),
@@ -42,65 +49,59 @@ def representation_of(config: Any, shape: EngineShape, model_revision: str = "")
     RepresentationError for what has no name.
     """
     model = config.model_config
-    revision = weights_revision(config, model_revision)
-    return Representation(
-        model_id=_model_id(model.model),
-        model_revision=f"{revision}+settings={_settings_digest(config)}",
-        adapter_digest="none",
+    groups = tuple(group.layer_group for group in shape.groups)
+    departures = Departures(
+        "vllm",
+        _settings(config) | computed_in(model.dtype, groups),
         quantization=shape.quantization,
-        layer_groups=tuple(group.layer_group for group in shape.groups),
-        rope=rope_parameters(model.hf_text_config),
-        tokenizer_digest=_tokenizer_digest(model),
+        tokenizer=_tokenizer(model),
     )
+    rope = rope_parameters(model.hf_text_config)
+    weights = _weights(config, model_revision)
+    return identity_of(weights, groups, rope, model.hf_config, departures)
 
 
-def _model_id(name: str) -> str:
-    # Two machines keep one model under different paths.
-    return Path(name).resolve().name if Path(name).is_dir() else name
-
-
-def weights_revision(config: Any, stated: str = "") -> str:
-    """Return a name of the model's weights that changes when they do; *stated*: by the user."""
+def _weights(config: Any, revision: str = "") -> Weights:
+    """Return which weights the engine runs; *revision*: by the user."""
     model = config.model_config
     if config.load_config.load_format == "dummy":
         # What is in the folder is not what runs: somebody else brings the weights.
-        if not is_exact(stated):
+        if not is_exact(revision):
             fix = "give model_revision in kv_connector_extra_config: a commit or a digest"
             raise RepresentationError("load_format", "dummy", fix)
-        return stated
+        return Weights(short_name(model.model), revision)
     commit = getattr(model.hf_config, "_commit_hash", None)
-    return weights_name(model.model, stated, str(commit or ""))
+    return weights_of(model.model, revision, str(commit or ""))
 
 
-def _settings_digest(config: Any) -> str:
-    """Return a digest of the settings that KV depends on, beside weights and shapes."""
+def _settings(config: Any) -> dict[str, str]:
+    """Return the settings that KV depends on, beside weights and shapes, and that somebody gave."""
     model = config.model_config
-    settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in _VOLATILE_SETTINGS}
     parts = {
         "model_config": model,
+        "load_config": config.load_config,
         "lora_config": getattr(config, "lora_config", None),
         "multimodal_config": getattr(model, "multimodal_config", None),
     }
-    stated = {
-        f"{part}.{name}": _stated(getattr(parts[part], name, None))
+    found = {
+        part: {f"{part}.{name}": getattr(parts[part], name, None) for name in names}
         for part, names in _TERMS.items()
-        for name in names
+        if parts[part] is not None
     }
-    words = json.dumps([settings, stated], sort_keys=True, default=str)
-    return blake3(words.encode()).hexdigest()
+    plain = stated(found.pop("model_config") | found.pop("load_config"))
+    # Of the others a setting that is off may be another than that of an engine without them.
+    return plain | {
+        name: in_words(value) for each in found.values() for name, value in each.items()
+    }
 
 
-def _stated(value: Any) -> str:
-    """Return *value* in words; of a file, which may change under its path, what it holds."""
-    if isinstance(value, str) and value and Path(value).is_file():
-        return f"file:{files_digest([Path(value)]).hex()}"
-    return str(value)
-
-
-def _tokenizer_digest(model: Any) -> str:
+def _tokenizer(model: Any) -> str:
+    revision = getattr(model, "tokenizer_revision", None)
+    is_weights = revision in (None, getattr(model, "revision", None))
+    if str(model.tokenizer) == str(model.model) and is_weights:
+        return OWN_TOKENIZER
     folder = Path(str(model.tokenizer))
-    files = [folder / name for name in _TOKENIZERS if (folder / name).is_file()]
+    files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
     if files:
         return f"files:{files_digest(files).hex()}"
-    revision = getattr(model, "tokenizer_revision", None) or "unstated"
-    return f"{model.tokenizer}@{revision}"
+    return f"{model.tokenizer}@{revision or 'unstated'}"

@@ -16,6 +16,9 @@ from kvstore.proto.errors import RepresentationError
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Files that hold weights."""
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
+"""Files that say what token ids stand for."""
+
 SAMPLE_STRIDE = 1 << 20
 """A sample has the first so many bytes of a file, and SAMPLED of each so many that follow."""
 
@@ -48,11 +51,12 @@ def weights_name(model: str, stated: str = "", commit: str = "") -> str:
     *stated*: the revision that a user gave. An exact one is taken, of a folder with a sample of
     its files; one that is not is resolved: to the commit in the path of a Hugging Face cache, to
     a digest of all files of another folder, to the *commit* that a hub's model was downloaded at.
+    Files are those of ``weights_files``.
     Raises RepresentationError for weights that none of this names.
     """
-    files = _weights_files(model)
+    files = weights_files(model)
     if is_exact(stated):
-        return f"{stated}+sample={_sample(_marks(files)).hex()}" if files else stated
+        return f"{stated}+sample={weights_sample(files).hex()}" if files else stated
     in_path = _COMMIT.search(model)
     if in_path:
         found = in_path[1]
@@ -69,11 +73,19 @@ def weights_name(model: str, stated: str = "", commit: str = "") -> str:
     return f"{stated}+{found}" if stated else found
 
 
-def _weights_files(model: str) -> list[Path]:
+def weights_files(model: str) -> list[Path]:
+    """Return the files of weights in a folder, and of their settings and tokenizer; else none."""
     folder = Path(model)
-    if not folder.is_dir():
+    if not model or not folder.is_dir():
         return []
-    return sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)})
+    files = {file for pattern in WEIGHTS for file in folder.glob(pattern)}
+    beside = [folder / name for name in ("config.json", *TOKENIZERS)] if files else []
+    return sorted(files.union(file for file in beside if file.is_file()))
+
+
+def weights_sample(files: Sequence[Path]) -> bytes:
+    """Return a digest of the names and sizes of *files*, and of some of what each holds."""
+    return _sample(_marks(files))
 
 
 def _marks(files: Sequence[Path]) -> _Marks:
@@ -87,7 +99,6 @@ def _whole(marks: _Marks) -> bytes:
 
 @lru_cache(maxsize=8)
 def _sample(marks: _Marks) -> bytes:
-    """Return a digest of the names and sizes of files, and of some of what each holds."""
     digest = blake3()
     for file, size, _ in marks:
         digest.update(f"{file.name}\0{size}\0".encode())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from local_server import LocalServer
@@ -16,6 +17,7 @@ from real_sglang.stand_ins import import_sglang
 
 from kvstore.client.engines import sglang_terms
 from kvstore.proto.errors import RepresentationError
+from kvstore.proto.types import DType
 
 import_sglang()
 with warnings.catch_warnings():
@@ -254,6 +256,13 @@ def test_what_the_engine_was_started_with_is_in_the_names_of_its_pages(
 def test_sglang_has_every_argument_that_is_looked_at() -> None:
     """One that was renamed would be left out of names in silence."""
     assert [name for name in sglang_terms._TERMS if not hasattr(ServerArgs, name)] == []
+
+
+def test_an_engine_whose_arguments_nobody_gave_departs_in_nothing() -> None:
+    """So that it shares with other engines of the same weights."""
+    arguments = {one.name: one.default for one in msgspec.structs.fields(ServerArgs)}
+    terms = sglang_terms.terms_of(SimpleNamespace(**arguments))
+    assert terms.departures("none", DType.bfloat16, "none").stated == {}
 
 
 # --- pools beside that of KV

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import LoRAConfig, ModelConfig
+from vllm.config import LoadConfig, LoRAConfig, ModelConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -149,7 +149,7 @@ def test_vllm_has_every_setting_that_is_in_names() -> None:
     """One that was renamed would be left out of them in silence."""
     parts = {
         "model_config": ModelConfig, "lora_config": LoRAConfig,
-        "multimodal_config": MultiModalConfig,
+        "multimodal_config": MultiModalConfig, "load_config": LoadConfig,
     }  # fmt: skip
     known = {part: {field.name for field in fields(kind)} for part, kind in parts.items()}
     asked = [(part, name) for part, names in vllm_identity._TERMS.items() for name in names]

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from kvstore.client.engines.sglang_pages import PageSettings
+from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, representation_of
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, terms_of
 from kvstore.proto.errors import RepresentationError
 
@@ -16,6 +17,17 @@ from kvstore.proto.errors import RepresentationError
 def terms(**stated: Any) -> EngineTerms:
     common = {"load_format": "auto", "dtype": "auto", "kv_cache_dtype": "auto"}
     return terms_of(SimpleNamespace(**{**common, "json_model_override_args": "{}", **stated}))
+
+
+def named(**stated: Any) -> str:
+    """Return what the revision of an engine's pages is called."""
+    pool: Any = SimpleNamespace(
+        layout="page_first", page_size=16, start_layer=0, layer_num=1,
+        kv_buffer=torch.zeros(2, 16, 1, 2, 8),
+        get_dummy_flat_data_page=lambda: torch.zeros(2, 16, 1, 2, 8),
+    )  # fmt: skip
+    rank = RankTerms("tiny", is_mla=False, engine=terms(**stated))
+    return representation_of(pool, rank, PageSettings("127.0.0.1:1", "abc")).model_revision
 
 
 @pytest.fixture
@@ -27,7 +39,7 @@ def adapter(tmp_path: Path) -> Path:
 
 def test_engines_that_were_started_alike_share() -> None:
     assert terms(port=1) == terms(port=2)
-    assert terms().revision("abc") == terms().revision("abc") != "abc"
+    assert named() == named()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +56,7 @@ def test_engines_that_were_started_alike_share() -> None:
     ids=str,
 )
 def test_what_changes_the_kv_is_another_revision(stated: dict[str, Any]) -> None:
-    assert terms(**stated).revision("abc") != terms().revision("abc")
+    assert named(**stated) != named()
 
 
 def test_the_weights_are_those_of_the_path_and_commit_that_the_engine_was_started_with() -> None:
@@ -101,5 +113,4 @@ def test_random_weights_are_refused() -> None:
 
 
 def test_without_an_engine_the_users_words_stand_alone() -> None:
-    assert UNSTATED.revision("abc") == "abc"
     assert UNSTATED.adapters("none") == "none"

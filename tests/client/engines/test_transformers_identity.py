@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
 
+from kvstore.client.engines.identity import OWN_TOKENIZER
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers import representation_of
 from kvstore.client.engines.transformers_identity import weights_digest
@@ -33,13 +37,13 @@ def llama(**settings: Any) -> LlamaForCausalLM:
 
 def test_the_trained_model_is_described_completely(tinylm: PreTrainedModel, tokenizer: Any) -> None:
     identity = representation_of(tinylm, tokenizer)
-    assert identity.model_id == "tinylm"
+    assert re.fullmatch("llama-[0-9a-f]{8}", identity.model_id)
     assert identity.layer_groups == (
         LayerGroup(LayerKind.attention, DType.float32, (0, 1, 2, 3, 4, 5), 4, 32),
     )
     assert identity.rope == RopeParameters(500_000.0, 32)
-    assert identity.model_revision == weights_digest(tinylm)
-    assert identity.tokenizer_digest.startswith("blake3:")
+    assert re.fullmatch("weights=[0-9a-f]{64}", identity.model_revision)
+    assert identity.tokenizer_digest == OWN_TOKENIZER
 
 
 def test_a_second_load_of_the_same_files_has_the_same_identity(
@@ -51,11 +55,51 @@ def test_a_second_load_of_the_same_files_has_the_same_identity(
 def test_a_copy_in_another_folder_has_the_same_identity(
     tinylm: PreTrainedModel, tokenizer: Any, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
-    tinylm.save_pretrained(tmp_path / "tinylm")
-    copied = AutoModelForCausalLM.from_pretrained(tmp_path / "tinylm", dtype=torch.float32)
+    """Of another name, too."""
+    shutil.copytree(tinylm.config.name_or_path, tmp_path / "copied")
+    copied = AutoModelForCausalLM.from_pretrained(tmp_path / "copied", dtype=torch.float32)
     assert representation_of(copied, tokenizer) == representation_of(tinylm, tokenizer)
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_weights_that_are_not_those_of_the_files_do_not_have_the_files_name(
+    load_tinylm: Any, tokenizer: Any, every: bool
+) -> None:
+    model, given = load_tinylm(), None if every else "8f2c1d4"
+    before = representation_of(model, tokenizer, given)
+    with torch.no_grad():
+        weight = model.model.layers[1].self_attn.k_proj.weight
+        weight[(3, 4) if every else ...] += 1e-3
+    after = representation_of(model, tokenizer, given)
+    assert before.model_revision != after.model_revision
+    assert before.model_revision.startswith("8f2c1d4+sample=" if given else "weights=")
+    assert after.model_revision.startswith("8f2c1d4+sample=" if given else "blake3:")
+
+
+def test_a_model_of_another_class_does_not_have_the_files_name(
+    load_tinylm: Any, tokenizer: Any
+) -> None:
+    """What it computes otherwise nobody knows."""
+    model = load_tinylm()
+    before = representation_of(model, tokenizer)
+    model.__class__ = type("OwnForCausalLM", (LlamaForCausalLM,), {})
+    assert representation_of(model, tokenizer) != before
+
+
+def test_a_model_in_a_cache_is_called_as_the_hub_calls_it_and_by_its_commit(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its path and by its name."""
+    commit = "8f2c1d4e" * 5
+    folder = tmp_path / "models--org--tiny" / "snapshots" / commit
+    llama().save_pretrained(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    by_path = AutoModelForCausalLM.from_pretrained(folder)
+    by_name = AutoModelForCausalLM.from_pretrained(folder)
+    by_name.config._name_or_path, by_name.config._commit_hash = "org/tiny", commit
+    found = [representation_of(model, tokenizer) for model in (by_path, by_name)]
+    assert found[0] == found[1]
+    assert (found[0].model_id, found[0].model_revision) == ("org/tiny", commit)
 
 
 def test_a_commit_is_the_revision_where_there_is_one(tokenizer: Any) -> None:
@@ -121,9 +165,12 @@ def test_one_changed_weight_is_another_revision() -> None:
     assert weights_digest(model) != before
 
 
-def test_a_setting_that_the_layers_compute_with_is_part_of_the_revision() -> None:
-    assert weights_digest(llama()) == weights_digest(llama())
-    assert weights_digest(llama()) != weights_digest(llama(rms_norm_eps=1e-3))
+def test_a_setting_that_the_layers_compute_with_is_part_of_the_revision(tokenizer: Any) -> None:
+    one, same, other = (
+        representation_of(llama(**settings), tokenizer).model_revision
+        for settings in ({}, {}, {"rms_norm_eps": 1e-3})
+    )
+    assert one == same != other
 
 
 def test_a_token_that_means_something_else_is_another_tokenizer(tokenizer: Any) -> None:

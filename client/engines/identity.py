@@ -1,0 +1,199 @@
+"""The one identity that engines give the KV of a model, so that those of the same weights share.
+
+An engine says which weights it runs, the settings it runs them with, and what it does otherwise
+than those say. Where nothing is done otherwise, nothing of the engine is in the identity.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvstore.client.engines.rope_settings import rope_parameters
+from kvstore.client.engines.weights import (
+    files_digest,
+    is_exact,
+    weights_files,
+    weights_name,
+    weights_sample,
+)
+from kvstore.proto.errors import RepresentationError
+from kvstore.proto.types import LayerGroup, LayerKind, Representation, RopeParameters
+
+SHARED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures of which engines keep the same K and V: heads, order of elements and rotation."""
+
+OWN_TOKENIZER = "of the weights"
+"""That of the folder or commit of the weights, which their name covers."""
+
+NO_ROPE = RopeParameters(0.0, 0, "none")
+
+_IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}(/|$)")
+_NAME_DIGITS = 8
+_VOLATILE_SETTINGS = (
+    "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
+"""Of a transformers config. Of what type KV is its layers say."""
+
+_UNSTATED = ("None", "auto", "False", "{}", "[]", "")
+"""What settings are that nobody gave."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which weights an engine runs. ``revision``: as ``weights_name`` has it.
+
+    ``folder``: what lies there the revision covers, the settings and the tokenizer among it; None
+    where it covers neither.
+    """
+
+    model_id: str
+    revision: str
+    folder: Path | None = None
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config in the folder; None where none can be read."""
+        if self.folder is None:
+            return None
+        try:
+            from transformers import AutoConfig
+
+            return AutoConfig.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=False
+            )
+        except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def weights_of(model: str, stated: str = "", commit: str = "") -> Weights:
+    """Return which weights *model* has, a folder or a hub's name; the rest is of ``weights_name``.
+
+    Copies of a folder under other names have one name, made of what is in it, and the same commit
+    has one name by the hub's name and in its cache. Raises RepresentationError.
+    """
+    revision = weights_name(model, stated, commit)
+    files, in_cache = weights_files(model), _IN_CACHE.search(model)
+    if files:
+        folder = Path(model)
+        kind = _model_type(folder)
+        name = f"{kind}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
+    else:
+        folder = None if is_exact(stated) else _cached_folder(model, commit)
+        name = short_name(model)
+    if in_cache:
+        name = in_cache[1].replace("--", "/")
+    return Weights(name, revision, folder)
+
+
+def short_name(model: str) -> str:
+    """Return *model* without the path, which two machines may have differently."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _model_type(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / "config.json").read_text())["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "weights"
+
+
+def _cached_folder(model: str, commit: str) -> Path | None:
+    """Return where the files of a hub's *model* lie that was downloaded at *commit*."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=commit)
+    except (ImportError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Departures:
+    """What an engine does otherwise than the settings beside the weights say.
+
+    ``stated``: values by the names of the engine's settings, those that nobody gave left out.
+    """
+
+    engine: str
+    stated: dict[str, str] = field(default_factory=dict)
+    adapter_digest: str = "none"
+    quantization: str = "none"
+    tokenizer: str = OWN_TOKENIZER
+
+
+def stated(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return what somebody gave of *settings*, in words."""
+    words = {name: in_words(value) for name, value in settings.items()}
+    return {name: word for name, word in words.items() if word not in _UNSTATED}
+
+
+def in_words(value: Any) -> str:
+    """Return *value* in words; of a file, which may change under its path, what it holds."""
+    # What has a brace is JSON, and may be too long for a path.
+    if isinstance(value, str) and value and "{" not in value and Path(value).is_file():
+        return f"file:{files_digest([Path(value)]).hex()}"
+    return str(value)
+
+
+def computed_in(dtype: Any, groups: Sequence[LayerGroup]) -> dict[str, str]:
+    """Return the type of elements that an engine computes in, where it keeps them in another."""
+    name = str(dtype).removeprefix("torch.")
+    return {} if all(group.dtype.name == name for group in groups) else {"computed in": name}
+
+
+def identity_of(
+    weights: Weights,
+    groups: tuple[LayerGroup, ...],
+    rope: RopeParameters,
+    config: Any,
+    departures: Departures,
+) -> Representation:
+    """Return what makes the KV of *weights* interchangeable with other KV.
+
+    *config*: the transformers config that the engine runs with; None where it is not known.
+    Engines share where it is that of the weights, they depart in nothing, and layers keep K and V
+    of every token in an architecture of SHARED_TYPES; any other KV is the engine's own.
+    """
+    is_plain = all(group.kind is LayerKind.attention for group in groups)
+    own, running = _facts(weights.config), _facts(config)
+    is_own = own is not None and own == running
+    is_shared = is_own and is_plain and config.model_type in SHARED_TYPES
+    revision = weights.revision
+    if departures.stated or not is_shared:
+        words = json.dumps([departures.engine, running, departures.stated], sort_keys=True)
+        revision += f"+settings={blake3(words.encode()).hexdigest()}"
+    return Representation(
+        model_id=weights.model_id,
+        model_revision=revision,
+        adapter_digest=departures.adapter_digest,
+        quantization=departures.quantization,
+        layer_groups=groups,
+        rope=rope,
+        tokenizer_digest=departures.tokenizer,
+    )
+
+
+def _facts(config: Any) -> str | None:
+    if config is None:
+        return None
+    settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE_SETTINGS}
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def own_rope(weights: Weights) -> RopeParameters:
+    """Return the rotation that lies beside *weights*; NO_ROPE where it is not known."""
+    if weights.config is None:
+        return NO_ROPE
+    try:
+        return rope_parameters(weights.config)
+    except RepresentationError:
+        return NO_ROPE

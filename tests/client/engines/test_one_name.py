@@ -1,0 +1,209 @@
+"""Engines of the same weights share chunks: transformers, vLLM's halves and SGLang's pages."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from local_server import LocalServer
+from prompts import tokens as prompt_tokens
+from torch_engine import OPTIONS, ids_of, kept, prefill
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, HEAD_DIM, HEADS, kv_of
+from vllm_stand_ins import FakeRequest, FullAttentionSpec, cache_config, engine_config
+from vllm_steps import Engine
+
+from kvstore.client.engines import sglang_pages, vllm_identity
+from kvstore.client.engines.sglang_pages import PageSettings, RankTerms
+from kvstore.client.engines.sglang_terms import terms_of
+from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.vllm_layout import PACKINGS
+from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.proto.types import Representation
+
+LAYERS = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM,
+    "max_position_embeddings": 512, "pad_token_id": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+TINYLM = Path(__file__).resolve().parents[3] / "data" / "tinylm"
+PROMPT = [token % 512 for token in prompt_tokens(1, 200)]
+
+Named = Callable[[Path], Representation]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Weights and a tokenizer, as a hub has them."""
+    torch.manual_seed(3)
+    folder = tmp_path / "model"
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINYLM / name, folder)
+    return folder
+
+
+def loaded(folder: Path, **settings: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, **settings
+    )
+    return model
+
+
+def by_transformers(folder: Path, **settings: Any) -> Representation:
+    from transformers import AutoTokenizer
+
+    revision = settings.pop("model_revision", "")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return representation_of(loaded(folder, **settings), tokenizer, revision)
+
+
+def by_vllm(folder: Path, *, model_revision: str = "", **settings: Any) -> Representation:
+    config = engine_config(folder)
+    model = config.model_config
+    model.hf_config = model.hf_text_config = AutoConfig.from_pretrained(folder, **settings)
+    model.model_impl, model.model_class_overrides = "auto", {}
+    shape = shape_of(config, cache_config(FullAttentionSpec(), layers=LAYERS))
+    return vllm_identity.representation_of(config, shape, model_revision)
+
+
+def by_sglang(folder: Path, *, model_revision: str = "", **settings: Any) -> Representation:
+    pool: Any = SimpleNamespace(
+        layout="page_first", page_size=CHUNK_TOKENS, start_layer=0, layer_num=LAYERS,
+        kv_buffer=torch.zeros(2, CHUNK_TOKENS, LAYERS, HEADS, HEAD_DIM),
+        get_dummy_flat_data_page=lambda: torch.zeros(2, CHUNK_TOKENS, LAYERS, HEADS, HEAD_DIM),
+    )  # fmt: skip
+    stated = {"json_model_override_args": str(settings) if settings else "{}"}
+    terms = terms_of(SimpleNamespace(model_path=str(folder), dtype="auto", **stated))
+    extra = {"model_revision": model_revision} if model_revision else {}
+    asked = PageSettings.parse(extra, "served-name", terms)
+    return sglang_pages.representation_of(pool, RankTerms("x", False, engine=terms), asked)
+
+
+ENGINES = (by_transformers, by_vllm, by_sglang)
+
+
+# --- one name
+
+
+@pytest.mark.parametrize("revision", ["", "8f2c1d4"])
+def test_the_same_weights_have_one_identity_in_every_engine_and_folder(
+    folder: Path, tmp_path: Path, revision: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "copied")
+    found = {
+        engine(place, model_revision=revision)
+        for engine in ENGINES
+        for place in (folder, tmp_path / "copied")
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("changed", ["weights", "settings", "tokenizer"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_other_files_are_another_model_to_every_engine(
+    folder: Path, engine: Named, changed: str
+) -> None:
+    before = engine(folder)
+    if changed == "weights":
+        torch.manual_seed(4)
+        LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    elif changed == "settings":
+        config = folder / "config.json"
+        config.write_text(
+            config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')
+        )
+    else:
+        (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    assert engine(folder) != before
+
+
+def test_a_setting_that_an_engine_changes_is_its_own(folder: Path) -> None:
+    plain = by_vllm(folder)
+    found = [engine(folder, rms_norm_eps=1e-3) for engine in ENGINES]
+    assert len({plain, *found}) == 4
+
+
+def test_an_architecture_that_may_be_kept_otherwise_is_each_engines_own(folder: Path) -> None:
+    """As of Gemma, whose layers other engines may keep in another order."""
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "gemma"'))
+    assert by_vllm(folder) != by_sglang(folder)
+    assert by_vllm(folder) == by_vllm(folder)
+
+
+def test_an_architecture_with_biases_is_shared_too(folder: Path) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(folder)
+    assert len({engine(folder) for engine in ENGINES}) == 1
+
+
+# --- the same bytes
+
+
+@pytest.fixture
+def both(folder: Path, server: LocalServer) -> Iterator[tuple[TransformersConnector, Engine]]:
+    """A transformers connector and a vLLM engine over the same weights."""
+    client = server.connect("auto", by_transformers(folder), OPTIONS)
+    engine = Engine(server.address, by_vllm(folder))
+    yield TransformersConnector(client, loaded(folder)), engine
+    engine.close()
+
+
+def parts_of(engine: Engine, blocks: Sequence[int], tokens: int) -> list[torch.Tensor]:
+    """Return K and V of each layer that lie in *blocks*, each (kv_heads, tokens, head_dim)."""
+    pages = engine.pages[0]
+    return [
+        torch.cat([part[block] for block in blocks], 1)[:, :tokens]
+        for name in sorted(pages)
+        for part in PACKINGS[0](pages[name])
+    ]
+
+
+def test_what_transformers_stored_vllm_loads(both: tuple[TransformersConnector, Engine]) -> None:
+    connector, engine = both
+    cache = prefill(connector._model, ids_of(PROMPT))
+    connector.save(ids_of(PROMPT), cache)
+    request = FakeRequest("a", list(PROMPT))
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 3 * CHUNK_TOKENS
+    blocks = engine.blocks(len(PROMPT))
+    assert engine.load(request, blocks, 3 * CHUNK_TOKENS) == set()
+    found = parts_of(engine, blocks[: 3 * CHUNK_TOKENS // BLOCK_TOKENS], 3 * CHUNK_TOKENS)
+    for part, wanted in zip(found, kept(cache), strict=True):
+        assert torch.equal(part, wanted[0, :, : 3 * CHUNK_TOKENS])
+
+
+def test_what_vllm_stored_transformers_loads(both: tuple[TransformersConnector, Engine]) -> None:
+    connector, engine = both
+    assert engine.run("a", list(PROMPT)) == 0
+    cache, hit = connector.load(ids_of(PROMPT))
+    assert hit == 3 * CHUNK_TOKENS
+    for layer, found in enumerate(cache.layers):
+        wanted = [kv_of(token, at, layer) for at, token in enumerate(PROMPT[:hit])]
+        for part, tensor in enumerate((found.keys, found.values)):
+            assert torch.equal(tensor[0], torch.stack([one[part] for one in wanted], 1))
+
+
+def test_a_request_with_a_salt_is_not_what_transformers_stored(
+    both: tuple[TransformersConnector, Engine],
+) -> None:
+    connector, engine = both
+    connector.save(ids_of(PROMPT), prefill(connector._model, ids_of(PROMPT)))
+    request = FakeRequest("a", list(PROMPT), cache_salt="alice")
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 0
