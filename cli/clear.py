@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.cli.access import dial
-from kvstore.cli.spaces import Where, representations
+from kvstore.cli.spaces import Where, representation
 from kvstore.cli.status import readable_size
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
@@ -115,10 +115,7 @@ def _session(connection: Connection, scope: Scope) -> int:
     where = scope.where
     if not (where.space or where.representation):
         return 0
-    kinds = representations(where)
-    if len(kinds) > 1:
-        raise InvalidRequestError("namespace", where.space, "stands for several; give more digits")
     opening = pb.OpenSessionRequest(
-        representation=kinds[0], client="kvstore clear", tenant=where.tenant
+        representation=representation(where), client="kvstore clear", tenant=where.tenant
     )
     return connection.call("OpenSession", opening, STEP_MS, pb.OpenSessionResponse).session_id

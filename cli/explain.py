@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvstore.cli.access import dial
 from kvstore.cli.blend_report import gate_as_dict, gate_line
-from kvstore.cli.spaces import Where, find, hex_prefix, places, read_representation
+from kvstore.cli.spaces import Where, find, hex_prefix, one_of, places, read_representation
 from kvstore.cli.tables import Grid, open_console
 from kvstore.client.batches import digest_batches
 from kvstore.client.connection import Connection
@@ -151,13 +151,11 @@ def _space_of(address: str, text: str) -> bytes:
     if len(digits) == 2 * DIGEST_BYTES:
         return bytes.fromhex(digits)
     known = [one.key_namespace for one in ask_explain(address, Question(spaces=True)).spaces]
-    found = sorted(one for one in known if one.hex().startswith(digits))
-    if len(found) != 1:
-        several = ", ".join(one.hex() for one in found[:4])
-        fix = f"stands for several: {several}" if found else "begins none that is known there"
-        fix = f"{fix}; kvstore explain --spaces shows them"
+    found = one_of("namespace", digits, sorted(one.hex() for one in known))
+    if found is None:
+        fix = "begins none that is known there; kvstore explain --spaces shows them"
         raise InvalidRequestError("namespace", text, fix)
-    return found[0]
+    return bytes.fromhex(found)
 
 
 def _key_of(where: Where, text: str) -> bytes:

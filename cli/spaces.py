@@ -67,6 +67,23 @@ def hex_prefix(field: str, text: str) -> str:
     return found
 
 
+def one_of(field: str, begun: str, ids: Sequence[str]) -> str | None:
+    """Return the one of *ids* that is *begun* or begins with it; None when none does.
+
+    Raises InvalidRequestError when several do.
+    """
+    found = [begun] if begun in ids else [one for one in ids if one.startswith(begun)]
+    if len(found) > 1:
+        raise several(field, begun, found)
+    return found[0] if found else None
+
+
+def several(field: str, begun: str, found: Sequence[str]) -> InvalidRequestError:
+    """Return the error of an id that begins all of *found*."""
+    fix = f"stands for several: {', '.join(found[:4])}; give more digits"
+    return InvalidRequestError(field, begun, fix)
+
+
 def ask_spaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
     """Return the namespaces of a tenant that the server at *address* knows, the latest first."""
     connection = dial(address, DEADLINE_MS)
@@ -121,6 +138,19 @@ def representations(where: Where) -> list[pb.Representation]:
     """Return what the namespaces that *where* names stand for, that with the most chunks first."""
     if where.representation is not None:
         return [read_representation(where.representation)]
+    return [one.representation for one in sorted(_named(where), key=lambda one: -one.chunks)]
+
+
+def representation(where: Where) -> pb.Representation:
+    """Return what the only namespace that *where* names stands for."""
+    if where.representation is not None:
+        return read_representation(where.representation)
+    known = {one.key_namespace.hex(): one.representation for one in _named(where)}
+    return known[one_of("namespace", where.space.lower(), list(known)) or ""]
+
+
+def _named(where: Where) -> list[pb.KnownSpace]:
+    """Return the namespaces that *where* names, some at least if it names any."""
     spaces = [
         one
         for one in ask_spaces(where.address, where.tenant)
@@ -129,7 +159,7 @@ def representations(where: Where) -> list[pb.Representation]:
     if where.space and not spaces:
         fix = "is not known there; kvstore ls --spaces shows those that are"
         raise InvalidRequestError("namespace", where.space, fix)
-    return [one.representation for one in sorted(spaces, key=lambda one: -one.chunks)]
+    return spaces
 
 
 def client_of(where: Where, kind: pb.Representation) -> Client:
@@ -150,15 +180,14 @@ def find(opened: Sequence[Place], name: str) -> tuple[Place, ChunkKey] | None:
     if len(digits) > 2 * DIGEST_BYTES:
         space, digits = digits[: 2 * DIGEST_BYTES], digits[2 * DIGEST_BYTES :]
         opened = [place for place in opened if place.client.namespace.hex() == space]
-    found = [
-        (place, chunk_key(place.client.namespace, digest))
+    found = {
+        chunk_key(place.client.namespace, digest): place
         for place in opened
         for digest in digests_from(place, digits, 2)
-    ]
+    }
     if len(found) > 1:
-        told = ", ".join(f"{key.hex()}" for _, key in found[:4])
-        raise InvalidRequestError("key", name, f"stands for several: {told}; give more digits")
-    return found[0] if found else None
+        raise several("key", name, [key.hex() for key in found])
+    return next(((place, key) for key, place in found.items()), None)
 
 
 def digests_from(place: Place, digits: str, limit: int) -> list[ChainDigest]:

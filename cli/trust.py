@@ -36,8 +36,6 @@ audit_app = typer.Typer(
     cls=Manual, no_args_is_help=True, rich_markup_mode=None, help="The log of who did what."
 )
 
-LEAST_DIGITS = 4
-"""Of an id that is not written out."""
 
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="It is made if it is not there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -104,12 +102,12 @@ def token_revoke(
 
 def _one_of(ids: Sequence[str], begun: str) -> str:
     """Return the one id that begins with *begun*. Raises InvalidRequestError."""
-    found = [begun] if begun in ids else [one for one in ids if one.startswith(begun)]
-    if len(begun) < LEAST_DIGITS or not found:
+    from kvstore.cli.spaces import LEAST_DIGITS, one_of
+
+    found = one_of("id", begun, ids) if len(begun) >= LEAST_DIGITS else None
+    if found is None:
         raise InvalidRequestError("id", begun, "is not in the file; kvstore token list")
-    if len(found) > 1:
-        raise InvalidRequestError("id", begun, f"stands for several: {', '.join(found)}")
-    return found[0]
+    return found
 
 
 def _tokens(file: Path) -> list[ApiKey]:
