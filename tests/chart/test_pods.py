@@ -100,7 +100,7 @@ class Release:
         (config / "kvstore.yaml").write_text(yaml.safe_dump(settings(self.manifests)))
         (ca / "ca.crt").write_bytes(authority.path.read_bytes())
         (given / "token").write_text(token)
-        empty = {name: sandbox.folder(name) for name in ("run", "own", "tmp", "data")}
+        empty = {name: sandbox.folder(name) for name in ("own", "tmp", "data")}
         self.server_volumes = {"config": config, "tls": tls, "auth": auth, **empty}
         self.test_volumes = {"ca": ca, "token": given, "tmp": sandbox.folder("tmp-test")}
 

@@ -489,3 +489,8 @@ def test_engines_mount_the_socket_s_folder_read_only_and_without_it_there_is_no_
     alone = helm.render(*PLAIN)
     assert settings(alone)["socket_path"] == "off"
     assert "socket.yaml" not in lines_of(alone)
+    for manifests, is_mounted in ((shared, True), (alone, False)):
+        spec = workload(manifests)["spec"]["template"]["spec"]
+        assert ("run" in [one["name"] for one in spec["volumes"]]) is is_mounted
+        mounts = [one["name"] for one in container(manifests)["volumeMounts"]]
+        assert ("run" in mounts) is is_mounted

@@ -165,7 +165,9 @@ spec:
           {{- end }}
       volumeMounts:
         - {name: config, mountPath: /etc/kvstore/config, readOnly: true}
+        {{- if $v.hostSocket.enabled }}
         - {name: run, mountPath: /run/kvstore}
+        {{- end }}
         - {name: own, mountPath: /run/kvstore-own}
         - {name: tmp, mountPath: /tmp}
         {{- if $v.tiers.disk.enabled }}
@@ -202,15 +204,12 @@ spec:
     - name: config
       configMap:
         name: {{ include "kvstore.fullname" . }}
+    {{- if $v.hostSocket.enabled }}
     - name: run
-      {{- if $v.hostSocket.enabled }}
       hostPath:
         path: {{ $v.hostSocket.path }}
         type: DirectoryOrCreate
-      {{- else }}
-      emptyDir:
-        sizeLimit: 16Mi
-      {{- end }}
+    {{- end }}
     - name: own
       emptyDir:
         sizeLimit: 16Mi
