@@ -1,12 +1,14 @@
-"""A process at the other end of the server's Unix socket, with every message of its own making."""
+"""A process on either side of the Unix socket, with every message of its own making."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from google.protobuf.message import Message
@@ -99,6 +101,42 @@ class Peer:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+class Listener:
+    """Listens at *path* in the server's place. *serve* has each connection, in a thread."""
+
+    def __init__(self, path: Path, serve: Callable[[socket.socket], None]) -> None:
+        self._serve = serve
+        self._threads: list[threading.Thread] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(str(path))
+        self._socket.listen(64)
+        self.links = [self._socket]
+        """What ``close`` hangs up on."""
+        self.start(self._accept)
+
+    def start(self, work: Callable[..., None], *args: socket.socket) -> None:
+        """Do *work* in a thread that ends by the time of ``close``."""
+        self._threads.append(threading.Thread(target=work, args=args))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                link, _ = self._socket.accept()
+                self.links.append(link)
+                self.start(self._serve, link)
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for link in self.links:
+            link.close()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from prompts import (
     outcomes,
     store,
 )
+from socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions, local_link
 from kvstore.client.connection import Connection
@@ -83,23 +84,7 @@ class FalseServer:
         self.calls: list[bytes] = []
         self.joins: list[bytes] = []
         self.ended = self.answered = 0
-        self._peers: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
-        self._listener.listen(64)
-        self._start(self._accept)
-
-    def _start(self, work: Callable[..., None], *args: socket.socket) -> None:
-        self._threads.append(threading.Thread(target=work, args=args))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                peer, _ = self._listener.accept()
-                self._peers.append(peer)
-                self._start(self._serve, peer)
+        self._listener = Listener(path, self._serve)
 
     def _serve(self, peer: socket.socket) -> None:
         with peer, suppress(OSError):
@@ -122,11 +107,6 @@ class FalseServer:
 
     def close(self) -> None:
         """Hang up on everybody."""
-        for link in (self._listener, *self._peers):
-            with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
         self._listener.close()
 
 

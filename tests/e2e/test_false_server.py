@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from local_server import DEADLINE_MS
 from prompts import SMALL, assert_reads, store
 from server_process import ServerProcess
+from socket_peer import Listener
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.connection import Connection
@@ -30,26 +30,14 @@ class Relay:
         self.files = 0
         self._real = path.with_name("moved.sock")
         path.rename(self._real)
-        self._links: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._start(self._accept)
+        self._listener = Listener(path, self._serve)
 
-    def _start(self, work: Callable[..., None], *args: socket.socket) -> None:
-        self._threads.append(threading.Thread(target=work, args=args))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                far.connect(str(self._real))
-                self._links += near, far
-                self._start(self._pass_on, near, far)
-                self._start(self._pass_on, far, near)
+    def _serve(self, near: socket.socket) -> None:
+        far = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        far.connect(str(self._real))
+        self._listener.links.append(far)
+        self._listener.start(self._pass_on, far, near)
+        self._pass_on(near, far)
 
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
@@ -69,13 +57,7 @@ class Relay:
 
     def close(self) -> None:
         """Hang up on both sides."""
-        for link in (self._listener, *self._links):
-            with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for link in (self._listener, *self._links):
-            link.close()
+        self._listener.close()
 
 
 @pytest.fixture
