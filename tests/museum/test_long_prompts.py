@@ -118,7 +118,7 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_blended_to_its_end(
     document = tokens(44_780, 1_099 * 16)
     options = ClientOptions(transport, chunk_tokens=16, deadline_ms=60_000)
     with Client(address, TINY, options) as client:
-        count = {}
+        count: dict[int, tuple[int, int]] = {}
         for head in (tokens(1, 16), tokens(2, 16)):
             prompt, ranges = [*head, *document], [SegmentRange(16, 1_100 * 16)]
             if not count:
