@@ -130,6 +130,7 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_blended_to_its_end(
                     key = chunk_key(client.namespace, one.best.digest)
                     assert equal(tensors, tensors_of(key, TINY, one.asked.tokens))
                 report = report_of(resolved)
+                report.ratio = resolved.found.gate.ratio
                 report.tag, report.shadow.tokens, report.shadow.agreement = transport, 64, 1.0
                 shadows = client.report_reuse(report).shadows
             assert resolved.found.exact_prefix == count[head[0]][1]
