@@ -132,7 +132,7 @@ def full_layers(cache: Cache) -> list[DynamicLayer]:
 
 def _weights(model: PreTrainedModel, stated: str) -> Weights:
     """Return which weights *model* has, as they are now."""
-    name = model.config.name_or_path
+    name = model.config.name_or_path or ""
     commit = str(getattr(model.config, "_commit_hash", None) or "")
     try:
         weights = weights_of(name, stated, commit)
@@ -261,13 +261,18 @@ def weights_digest(model: PreTrainedModel) -> str:
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:
     """Return a name of what each token id stands for."""
     vocabulary = tokenizer.get_vocab()
-    try:
-        own = weights.folder and AutoTokenizer.from_pretrained(  # type: ignore[no-untyped-call]
-            weights.folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError):
-        own = None
-    if own is not None and own.get_vocab() == vocabulary:
+    if weights.folder is not None and _vocabulary_in(weights.folder) == vocabulary:
         return OWN_TOKENIZER
     words = json.dumps(sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
     return f"blake3:{blake3(words.encode()).hexdigest()}"
+
+
+def _vocabulary_in(folder: Path) -> dict[str, int] | None:
+    """Return the vocabulary of the tokenizer in *folder*; None where there is none."""
+    try:
+        own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+    return own.get_vocab()

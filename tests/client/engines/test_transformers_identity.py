@@ -56,7 +56,7 @@ def test_a_copy_in_another_folder_has_the_same_identity(
     tinylm: PreTrainedModel, tokenizer: Any, tmp_path: Path
 ) -> None:
     """Of another name, too."""
-    shutil.copytree(tinylm.config.name_or_path, tmp_path / "copied")
+    shutil.copytree(str(tinylm.config.name_or_path), tmp_path / "copied")
     copied = AutoModelForCausalLM.from_pretrained(tmp_path / "copied", dtype=torch.float32)
     assert representation_of(copied, tokenizer) == representation_of(tinylm, tokenizer)
 
