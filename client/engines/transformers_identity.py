@@ -38,6 +38,9 @@ from kvstore.proto.types import Representation
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
 
+KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Implementations of attention that compute the same but for rounding."""
+
 SAMPLED = 64
 """Elements of each tensor that stand for it where a commit names the rest."""
 
@@ -72,15 +75,21 @@ def representation_of(
     config = model.config
     shape, rope = cache_shape(model), rope_parameters(config)
     weights = _weights(model, model_revision or "")
-    kind = type(model)
-    is_theirs = kind.__module__.startswith("transformers.models.")
     departures = Departures(
         "transformers",
-        computed_in(model.dtype, shape.groups) | ({} if is_theirs else {"class": str(kind)}),
+        computed_in(model.dtype, shape.groups) | _own_code(model),
         adapter_digest=adapter_digest,
         tokenizer=_tokenizer(tokenizer, weights),
     )
     return identity_of(weights, shape.groups, rope, config, departures)
+
+
+def _own_code(model: PreTrainedModel) -> dict[str, str]:
+    """Return what of *model* computes by other code than that of transformers."""
+    kind, attention = type(model), str(model.config._attn_implementation)
+    is_theirs = kind.__module__.startswith("transformers.models.")
+    found = {} if is_theirs else {"class": str(kind)}
+    return found if attention in KERNELS else {**found, "attention": attention}
 
 
 def carries_adapter(model: PreTrainedModel) -> bool:

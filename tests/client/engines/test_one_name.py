@@ -261,6 +261,16 @@ def test_a_request_with_a_salt_is_not_what_transformers_stored(
 # --- SGLang's pages, where they are whole chunks
 
 
+def parts_on(pages: PageStore) -> list[torch.Tensor]:
+    """Return K and V of each layer on the pool's pages, each (kv_heads, tokens, head_dim)."""
+    places: list[Any] = [pages.page(number) for number in range(3)]
+    return [
+        torch.cat([place[0][layer][part] for place in places], 1)
+        for layer in range(LAYERS)
+        for part in range(2)
+    ]
+
+
 def test_what_transformers_and_vllm_stored_sglang_loads(
     as_sglang: tuple[TransformersConnector, Engine], pages: PageStore
 ) -> None:
@@ -269,14 +279,12 @@ def test_what_transformers_and_vllm_stored_sglang_loads(
     connector.save(ids_of(PROMPT), cache)
     places = [pages.page(number) for number in range(3)]
     assert pages.load(hashes_of(PROMPT), places) == 3
-    for number, wanted in enumerate(kept(cache)):
-        layer, part = divmod(number, 2)
-        found = torch.cat([place[0][layer][part] for place in places], 1)
+    for found, wanted in zip(parts_on(pages), kept(cache), strict=True):
         assert torch.equal(found, wanted[0, :, : 3 * CHUNK_TOKENS])
     other = [token + 1 for token in PROMPT]
     assert engine.run("a", other) == 0
     assert pages.load(hashes_of(other), places) == 3
-    assert torch.equal(places[1][0][2][1][:, 5], kv_of(other[69], 69, 2)[1])
+    assert torch.equal(parts_on(pages)[-1][:, 69], kv_of(other[69], 69, LAYERS - 1)[1])
 
 
 def test_what_sglang_stored_transformers_and_vllm_load(
@@ -293,11 +301,7 @@ def test_what_sglang_stored_transformers_and_vllm_load(
     assert engine.matched(request) == hit
     blocks = engine.blocks(len(PROMPT))
     assert engine.load(request, blocks, hit) == set()
-    wanted = [
-        torch.cat([place[0][layer][part] for place in places], 1)
-        for layer in range(LAYERS)
-        for part in range(2)
-    ]
+    wanted = parts_on(pages)
     ours = [part[0] for part in kept(cache)]
     for found in (ours, parts_of(engine, blocks[: hit // BLOCK_TOKENS], hit)):
         assert all(map(torch.equal, found, wanted))
