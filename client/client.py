@@ -30,7 +30,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.keys import chain_digests, chunk_key
+from kvstore.proto.keys import chain_digests, chunk_key, page_digests
 from kvstore.proto.plan_wire import engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.proto.portion import Portion
@@ -56,7 +56,9 @@ class Client(Keeping, EngineCalls, Resolving, Following):
     def keys(self, tokens: Sequence[int], extra: Sequence[bytes] = ()) -> list[ChunkKey]:
         """Name the chunks of a prompt. *extra*: cache salt, multimodal hashes, in order."""
         space = self.namespace
-        digests = chain_digests(tokens, self.options.chunk_tokens, extra)
+        size = self.options.chunk_tokens
+        is_sglangs = self.options.sglang_names and not extra
+        digests = page_digests(tokens, size) if is_sglangs else chain_digests(tokens, size, extra)
         return [chunk_key(space, digest) for digest in digests]
 
     # --- data

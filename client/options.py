@@ -35,6 +35,8 @@ class ClientOptions:
     ``access`` says who the client is, ``tenant`` whose chunks it is about: empty for those of
     whoever it is, or ``pool:NAME`` for a pool that tenants share. With ``read_peers`` what another
     node has in memory is read from there, where the server says so and its port is reached.
+    With ``sglang_names`` prompts that are named by nothing but their tokens are named as SGLang
+    names them, which finds its pages where they have ``chunk_tokens`` tokens.
     """
 
     transport: TransportName = "auto"
@@ -48,6 +50,7 @@ class ClientOptions:
     access: Access = OPEN
     tenant: str = ""
     read_peers: bool = True
+    sglang_names: bool = False
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):

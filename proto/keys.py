@@ -6,6 +6,7 @@ uint32. Nothing here depends on the process: no builtin ``hash()``, no environme
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from numbers import Integral
@@ -167,4 +168,23 @@ def chain_digests(
     for start, stop in chunk_spans(len(data) // 4, chunk_tokens):
         parent = chain_digest(parent, data[4 * start : 4 * stop], () if digests else extra)
         digests.append(parent)
+    return digests
+
+
+def page_hash(before: bytes, token_bytes: bytes | memoryview) -> bytes:
+    """Return SGLang's hash of a page of tokens, 32 bytes, of which the first 16 name a chunk.
+
+    *before*: that of the page before, nothing for the first of a prompt.
+    """
+    return hashlib.sha256(before + bytes(token_bytes)).digest()
+
+
+def page_digests(
+    tokens: Sequence[int], chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+) -> list[ChainDigest]:
+    """Return what ``chain_digests`` does, as SGLang names pages of so many tokens."""
+    data, digests, page = memoryview(tokens_le32(tokens)), [], b""
+    for start, stop in chunk_spans(len(data) // 4, chunk_tokens):
+        page = page_hash(page, data[4 * start : 4 * stop])
+        digests.append(ChainDigest(page[:DIGEST_BYTES]))
     return digests

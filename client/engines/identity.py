@@ -82,9 +82,8 @@ def weights_of(model: str, stated: str = "", commit: str = "") -> Weights:
     revision = weights_name(model, stated, commit)
     files, in_cache = weights_files(model), _IN_CACHE.search(model)
     if files:
-        folder = Path(model)
-        kind = _model_type(folder)
-        name = f"{kind}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
+        folder: Path | None = Path(model)
+        name = f"{_model_type(Path(model))}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
     else:
         folder = None if is_exact(stated) else _cached_folder(model, commit)
         name = short_name(model)

@@ -38,6 +38,9 @@ from kvstore.proto.types import Representation
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
 
+KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Implementations of attention that compute the same but for rounding."""
+
 SAMPLED = 64
 """Elements of each tensor that stand for it where a commit names the rest."""
 
@@ -72,15 +75,21 @@ def representation_of(
     config = model.config
     shape, rope = cache_shape(model), rope_parameters(config)
     weights = _weights(model, model_revision or "")
-    kind = type(model)
-    is_theirs = kind.__module__.startswith("transformers.models.")
     departures = Departures(
         "transformers",
-        computed_in(model.dtype, shape.groups) | ({} if is_theirs else {"class": str(kind)}),
+        computed_in(model.dtype, shape.groups) | _own_code(model),
         adapter_digest=adapter_digest,
         tokenizer=_tokenizer(tokenizer, weights),
     )
     return identity_of(weights, shape.groups, rope, config, departures)
+
+
+def _own_code(model: PreTrainedModel) -> dict[str, str]:
+    """Return what of *model* computes by other code than that of transformers."""
+    kind, attention = type(model), str(model.config._attn_implementation)
+    is_theirs = kind.__module__.startswith("transformers.models.")
+    found = {} if is_theirs else {"class": str(kind)}
+    return found if attention in KERNELS else {**found, "attention": attention}
 
 
 def carries_adapter(model: PreTrainedModel) -> bool:
@@ -132,7 +141,7 @@ def full_layers(cache: Cache) -> list[DynamicLayer]:
 
 def _weights(model: PreTrainedModel, stated: str) -> Weights:
     """Return which weights *model* has, as they are now."""
-    name = model.config.name_or_path
+    name = model.config.name_or_path or ""
     commit = str(getattr(model.config, "_commit_hash", None) or "")
     try:
         weights = weights_of(name, stated, commit)
@@ -261,13 +270,18 @@ def weights_digest(model: PreTrainedModel) -> str:
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:
     """Return a name of what each token id stands for."""
     vocabulary = tokenizer.get_vocab()
-    try:
-        own = weights.folder and AutoTokenizer.from_pretrained(  # type: ignore[no-untyped-call]
-            weights.folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError):
-        own = None
-    if own is not None and own.get_vocab() == vocabulary:
+    if weights.folder is not None and _vocabulary_in(weights.folder) == vocabulary:
         return OWN_TOKENIZER
     words = json.dumps(sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
     return f"blake3:{blake3(words.encode()).hexdigest()}"
+
+
+def _vocabulary_in(folder: Path) -> dict[str, int] | None:
+    """Return the vocabulary of the tokenizer in *folder*; None where there is none."""
+    try:
+        own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+    return own.get_vocab()

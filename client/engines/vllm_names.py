@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from kvstore.client.engines.vllm_orders import NamedChunk
 from kvstore.client.engines.weights import files_digest
 from kvstore.proto.errors import RepresentationError
-from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
-from kvstore.proto.types import ROOT, ChainDigest
+from kvstore.proto.keys import chain_digest, content_digest, page_hash, tokens_le32
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_ADAPTERS = 4096
 """LoRA adapters of one engine whose requests are stored."""
@@ -34,11 +34,13 @@ class Identity:
     """What names the KV of a request beside its tokens.
 
     ``first`` enters the first chunk and with it the whole chain; a feature enters the chunks
-    that it reaches into, so that what is before it is shared.
+    that it reaches into, so that what is before it is shared. ``is_sglangs``: there is neither,
+    and chunks are named as SGLang names pages.
     """
 
     first: tuple[bytes, ...] = ()
     features: tuple[Feature, ...] = ()
+    is_sglangs: bool = False
 
     def within(self, start: int, stop: int) -> list[bytes]:
         """Return what enters the chunk of tokens *start* to *stop*."""
@@ -48,9 +50,13 @@ class Identity:
 
 
 class RequestNames:
-    """Identities of the requests of one engine. For one thread, which may wait for files."""
+    """Identities of the requests of one engine. For one thread, which may wait for files.
 
-    def __init__(self) -> None:
+    *sglang_names*: as in ClientOptions.
+    """
+
+    def __init__(self, *, sglang_names: bool = False) -> None:
+        self._sglang_names = sglang_names
         # What each adapter was when it was first seen: its files' marks, and its digest.
         self._adapters: dict[tuple[int, str], tuple[_Marks, bytes]] = {}
 
@@ -71,7 +77,8 @@ class RequestNames:
         if lora is not None:
             first.append(b"lora:" + self._adapter(lora))
         features = tuple(map(_feature, getattr(request, "mm_features", None) or ()))
-        return Identity(tuple(first), features)
+        is_plain = not first and not features
+        return Identity(tuple(first), features, is_plain and self._sglang_names)
 
     def _adapter(self, lora: Any) -> bytes:
         """Return the digest of an adapter, which the engine may have loaded long ago."""
@@ -114,6 +121,7 @@ class ChunkChain:
         self.chunks: list[NamedChunk] = []
         self._identity = identity
         self._chunk_tokens = chunk_tokens
+        self._page = b""
 
     def extend(self, tokens: Sequence[int], count: int) -> None:
         """Name the first *count* chunks of *tokens*, which begin with those named before."""
@@ -123,7 +131,11 @@ class ChunkChain:
             data = tokens_le32(tokens[start : start + size])
             extra = self._identity.within(start, start + size)
             parent = self.chunks[-1].digest if self.chunks else ROOT
-            digest = chain_digest(parent, data, extra)
+            if self._identity.is_sglangs:
+                self._page = page_hash(self._page, data)
+                digest = ChainDigest(self._page[:DIGEST_BYTES])
+            else:
+                digest = chain_digest(parent, data, extra)
             self.chunks.append(NamedChunk(digest, parent, content_digest(data, extra), start))
 
     @property

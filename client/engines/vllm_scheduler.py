@@ -89,7 +89,7 @@ class VllmScheduler:
         self._role = role
         self._clock = clock
         self._late_s = (options.deadline_ms + role.wait_ms) / 1000 + LATE_S
-        self._names = RequestNames()
+        self._names = RequestNames(sglang_names=options.sglang_names)
         self._epoch = b""
         self._tracked: dict[str, Tracked] = {}
         self._computing: set[str] = set()

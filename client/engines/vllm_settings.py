@@ -48,7 +48,7 @@ class VllmSettings:
     about what the engine takes to compute a token; what the store loads later than that is
     computed; 0: all that is found is loaded. ``token_file`` has an API key or a
     JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files, as in Access; ``tenant``: as in
-    ClientOptions. A token is no setting: engines print those.
+    ClientOptions, as ``sglang_names`` is. A token is no setting: engines print those.
     """
 
     address: str = "127.0.0.1:7420"
@@ -68,6 +68,7 @@ class VllmSettings:
     tls_cert: str = ""
     tls_key: str = ""
     tenant: str = ""
+    sglang_names: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -125,4 +126,5 @@ class VllmSettings:
             name=name,
             access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
             tenant=self.tenant,
+            sglang_names=self.sglang_names,
         )

@@ -17,7 +17,8 @@ from real_sglang.stand_ins import import_sglang
 
 from kvstore.client.engines import sglang_terms
 from kvstore.proto.errors import RepresentationError
-from kvstore.proto.types import DType
+from kvstore.proto.keys import page_digests
+from kvstore.proto.types import DIGEST_BYTES, DType
 
 import_sglang()
 with warnings.catch_warnings():
@@ -94,6 +95,13 @@ def page_hashes(count: int) -> list[str]:
     """Return SGLang's own hashes of the pages of a prompt."""
     hashes: list[str] = get_hash_str(array("q", range(100, 100 + PAGE * count)), None, PAGE)
     return hashes
+
+
+def test_prompts_can_be_named_as_sglang_names_their_pages() -> None:
+    tokens = range(100, 100 + 3 * PAGE)
+    assert [one.hex() for one in page_digests(tokens, PAGE)] == [
+        name[: 2 * DIGEST_BYTES] for name in page_hashes(3)
+    ]
 
 
 @pytest.fixture(params=LAYOUTS)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from local_server import LocalServer
+from local_server import DEADLINE_MS, LocalServer
 from prompts import tokens as prompt_tokens
 from torch_engine import OPTIONS, ids_of, kept, prefill
 from transformers import (
@@ -23,14 +26,21 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 from vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, HEAD_DIM, HEADS, kv_of
-from vllm_stand_ins import FakeRequest, FullAttentionSpec, cache_config, engine_config
+from vllm_stand_ins import (
+    FakeRequest,
+    FullAttentionSpec,
+    cache_config,
+    engine_config,
+    feature,
+)
 from vllm_steps import Engine
 
 from kvstore.client.engines import sglang_pages, vllm_identity
-from kvstore.client.engines.sglang_pages import PageSettings, RankTerms
+from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_terms import terms_of
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.vllm_layout import PACKINGS
+from kvstore.client.engines.vllm_names import RequestNames
 from kvstore.client.engines.vllm_shape import shape_of
 from kvstore.proto.types import Representation
 
@@ -81,17 +91,28 @@ def by_vllm(folder: Path, *, model_revision: str = "", **settings: Any) -> Repre
     return vllm_identity.representation_of(config, shape, model_revision)
 
 
-def by_sglang(folder: Path, *, model_revision: str = "", **settings: Any) -> Representation:
-    pool: Any = SimpleNamespace(
+def host_pool() -> Any:
+    """Return what SGLang keeps three pages in."""
+    return SimpleNamespace(
         layout="page_first", page_size=CHUNK_TOKENS, start_layer=0, layer_num=LAYERS,
-        kv_buffer=torch.zeros(2, CHUNK_TOKENS, LAYERS, HEADS, HEAD_DIM),
+        kv_buffer=torch.zeros(2, 3 * CHUNK_TOKENS, LAYERS, HEADS, HEAD_DIM),
         get_dummy_flat_data_page=lambda: torch.zeros(2, CHUNK_TOKENS, LAYERS, HEADS, HEAD_DIM),
     )  # fmt: skip
+
+
+def by_sglang(folder: Path, *, model_revision: str = "", **settings: Any) -> Representation:
+    rank, asked = started(folder, model_revision, **settings)
+    return sglang_pages.representation_of(host_pool(), rank, asked)
+
+
+def started(
+    folder: Path, model_revision: str = "", address: str = "127.0.0.1:1", **settings: Any
+) -> tuple[RankTerms, PageSettings]:
+    """Return what an SGLang was started with that serves *folder* under another name."""
     stated = {"json_model_override_args": str(settings) if settings else "{}"}
     terms = terms_of(SimpleNamespace(model_path=str(folder), dtype="auto", **stated))
-    extra = {"model_revision": model_revision} if model_revision else {}
-    asked = PageSettings.parse(extra, "served-name", terms)
-    return sglang_pages.representation_of(pool, RankTerms("x", False, engine=terms), asked)
+    extra = {"model_revision": model_revision, "address": address, "deadline_ms": DEADLINE_MS}
+    return RankTerms("x", False, engine=terms), PageSettings.parse(extra, "served-name", terms)
 
 
 ENGINES = (by_transformers, by_vllm, by_sglang)
@@ -164,6 +185,34 @@ def both(folder: Path, server: LocalServer) -> Iterator[tuple[TransformersConnec
     engine.close()
 
 
+@pytest.fixture
+def pages(folder: Path, server: LocalServer) -> Iterator[PageStore]:
+    """The pages of an SGLang over them."""
+    store = PageStore(host_pool(), *started(folder, address=server.address))
+    yield store
+    store.client.close()
+
+
+@pytest.fixture
+def as_sglang(folder: Path, server: LocalServer) -> Iterator[tuple[TransformersConnector, Engine]]:
+    """What ``both`` are, with prompts named as SGLang names them."""
+    chosen = replace(OPTIONS, sglang_names=True)
+    client = server.connect("auto", by_transformers(folder), chosen)
+    engine = Engine(server.address, by_vllm(folder), opts=chosen)
+    yield TransformersConnector(client, loaded(folder)), engine
+    engine.close()
+
+
+def hashes_of(tokens: Sequence[int]) -> list[str]:
+    """Return SGLang's hashes of whole pages: SHA-256 of the hash before and of the tokens."""
+    before, found = b"", []
+    for start in range(0, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+        page = np.array(tokens[start : start + CHUNK_TOKENS], "<u4").tobytes()
+        before = hashlib.sha256(before + page).digest()
+        found.append(before.hex())
+    return found
+
+
 def parts_of(engine: Engine, blocks: Sequence[int], tokens: int) -> list[torch.Tensor]:
     """Return K and V of each layer that lie in *blocks*, each (kv_heads, tokens, head_dim)."""
     pages = engine.pages[0]
@@ -193,10 +242,10 @@ def test_what_vllm_stored_transformers_loads(both: tuple[TransformersConnector, 
     assert engine.run("a", list(PROMPT)) == 0
     cache, hit = connector.load(ids_of(PROMPT))
     assert hit == 3 * CHUNK_TOKENS
-    for layer, found in enumerate(cache.layers):
-        wanted = [kv_of(token, at, layer) for at, token in enumerate(PROMPT[:hit])]
-        for part, tensor in enumerate((found.keys, found.values)):
-            assert torch.equal(tensor[0], torch.stack([one[part] for one in wanted], 1))
+    for number, found in enumerate(kept(cache)):
+        layer, part = divmod(number, 2)
+        wanted = [kv_of(token, at, layer)[part] for at, token in enumerate(PROMPT[:hit])]
+        assert torch.equal(found[0], torch.stack(wanted, 1))
 
 
 def test_a_request_with_a_salt_is_not_what_transformers_stored(
@@ -207,3 +256,70 @@ def test_a_request_with_a_salt_is_not_what_transformers_stored(
     request = FakeRequest("a", list(PROMPT), cache_salt="alice")
     engine.scheduler.arrived(request)
     assert engine.matched(request) == 0
+
+
+# --- SGLang's pages, where they are whole chunks
+
+
+def parts_on(pages: PageStore) -> list[torch.Tensor]:
+    """Return K and V of each layer on the pool's pages, each (kv_heads, tokens, head_dim)."""
+    places: list[Any] = [pages.page(number) for number in range(3)]
+    return [
+        torch.cat([place[0][layer][part] for place in places], 1)
+        for layer in range(LAYERS)
+        for part in range(2)
+    ]
+
+
+def test_what_transformers_and_vllm_stored_sglang_loads(
+    as_sglang: tuple[TransformersConnector, Engine], pages: PageStore
+) -> None:
+    connector, engine = as_sglang
+    cache = prefill(connector._model, ids_of(PROMPT))
+    connector.save(ids_of(PROMPT), cache)
+    places = [pages.page(number) for number in range(3)]
+    assert pages.load(hashes_of(PROMPT), places) == 3
+    for found, wanted in zip(parts_on(pages), kept(cache), strict=True):
+        assert torch.equal(found, wanted[0, :, : 3 * CHUNK_TOKENS])
+    other = [token + 1 for token in PROMPT]
+    assert engine.run("a", other) == 0
+    assert pages.load(hashes_of(other), places) == 3
+    assert torch.equal(parts_on(pages)[-1][:, 69], kv_of(other[69], 69, LAYERS - 1)[1])
+
+
+def test_what_sglang_stored_transformers_and_vllm_load(
+    as_sglang: tuple[TransformersConnector, Engine], pages: PageStore
+) -> None:
+    connector, engine = as_sglang
+    pages._pool.kv_buffer.copy_(torch.rand(pages._pool.kv_buffer.shape))
+    places = [pages.page(number) for number in range(3)]
+    assert pages.store(hashes_of(PROMPT), places, ()) == [True] * 3
+    cache, hit = connector.load(ids_of(PROMPT))
+    assert hit == 3 * CHUNK_TOKENS
+    request = FakeRequest("a", list(PROMPT))
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == hit
+    blocks = engine.blocks(len(PROMPT))
+    assert engine.load(request, blocks, hit) == set()
+    wanted = parts_on(pages)
+    ours = [part[0] for part in kept(cache)]
+    for found in (ours, parts_of(engine, blocks[: hit // BLOCK_TOKENS], hit)):
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_prompts_with_a_salt_keep_the_stores_own_names(
+    as_sglang: tuple[TransformersConnector, Engine],
+    both: tuple[TransformersConnector, Engine],
+) -> None:
+    """SGLang names those otherwise."""
+    by_sglangs, by_own = as_sglang[0].client, both[0].client
+    assert by_sglangs.keys(PROMPT, [b"salt"]) == by_own.keys(PROMPT, [b"salt"])
+    assert not set(by_sglangs.keys(PROMPT)) & set(by_own.keys(PROMPT))
+    names = RequestNames(sglang_names=True)
+    assert names.identity(FakeRequest("a", PROMPT), b"").is_sglangs
+    for request, epoch in (
+        (FakeRequest("a", PROMPT, cache_salt="x"), b""),
+        (FakeRequest("a", PROMPT), b"epoch"),
+        (FakeRequest("a", PROMPT, mm_features=[feature("cat", 70, 80)]), b""),
+    ):
+        assert not names.identity(request, epoch).is_sglangs

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -56,7 +57,7 @@ def test_a_copy_in_another_folder_has_the_same_identity(
     tinylm: PreTrainedModel, tokenizer: Any, tmp_path: Path
 ) -> None:
     """Of another name, too."""
-    shutil.copytree(tinylm.config.name_or_path, tmp_path / "copied")
+    shutil.copytree(str(tinylm.config.name_or_path), tmp_path / "copied")
     copied = AutoModelForCausalLM.from_pretrained(tmp_path / "copied", dtype=torch.float32)
     assert representation_of(copied, tokenizer) == representation_of(tinylm, tokenizer)
 
@@ -76,13 +77,20 @@ def test_weights_that_are_not_those_of_the_files_do_not_have_the_files_name(
     assert after.model_revision.startswith("8f2c1d4+sample=" if given else "blake3:")
 
 
-def test_a_model_of_another_class_does_not_have_the_files_name(
-    load_tinylm: Any, tokenizer: Any
+@pytest.mark.parametrize("own", ["class", "attention"])
+def test_a_model_of_other_code_does_not_have_the_files_name(
+    load_tinylm: Any, tokenizer: Any, own: str
 ) -> None:
     """What it computes otherwise nobody knows."""
     model = load_tinylm()
     before = representation_of(model, tokenizer)
-    model.__class__ = type("OwnForCausalLM", (LlamaForCausalLM,), {})
+    model.config._attn_implementation = "eager"
+    assert representation_of(model, tokenizer) == before, "another kernel for the same"
+    if own == "class":
+        model.__class__ = type("OwnForCausalLM", (LlamaForCausalLM,), {})
+    else:
+        AttentionInterface.register("of_every_fourth_token", lambda *_: None)
+        model.config._attn_implementation = "of_every_fourth_token"
     assert representation_of(model, tokenizer) != before
 
 
