@@ -48,7 +48,20 @@ def blend_status(
 @blend_app.command("calibrate")
 def blend_calibrate(  # noqa: PLR0913 - each is an option
     model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
-    text: Annotated[Path, typer.Option(metavar="FILE", help="Text to cut documents from.")],
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to cut documents from.")
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Or prompts: JSON lines, {"documents": ["...", "..."], "question": "..."}.',
+        ),
+    ] = None,
+    prefix: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The system prompt, in front; else BOS or some text."),
+    ] = None,
     address: Address = DEFAULT_ADDRESS,
     tag: Annotated[str, typer.Option(help="What kind of prompts; gates are one for each.")] = "",
     documents: Annotated[int, typer.Option(min=2, metavar="N", help="In a prompt.")] = 4,
@@ -57,7 +70,7 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
     selector: Annotated[str, typer.Option(help="Who chooses what is recomputed.")] = "hybrid",
     seed: Annotated[int, typer.Option(help="Of the order of documents.")] = 0,
 ) -> None:
-    """Blend prompts of a text against full prefills until the gate opens, or stays closed.
+    """Blend prompts against full prefills until the gate opens, or stays closed.
 
     Exits with 1 when it stays closed.
     """
@@ -67,10 +80,11 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
             fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
             raise InvalidRequestError("model", str(model), fix)
         from kvstore.cli.blend_report import print_gate
-        from kvstore.cli.blend_trials import TrialTerms, run_trials
+        from kvstore.cli.blend_trials import TrialFiles, TrialTerms, run_trials
 
         terms = TrialTerms(tag, documents, document_tokens, question_tokens, selector, seed)
-        gate = run_trials(address, model, text, terms, _say)
+        files = TrialFiles(text, questions, prefix)
+        gate = run_trials(address, model, files, terms, _say)
     except (InvalidRequestError, RepresentationError) as error:
         fail(error, EXIT_USAGE)
     print_gate(gate)

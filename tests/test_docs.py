@@ -73,6 +73,7 @@ OTHER_FLAGS = {
     "--spaces": "kvstore explain",
     "--tag": "kvstore blend calibrate",
     "--text": "kvstore blend calibrate",
+    "--questions": "kvstore blend calibrate",
     "--tokens": "kvstore explain",
     "--block-tokens": "kvstore simulate",
     "--capacity": "kvstore simulate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from local_server import LocalServer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvstore.cli.main import main
 from kvstore.proto import kvstore_pb2 as pb
@@ -61,9 +62,10 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def calibrate(server: LocalServer, model: Path, text: Path, *more: str) -> int:
+def calibrate(server: LocalServer, model: Path, text: Path | None, *more: str) -> int:
     """Run the command; return its status."""
-    command = ["blend", "calibrate", str(model), "--text", str(text), "--tag", "rag"]
+    command = ["blend", "calibrate", str(model), "--tag", "rag"]
+    command += [] if text is None else ["--text", str(text)]
     with pytest.raises(SystemExit) as ended:
         main([*command, "--address", server.address, *more])
     return int(ended.value.code or 0)
@@ -101,3 +103,76 @@ def test_a_model_that_blends_badly_stays_closed(
     assert gate.why.startswith("closed at 0.6")
     assert gate.agreement < 0.95
     assert server.counter("blend_shadows") == TRIALS <= 200
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model", looks_around=False)
+
+
+def exact_chunks_of_trials(server: LocalServer) -> float:
+    """How many chunks of a trial's prompt were there as it has them."""
+    return server.counter("blend_exact_chunks") / server.counter("blend_shadows")
+
+
+def test_prompts_begin_with_the_prefix_that_is_given(
+    server: LocalServer, model: Path, text: Path, tmp_path: Path
+) -> None:
+    """It is all that is exact."""
+    prefix = tmp_path / "system"
+    prefix.write_text(" ".join(WORDS * 3))
+    chunks = len(AutoTokenizer.from_pretrained(model)(prefix.read_text())["input_ids"]) // 16
+    assert chunks > 1
+    assert calibrate(server, model, text, *SMALL_PROMPTS, "--prefix", str(prefix)) == 0
+    assert exact_chunks_of_trials(server) == chunks
+
+
+def test_prompts_of_a_model_without_bos_begin_with_the_texts_first_tokens(
+    server: LocalServer, model: Path, text: Path
+) -> None:
+    settings = model / "tokenizer_config.json"
+    named = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**named, "bos_token": None}))
+    assert calibrate(server, model, text, *SMALL_PROMPTS) == 0
+    assert exact_chunks_of_trials(server) == 1
+
+
+def test_prompts_are_those_of_the_questions_that_are_given(
+    server: LocalServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents = [" ".join(WORDS * times) for times in (2, 3, 4)]
+    row = json.dumps({"documents": documents, "question": "Who built the house?"})
+    questions = tmp_path / "questions"
+    questions.write_text(f"{row}\n\n{row}\n")
+    assert calibrate(server, model, None, "--questions", str(questions)) == 0
+    assert gate_of(server).open
+    assert "open at ratio 0.300" in capsys.readouterr().out
+    assert server.counter("blend_variant_chunks") >= 2 * TRIALS
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"documents": ["one", "two"]}',
+        '{"documents": ["one"], "question": "which?"}',
+        '{"documents": ["one", ""], "question": "which?"}',
+        '{"documents": [1, 2], "question": "which?"}',
+        '{"documents": ["one", "two"], "question": null}',
+    ],
+)
+def test_a_line_that_is_no_question_is_refused_by_its_number(
+    server: LocalServer, model: Path, tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = tmp_path / "questions"
+    questions.write_text(f'{{"documents": ["one", "two"], "question": "which?"}}\n{line}\n')
+    assert calibrate(server, model, None, "--questions", str(questions)) == 2
+    assert "questions=line 2" in capsys.readouterr().err.replace("'", "")
+
+
+def test_neither_a_text_nor_questions_is_said_so(
+    server: LocalServer, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate(server, model, None) == 2
+    assert "give --text FILE or --questions FILE" in capsys.readouterr().err
