@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from coarse_codec import coarse_codec
 from local_server import LocalServer, eventually
+from lossy_copies import leave_on_disk
 from prompts import chunks_of, parts_of, store
 
 from kvstore.client import Client
@@ -43,13 +44,22 @@ def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
 def lossy(server: LocalServer, client: Client) -> list[ChunkKey]:
     """Keys of a prompt of which only the copies on disk are left."""
     keys = store(client, 1, CHUNKS)
-    catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
-    assert eventually(lambda: catalog.count_on("disk") == CHUNKS)
-    server.settled()
-    for key in keys:
-        assert catalog.cast_out("cpu", key)
-        transfers.delete_from(transfers.cpu, key)
+    leave_on_disk(server, keys)
     return keys
+
+
+def test_a_client_that_asks_is_told_how_true_each_chunk_is(
+    server: LocalServer, client: Client
+) -> None:
+    keys = store(client, 2, CHUNKS)
+    leave_on_disk(server, keys[1:2])
+    for _ in range(2):
+        stated = [Fidelity.none] * 5
+        found = client.get(keys, min_fidelity=Fidelity.bounded, fidelity=stated)
+        assert len(found) == CHUNKS
+        assert stated == [Fidelity.exact, Fidelity.bounded, Fidelity.exact]
+    assert len(client.get(keys, fidelity=stated)) == 1
+    assert stated == [Fidelity.exact]
 
 
 def test_a_client_that_says_nothing_is_given_nothing_lossy(
@@ -111,7 +121,7 @@ def test_a_client_ends_the_prefix_at_a_frame_that_says_less_than_was_asked(
         return Arrived(index, "cpu", frame, lambda: None)
 
     frames = [arrived(at, f) for at, f in enumerate(sorted(Fidelity, reverse=True))]
-    assert [one.index for one in as_true(iter(frames), least)] == list(range(count))
+    assert [one.index for one in as_true(iter(frames), least, {})] == list(range(count))
 
 
 @pytest.mark.parametrize("least", list(Fidelity))
