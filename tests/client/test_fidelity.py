@@ -9,7 +9,7 @@ import pytest
 from coarse_codec import coarse_codec
 from local_server import LocalServer, eventually
 from lossy_copies import leave_on_disk
-from prompts import chunks_of, parts_of, store
+from prompts import MEDIUM, chunks_of, parts_of, store
 
 from kvstore.client import Client
 from kvstore.client.options import TransportName
@@ -86,6 +86,22 @@ def test_a_client_that_allows_a_loss_is_given_the_high_half_of_each_element(
     layers = list(client.get_layers(lossy, min_fidelity=Fidelity.bounded))
     assert layers
     assert len(layers[-1].tensors) == CHUNKS
+
+
+def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
+    make_server: ServerMaker,
+) -> None:
+    """A rule for what steers every answer, such as a system prompt: see docs/engines.md."""
+    server = make_server("--disk-codec", "coarse", "--cpu", "4MiB")
+    client = server.connect("auto", MEDIUM)
+    system = store(client, 1, CHUNKS)
+    assert client.pin(system, ttl_ms=600_000) == CHUNKS
+    others = [store(client, seed, 16) for seed in range(2, 10)]
+    assert eventually(lambda: server.counter("lossy_victims") > 0)
+    stated: list[Fidelity] = []
+    client.get(system, min_fidelity=Fidelity.none, fidelity=stated)
+    assert stated == [Fidelity.exact] * CHUNKS
+    assert any(client.lookup(keys).ready < len(keys) for keys in others)
 
 
 def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
