@@ -40,7 +40,8 @@ class CoarseCodec(LossyCodec):
         bits = [np.ascontiguousarray(part).view(f"u{2 * size}").reshape(-1) for part in parts]
         high = (np.concatenate(bits) >> 8 * size).astype(f"u{size}").view(np.uint8)
         out[: len(high)] = high
-        return EncodedLayer(len(high), Fidelity.bounded, ERROR_BOUND)
+        bound = ERROR_BOUND if self.fidelity is Fidelity.bounded else 0.0
+        return EncodedLayer(len(high), self.fidelity, bound)
 
     @override
     def decode_layer(

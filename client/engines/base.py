@@ -21,6 +21,8 @@ from kvstore.client.prefill import PrefillModel, chunks_worth_loading
 from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
@@ -149,8 +151,8 @@ class Connector:
     ``read_into`` and ``write`` are of what one rank of the engine has.
 
     *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
-    they are from what was put, or ``approximate`` ones, any. Whatever is computed behind a lossy
-    copy is never stored: it would be taken for exact.
+    they are from what was put, or ``approximate`` ones, any, while the model's gate is open.
+    Whatever is computed behind a lossy copy is never stored: it would be taken for exact.
 
     A server that does not answer costs a load or a store one deadline of the client, and the
     following ones nothing until ``retry_after_ms`` have passed.
@@ -208,7 +210,7 @@ class Connector:
         stands in for the connector's own. What lies in the room past ``stored_tokens`` is not to
         be used.
         """
-        least = self.least if least is None else least
+        least = self.allowed(self.least) if least is None else least
 
         def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Fidelity]:
             stated: list[Fidelity] = []
@@ -291,6 +293,17 @@ class Connector:
         lossy = sum(stop - start for start, stop in every[exact_count(stated) : found])
         tiers = match.tiers[:found]
         return Prefix.of(every[:found], tiers, len(tokens), shared, lossy), reason
+
+    def allowed(self, least: Fidelity) -> Fidelity:
+        """Return *least*, or what the model's gate allows in its place. Never raises.
+
+        Copies without a bound are read while comparisons with full prefills say that they do.
+        """
+        if least is not Fidelity.none:
+            return least
+        asked = pb.ReportReuseRequest(tag=ACCURACY_TAG)
+        is_open = self.ask(lambda: self.client.report_reuse(asked).is_open, False)
+        return least if is_open else Fidelity.bounded
 
     def worth_loading(self, match: Match, token_count: int) -> int:
         """Return how many chunks of *match* to load for a prompt of so many tokens."""
@@ -375,7 +388,7 @@ class Connector:
     def _get_into(
         self, digests: Sequence[ChainDigest], room: ChunkRooms, fidelity: list[Fidelity] | None
     ) -> int:
-        least = Fidelity.exact if fidelity is None else self.least
+        least = Fidelity.exact if fidelity is None else max(self.least, Fidelity.bounded)
         found = self.client.get_into(
             self._keys(digests),
             room,

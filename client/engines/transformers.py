@@ -47,6 +47,7 @@ from kvstore.client.engines.transformers_cache import (
 )
 from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
+from kvstore.client.engines.transformers_gate import comparison, is_compared
 from kvstore.client.engines.transformers_identity import (
     WeightsWatch,
     cache_shape,
@@ -56,6 +57,7 @@ from kvstore.client.engines.transformers_staging import Staging
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
@@ -146,6 +148,8 @@ class TransformersConnector(Connector):
             continues(model, self._shape, client.representation)
         self._model = model
         self._watch = WeightsWatch(model)
+        self._behind_lossy = 0
+        """Prompts that were computed behind copies without a bound."""
         self._now = _AT_BIRTH
         self._made_of: WeakKeyDictionary[Cache, _Weights] = WeakKeyDictionary()
         # Guards the three above: the watch, what it led to, and of which weights caches are.
@@ -227,12 +231,30 @@ class TransformersConnector(Connector):
         miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or
         with ``input_ids[:, hit_tokens:]`` to the model. *accuracy*: of this call alone.
         """
-        terms = _Terms(extra, self._least(accuracy))
+        terms = _Terms(extra, self.allowed(self._least(accuracy)))
         tokens = _prompt(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
         weights = self._follow(cache)
         prefix = self._load_into(cache, tokens, terms.of(weights))
         return cache, prefix.hit_tokens
+
+    def calibrate(self, input_ids: Any, extra: Sequence[bytes] = ()) -> GateView | None:
+        """Compare a prompt behind its lossy copies with its full prefill; return the gate then.
+
+        *input_ids*: (1, tokens). 64 such comparisons within the server's bounds open the model's
+        gate for ``accuracy="approximate"``. Nothing is stored. None where no lossy copy was read,
+        or the store failed.
+        """
+        terms = _Terms(extra, self._least("approximate"))
+        tokens = _prompt(input_ids, self._model.device)
+        cache = DynamicCache(config=self._model.config)
+        prefix = self._load_into(cache, tokens, terms.of(self._follow(cache)))
+        return self._compare(tokens, cache) if prefix.lossy_tokens else None
+
+    def _compare(self, tokens: Sequence[int], cache: Cache) -> GateView | None:
+        return self.ask(
+            lambda: self.client.report_reuse(comparison(self._model, tokens, cache)), None
+        )
 
     def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
         rooms: list[PrefixRoom] = []
@@ -362,7 +384,7 @@ class TransformersConnector(Connector):
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
-        terms = _Terms(extra, self._least(accuracy))
+        terms = _Terms(extra, self.allowed(self._least(accuracy)))
         stated = _settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
@@ -381,6 +403,10 @@ class TransformersConnector(Connector):
         tokens: list[int] = input_ids[0].tolist()
         terms = terms.of(weights)
         loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), terms)
+        if terms.least is Fidelity.none and loaded.prefix.lossy_tokens:
+            self._behind_lossy += 1
+            if is_compared(self._behind_lossy - 1):
+                self._compare(tokens, loaded.cache)
         cache, prefix = loaded.cache, loaded.prefix
         chunk_tokens = self.client.options.chunk_tokens
         watch = Watch(cache, self._shape, chunk_tokens)

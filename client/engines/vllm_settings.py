@@ -14,7 +14,7 @@ from kvstore.client.options import ClientOptions, TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import MAX_HANDOVER_MS
-from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, Fidelity
 
 MAX_TOKEN_US = 10_000_000
 """Ten seconds a token."""
@@ -90,7 +90,9 @@ class VllmSettings:
         for name, most in bounds.items():
             if not 0 <= getattr(self, name) <= most:
                 raise InvalidRequestError(name, getattr(self, name), f"give 0 to {most}")
-        least_of(self.accuracy)
+        if least_of(self.accuracy) is Fidelity.none:
+            fix = "use exact or bounded: vLLM shows a connector no logits to compare"
+            raise InvalidRequestError("accuracy", self.accuracy, fix)
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> VllmSettings:

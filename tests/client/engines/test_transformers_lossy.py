@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from coarse_codec import coarse_codec
+from coarse_codec import CoarseCodec, coarse_codec
 from local_server import LocalServer
 from lossy_copies import leave_on_disk
 from torch_engine import OPTIONS, greedy, kept, left_padded, plain_tokens, prefill, random_ids
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from kvstore.client.engines import transformers as engine
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.device import HostDevice
-from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import ChunkKey, Representation
+from kvstore.proto.errors import DeadlineError, InvalidRequestError
+from kvstore.proto.types import ChunkKey, Fidelity, Representation
+from kvstore.server.policy import blend_gate
 
 PROMPT = random_ids(300)
 """Four chunks of 64 tokens and some; three are stored, of the second a lossy copy only."""
@@ -60,7 +64,7 @@ def test_a_call_reads_lossy_copies_only_if_it_or_its_connector_says_so(
 ) -> None:
     for of_connector, of_call, hit in (
         ("exact", None, 64), ("exact", "bounded", 192), ("bounded", None, 192),
-        ("bounded", "exact", 64), ("approximate", None, 192),
+        ("bounded", "exact", 64), ("approximate", None, 192),  # which bounded ones are, too
     ):  # fmt: skip
         connector = connect(of_connector)
         cache, hit_tokens = connector.load(PROMPT, accuracy=of_call)
@@ -163,6 +167,67 @@ def test_what_an_exact_call_computes_is_stored_in_the_lossy_copys_place(
     found = connect("exact").generate(PROMPT, greedy())
     assert found.hit_tokens == 299
     assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)
+
+
+@pytest.fixture
+def boundless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the disk's codec state no bound, and a gate open after four comparisons."""
+    monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
+    monkeypatch.setattr(blend_gate, "TRIALS", 4)
+
+
+@pytest.mark.usefixtures("boundless")
+def test_copies_without_a_bound_are_read_once_comparisons_have_opened_the_models_gate(
+    connect: Connect, keys: list[ChunkKey]
+) -> None:
+    reader = connect("approximate")
+    assert reader.load(PROMPT)[1] == 64
+    for number in range(4):
+        assert reader.load(PROMPT)[1] == 64
+        view = connect("exact").calibrate(PROMPT)
+        assert view is not None
+        assert view.is_open is (number == 3), view
+    assert reader.load(PROMPT)[1] == 192
+    assert connect("bounded").load(PROMPT)[1] == 64
+    assert connect("exact").calibrate(OTHER) is None
+    assert reader.client.lookup(keys).ready == 1, "a comparison stores nothing"
+
+
+@pytest.mark.usefixtures("boundless", "keys")
+def test_a_gate_closes_by_itself_when_answers_are_too_far_from_those_of_a_full_prefill(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = connect("approximate")
+    for _ in range(4):
+        reader.calibrate(PROMPT)
+    found = [reader.generate(PROMPT, greedy()).hit_tokens for _ in range(3)]
+    assert found == [192] * 3, "which were compared, and near enough"
+
+    def far(*_: Any) -> pb.ReportReuseRequest:
+        shadow = pb.ShadowResult(divergence=2.0, agreement=0.0, tokens=64)
+        return pb.ReportReuseRequest(tag=ACCURACY_TAG, shadow=shadow)
+
+    monkeypatch.setattr(engine, "comparison", far)
+    hits = [reader.generate(PROMPT, greedy(), accuracy="approximate").hit_tokens for _ in range(3)]
+    assert hits[:2] == [192, 64], "it closed with the first, and what followed was exact"
+    assert connect("approximate").allowed(Fidelity.none) is Fidelity.bounded
+    assert reader.stats().load_errors == {}
+
+
+@pytest.mark.usefixtures("boundless", "keys")
+def test_without_an_answer_about_the_gate_it_counts_as_closed(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = connect("approximate")
+    for _ in range(4):
+        reader.calibrate(PROMPT)
+
+    def late(_: object) -> object:
+        raise DeadlineError("late")
+
+    monkeypatch.setattr(reader.client, "report_reuse", late)
+    assert reader.load(PROMPT)[1] == 64
+    assert reader.stats().load_errors == {"DeadlineError": 1}
 
 
 @pytest.mark.parametrize("accuracy", ["lossy", "", 1, ["exact"]])

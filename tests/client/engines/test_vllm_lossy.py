@@ -235,7 +235,7 @@ def test_lossy_copies_are_loaded_into_plain_pages_in_cpu_memory_only(
     assert settings.accuracy_for(shape, device) == accuracy
 
 
-@pytest.mark.parametrize("accuracy", ["lossy", 1, None, ["exact"]])
+@pytest.mark.parametrize("accuracy", ["lossy", "approximate", 1, None, ["exact"]])
 def test_an_accuracy_that_is_none_is_refused_by_name(accuracy: object) -> None:
     with pytest.raises(InvalidRequestError, match="accuracy"):
         VllmSettings.of({"accuracy": accuracy})
