@@ -233,11 +233,18 @@ class AsyncClient:
         out: Sequence[LayerTensors] | None = None,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
+        fidelity: list[Fidelity] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified."""
         check_out(keys, out)
-        return await self.get_into(keys, given(out), min_fidelity=min_fidelity, rectangle=rectangle)
+        return await self.get_into(
+            keys,
+            given(out),
+            min_fidelity=min_fidelity,
+            fidelity=fidelity,
+            rectangle=rectangle,
+        )
 
     async def get_into(
         self,
@@ -245,6 +252,7 @@ class AsyncClient:
         room: Room,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
+        fidelity: list[Fidelity] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read into what *room* gives for each chunk once its layout is known."""
@@ -255,11 +263,13 @@ class AsyncClient:
                 raise KVStoreError("the call was cancelled")
             return room(index, layout)
 
-        get = self.sync.get_into
-        return await settled(
-            partial(get, keys, place, min_fidelity=min_fidelity, rectangle=rectangle),
-            stop=stopped.set,
+        get = partial(
+            self.sync.get_into,
+            min_fidelity=min_fidelity,
+            fidelity=fidelity,
+            rectangle=rectangle,
         )
+        return await settled(partial(get, keys, place), stop=stopped.set)
 
     async def get_pages(
         self,

@@ -280,12 +280,20 @@ class Caller:
     # --- reading
 
     def _read_prefix(
-        self, keys: Sequence[ChunkKey], room: Room, least: Fidelity = Fidelity.exact
+        self,
+        keys: Sequence[ChunkKey],
+        room: Room,
+        least: Fidelity = Fidelity.exact,
+        fidelity: list[Fidelity] | None = None,
     ) -> list[ChunkTensors]:
-        """Read under a lease of the call's own."""
+        """Read under a lease of the call's own. *fidelity* gets that of each chunk returned."""
 
         def work(_: Transport) -> list[ChunkTensors]:
-            return self._read(keys, room, (), least)
+            stated: list[Fidelity] = []
+            found = self._read(keys, room, (), least, stated)
+            if fidelity is not None:
+                fidelity[:] = stated
+            return found
 
         try:
             return self._with_session(work)
@@ -299,8 +307,13 @@ class Caller:
         room: Room,
         leases: Sequence[int],
         least: Fidelity = Fidelity.exact,
+        fidelity: list[Fidelity] | None = None,
     ) -> list[ChunkTensors]:
-        """Read a batch at a time, each under its own of *leases*; without them each takes one."""
+        """Read a batch at a time, each under its own of *leases*; without them each takes one.
+
+        The fidelity of each chunk that is returned is appended to *fidelity*.
+        """
+        stated = [] if fidelity is None else fidelity
         transport, left_ms = self._connected(), countdown(self.options.deadline_ms)
         digests = self._cut_digests(keys)  # all of them are ours, or nothing is read
         found: list[ChunkTensors] = []
@@ -309,10 +322,15 @@ class Caller:
             lease_id = leases[number] if leases else 0
             try:
                 asked = Asked(digests[first : first + limit], lease_id, left_ms(), least)
-                found += self._read_batch(transport, some, behind(room, first), asked)
+                some_found, some_stated = self._read_batch(
+                    transport, some, behind(room, first), asked
+                )
             except (DeadlineError, TierUnavailableError):
                 if not found:
                     raise
+                break
+            found += some_found
+            stated += some_stated
             if len(found) < first + len(some):
                 break
         return found
@@ -323,17 +341,18 @@ class Caller:
         keys: Sequence[ChunkKey],
         room: Room,
         asked: Asked,
-    ) -> list[ChunkTensors]:
+    ) -> tuple[list[ChunkTensors], list[Fidelity]]:
         portion = None
+        stated: dict[int, int] = {}
         if isinstance(room, RectangleRoom):
             portion = room.usual_portion(self.options.chunk_tokens)
         landing = partial(direct, transport.session, keys, room)
         with transport.get_layers_of(portion, *asked, landing) as arriving:
-            frames = as_true(arriving, asked.least)
+            frames = as_true(arriving, asked.least, stated)
             found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:
             self._quarantine(transport, broken)
-        return found
+        return found, [Fidelity(stated[at]) for at in range(len(found))]
 
     def _layer_feed(
         self,

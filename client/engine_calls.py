@@ -53,6 +53,7 @@ class EngineCalls(Caller, ABC):
         room: Room,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
+        fidelity: list[Fidelity] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read like ``get``, into what *room* gives for each chunk once its layout is known.
@@ -62,7 +63,7 @@ class EngineCalls(Caller, ABC):
         called by several threads, in any order. With a *rectangle* the layouts are those of what
         one rank has.
         """
-        return self._read_prefix(keys, self._room(room, rectangle), min_fidelity)
+        return self._read_prefix(keys, self._room(room, rectangle), min_fidelity, fidelity)
 
     def _room(self, room: Room, rectangle: Rectangle | None) -> Room:
         if rectangle is None:

@@ -234,14 +234,19 @@ def piece_of(reply: pb.GetResponse) -> FramePiece:
     return FramePiece(reply.index, reply.tier, part.frame_bytes, part.offset, as_bytes(part.data))
 
 
-def as_true(arriving: Iterator[Arrived], least: Fidelity) -> Iterator[Arrived]:
+def as_true(
+    arriving: Iterator[Arrived], least: Fidelity, stated: dict[int, int]
+) -> Iterator[Arrived]:
     """Yield frames up to the first whose header states less than *least*.
 
-    The server passes such copies over; one that comes all the same is missing.
+    The server passes such copies over; one that comes all the same is missing. What each states
+    goes into *stated*, by its index: true of those that prove right, as headers have a checksum.
     """
     for arrived in arriving:
-        if int(arrived.frame[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0]) < least:
+        found = int(arrived.frame[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0])
+        if found < least:
             return
+        stated[arrived.index] = found
         yield arrived
 
 

@@ -266,6 +266,10 @@ def check_number(field: str, value: float, top: float = math.inf) -> float:
     return value
 
 
+ACCURACY_TAG = "accuracy:approximate"
+"""The tag of the gate of a model's lossy copies that state no bound."""
+
+
 def check_tag(tag: str) -> str:
     """Return *tag* if it can be one. Raises InvalidRequestError."""
     return check_text("tag", tag, MAX_TAG_CHARS)

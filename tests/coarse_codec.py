@@ -1,4 +1,4 @@
-"""A lossy codec for tests of who may see its frames: the high bytes of 16-bit elements."""
+"""A lossy codec for tests of who may see its frames: the high half of each element."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ class CoarseCodec(LossyCodec):
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
         if layer.rope == RopeParameters(13.0, layer.component.head_dim):
             raise LayoutMismatchError("rope", 13.0, "not a number for an embedding")
-        high = np.concatenate([(part >> 8).astype(np.uint8).reshape(-1) for part in parts])
+        size = parts[0].dtype.itemsize // 2
+        bits = [np.ascontiguousarray(part).view(f"u{2 * size}").reshape(-1) for part in parts]
+        high = (np.concatenate(bits) >> 8 * size).astype(f"u{size}").view(np.uint8)
         out[: len(high)] = high
-        return EncodedLayer(len(high), Fidelity.bounded, ERROR_BOUND)
+        bound = ERROR_BOUND if self.fidelity is Fidelity.bounded else 0.0
+        return EncodedLayer(len(high), self.fidelity, bound)
 
     @override
     def decode_layer(
@@ -46,8 +49,10 @@ class CoarseCodec(LossyCodec):
     ) -> None:
         if len(data[0]) != component.layer_bytes // 2:
             raise InvalidFrameError("stored_bytes", len(data[0]), "half of each element")
+        size = out[0].dtype.itemsize // 2
         for part, high in zip(out, np.split(data[0], component.parts), strict=True):
-            part[:] = high.reshape(component.shape).astype(np.uint16) << 8
+            halves = high.view(f"u{size}").reshape(component.shape)
+            part[:] = (halves.astype(f"u{2 * size}") << 8 * size).view(part.dtype)
 
 
 @contextmanager

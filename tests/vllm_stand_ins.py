@@ -25,6 +25,7 @@ class FakeRequest:
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
+    block_hashes: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -67,6 +67,7 @@ class Engine:
         client: type[Client] = Client,
         zeroes: bool = False,
         refusing: bool = False,
+        accuracy: str = "exact",
     ) -> None:
         """*device*: where pages lie and the forward pass runs, late. *zeroes*: blocks are zeroed
         when they are given out, before ``handle_preemptions``, as vLLM's V2 runner does."""
@@ -75,12 +76,14 @@ class Engine:
         self.device, self._zeroes = device, zeroes
         self.packing = packing
         identity = identity or representation(shape=shape)
-        lookups = Connector(Client(address, identity, opts))
+        lookups = Connector(Client(address, identity, opts), accuracy=accuracy)
         self.scheduler = VllmScheduler(lookups, shape, role=role)
         self.workers: list[Any] = []
         self.pages = [empty_pages(shape=shape)] * len(ranks)
         for rank, pages in zip(ranks, self.pages, strict=True):
-            connector = Connector(client(address, identity, opts), rectangle=rank)
+            connector = Connector(
+                client(address, identity, opts), rectangle=rank, accuracy=accuracy
+            )
             own_shape = shape_of_rank(shape, rank)
             self.workers.append(VllmWorker(connector, own_shape, queue_bytes, device=device))
             own = pages_of_rank(pages, shape, rank)

@@ -21,9 +21,12 @@ from kvstore.client.prefill import PrefillModel, chunks_worth_loading
 from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ACCURACY_TAG
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
-from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout, Match, PutOutcome
+from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout, Match, PutOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,30 @@ Source: TypeAlias = Callable[[Span], LayerTensors]
 LayoutOf: TypeAlias = Callable[[Span], KVLayout | None]
 """Returns what the chunk at a span has of its end; None where there is nothing to say."""
 
+_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Fidelity]]
+"""Reads the longest prefix of chunks; returns how true each is that was read."""
 
-_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], int]
+_ACCURACIES = {
+    "exact": Fidelity.exact,
+    "bounded": Fidelity.bounded,
+    "approximate": Fidelity.none,
+}
+
+
+def least_of(accuracy: str) -> Fidelity:
+    """Return the least fidelity of what *accuracy* allows to be read.
+
+    Raises InvalidRequestError for what is none.
+    """
+    if not isinstance(accuracy, str) or accuracy not in _ACCURACIES:
+        raise InvalidRequestError("accuracy", accuracy, f"use {', '.join(_ACCURACIES)}")
+    return _ACCURACIES[accuracy]
+
+
+def exact_count(stated: Sequence[Fidelity]) -> int:
+    """Return how many of the first chunks are exact, where chunks are as true as *stated*."""
+    lossy = (at for at, one in enumerate(stated) if one is not Fidelity.exact)
+    return next(lossy, len(stated))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +86,14 @@ class Prefix:
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
     shared_tokens: int = 0
     """How far other prompts went the same way, where a model's states decide what is a hit."""
+    lossy_tokens: int = 0
+    """Of ``stored_tokens``, those from the first chunk on that was read from a lossy copy."""
+
+    @property
+    def exact_tokens(self) -> int:
+        """The tokens before any that was read from a lossy copy: what may be stored is of these,
+        where there are others."""
+        return self.stored_tokens - self.lossy_tokens
 
     @classmethod
     def of(
@@ -69,13 +102,15 @@ class Prefix:
         tiers: Sequence[str],
         prompt_tokens: int,
         shared_tokens: int = 0,
+        lossy_tokens: int = 0,
     ) -> Prefix:
         """Return the prefix of the chunks at *spans*, which came from *tiers*."""
         tier_tokens: Counter[str] = Counter()
         for (start, stop), tier in zip(spans, tiers, strict=True):
             tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
         stored_tokens = spans[-1][1] if spans else 0
-        return cls(stored_tokens, tier_tokens.total(), dict(tier_tokens), shared_tokens)
+        hit_tokens = tier_tokens.total()
+        return cls(stored_tokens, hit_tokens, dict(tier_tokens), shared_tokens, lossy_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +119,8 @@ class ConnectorStats:
 
     Of each prompt looked up, every token is a hit or a miss. ``lost_chunks`` were ready when
     asked for and not read: late, evicted or damaged; ``slow_chunks`` were sooner computed.
+    ``lossy_hit_tokens``: hits from the first chunk of a lossy copy on; ``lossy_unstored_chunks``
+    were computed behind such a one, and so not stored.
     """
 
     lookups: int
@@ -97,6 +134,8 @@ class ConnectorStats:
     load_errors: Mapping[str, int]
     store_errors: Mapping[str, int]
     slow_chunks: int = 0
+    lossy_hit_tokens: int = 0
+    lossy_unstored_chunks: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
     """Prompts that were no whole hit, by why their hit ended where it did: docs/engines.md."""
 
@@ -109,8 +148,11 @@ class Connector:
     survive a power cut. *token_flops* is about what the engine spends on one token. With
     *prefill*, what the engine takes to compute, a load ends where computing the rest is sooner
     by the store's own estimates; without it everything in reach is loaded. With a *rectangle*
-    ``read_into`` and ``write`` are of what one rank of the engine has. Only exact copies
-    are: whatever was computed behind a lossy one could not be stored.
+    ``read_into`` and ``write`` are of what one rank of the engine has.
+
+    *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
+    they are from what was put, or ``approximate`` ones, any, while the model's gate is open.
+    Whatever is computed behind a lossy copy is never stored: it would be taken for exact.
 
     A server that does not answer costs a load or a store one deadline of the client, and the
     following ones nothing until ``retry_after_ms`` have passed.
@@ -124,9 +166,12 @@ class Connector:
         token_flops: float = 0.0,
         prefill: PrefillModel | None = None,
         rectangle: Rectangle | None = None,
+        accuracy: str = "exact",
     ) -> None:
         self.client = client
         self.rectangle = rectangle
+        self.least = least_of(accuracy)
+        """The least fidelity of what is read."""
         self._prefill = prefill
         self.durable = durable
         self._token_flops = token_flops
@@ -152,17 +197,27 @@ class Connector:
         ):
             counts.clear()
 
-    def load_chunks(self, tokens: Sequence[int], room: Room, extra: Sequence[bytes] = ()) -> Prefix:
+    def load_chunks(
+        self,
+        tokens: Sequence[int],
+        room: Room,
+        extra: Sequence[bytes] = (),
+        least: Fidelity | None = None,
+    ) -> Prefix:
         """Read the longest stored prefix of *tokens* into what *room* gives. Never raises.
 
-        *extra* is what else names the prompt (cache salt, multimodal hashes), in order. What
-        lies in the room past ``stored_tokens`` is not to be used.
+        *extra* is what else names the prompt (cache salt, multimodal hashes), in order; *least*
+        stands in for the connector's own. What lies in the room past ``stored_tokens`` is not to
+        be used.
         """
+        least = self.allowed(self.least) if least is None else least
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> int:
-            return len(self.client.get(keys, room(spans)))
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Fidelity]:
+            stated: list[Fidelity] = []
+            self.client.get(keys, room(spans), min_fidelity=least, fidelity=stated)
+            return stated
 
-        return self._counted(tokens, read, extra)
+        return self._counted(tokens, read, extra, least)
 
     def load_ends(
         self, tokens: Sequence[int], rooms: RoomsOf, extra: Sequence[bytes] = ()
@@ -170,39 +225,51 @@ class Connector:
         """Do the same for a model that keeps windows or states, whose chunks differ in layout.
 
         All but the last token at most are read, and nothing unless all that the lookup found:
-        such a prefix can be continued at its end only. Never raises.
+        such a prefix can be continued at its end only. Exact copies alone. Never raises.
         """
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> int:
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Fidelity]:
             found = len(self.client.get_into(keys, rooms(spans)))
-            return found if found == len(keys) else 0
+            return [Fidelity.exact] * found if found == len(keys) else []
 
         return self._counted(tokens, read, extra, whole=True)
 
     def _counted(
-        self, tokens: Sequence[int], read: _Read, extra: Sequence[bytes], *, whole: bool = False
+        self,
+        tokens: Sequence[int],
+        read: _Read,
+        extra: Sequence[bytes],
+        least: Fidelity = Fidelity.exact,
+        *,
+        whole: bool = False,
     ) -> Prefix:
         otherwise = Prefix(), "error"
         prefix, reason = self._guarded(
-            lambda: self._load(tokens, read, extra, whole), otherwise, self._load_errors
+            lambda: self._load(tokens, read, extra, least, whole), otherwise, self._load_errors
         )
         with self._lock:
             self._counts["lookups"] += 1
             self._misses.update([reason] if reason else ())
             self._counts["hit_tokens"] += prefix.hit_tokens
+            self._counts["lossy_hit_tokens"] += max(0, prefix.hit_tokens - prefix.exact_tokens)
             self._counts["miss_tokens"] += len(tokens) - prefix.hit_tokens
             self._tier_tokens.update(prefix.tier_tokens)
         return prefix
 
     def _load(
-        self, tokens: Sequence[int], read: _Read, extra: Sequence[bytes], whole: bool
+        self,
+        tokens: Sequence[int],
+        read: _Read,
+        extra: Sequence[bytes],
+        least: Fidelity,
+        whole: bool,
     ) -> tuple[Prefix, str]:
         """Return what was loaded, and why it is not more."""
         named = tokens[:-1] if whole else tokens
         keys = self.client.keys(named, extra)
         if not keys:
             return Prefix(), "short"
-        match = self.client.lookup(keys)
+        match = self.client.lookup(keys, min_fidelity=least)
         reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
         every = self._spans(len(named))
         shared = every[match.shared - 1][1] if match.shared else 0
@@ -217,12 +284,26 @@ class Connector:
             reason = "slow"
         if not count:
             return Prefix(shared_tokens=shared), reason
-        found = read(keys[:count], every[:count])
+        stated = read(keys[:count], every[:count])
+        found = len(stated)
         if found < count:
             reason = "lost"
             with self._lock:
                 self._counts["lost_chunks"] += count - found
-        return Prefix.of(every[:found], match.tiers[:found], len(tokens), shared), reason
+        lossy = sum(stop - start for start, stop in every[exact_count(stated) : found])
+        tiers = match.tiers[:found]
+        return Prefix.of(every[:found], tiers, len(tokens), shared, lossy), reason
+
+    def allowed(self, least: Fidelity) -> Fidelity:
+        """Return *least*, or what the model's gate allows in its place. Never raises.
+
+        Copies without a bound are read while comparisons with full prefills say that they do.
+        """
+        if least is not Fidelity.none:
+            return least
+        asked = pb.ReportReuseRequest(tag=ACCURACY_TAG)
+        is_open = self.ask(lambda: self.client.report_reuse(asked).is_open, False)
+        return least if is_open else Fidelity.bounded
 
     def worth_loading(self, match: Match, token_count: int) -> int:
         """Return how many chunks of *match* to load for a prompt of so many tokens."""
@@ -289,19 +370,43 @@ class Connector:
             self._counts["lost_chunks"] += len(digests) - count
         return count
 
-    def read_into(self, digests: Sequence[ChainDigest], room: ChunkRooms) -> int:
-        """Do the same with *room*, which says where a chunk of a layout goes."""
-        count = self.ask(lambda: self._get_into(digests, room), 0)
+    def read_into(
+        self,
+        digests: Sequence[ChainDigest],
+        room: ChunkRooms,
+        fidelity: list[Fidelity] | None = None,
+    ) -> int:
+        """Do the same with *room*, which says where a chunk of a layout goes.
+
+        *fidelity* is filled with how true each chunk is; who does not ask reads exact copies only.
+        """
+        count = self.ask(lambda: self._get_into(digests, room, fidelity), 0)
         with self._lock:
             self._counts["lost_chunks"] += len(digests) - count
         return count
 
-    def _get_into(self, digests: Sequence[ChainDigest], room: ChunkRooms) -> int:
-        return len(self.client.get_into(self._keys(digests), room, rectangle=self.rectangle))
+    def _get_into(
+        self, digests: Sequence[ChainDigest], room: ChunkRooms, fidelity: list[Fidelity] | None
+    ) -> int:
+        least = Fidelity.exact if fidelity is None else max(self.least, Fidelity.bounded)
+        found = self.client.get_into(
+            self._keys(digests),
+            room,
+            min_fidelity=least,
+            fidelity=fidelity,
+            rectangle=self.rectangle,
+        )
+        return len(found)
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         space = self.client.namespace
         return [chunk_key(space, digest) for digest in digests]
+
+    def note_unstored(self, tokens: int, exact_tokens: int) -> None:
+        """Count the chunks of a prompt of so many *tokens* that are behind *exact_tokens*."""
+        behind = [stop for _, stop in self._spans(tokens) if stop > exact_tokens]
+        with self._lock:
+            self._counts["lossy_unstored_chunks"] += len(behind)
 
     def write(self, chunks: Callable[[], Sequence[Chunk]]) -> int:
         """Put what *chunks* returns; return how many were new. Never raises."""
@@ -369,5 +474,7 @@ class Connector:
                 load_errors=dict(self._load_errors),
                 store_errors=dict(self._store_errors),
                 slow_chunks=counts["slow_chunks"],
+                lossy_hit_tokens=counts["lossy_hit_tokens"],
+                lossy_unstored_chunks=counts["lossy_unstored_chunks"],
                 misses=dict(self._misses),
             )

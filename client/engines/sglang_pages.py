@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector
+from kvstore.client.engines.base import Connector, least_of
 from kvstore.client.engines.identity import NO_ROPE, Weights, identity_of, own_rope, weights_of
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms
 from kvstore.client.options import ClientOptions
@@ -26,6 +26,7 @@ from kvstore.proto.types import (
     ROOT,
     ChainDigest,
     ChunkKey,
+    Fidelity,
     LayerGroup,
     LayerKind,
     PutOutcome,
@@ -40,6 +41,7 @@ _OWN_SETTINGS = frozenset(
     {
         *("address", "model_revision", "transport", "deadline_ms", "adapter_digest"),
         *("token_file", "tls_ca", "tls_cert", "tls_key", "tenant", "kv_heads", "reset_on_flush"),
+        "accuracy",
     }
 )
 _SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
@@ -126,12 +128,20 @@ class PageSettings:
     """Whether what was stored before SGLang flushed its cache is never loaded again."""
     weights: Weights | None = None
     """What ``model_revision`` is of; None where that is all that is known."""
+    accuracy: str = "exact"
+    """Nothing else is: see ``__post_init__``."""
 
     def __post_init__(self) -> None:
         if type(self.kv_heads) is not int or self.kv_heads < 0:
             raise InvalidRequestError("kv_heads", self.kv_heads, "give the model's number of them")
         if type(self.reset_on_flush) is not bool:
             raise InvalidRequestError("reset_on_flush", self.reset_on_flush, "give true or false")
+        if least_of(self.accuracy) is not Fidelity.exact:
+            fix = (
+                "use exact: SGLang does not say behind which page one was computed, so what is "
+                "computed behind a lossy page would be stored as exact"
+            )
+            raise InvalidRequestError("accuracy", self.accuracy, fix)
 
     def options(self, page_tokens: int) -> ClientOptions:
         """Return the options of a client whose chunks have so many tokens."""

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +29,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, LayoutOf, Prefix, Source, Span
+from kvstore.client.engines.base import Connector, LayoutOf, Prefix, Source, Span, least_of
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_batch import (
     Row,
@@ -39,9 +39,15 @@ from kvstore.client.engines.transformers_batch import (
     mask_of,
     prompts_of,
 )
-from kvstore.client.engines.transformers_cache import CacheShape, as_argument
+from kvstore.client.engines.transformers_cache import (
+    CacheShape,
+    as_argument,
+    exact_tokens_of,
+    note_lossy,
+)
 from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
+from kvstore.client.engines.transformers_gate import comparison, is_compared
 from kvstore.client.engines.transformers_identity import (
     WeightsWatch,
     cache_shape,
@@ -51,9 +57,10 @@ from kvstore.client.engines.transformers_staging import Staging
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import ChunkKey, KVLayout
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
 
@@ -85,6 +92,17 @@ class _Weights:
 _AT_BIRTH = _Weights()
 
 
+class _Terms(NamedTuple):
+    """What a call says of its prompts: what else names them, and how true copies have to be."""
+
+    extra: Sequence[bytes]
+    least: Fidelity
+
+    def of(self, weights: _Weights) -> _Terms:
+        """Return the same for prompts of *weights*."""
+        return self._replace(extra=weights.named(self.extra))
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """A cache with a prefix, what is known of it, and what it had of its end on the way."""
@@ -104,6 +122,10 @@ class TransformersConnector(Connector):
     Chunks of a model that is not on the CPU pass through a ring of host memory of RING_BYTES.
     *device*: how to reach the model's, if not by ``open_device``; given one, a model on the CPU
     has a ring too.
+
+    *accuracy*: as for Connector; models that keep windows or states are read exactly only, and
+    InvalidRequestError raised for another. A cache says itself which of its tokens are not exact,
+    and its copies do, so that ``save`` stores nothing that was computed behind them.
     """
 
     def __init__(
@@ -113,8 +135,10 @@ class TransformersConnector(Connector):
         *,
         durable: bool = False,
         device: Device | None = None,
+        accuracy: str = "exact",
     ) -> None:
         self._shape = cache_shape(model)
+        self._least(accuracy)
         stated = (client.representation.layer_groups, client.representation.rope)
         if stated != (self._shape.groups, rope_parameters(model.config)):
             raise RepresentationError(
@@ -124,6 +148,8 @@ class TransformersConnector(Connector):
             continues(model, self._shape, client.representation)
         self._model = model
         self._watch = WeightsWatch(model)
+        self._behind_lossy = 0
+        """Prompts that were computed behind copies without a bound."""
         self._now = _AT_BIRTH
         self._made_of: WeakKeyDictionary[Cache, _Weights] = WeakKeyDictionary()
         # Guards the three above: the watch, what it led to, and of which weights caches are.
@@ -138,6 +164,7 @@ class TransformersConnector(Connector):
             client,
             durable=durable,
             token_flops=2.0 * model.num_parameters(exclude_embeddings=True),
+            accuracy=accuracy,
         )
         if self._staging is not None:
             self._at_once = self._staging.slots
@@ -187,22 +214,51 @@ class TransformersConnector(Connector):
                 self._made_of[cache] = weights
         return is_still
 
-    def load(self, input_ids: Any, extra: Sequence[bytes] = ()) -> tuple[DynamicCache, int]:
+    def _least(self, accuracy: str | None) -> Fidelity:
+        """Return the least fidelity of what a call reads; *accuracy* None: the connector's."""
+        least = self.least if accuracy is None else least_of(accuracy)
+        if self._shape.has_ends and least is not Fidelity.exact:
+            fix = "use exact: of models that keep windows or states no lossy copy is read"
+            raise InvalidRequestError("accuracy", accuracy, fix)
+        return least
+
+    def load(
+        self, input_ids: Any, extra: Sequence[bytes] = (), accuracy: str | None = None
+    ) -> tuple[DynamicCache, int]:
         """Return a cache with the longest stored prefix, and how many tokens it holds.
 
         *input_ids*: (1, tokens), a tensor or a list. At least the last token is left to compute; a
         miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or
-        with ``input_ids[:, hit_tokens:]`` to the model.
+        with ``input_ids[:, hit_tokens:]`` to the model. *accuracy*: of this call alone.
         """
+        terms = _Terms(extra, self.allowed(self._least(accuracy)))
         tokens = _prompt(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
         weights = self._follow(cache)
-        prefix = self._load_into(cache, tokens, weights.named(extra))
+        prefix = self._load_into(cache, tokens, terms.of(weights))
         return cache, prefix.hit_tokens
 
-    def _load_into(self, cache: Cache, tokens: Sequence[int], extra: Sequence[bytes]) -> Prefix:
+    def calibrate(self, input_ids: Any, extra: Sequence[bytes] = ()) -> GateView | None:
+        """Compare a prompt behind its lossy copies with its full prefill; return the gate then.
+
+        *input_ids*: (1, tokens). 64 such comparisons within the server's bounds open the model's
+        gate for ``accuracy="approximate"``. Nothing is stored. None where no lossy copy was read,
+        or the store failed.
+        """
+        terms = _Terms(extra, self._least("approximate"))
+        tokens = _prompt(input_ids, self._model.device)
+        cache = DynamicCache(config=self._model.config)
+        prefix = self._load_into(cache, tokens, terms.of(self._follow(cache)))
+        return self._compare(tokens, cache) if prefix.lossy_tokens else None
+
+    def _compare(self, tokens: Sequence[int], cache: Cache) -> GateView | None:
+        return self.ask(
+            lambda: self.client.report_reuse(comparison(self._model, tokens, cache)), None
+        )
+
+    def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
         rooms: list[PrefixRoom] = []
-        has_ends = self._shape.has_ends
+        has_ends, (extra, least) = self._shape.has_ends, terms
 
         def by_layout(spans: Sequence[Span]) -> Room:
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
@@ -213,23 +269,25 @@ class TransformersConnector(Connector):
             layouts = [KVLayout.of(self.client.representation, stop - at) for at, stop in spans]
             return [rooms[0].chunk(index, layout) for index, layout in enumerate(layouts)]
 
-        def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> int:
+        def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Fidelity]:
             assert self._staging is not None
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
-            found = self._staging.read(self.client, keys, rooms[0])
-            return 0 if has_ends and found < len(keys) else found
+            found = self._staging.read(self.client, keys, rooms[0], least)
+            return () if has_ends and len(found) < len(keys) else found
 
         if self._staging is not None:
             with self._staging.lock:
-                prefix = self._counted(tokens, staged, extra, whole=has_ends)
+                prefix = self._counted(tokens, staged, extra, least, whole=has_ends)
         elif has_ends:
             prefix = self.load_ends(tokens, by_layout, extra)
         else:
-            prefix = self.load_chunks(tokens, room, extra)
+            prefix = self.load_chunks(tokens, room, extra, least)
         if prefix.hit_tokens and isinstance(cache, DynamicCache):
             rooms[0].move_into(cache, prefix.hit_tokens)
         elif prefix.hit_tokens:
             rooms[0].copy_into(cache, prefix.hit_tokens)
+        if prefix.lossy_tokens:
+            note_lossy(cache, prefix.exact_tokens)
         return prefix
 
     def save(
@@ -244,7 +302,8 @@ class TransformersConnector(Connector):
         *from_token*: what ``load`` said is stored. Windows and states are stored of the last
         chunk's end, if the cache ends there. Nothing is stored of a cache that may be of weights
         which changed since: once they changed, only of those that ``load`` and ``generate``
-        returned since then. Raises RepresentationError for a cache of another kind.
+        returned since then; nor anything from where a lossy copy was read into it. Raises
+        RepresentationError for a cache of another kind.
         """
         tokens = _prompt(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
@@ -288,6 +347,10 @@ class TransformersConnector(Connector):
         snapshots: Sequence[Snapshot] = (),
     ) -> int:
         source = EndSource(self.client.representation, self._shape, cache, snapshots)
+        exact = exact_tokens_of(cache, len(tokens))
+        if exact < len(tokens):
+            self.note_unstored(len(tokens), max(exact, from_token))
+            tokens = tokens[:exact]
         if not self._shape.has_ends:
             return self.store_chunks(tokens, source.tensors, from_token, extra)
         for span in self._spans(len(tokens)):
@@ -303,6 +366,7 @@ class TransformersConnector(Connector):
         config: GenerationConfig | None = None,
         extra: Sequence[bytes] = (),
         attention_mask: Any = None,
+        accuracy: str | None = None,
         **settings: Any,
     ) -> Generation:
         """Generate as the model does, from the longest stored prefix on; store what is new.
@@ -314,29 +378,35 @@ class TransformersConnector(Connector):
         InvalidRequestError is raised. A prompt
         is stored to its last token, so that asking again hits all of it, and so is what was
         generated, but for the last token, whose KV nobody computed. Models with windows or states
-        are stored, and hit, in whole chunks.
+        are stored, and hit, in whole chunks. *accuracy*: of this call alone; what is computed
+        behind a lossy copy is not stored.
         """
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
+        terms = _Terms(extra, self.allowed(self._least(accuracy)))
         stated = _settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
         weights = self._follow()
         if len(prompts) > 1:
-            return self._generate_batch(ids, prompts, stated, weights, extra)
-        return self._generate_one(ids[:, -len(prompts[0]) :], stated, weights, extra)
+            return self._generate_batch(ids, prompts, stated, weights, terms)
+        return self._generate_one(ids[:, -len(prompts[0]) :], stated, weights, terms)
 
     def _generate_one(
         self,
         input_ids: torch.Tensor,
         settings: GenerationConfig,
         weights: _Weights,
-        extra: Sequence[bytes],
+        terms: _Terms,
     ) -> Generation:
         tokens: list[int] = input_ids[0].tolist()
-        extra = weights.named(extra)
-        loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), extra)
+        terms = terms.of(weights)
+        loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), terms)
+        if terms.least is Fidelity.none and loaded.prefix.lossy_tokens:
+            self._behind_lossy += 1
+            if is_compared(self._behind_lossy - 1):
+                self._compare(tokens, loaded.cache)
         cache, prefix = loaded.cache, loaded.prefix
         chunk_tokens = self.client.options.chunk_tokens
         watch = Watch(cache, self._shape, chunk_tokens)
@@ -346,10 +416,10 @@ class TransformersConnector(Connector):
             return found
         sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
         taken = [*loaded.snapshots, *watch.snapshots]
-        self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, extra, taken)
+        self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, terms.extra, taken)
         if len(sequence) > len(tokens):
             stored = len(tokens) // chunk_tokens * chunk_tokens
-            self._save(sequence, cache, stored, extra, taken)
+            self._save(sequence, cache, stored, terms.extra, taken)
         return found
 
     def _new_cache(self, settings: GenerationConfig, prompt_tokens: int) -> Cache:
@@ -363,9 +433,9 @@ class TransformersConnector(Connector):
         settings.cache_implementation = None
         return StaticCache(config=self._model.config, max_cache_len=prompt_tokens + max(1, more))
 
-    def _prefilled(self, tokens: Sequence[int], cache: Cache, extra: Sequence[bytes]) -> _Loaded:
+    def _prefilled(self, tokens: Sequence[int], cache: Cache, terms: _Terms) -> _Loaded:
         """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
-        prefix = self._load_into(cache, tokens, extra)
+        prefix = self._load_into(cache, tokens, terms)
         snapshots: list[Snapshot] = []
         if self._shape.has_ends:
             span = (prefix.hit_tokens, len(tokens))
@@ -401,42 +471,43 @@ class TransformersConnector(Connector):
         prompts: Sequence[Sequence[int]],
         settings: GenerationConfig,
         weights: _Weights,
-        extra: Sequence[bytes],
+        terms: _Terms,
     ) -> Generation:
         """Compute each prompt to its last token by itself, then generate from all together."""
         if settings.cache_implementation == "static":
             fix = "rows of different prefixes are joined in a dynamic cache"
             raise InvalidRequestError("cache_implementation", "static", fix)
         settings.cache_implementation = None
-        loaded = [self._computed(tokens, weights, extra) for tokens in prompts]
+        loaded = [self._computed(tokens, weights, terms) for tokens in prompts]
         cache = joined(
             [one.cache for one in loaded], self._shape, self._model.config, self._model.device
         )
         rows = [
             Row(
-                number, int(input_ids.shape[1]), tokens, one.prefix.stored_tokens, ends_of(settings)
+                number, int(input_ids.shape[1]), tokens, one.prefix.stored_tokens,
+                ends_of(settings), one.prefix.lossy_tokens > 0,
             )
             for number, (tokens, one) in enumerate(zip(prompts, loaded, strict=True))
-        ]
+        ]  # fmt: skip
+        if any(row.is_lossy for row in rows):
+            note_lossy(cache, 0)
         output = self._run(input_ids, settings, cache, [], mask_of(input_ids, rows))
         if not self._shape.has_ends and self._is_still(weights, cache):
-            self._save_rows(output, cache, rows, weights.named(extra))
+            self._save_rows(output, cache, rows, terms.of(weights).extra)
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 
-    def _computed(
-        self, tokens: Sequence[int], weights: _Weights, extra: Sequence[bytes]
-    ) -> _Loaded:
+    def _computed(self, tokens: Sequence[int], weights: _Weights, terms: _Terms) -> _Loaded:
         """Return the cache of a prompt but for its last token; what is new of it is stored."""
-        extra = weights.named(extra)
-        loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), extra)
+        terms = terms.of(weights)
+        loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), terms)
         last = len(tokens) - 1
         if length(loaded.cache, self._shape) < last:
             ids = torch.tensor([tokens], device=self._model.device)
             prefill(self._model, ids, loaded.cache, self._shape, [last])
         if self._shape.has_ends and self._is_still(weights, loaded.cache):
             stored = loaded.prefix.stored_tokens
-            self._save(tokens[:last], loaded.cache, stored, extra, loaded.snapshots)
+            self._save(tokens[:last], loaded.cache, stored, terms.extra, loaded.snapshots)
         return loaded
 
     def _save_rows(
@@ -450,6 +521,9 @@ class TransformersConnector(Connector):
         held = length(cache, self._shape)
         for row in rows:
             tokens = row.until_end(output.sequences[row.number, row.first : held].tolist())
+            if row.is_lossy:
+                self.note_unstored(max(len(tokens), len(row.prompt)), row.stored_tokens)
+                continue
             source = EndSource(self.client.representation, self._shape, cache, (), row)
             self.store_chunks(row.prompt, source.tensors, row.stored_tokens, extra)
             chunk_tokens = self.client.options.chunk_tokens

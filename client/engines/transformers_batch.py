@@ -24,6 +24,8 @@ class Row:
     prompt: Sequence[int]
     stored_tokens: int
     ends: frozenset[int]
+    is_lossy: bool = False
+    """Whether its prefix is of a lossy copy, so that nothing behind it is stored."""
 
     @property
     def first(self) -> int:

@@ -36,6 +36,8 @@ _LINEAR = (
 _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 """Layers that keep nothing; transformers before 5.19 has none."""
 _STATE_DICTS = ("conv_states", "recurrent_states")
+_LOSSY_FROM = "kvstore_lossy_from"
+"""The first token of a cache that is not exact: an attribute, which copies of a cache keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,17 @@ def _state_shape(index: int, layer: Any) -> StateShape:
         fix = "after a forward it is empty: the model keeps its state elsewhere"
         raise RepresentationError(f"layers[{index}]", type(layer).__name__, fix)
     return StateShape(index, tuple(pieces))
+
+
+def note_lossy(cache: Cache, first: int) -> None:
+    """Have *cache*, and its copies, say that nothing from token *first* on is exact."""
+    vars(cache)[_LOSSY_FROM] = first
+
+
+def exact_tokens_of(cache: Cache, tokens: int) -> int:
+    """Return how many of the first *tokens* of *cache* are exact, as far as was noted."""
+    first: int = vars(cache).get(_LOSSY_FROM, tokens)
+    return min(tokens, first)
 
 
 def probe_ids(model: PreTrainedModel) -> torch.Tensor:

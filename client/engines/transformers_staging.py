@@ -18,7 +18,7 @@ from kvstore.client.engines.transformers_ends import Nested, PrefixRoom
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Device
-from kvstore.proto.types import ChunkKey, KVLayout
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 RING_BYTES = 128 << 20
 """Host memory of a ring: as many chunks as fit, or one that is larger."""
@@ -66,23 +66,30 @@ class Staging:
         stream.record().synchronize()
         return found
 
-    def read(self, client: Client, keys: Sequence[ChunkKey], room: PrefixRoom) -> int:
-        """Read the longest prefix of *keys* into *room*, on the device; return how many chunks.
+    def read(
+        self, client: Client, keys: Sequence[ChunkKey], room: PrefixRoom, least: Fidelity
+    ) -> list[Fidelity]:
+        """Read the longest prefix of *keys* into *room*, on the device; return how true each is.
 
-        They come a ring's worth at a time, each in one copy; the last of them is awaited.
+        None is less so than *least*. They come a ring's worth at a time, each in one copy; the
+        last of them is awaited.
         """
-        found = 0
+        found: list[Fidelity] = []
         for start in range(0, len(keys), self.slots):
             some = keys[start : start + self.slots]
-            count = self._read_some(client, some, room, start)
-            found += count
-            if count < len(some):
+            found += self._read_some(client, some, room, len(found), least)
+            if len(found) < start + len(some):
                 break
         return found
 
     def _read_some(
-        self, client: Client, keys: Sequence[ChunkKey], room: PrefixRoom, first: int
-    ) -> int:
+        self,
+        client: Client,
+        keys: Sequence[ChunkKey],
+        room: PrefixRoom,
+        first: int,
+        least: Fidelity,
+    ) -> list[Fidelity]:
         """Do that for *keys* that the ring has places for; the first is chunk *first* of *room*."""
         ring, _ = self._memory
         wanted: dict[int, Nested] = {}
@@ -91,11 +98,12 @@ class Staging:
             wanted[index] = room.chunk(first + index, layout)
             return to_arrays(self._placed(ring[index], wanted[index])[0])
 
-        count = len(client.get_into(keys, place))
-        for index in range(count):
+        stated: list[Fidelity] = []
+        client.get_into(keys, place, min_fidelity=least, fidelity=stated)
+        for index in range(len(stated)):
             self._to_device(index, wanted[index])
         self._device.current_stream().record().synchronize()
-        return count
+        return stated
 
     def _to_device(self, slot: int, tensors: Nested) -> None:
         """Queue copying what lies in a place of the ring to *tensors*."""

@@ -422,7 +422,17 @@ def _connector(
         rectangle = Rectangle.of_rank(identity, rank, shape.ranks, shape.own_layers)
     client = _client_class(config, rank)(settings.address, identity, options)
     prefill = settings.prefill if rank is None else None
-    return Connector(client, durable=settings.durable, prefill=prefill, rectangle=rectangle)
+    accuracy = settings.accuracy_for(shape, config.device_config.device_type)
+    if accuracy != settings.accuracy:
+        fix = "is ignored: into these pages exact copies alone are loaded"
+        logger.warning("accuracy=%s %s", settings.accuracy, fix)
+    return Connector(
+        client,
+        durable=settings.durable,
+        prefill=prefill,
+        rectangle=rectangle,
+        accuracy=accuracy,
+    )
 
 
 def _client_class(config: VllmConfig, rank: int | None) -> type[Client]:

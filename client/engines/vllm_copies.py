@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from typing_extensions import override
@@ -24,7 +24,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Event
 from kvstore.proto.hints import Hints
-from kvstore.proto.types import ChainDigest, KVLayout
+from kvstore.proto.types import ChainDigest, Fidelity, KVLayout
 
 BATCH_BYTES = 64 << 20
 """What several requests put together at most: a call for each would hold the engine up."""
@@ -68,7 +68,8 @@ class LoadWork:
     """One load: the chunks *digests*, each into the blocks that its ``chunks`` entry names.
 
     The first ``kept_blocks`` are not written to, and none before ``after``. ``arrived`` is to be
-    called when something came, ``is_over`` says that there is no more time.
+    called when something came, ``is_over`` says that there is no more time. ``fidelity`` is to be
+    filled with how true each chunk is, by a side that reads lossy copies.
     """
 
     digests: Sequence[ChainDigest]
@@ -77,6 +78,7 @@ class LoadWork:
     after: Event | None
     arrived: Callable[[], None]
     is_over: Callable[[], bool]
+    fidelity: list[Fidelity] = field(default_factory=list)
 
 
 class Side(ABC):
@@ -151,7 +153,7 @@ class HostSide(Side):
             work.arrived()
             return rooms[number].tensors(layout)
 
-        read = self._connector.read_into(work.digests, room)
+        read = self._connector.read_into(work.digests, room, work.fidelity)
         for one in rooms[:read]:
             one.settle()
         return read

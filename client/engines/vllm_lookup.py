@@ -21,6 +21,9 @@ MAX_WAITING_LOOKUPS = 1024
 
 CLOSE_S = 2.0
 
+NO_LIMIT = 1 << 62
+"""More tokens than any request has."""
+
 WAITERS = 8
 """Prompts of which a desk that waits for other engines asks at the same time."""
 
@@ -91,9 +94,15 @@ class Tracked:
     stored: int | None = None
     loaded_from: int = 0
     """The first chunk of its last load."""
+    loaded_stop: int = 0
+    """The token behind its last load."""
     hints: Hints = NO_HINTS
     load: LoadOrder | None = None
     """Goes with the next orders."""
+    exact_tokens: int = NO_LIMIT
+    """Its first tokens that no lossy copy is among, as far as is known."""
+    is_looked_at: bool = False
+    """Whether those that it found in the engine's own cache were looked at."""
 
 
 class LookupDesk:

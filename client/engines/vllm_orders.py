@@ -83,6 +83,8 @@ class WorkerNews:
     server did not answer. ``unstored``: chunks that were to be stored and will not come.
     ``stored``: chunks that are in the store now, and by how many ranks, where there are KV events.
     ``is_waiting``: chunks wait in their pages for the next step, which may be an idle one.
+    ``lossy_loads``: requests of which a chunk came from a lossy copy, and the first such chunk's
+    number among those of the load.
     """
 
     short_loads: dict[str, int] = field(default_factory=dict)
@@ -91,17 +93,26 @@ class WorkerNews:
     unstored: tuple[ChainDigest, ...] = ()
     stored: Mapping[ChainDigest, int] = field(default_factory=dict)
     is_waiting: bool = False
+    lossy_loads: dict[str, int] = field(default_factory=dict)
 
     def joined(self, other: WorkerNews) -> WorkerNews:
-        """Return what two ranks say together: a chunk is read when every rank has read it."""
-        loads = dict(self.short_loads)
-        for request_id, chunks in other.short_loads.items():
-            loads[request_id] = min(chunks, loads.get(request_id, chunks))
+        """Return what two ranks say together: a chunk is read when every rank has read it, and
+        lossy when any has read it so."""
+        loads = _least(self.short_loads, other.short_loads)
+        lossy = _least(self.lossy_loads, other.lossy_loads)
         stored = Counter(self.stored) + Counter(other.stored)
         refusal, is_down = self.refusal or other.refusal, self.is_down or other.is_down
         unstored = tuple(dict.fromkeys(self.unstored + other.unstored))
         is_waiting = self.is_waiting or other.is_waiting
-        return WorkerNews(loads, refusal, is_down, unstored, stored, is_waiting)
+        return WorkerNews(loads, refusal, is_down, unstored, stored, is_waiting, lossy)
+
+
+def _least(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Return the lower number of each request that either has one of."""
+    found = dict(one)
+    for request_id, chunks in other.items():
+        found[request_id] = min(chunks, found.get(request_id, chunks))
+    return found
 
 
 class FollowedTables:

@@ -27,6 +27,7 @@ from kvstore.client.engines.vllm_lookup import (
     Tracked,
     found_of,
 )
+from kvstore.client.engines.vllm_lossy import LossyBlocks
 from kvstore.client.engines.vllm_names import RequestNames
 from kvstore.client.engines.vllm_orders import (
     MISFITS,
@@ -96,6 +97,7 @@ class VllmScheduler:
         """Requests of the last step that are not finished."""
         self._patience_s = TOGETHER_S
         """What the next step may still wait, if there are none."""
+        self._lossy = LossyBlocks(shape.block_tokens)
         self._recent: OrderedDict[ChainDigest, float] = OrderedDict()
         self.counted: Counter[str] = Counter()
         lookups.client.counts = lambda: {**lookups.counts(), **self.counted}
@@ -126,7 +128,9 @@ class VllmScheduler:
         keys = self._keys(digests)
         if not keys:
             return 0
-        match = self._lookups.client.lookup(keys, wait_ms=self._role.wait_ms)
+        match = self._lookups.client.lookup(
+            keys, min_fidelity=self._lookups.least, wait_ms=self._role.wait_ms
+        )
         worth = self._lookups.worth_loading(match, len(keys) * self._chunk_tokens)
         if worth == match.ready:
             return worth
@@ -162,7 +166,7 @@ class VllmScheduler:
         elif tracked.preemptions != request.num_preemptions:
             # Its blocks are gone; what was stored of it meanwhile may be loaded.
             tracked.ticket, tracked.preemptions = self._ask(request), request.num_preemptions
-            tracked.is_loaded = False
+            tracked.is_loaded = tracked.is_looked_at = False
         return tracked
 
     def _hints(self, request: Any) -> Hints:
@@ -255,7 +259,7 @@ class VllmScheduler:
         chain = tracked.ticket.chain
         digests = () if chain is None else tuple(chain.digests[first : -(-stop // size)])
         blocks = slice(first * size // block, -(-stop // block))
-        tracked.is_loaded, tracked.loaded_from = True, first
+        tracked.is_loaded, tracked.loaded_from, tracked.loaded_stop = True, first, stop
         tracked.load = LoadOrder(
             request.request_id,
             digests,
@@ -326,6 +330,8 @@ class VllmScheduler:
         if tracked is None:
             return None
         request, size = tracked.request, self._chunk_tokens
+        if not tracked.is_looked_at:
+            self._look_at(tracked)
         # Tokens that are only guessed are not among the request's own.
         whole = min(request.num_computed_tokens + tokens, request.num_tokens) // size
         is_new = tracked.stored is None or whole > tracked.stored
@@ -338,6 +344,7 @@ class VllmScheduler:
             tracked.stored = tracked.ticket.found
         first, tracked.stored = tracked.stored, max(tracked.stored, whole)
         chain.extend(request.all_token_ids, whole)
+        whole = self._exact_of(tracked, first, whole)
         while first < whole and self._is_recent(chain.chunks[first].digest):
             first += 1
         if first >= whole:
@@ -349,6 +356,30 @@ class VllmScheduler:
         tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
         chunks = tuple(chain.chunks[first:whole])
         return StoreOrder(request_id, chunks, tables, tracked.hints)
+
+    def _look_at(self, tracked: Tracked) -> None:
+        """Take note of what a request neither computed nor had loaded here, before its first step.
+
+        What it had loaded ``learn`` was told of.
+        """
+        tracked.is_looked_at = True
+        request = tracked.request
+        held = tracked.computed_tokens if tracked.is_loaded else request.num_computed_tokens
+        exact = self._lossy.exact_tokens(request, held)
+        if exact < held:
+            tracked.exact_tokens = min(tracked.exact_tokens, exact)
+
+    def _exact_of(self, tracked: Tracked, first: int, whole: int) -> int:
+        """Return the stop of the chunks from *first* to *whole* that are not behind a lossy block.
+
+        Nobody is to wait for the others.
+        """
+        chain = tracked.ticket.chain
+        stop = max(first, min(whole, tracked.exact_tokens // self._chunk_tokens))
+        if stop < whole and chain is not None:
+            self.counted["lossy_unstored_chunks"] += whole - stop
+            self._desk.take_back(chain.digests[stop:whole])
+        return stop
 
     def _is_recent(self, digest: ChainDigest) -> bool:
         return self._clock() - self._recent.get(digest, -math.inf) < RECENT_S
@@ -381,6 +412,8 @@ class VllmScheduler:
         self._forget(news.unstored)
         if self.events is not None:
             self.events.stored(news.stored)
+        for request_id, chunks in news.lossy_loads.items():
+            self._learn_lossy(request_id, chunks)
         for request_id, chunks in news.short_loads.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
@@ -393,6 +426,16 @@ class VllmScheduler:
                 self._forget(lost)
                 if self.events is not None:
                     self.events.lost(lost)
+
+    def _learn_lossy(self, request_id: str, chunks: int) -> None:
+        """Take in that only the first *chunks* of a request's load were read exactly."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return  # it was given up while it loaded, and vLLM keeps nothing of such a load
+        exact = (tracked.loaded_from + chunks) * self._chunk_tokens
+        tracked.exact_tokens = min(tracked.exact_tokens, exact)
+        self._lossy.note(tracked.request, exact, tracked.loaded_stop)
+        self.counted["lossy_hit_tokens"] += tracked.loaded_stop - exact
 
     @property
     def has_stores_waiting(self) -> bool:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvstore.client.access import access_from
+from kvstore.client.engines.base import least_of
 from kvstore.client.engines.vllm_blending import refuse_blending
+from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.options import ClientOptions, TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import MAX_HANDOVER_MS
-from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, Fidelity
 
 MAX_TOKEN_US = 10_000_000
 """Ten seconds a token."""
@@ -46,7 +48,8 @@ class VllmSettings:
     is promised when its prompt arrives, and kept until another engine read it, for so long at most.
     ``wait_ms``: what a request waits for what another engine has promised. ``prefill_token_us``:
     about what the engine takes to compute a token; what the store loads later than that is
-    computed; 0: all that is found is loaded. ``token_file`` has an API key or a
+    computed; 0: all that is found is loaded. ``accuracy``: which copies are loaded, as for
+    Connector. ``token_file`` has an API key or a
     JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files, as in Access; ``tenant``: as in
     ClientOptions, as ``sglang_names`` is. A token is no setting: engines print those.
     """
@@ -63,6 +66,7 @@ class VllmSettings:
     handover_ms: int = 0
     wait_ms: int = 0
     prefill_token_us: int = 0
+    accuracy: str = "exact"
     token_file: str = ""
     tls_ca: str = ""
     tls_cert: str = ""
@@ -87,6 +91,9 @@ class VllmSettings:
         for name, most in bounds.items():
             if not 0 <= getattr(self, name) <= most:
                 raise InvalidRequestError(name, getattr(self, name), f"give 0 to {most}")
+        if least_of(self.accuracy) is Fidelity.none:
+            fix = "use exact or bounded: vLLM shows a connector no logits to compare"
+            raise InvalidRequestError("accuracy", self.accuracy, fix)
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> VllmSettings:
@@ -110,6 +117,15 @@ class VllmSettings:
                 "chunk_tokens", chosen, f"give a multiple of the block size, {block_tokens}"
             )
         return chosen
+
+    def accuracy_for(self, shape: EngineShape, device_type: str) -> str:
+        """Return which copies an engine loads whose pages are on devices of *device_type*.
+
+        Exact ones only into pages on a device, and of models that keep windows or have several
+        block tables: which of vLLM's cached blocks are lossy is known of one table alone.
+        """
+        is_plain = shape.tables == 1 and not shape.has_ends
+        return self.accuracy if device_type == "cpu" and is_plain else "exact"
 
     @property
     def prefill(self) -> PrefillModel | None:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 
 from kvstore.client.chunk import Chunk
-from kvstore.client.engines.base import Connector
+from kvstore.client.engines.base import Connector, exact_count
 from kvstore.client.engines.vllm_copies import (
     BATCH_BYTES,
     MOST_COPIES,
@@ -173,6 +173,7 @@ class VllmWorker:
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._short_loads: dict[str, int] = {}
+        self._lossy_loads: dict[str, int] = {}
         self._refusal = ""
         self._reporter: RefusalReporter | None = None
         self.cost = PrefillCost()
@@ -278,7 +279,7 @@ class VllmWorker:
         # Loads that fail one after another would have those behind them wait for each.
         within_s = self._connector.client.options.deadline_ms / 1000
         is_late = self._was_short and began - ordered_s > within_s
-        read = 0
+        read = exact = 0
         if side and not is_late:
             work = LoadWork(
                 order.digests,
@@ -289,10 +290,13 @@ class VllmWorker:
                 lambda: self._clock() - began > within_s,
             )
             read = self._connector.ask(lambda: self._read(side, work), 0)
+            exact = exact_count(work.fidelity) if work.fidelity else read
             self._was_short = read < len(order.digests)
         with self._news:
             self._loading -= 1
             self._done.add(order.request_id)
+            if exact < read:
+                self._lossy_loads[order.request_id] = exact
             if read < len(order.digests):
                 self._short_loads[order.request_id] = read
                 self._is_down = self._is_down or self._connector.client.is_shut
@@ -488,12 +492,14 @@ class VllmWorker:
         was_waiting, self._said_waiting = self._said_waiting, is_waiting
         with self._news:
             short, self._short_loads = self._short_loads, {}
+            lossy, self._lossy_loads = self._lossy_loads, {}
             stored, self._stored = self._stored, []
             unstored, self._unstored = tuple(self._unstored), OrderedDict()
             refusal = self._refusal
             is_down, self._is_down = self._is_down, False
-        news = WorkerNews(short, refusal, is_down, unstored, dict.fromkeys(stored, 1), is_waiting)
-        said = (short, refusal, is_down, unstored, stored, is_waiting, was_waiting)
+        told = dict.fromkeys(stored, 1)
+        news = WorkerNews(short, refusal, is_down, unstored, told, is_waiting, lossy)
+        said = (short, refusal, is_down, unstored, stored, is_waiting, was_waiting, lossy)
         return news if any(said) else None
 
     def counts(self) -> dict[str, int]:

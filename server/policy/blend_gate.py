@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
+from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.errors import InvalidRequestError
 
 MAX_GATES = 1024
@@ -99,6 +100,9 @@ class GateTable:
     the engine blends. TRIALS of them within bounds open it; else the ratio is raised, and past
     MAX_RATIO it stays closed. Open, comparisons that come out of bounds raise the ratio, and past
     MAX_RATIO close it. Comparisons at less than the gate's ratio are not counted.
+
+    The gate of lossy copies, ACCURACY_TAG, has a ratio of 0: nothing of them is recomputed, and
+    where they are too far from exact it closes at once.
     """
 
     def __init__(self, terms: GateTerms, draw: Callable[[], float]) -> None:
@@ -112,7 +116,11 @@ class GateTable:
 
     def state(self, name: GateName) -> GateState:
         """Return a gate; one that nobody knows is closed."""
-        return self._gates.get(name) or GateState(is_open=False, ratio=self.terms.ratio)
+        if name[1] == ACCURACY_TAG:
+            unknown = GateState(is_open=False, ratio=0.0, why="not calibrated")
+        else:
+            unknown = GateState(is_open=False, ratio=self.terms.ratio)
+        return self._gates.get(name) or unknown
 
     def ask(self, name: GateName, *, trial: bool) -> Permit:
         """May one request be blended, and is it to be compared?"""
@@ -188,10 +196,10 @@ class GateTable:
             return replace(gate, ratio=ratio, shadows=0, asked=0, why=why)
         self.closed += gate.is_open
         why = f"closed at {gate.ratio:.3g}: {found}"
+        ratio = min(gate.ratio, self.terms.ratio)
         return replace(
-            gate, is_open=False, ratio=self.terms.ratio, shadows=0, asked=0, why=why,
-            is_calibrated=False,
-        )  # fmt: skip
+            gate, is_open=False, ratio=ratio, shadows=0, asked=0, why=why, is_calibrated=False
+        )
 
     def _is_good(self, agreement: float, divergence: float) -> bool:
         terms = self.terms

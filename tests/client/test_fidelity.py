@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from coarse_codec import coarse_codec
 from local_server import LocalServer, eventually
-from prompts import chunks_of, parts_of, store
+from lossy_copies import leave_on_disk
+from prompts import MEDIUM, chunks_of, parts_of, store
 
 from kvstore.client import Client
 from kvstore.client.options import TransportName
@@ -43,13 +44,22 @@ def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
 def lossy(server: LocalServer, client: Client) -> list[ChunkKey]:
     """Keys of a prompt of which only the copies on disk are left."""
     keys = store(client, 1, CHUNKS)
-    catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
-    assert eventually(lambda: catalog.count_on("disk") == CHUNKS)
-    server.settled()
-    for key in keys:
-        assert catalog.cast_out("cpu", key)
-        transfers.delete_from(transfers.cpu, key)
+    leave_on_disk(server, keys)
     return keys
+
+
+def test_a_client_that_asks_is_told_how_true_each_chunk_is(
+    server: LocalServer, client: Client
+) -> None:
+    keys = store(client, 2, CHUNKS)
+    leave_on_disk(server, keys[1:2])
+    for _ in range(2):
+        stated = [Fidelity.none] * 5
+        found = client.get(keys, min_fidelity=Fidelity.bounded, fidelity=stated)
+        assert len(found) == CHUNKS
+        assert stated == [Fidelity.exact, Fidelity.bounded, Fidelity.exact]
+    assert len(client.get(keys, fidelity=stated)) == 1
+    assert stated == [Fidelity.exact]
 
 
 def test_a_client_that_says_nothing_is_given_nothing_lossy(
@@ -76,6 +86,22 @@ def test_a_client_that_allows_a_loss_is_given_the_high_half_of_each_element(
     layers = list(client.get_layers(lossy, min_fidelity=Fidelity.bounded))
     assert layers
     assert len(layers[-1].tensors) == CHUNKS
+
+
+def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
+    make_server: ServerMaker,
+) -> None:
+    """A rule for what steers every answer, such as a system prompt: see docs/engines.md."""
+    server = make_server("--disk-codec", "coarse", "--cpu", "4MiB")
+    client = server.connect("auto", MEDIUM)
+    system = store(client, 1, CHUNKS)
+    assert client.pin(system, ttl_ms=600_000) == CHUNKS
+    others = [store(client, seed, 16) for seed in range(2, 10)]
+    assert eventually(lambda: server.counter("lossy_victims") > 0)
+    stated: list[Fidelity] = []
+    client.get(system, min_fidelity=Fidelity.none, fidelity=stated)
+    assert stated == [Fidelity.exact] * CHUNKS
+    assert any(client.lookup(keys).ready < len(keys) for keys in others)
 
 
 def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
@@ -111,7 +137,7 @@ def test_a_client_ends_the_prefix_at_a_frame_that_says_less_than_was_asked(
         return Arrived(index, "cpu", frame, lambda: None)
 
     frames = [arrived(at, f) for at, f in enumerate(sorted(Fidelity, reverse=True))]
-    assert [one.index for one in as_true(iter(frames), least)] == list(range(count))
+    assert [one.index for one in as_true(iter(frames), least, {})] == list(range(count))
 
 
 @pytest.mark.parametrize("least", list(Fidelity))

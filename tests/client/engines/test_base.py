@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from conftest import ServerMaker
 from hypothesis import given
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually
+from lossy_copies import leave_on_disk
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
@@ -22,8 +24,9 @@ from kvstore.client.engines.base import Connector, Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digests, chunk_spans
-from kvstore.proto.types import ChainDigest, KVLayout, Representation
+from kvstore.proto.types import ChainDigest, Fidelity, KVLayout, Representation
 
 CHUNK_TOKENS = 16
 
@@ -88,6 +91,32 @@ def test_what_one_connector_stores_another_loads(connect: Connect) -> None:
     prefix = other.load(prompt)
     assert prefix == Prefix(80, 79, {"cpu": 79})
     assert other.holds(prompt, prefix)
+
+
+def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServer]) -> None:
+    with coarse_codec():
+        server = make_server("--disk-codec", "coarse")
+        prompt = tokens(1, 5 * CHUNK_TOKENS)
+        Engine(Connector(server.connect())).store(prompt)
+        strict, loose = (
+            Engine(Connector(server.connect(), accuracy=accuracy))
+            for accuracy in ("exact", "bounded")
+        )
+        leave_on_disk(server, loose.connector.client.keys(prompt)[2:4])
+        assert strict.load(prompt).exact_tokens == strict.load(prompt).stored_tokens == 32
+        prefix = loose.load(prompt)
+        assert (prefix.stored_tokens, prefix.exact_tokens) == (80, 32)
+        assert loose.connector.stats().lossy_hit_tokens == 79 - 32
+        assert loose.connector.counts()["lossy_hit_tokens"] == 79 - 32
+        assert loose.connector.load_chunks(prompt, loose.make_room, (), Fidelity.exact) == (
+            Prefix(32, 32, {"cpu": 32})
+        )
+
+
+@pytest.mark.parametrize("accuracy", ["lossy", "Exact", "", None, 1, ["exact"], Fidelity.bounded])
+def test_an_accuracy_that_is_none_is_refused_by_name(server: LocalServer, accuracy: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="accuracy"):
+        Connector(server.connect(), accuracy=accuracy)
 
 
 def test_a_prompt_of_no_tokens_is_a_miss_of_none(connect: Connect) -> None:

@@ -96,6 +96,14 @@ def fill(pool: Pool, is_mla: bool) -> None:
         pool.kv_buffer[at[1:] if is_mla else at] = row
 
 
+@pytest.mark.parametrize("accuracy", ["bounded", "approximate", "lossy", 1])
+def test_an_accuracy_other_than_exact_is_refused_by_name(accuracy: object) -> None:
+    extra = {"model_revision": "c" * 40, "accuracy": accuracy}
+    with pytest.raises(InvalidRequestError, match=r"accuracy=.*exact"):
+        PageSettings.parse(extra, "tiny")
+    assert PageSettings.parse({**extra, "accuracy": "exact"}, "tiny").accuracy == "exact"
+
+
 def settings_for(server: LocalServer, **changes: object) -> PageSettings:
     return replace(PageSettings(server.address, "c" * 40, deadline_ms=20_000), **changes)  # type: ignore[arg-type]
 

@@ -113,13 +113,13 @@ def test_loading_allocates_the_prefix_once_and_puts_it_into_the_cache_as_it_is(
     rooms: list[int] = []
     load_chunks = connector.load_chunks
 
-    def spy(tokens: Sequence[int], room: Room, extra: Sequence[bytes] = ()) -> Prefix:
+    def spy(tokens: Sequence[int], room: Room, *rest: Any) -> Prefix:
         def watched(spans: Any) -> Any:
             out: Any = room(spans)
             rooms.extend(part.data_ptr() for layer in out[0][0] for part in layer)
             return out
 
-        return load_chunks(tokens, watched, extra)
+        return load_chunks(tokens, watched, *rest)
 
     monkeypatch.setattr(connector, "load_chunks", spy)
     cache, _ = connector.load(input_ids)

@@ -27,7 +27,7 @@ from kvstore.client.engines.base import Prefix, Room
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import Representation
+from kvstore.proto.types import Fidelity, Representation
 
 Connect = Callable[[], TransformersConnector]
 
@@ -41,12 +41,18 @@ class KilledMidway(TransformersConnector):
     process: ServerProcess
 
     @override
-    def load_chunks(self, tokens: Sequence[int], room: Room, extra: Sequence[bytes] = ()) -> Prefix:
+    def load_chunks(
+        self,
+        tokens: Sequence[int],
+        room: Room,
+        extra: Sequence[bytes] = (),
+        least: Fidelity | None = None,
+    ) -> Prefix:
         def killing(spans: Any) -> Any:
             self.process.kill()
             return room(spans)
 
-        return super().load_chunks(tokens, killing, extra)
+        return super().load_chunks(tokens, killing, extra, least)
 
 
 def test_a_server_killed_between_lookup_and_get_is_a_counted_miss(

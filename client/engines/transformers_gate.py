@@ -1,0 +1,55 @@
+"""Lossy copies compared with a full prefill: what opens and closes a model's gate for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvstore.client.blend.feedback import compare
+from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ACCURACY_TAG
+
+COMPARED_TOKENS = 64
+"""Of a prompt's end: what a comparison weighs most at."""
+
+ALWAYS_COMPARED = 8
+COMPARED_EVERY = 200
+"""Prompts of a connector behind copies without a bound: the first ones, then one in so many."""
+
+
+def is_compared(number: int) -> bool:
+    """Whether prompt *number* behind such copies, from 0 on, is compared with a full prefill."""
+    return number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
+
+
+def comparison(
+    model: PreTrainedModel, tokens: Sequence[int], cache: Cache
+) -> pb.ReportReuseRequest:
+    """Return what the gate is told of a prompt of which *cache* holds a lossy prefix.
+
+    The last tokens' logits behind a copy of *cache* are compared with those of a full prefill.
+    """
+    held = int(cache.get_seq_length())
+    ids = torch.tensor([tokens], device=model.device)
+    rows = min(COMPARED_TOKENS, len(tokens) - held)
+    full = _logits(model, ids, DynamicCache(config=model.config), rows)
+    lossy = _logits(model, ids[:, held:], copy.deepcopy(cache), rows)
+    found = compare(full, lossy)
+    shadow = pb.ShadowResult(
+        divergence=found.divergence, agreement=found.agreement, tokens=found.tokens
+    )
+    return pb.ReportReuseRequest(tag=ACCURACY_TAG, shadow=shadow)
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, rows: int) -> torch.Tensor:
+    """Return the logits of the last *rows* of *ids*, (1, tokens): (rows, vocabulary)."""
+    engine: Any = model
+    with torch.inference_mode():
+        output = engine(ids, **as_argument(cache), use_cache=True, logits_to_keep=rows)
+    found: torch.Tensor = output.logits[0, -rows:]
+    return found

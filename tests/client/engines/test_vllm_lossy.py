@@ -1,0 +1,241 @@
+"""What a vLLM engine computes behind a lossy copy is never stored, whoever computes it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from coarse_codec import coarse_codec
+from local_server import LocalServer, eventually
+from lossy_copies import leave_on_disk
+from prompts import tokens as prompt_tokens
+from slow_device import SlowDevice
+from vllm_pages import BLOCK_TOKENS, HYBRID, SHAPE, SLIDING, representation
+from vllm_stand_ins import FakeRequest
+from vllm_steps import Engine
+
+from kvstore.client.engines import vllm_lossy
+from kvstore.client.engines.vllm_layout import side_by_side
+from kvstore.client.engines.vllm_orders import WorkerNews
+from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.rectangle import Rectangle
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import ChunkKey
+
+Start = Callable[..., Engine]
+
+PROMPT = prompt_tokens(1, 330)
+"""Five chunks of 64 tokens, each two blocks; the first two are stored."""
+
+
+@pytest.fixture
+def server(make_server: Callable[..., LocalServer]) -> Iterator[LocalServer]:
+    with coarse_codec():
+        yield make_server("--disk-codec", "coarse")
+
+
+@pytest.fixture
+def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
+    """Start engines on the server, closed in the end."""
+
+    def make(accuracy: str = "bounded", **settings: object) -> Engine:
+        engine = Engine(server.address, accuracy=accuracy, **settings)  # type: ignore[arg-type]
+        request.addfinalizer(engine.close)
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def lossy(server: LocalServer, start: Start) -> None:
+    """Have two chunks of PROMPT stored, of which the second is left as a lossy copy only."""
+    engine = start("exact")
+    engine.run("writer", PROMPT[:128])
+    leave_on_disk(server, keys(engine)[1:2])
+
+
+def keys(engine: Engine) -> list[ChunkKey]:
+    named: list[ChunkKey] = engine.workers[0]._connector.client.keys(PROMPT)
+    return named[:5]
+
+
+def request_of(name: str, tokens: Sequence[int]) -> FakeRequest:
+    """Return a request with hashes of its blocks, each of all tokens up to its end, as vLLM's."""
+    stops = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+    hashes = [hashlib.sha256(repr(tokens[:stop]).encode()).digest() for stop in stops]
+    return FakeRequest(name, list(tokens), block_hashes=hashes)
+
+
+def matched(engine: Engine, request: FakeRequest, cached: int = 0) -> int:
+    """Ask what can be loaded; return once the names of the prompt's chunks are there, too."""
+    hit = engine.matched(request, cached)
+    ticket = engine.scheduler._tracked[request.request_id].ticket
+    assert eventually(lambda: ticket.ready is not None)
+    return hit
+
+
+def begin(
+    engine: Engine, name: str, cached: int = 0, tokens: Sequence[int] = PROMPT
+) -> tuple[int, list[int]]:
+    """Take a prompt of which vLLM has *cached* tokens to its last chunk; return how many were
+    loaded, and where the chunks begin that are stored then.
+    """
+    request = request_of(name, list(tokens))
+    engine.scheduler.arrived(request)
+    hit = matched(engine, request, cached)
+    engine._next_block = 1
+    blocks = engine.blocks(len(tokens))
+    if hit:
+        assert engine.load(request, blocks, hit) == set()
+    request.num_computed_tokens = cached + hit
+    orders = engine.step(request, blocks, len(tokens) - cached - hit)
+    engine.catch_up()
+    assert engine.workers[0].settled(20.0)
+    engine.scheduler.finished(request)
+    return hit, [chunk.position for order in orders.stores for chunk in order.chunks]
+
+
+@pytest.mark.usefixtures("lossy")
+def test_an_engine_that_states_nothing_reads_exact_copies_only(start: Start) -> None:
+    assert begin(start("exact"), "a") == (64, [64, 128, 192, 256])
+
+
+@pytest.mark.usefixtures("lossy")
+def test_what_is_computed_behind_a_lossy_load_is_not_stored(start: Start) -> None:
+    engine = start()
+    assert begin(engine, "a") == (128, [])
+    counted = engine.scheduler.counted
+    assert (counted["lossy_hit_tokens"], counted["lossy_unstored_chunks"]) == (64, 3)
+    assert engine.scheduler._lookups.client.counts()["lossy_unstored_chunks"] == 3
+    strict = start("exact")
+    assert strict.matched(request_of("b", PROMPT)) == 64, "chunks 2 to 4 were stored as exact"
+
+
+@pytest.mark.usefixtures("lossy")
+@pytest.mark.parametrize("cached", [96, 128, 320])
+def test_nothing_is_stored_behind_a_lossy_block_of_the_engines_own_cache(
+    start: Start, cached: int
+) -> None:
+    engine = start()
+    begin(engine, "a")
+    assert begin(engine, "b", cached)[1] == []
+
+
+@pytest.mark.usefixtures("lossy")
+def test_a_prompt_that_shares_half_a_lossy_chunk_with_another_is_not_stored_behind_it(
+    start: Start,
+) -> None:
+    engine = start()
+    begin(engine, "a")
+    other = [*PROMPT[:96], *prompt_tokens(2, 200)]
+    assert begin(engine, "b", cached=96, tokens=other) == (0, [])
+
+
+@pytest.mark.usefixtures("lossy")
+def test_what_a_request_computes_or_finds_exact_is_stored_as_ever(start: Start) -> None:
+    engine = start()
+    begin(engine, "a")
+    other = prompt_tokens(3, 200)
+    assert begin(engine, "b", tokens=other)[1] == [0, 64, 128]
+    assert begin(engine, "c", cached=64, tokens=[*PROMPT[:64], *other])[1] == [64, 128, 192]
+
+
+@pytest.mark.usefixtures("lossy")
+def test_once_the_table_has_overflowed_only_what_a_request_computed_or_loaded_exactly_is_exact(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_lossy, "MAX_LOSSY_BLOCKS", 1)
+    engine = start()
+    begin(engine, "a")
+    assert begin(engine, "b", cached=320)[1] == []
+    other = prompt_tokens(3, 200)
+    assert begin(engine, "c", cached=128, tokens=other)[1] == []
+    computed = prompt_tokens(4, 200)
+    assert begin(engine, "d", tokens=computed)[1] == [0, 64, 128]
+    engine.scheduler._recent.clear()
+    assert begin(engine, "e", tokens=[*computed[:192], *other]) == (192, [192, 256, 320])
+
+
+@pytest.mark.usefixtures("lossy")
+@pytest.mark.parametrize("hashes", [0, 2, 330])
+def test_blocks_whose_hashes_are_not_known_count_as_lossy(start: Start, hashes: int) -> None:
+    """Too few, or hashes of other blocks than the engine's."""
+    engine = start()
+    request = request_of("a", PROMPT)
+    request.block_hashes = [bytes([number % 251]) for number in range(hashes)]
+    engine.scheduler.arrived(request)
+    hit = engine.matched(request)
+    assert engine.load(request, engine.blocks(330), hit) == set()
+    assert begin(engine, "b", cached=64, tokens=prompt_tokens(5, 200))[1] == []
+
+
+@pytest.mark.usefixtures("lossy")
+def test_a_request_that_was_preempted_is_not_stored_behind_blocks_it_finds_again(
+    start: Start,
+) -> None:
+    engine = start()
+    request, blocks = request_of("b", PROMPT), list(range(24, 35))
+    engine.scheduler.arrived(request)
+    matched(engine, request)  # and vLLM had no room to load into
+    engine.step(request, blocks, 10)
+    begin(engine, "a")
+    request.num_preemptions += 1
+    assert matched(engine, request, 320) == 0
+    request.num_computed_tokens = 320
+    request.all_token_ids += PROMPT
+    assert engine.step(request, [*blocks, *range(12, 24)], 200).stores == ()
+    assert engine.scheduler.counted["lossy_unstored_chunks"] == 3 + 6, "of a, and of b"
+
+
+@pytest.mark.usefixtures("lossy")
+def test_tokens_that_another_connector_loaded_are_looked_at_too(start: Start) -> None:
+    engine = start()
+    begin(engine, "a")
+    request = request_of("b", PROMPT)
+    engine.scheduler.arrived(request)
+    matched(engine, request)
+    request.num_computed_tokens = 320  # by another connector than this
+    assert engine.step(request, engine.blocks(330)[:11], 10).stores == ()
+
+
+def test_ranks_of_which_one_read_lossy_have_read_lossy() -> None:
+    one, other = WorkerNews(lossy_loads={"a": 3}), WorkerNews(lossy_loads={"a": 1, "b": 2})
+    assert one.joined(other).lossy_loads == other.joined(one).lossy_loads == {"a": 1, "b": 2}
+
+
+@pytest.mark.usefixtures("lossy")
+def test_ranks_read_their_heads_of_lossy_copies_and_store_nothing_behind_them(start: Start) -> None:
+    ranks = [Rectangle.of_rank(representation(), rank, 2, None) for rank in range(2)]
+    assert begin(start(ranks=ranks), "a") == (128, [])
+
+
+@pytest.mark.usefixtures("lossy")
+def test_pages_on_a_device_are_filled_from_exact_copies_only(start: Start) -> None:
+    """Even where an engine's configuration does not say that they are on one."""
+    engine = start(device=SlowDevice(), packing=side_by_side)
+    request, blocks = request_of("a", PROMPT), engine.blocks(330)
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 128
+    assert engine.load(request, blocks, 128) == set(blocks[2:4])
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "accuracy"),
+    [
+        (SHAPE, "cpu", "bounded"), (SHAPE, "cuda", "exact"),
+        (HYBRID, "cpu", "exact"), (SLIDING, "cpu", "exact"),
+    ],
+)  # fmt: skip
+def test_lossy_copies_are_loaded_into_plain_pages_in_cpu_memory_only(
+    shape: EngineShape, device: str, accuracy: str
+) -> None:
+    settings = VllmSettings.of({"accuracy": "bounded"})
+    assert settings.accuracy_for(shape, device) == accuracy
+
+
+@pytest.mark.parametrize("accuracy", ["lossy", "approximate", 1, None, ["exact"]])
+def test_an_accuracy_that_is_none_is_refused_by_name(accuracy: object) -> None:
+    with pytest.raises(InvalidRequestError, match="accuracy"):
+        VllmSettings.of({"accuracy": accuracy})
