@@ -88,7 +88,7 @@ class Tiles:
     magnitudes: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
-Quantise: TypeAlias = Callable[[Part, DType, "Angles | None", float], "Tiles | None"]
+Quantise: TypeAlias = Callable[..., "Tiles | None"]
 """From (heads, tokens, dim) of one block, and the step in standard deviations, to tiles.
 
 None when the block cannot be coded within the promise: NaN, infinities, magnitudes too large.
@@ -121,8 +121,7 @@ def quantise(
     tiles = Centred.of(as_tiles(x), x.shape[0] * x.shape[2], ratio)
     if tiles is None:
         return None
-    every = classes if len(classes) else np.full(x.shape[1], PLAIN, np.uint8)
-    return _quantised(tiles, every, magnitudes)
+    return _quantised(tiles, classes, magnitudes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,14 +179,20 @@ class Centred:
 
 
 def _quantised(tiles: Centred, classes: Classes, magnitudes: Floats) -> Tiles | None:
-    factors = factors_of(classes)[:, None]
-    quotients = np.rint(tiles.difference * (np.float32(1) / tiles.steps)[:, None, None] / factors)
-    errors = tiles.errors(quotients * factors, float(factors.max()))
+    quotients = tiles.difference * (np.float32(1) / tiles.steps)[:, None, None]
+    if len(classes):
+        factors = factors_of(classes)[:, None]
+        quotients = np.rint(quotients / factors)
+        errors = tiles.errors(quotients * factors, float(factors.max()))
+    else:
+        np.rint(quotients, out=quotients)
+        errors = tiles.errors(quotients)
     if errors is None:
         return None
     q = quotients.astype(np.int16)
     models = np.where(tiles.is_real, _pick(q, classes, tiles), PADDING_MODEL).astype(np.uint8)
-    is_near = np.abs(q) <= kvq_models().reach[moved(models, classes)]
+    every = moved(models, classes) if len(classes) else models[:, None]
+    is_near = np.abs(q) <= kvq_models().reach[every]
     symbols = np.where(is_near, q + ZERO, ESCAPE).astype(np.uint8)
     escapes = (~is_near).sum((1, 2), dtype=np.uint32)
     values = q[~is_near]
@@ -216,9 +221,11 @@ def _pick(q: Quotients, classes: Classes, tiles: Centred) -> NDArray[np.intp]:
     family = kvq_models()
     every = np.arange(len(family.costs), dtype=np.uint8)
     cost = np.zeros((*tiles.means.shape, len(every)))
-    for kind in np.unique(classes):
-        costs = family.costs[moved(every[None], kind[None])[0, 0]].astype(np.float64)
-        cost += _histograms(q[:, classes == kind]) @ costs.T  # whole numbers, exact
+    for kind in np.unique(classes) if len(classes) else (PLAIN,):
+        of_kind = moved(every[None], np.array([kind], np.uint8))[0, 0]
+        costs = family.costs[of_kind].astype(np.float64)
+        mine = q[:, classes == kind] if len(classes) else q
+        cost += _histograms(mine) @ costs.T  # whole numbers, exact
     scale = np.searchsorted(family.edges, tiles.spread, side="left")[..., None]
     distance = every // SHAPES - scale
     cost[np.abs(distance) > 2] = np.inf

@@ -6,12 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from contracts.codec import all_zero, decoded, filled, layouts, same, special_values, template
+from contracts.codec import (
+    Tensors,
+    all_zero,
+    decoded,
+    filled,
+    layouts,
+    same,
+    special_values,
+    template,
+)
 from contracts.lossy_codec import (
     FLOATS,
     SMALL,
     LossyCodecContract,
-    Tensors,
     centred,
     compile_all,
     largest_error,

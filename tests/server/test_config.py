@@ -250,6 +250,8 @@ BAD_VALUES = [
     (["--redis-codec", ""], ["redis_codec=''", "unknown codec", "raw"]),
     (["--disk-codec", "zstd:9"], ["disk_codec='zstd:9'", "zstd does not know '9'; use zstd"]),
     (["--disk-codec", "zstd:"], ["disk_codec='zstd:'", "zstd does not know ''; use zstd"]),
+    (["--disk-codec", "mixed:1"], ["disk_codec='mixed:1'", "mixed is gone; use kvq:N,importance"]),
+    (["--disk-codec", "kvq:1,sinks=5"], ["'1,sinks=5'", ",sinks=0 to ,sinks=4"]),
     (["--redis-codec", "auto:most"], ["redis_codec='auto:most'", "auto:bounded", "auto:none"]),
     (["--cpu-codec", "auto"], ["cpu_codec='auto'", "use raw"]),
     (["--tenant-codecs", "acme"], ["tenant_codecs='acme'", "acme/redis=kvq:2"]),
@@ -659,12 +661,12 @@ def test_disks_that_cannot_be_are_refused(value: str, why: str) -> None:
 
 
 def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
-    text = "acme/redis=zstd,acme/disk=raw,b.c-d_1/disk=zstd"
+    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=zstd"
     rules = load_config(["--tenant-codecs", text]).tenant_codecs
     assert rules is not None
     assert str(rules) == text
     assert rules.of_tier("disk") == {"acme": "raw", "b.c-d_1": "zstd"}
-    assert rules.of_tier("redis") == {"acme": "zstd"}
+    assert rules.of_tier("redis") == {"acme": "kvq:2,sinks=4,importance"}
     assert rules.of_tier("cpu") == {}
 
 
