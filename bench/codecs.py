@@ -1,7 +1,8 @@
 """Our codecs beside others on the same KV tensors: bytes at equal quality, and speed on a core.
 
-Quality is measured on a trained model (data/tinylm): the KV of a prefix is replaced by what a
-codec makes of it, and the text behind it is scored. Bytes are those of whole frames, headers
+Quality is measured on two trained models, data/tinylm and the one of ``make real-model``: the KV
+of a prefix is replaced by what a codec makes of it, the text behind it is scored, and facts that
+the prefix tells are asked for. Bytes are those of whole frames, headers
 included. Speeds are processor time on one core, the sides of a ratio in turns. The first run
 makes a virtual environment for each opponent.
 """
@@ -18,27 +19,40 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.codecs_kv import ROPE_THETA, Extent, Synthetic, make_synthetic
-from bench.codecs_links import break_even_gbps, gains
 from bench.codecs_ours import Chunks, calibrated
 from bench.codecs_rates import (
     BARS,
+    REAL_KEYS,
     Rates,
+    all_codes,
     family,
     measure_rates,
+    report_bars,
     report_rates,
+    report_real,
     report_synthetic,
     synthetic_score,
+    with_facts,
 )
-from bench.codecs_speeds import ROUNDS, Measured, SpeedBench, measure_speeds
+from bench.codecs_speeds import (
+    ROUNDS,
+    Measured,
+    SpeedBench,
+    break_even_gbps,
+    gains,
+    measure_speeds,
+)
+from bench.codecs_texts import TINYLM, Lengths
 from bench.opponents import LMCacheCodecs, lmcache_codecs, lossless_coder
 from bench.peer_process import PeerSkippedError
+from bench.real_model import FOLDER, why_missing
 from bench.report import Report
 from kvstore.cli.plot import line_chart
 from kvstore.proto.background import make_at_once
 from kvstore.proto.types import RopeParameters
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "data" / "tinylm"
+TINY, REAL, SYNTHETIC = "tinylm", "real model", "synthetic"
 LOSSLESS_PEERS = ("zipnn", "blosc2")
 LOSSLESS_CODEC = "zplane"
 LOSSLESS_KEY = "lossless_ratio"
@@ -51,20 +65,22 @@ T = TypeVar("T")
 class Sizes:
     """How much is measured; the tests measure less."""
 
-    windows: int = 16
-    calibrate: int = 8
-    prefix: int = 256
-    rest: int = 256
-    greedy: int = 64
+    tiny: Lengths = field(default_factory=Lengths)
+    real: Lengths = field(
+        default_factory=lambda: Lengths(
+            windows=3, calibrate=3, prefix=512, rest=96, greedy=24, contexts=5
+        )
+    )
     synthetic: Extent = field(default_factory=Extent)
     rounds: int = ROUNDS
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: where files go, where opponents live, what is reported."""
+    """One run: where files go, where the second model and opponents are, what is reported."""
 
     folder: Path
+    model: Path
     venvs: Path
     report: Report
     sizes: Sizes
@@ -82,7 +98,7 @@ def open_or_reason(stack: ExitStack, side: AbstractContextManager[T]) -> T | str
 def measure(run: Run) -> tuple[dict[str, Rates], dict[str, Measured]]:
     """Run every part; return the curves by the KV they are of, and the speeds of ours."""
     with ExitStack() as stack:
-        lmcache = open_or_reason(stack, lmcache_codecs(run.venvs, run.folder, MODEL))
+        lmcache = open_or_reason(stack, lmcache_codecs(run.venvs, run.folder, TINYLM))
         coders = {
             name: open_or_reason(stack, lossless_coder(run.venvs, run.folder, name))
             for name in LOSSLESS_PEERS
@@ -90,10 +106,10 @@ def measure(run: Run) -> tuple[dict[str, Rates], dict[str, Measured]]:
         synthetic, chunks = _synthetic(run.sizes.synthetic)
         curves: dict[str, Rates] = {}
         if run.speeds_only:
-            run.report.skip([*BARS, LOSSLESS_KEY], "--speeds: no quality")
+            run.report.skip([*BARS, *REAL_KEYS, LOSSLESS_KEY], "--speeds: no quality")
         else:
-            curves["trained model"] = _rates_of_model(run, lmcache)
-            curves["synthetic"] = _rates_of_synthetic(run, synthetic, chunks, lmcache)
+            curves.update(_rates_of_models(run, lmcache))
+            curves[SYNTHETIC] = _rates_of_synthetic(run, synthetic, chunks, lmcache)
             _report_lossless(run.report, curves)
         speeds = measure_speeds(
             run.report, SpeedBench(chunks, run.folder, lmcache, coders, run.sizes.rounds)
@@ -113,18 +129,36 @@ def _synthetic(extent: Extent) -> tuple[Synthetic, Chunks]:
     return synthetic, chunks
 
 
-def _rates_of_model(run: Run, lmcache: LMCacheCodecs | str) -> Rates:
+def _rates_of_models(run: Run, lmcache: LMCacheCodecs | str) -> dict[str, Rates]:
+    """Measure both models; return the curves of those that are there, by name."""
     try:
-        from bench.codecs_model import Lengths, PrefixModel
+        import bench.codecs_model  # noqa: F401 - looked for: the models need it
     except ImportError as error:
-        run.report.skip(list(BARS), f"install the extra transformers: {error}")
-        return Rates([], {})
-    sizes = run.sizes
-    model = PrefixModel(Lengths(sizes.windows, sizes.prefix, sizes.rest, sizes.greedy))
-    chunks = Chunks.of("bench/tinylm", model.bits, model.rope)
-    calibrated(chunks, model.calibration(sizes.calibrate))
+        run.report.skip([*BARS, *REAL_KEYS], f"install the extra transformers: {error}")
+        return {}
+    found = {TINY: _rates_of_model(run, TINY, TINYLM, run.sizes.tiny, lmcache)}
+    report_bars(run.report, found[TINY])
+    reason = why_missing(run.model)
+    if reason is None:
+        found[REAL] = _rates_of_model(run, REAL, run.model, run.sizes.real, lmcache)
+        report_real(run.report, found[REAL])
+    else:
+        run.report.skip(REAL_KEYS, reason)
+    return found
+
+
+def _rates_of_model(
+    run: Run, name: str, folder: Path, lengths: Lengths, lmcache: LMCacheCodecs | str
+) -> Rates:
+    from bench.codecs_model import PrefixModel
+
+    model = PrefixModel(lengths, folder)
+    chunks = Chunks.of(f"bench/{name}", model.bits, model.rope)
+    calibrated(chunks, model.calibration())
     rates = measure_rates(chunks, lambda coded: model.score(coded.decoded), lmcache, run.folder)
-    report_rates(run.report, rates)
+    told = all_codes(Chunks(model.told_bits, chunks.model), lmcache, run.folder, {})
+    rates = with_facts(rates, told, model.answered)
+    report_rates(run.report, name, rates)
     return rates
 
 
@@ -137,7 +171,7 @@ def _rates_of_synthetic(
 
 
 def _report_lossless(report: Report, curves: Mapping[str, Rates]) -> None:
-    """Add the ratio of the lossless codec: the worse of the trained model's KV and synthetic."""
+    """Add the ratio of the lossless codec: the worst of the models' KV and synthetic."""
     ratios = {
         name: 16 / point.bits_per_value
         for name, rates in curves.items()
@@ -165,21 +199,24 @@ def _report_links(report: Report, speeds: Mapping[str, Measured]) -> None:
 
 def draw(folder: Path, curves: Mapping[str, Rates], speeds: Mapping[str, Measured]) -> None:
     """Draw bits against divergence, and the gain over raw bytes against the link."""
-    rates = curves["trained model"]
+    for model, file in ((TINY, "codecs_rates.svg"), (REAL, "codecs_rates_real.svg")):
+        if model in curves:
+            _draw_rates(folder / file, f"bits a value against divergence, {model}", curves[model])
+    title = "decoded bytes over a link against raw bytes, one core decoding"
+    axes = ("GB/s of the link", "times raw")
+    line_chart(folder / "codecs_links.svg", title, axes, gains(speeds))
+
+
+def _draw_rates(file: Path, title: str, rates: Rates) -> None:
     series: dict[str, list[tuple[float, float]]] = {}
     for point in rates.points:
         if point.quality.kl > 0:
             place = (point.quality.kl, point.bits_per_value)
             series.setdefault(family(point), []).append(place)
     if series:
-        title = "bits a value against divergence, KV of a trained model"
         found = [kl for line in series.values() for kl, _ in line]
         decades = [10.0**power for power in range(-9, 2) if min(found) < 10.0**power < max(found)]
-        axes = ("KL, nats a token", "bits")
-        line_chart(folder / "codecs_rates.svg", title, axes, series, decades)
-    title = "decoded bytes over a link against raw bytes, one core decoding"
-    axes = ("GB/s of the link", "times raw")
-    line_chart(folder / "codecs_links.svg", title, axes, gains(speeds))
+        line_chart(file, title, ("KL, nats a token", "bits"), series, decades)
 
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
@@ -189,6 +226,8 @@ def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",
                         help="where the opponents are installed; default build/peers")  # fmt: skip
+    parser.add_argument("--model", type=Path, default=FOLDER, metavar="DIR",
+                        help="the second model; default that of make real-model")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the curves as SVG files")
     parser.add_argument("--curves", type=Path, metavar="FILE", help="write every point as JSON")
     parser.add_argument("--speeds", action="store_true", help="measure speeds alone, no quality")
@@ -197,7 +236,8 @@ def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
         parser.error("--speeds: quality is not measured; leave --plot and --curves out")
     report = Report("codecs")
     with tempfile.TemporaryDirectory() as name:
-        run = Run(Path(name), flags.venvs.absolute(), report, sizes or Sizes(), flags.speeds)
+        venvs = flags.venvs.absolute()
+        run = Run(Path(name), flags.model, venvs, report, sizes or Sizes(), flags.speeds)
         curves, speeds = measure(run)
     if flags.plot is not None:
         draw(flags.plot, curves, speeds)

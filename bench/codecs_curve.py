@@ -31,12 +31,16 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One codec at one setting on one set of tensors."""
+    """One codec at one setting on one set of tensors.
+
+    ``facts``: the share of facts told in a prompt that are answered right; None where none are.
+    """
 
     codec: str
     setting: str
     bits_per_value: float
     quality: Quality
+    facts: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.bits_per_value < math.inf:
@@ -80,6 +84,16 @@ def bits_at(curve: Sequence[Rate], error: float) -> float | None:
     logs = [math.log(found) for _, found in reversed(points)]
     bits = [found for found, _ in reversed(points)]
     return float(np.interp(math.log(error), logs, bits))
+
+
+def error_at(curve: Sequence[Rate], bits: float) -> float | None:
+    """Return the error of *curve* at *bits*, the reverse of ``bits_at``."""
+    points = frontier(curve)
+    if not points or not points[0][0] <= bits <= points[-1][0]:
+        return None
+    rates = [rate for rate, _ in points]
+    logs = [math.log(error) for _, error in points]
+    return math.exp(float(np.interp(bits, rates, logs)))
 
 
 def ratio_at(ours: Sequence[Rate], theirs: Rate) -> float | None:

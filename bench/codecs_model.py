@@ -1,14 +1,10 @@
-"""What a decoded prefix does to a trained model: divergence, loss, greedy tokens, attention.
-
-The model is the checkout's own; the texts are held out from its training (data/tinylm).
-"""
+"""What a decoded prefix does to a trained model: divergence, greedy tokens, attention, facts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from bench.codecs_curve import Quality
 from bench.codecs_kv import Bits, to_bits, to_floats
+from bench.codecs_texts import TINYLM, Context, Lengths, contexts, windows
 from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto.types import RopeParameters
-
-FOLDER = Path(__file__).resolve().parents[1] / "data" / "tinylm"
-GREEDY_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """How much text is measured: windows of a stored prefix and the tokens behind it."""
-
-    windows: int = 16
-    prefix: int = 256
-    rest: int = 256
-    greedy: int = GREEDY_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +40,26 @@ class _Base:
 
 
 class PrefixModel:
-    """The trained model with the KV of some prefixes, in bfloat16.
+    """A trained model with the KV of some prefixes, in bfloat16.
 
-    ``bits``: the prefixes' KV, (windows, layers, 2, prefix, kv_heads, head_dim). What the
-    model makes of them is computed once.
+    ``bits``: the KV of prefixes whose texts go on, (windows, layers, 2, prefix, kv_heads,
+    head_dim); ``told_bits``: that of prefixes which tell facts. What the model makes of the
+    former is computed once.
     """
 
-    def __init__(self, lengths: Lengths | None = None, folder: Path = FOLDER) -> None:
+    def __init__(self, lengths: Lengths | None = None, folder: Path = TINYLM) -> None:
         self._lengths = lengths or Lengths()
         disable_progress_bar()  # type: ignore[no-untyped-call]
         torch.set_num_threads(1)  # more only wait for each other at this size
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model = model.eval()
-        self._folder = folder
-        self._tokens = _windows(folder, "score", self._lengths)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        measured = self._lengths
+        self._tokens = self._windows("score", measured.windows)
+        self._contexts = contexts(folder, self._tokenizer, measured.contexts, measured.told)
         with torch.no_grad():
-            self.bits = self._prefill(self._tokens)
+            self.bits = self._prefill(self._tokens[:, : measured.prefix])
+            self.told_bits = self._prefill(torch.tensor([c.prefix for c in self._contexts]))
             self._base = self._run_base()
 
     @property
@@ -81,10 +70,10 @@ class PrefixModel:
         return RopeParameters(theta, int(config.head_dim))
 
     @torch.no_grad()
-    def calibration(self, windows: int) -> Bits:
-        """Return the KV of other texts, as many as *windows*, to fit tables to."""
-        lengths = replace(self._lengths, windows=windows)
-        return self._prefill(_windows(self._folder, "calibrate", lengths))
+    def calibration(self) -> Bits:
+        """Return the KV of other texts, to fit tables to."""
+        tokens = self._windows("calibrate", self._lengths.calibrate)
+        return self._prefill(tokens[:, : self._lengths.prefix])
 
     @torch.no_grad()
     def score(self, decoded: Bits) -> Quality:
@@ -101,9 +90,41 @@ class PrefixModel:
             *(errors / squares).tolist(),
         )
 
+    @torch.no_grad()
+    def answered(self, decoded: Bits) -> float:
+        """Return the share of facts whose answer is right to its last token.
+
+        *decoded* stands in the place of ``told_bits``.
+        """
+        right = [
+            hit
+            for bits, context in zip(decoded, self._contexts, strict=True)
+            for hit in self._answers(bits, context)
+        ]
+        return sum(right) / len(right)
+
+    def _answers(self, bits: Bits, context: Context) -> list[bool]:
+        """Return for each question whether every token of its answer is the likeliest.
+
+        The questions run as one batch; padding behind a row changes nothing before it.
+        """
+        asked = context.asked
+        rows = [torch.tensor(question + answer) for question, answer in asked]
+        cache = self._cache(np.repeat(bits[None], len(asked), 0))
+        logits = self._model(pad_sequence(rows, batch_first=True), **as_argument(cache)).logits
+        likeliest = logits.argmax(-1).tolist()
+        return [
+            tuple(row[len(question) - 1 : len(question) + len(answer) - 1]) == answer
+            for row, (question, answer) in zip(likeliest, asked, strict=True)
+        ]
+
+    def _windows(self, use: str, count: int) -> Tensor:
+        tokens = self._lengths.prefix + self._lengths.rest
+        return torch.tensor(windows(self._tokenizer, use, count, tokens))
+
     def _prefill(self, tokens: Tensor) -> Bits:
         cache = DynamicCache(config=self._model.config)
-        self._model.model(tokens[:, : self._lengths.prefix], **as_argument(cache))
+        self._model.model(tokens, **as_argument(cache))
         layers = [torch.stack(_kv(layer), 1) for layer in cache.layers]
         kv = torch.stack(layers, 1).transpose(3, 4)  # (windows, layers, 2, tokens, heads, dim)
         return to_bits(kv.numpy())
@@ -203,25 +224,6 @@ def _kv(layer: Any) -> tuple[Tensor, Tensor]:
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).square().sum() / wanted.square().sum())
-
-
-def _windows(folder: Path, use: str, lengths: Lengths) -> Tensor:
-    """Return the first tokens of each held-out text, the beginning of a sequence before them."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    count = lengths.prefix + lengths.rest
-    rows = []
-    for text in held_out(folder, use)[: lengths.windows]:
-        ids = tokenizer(text, add_special_tokens=False, truncation=True, max_length=count - 1)
-        rows.append([tokenizer.bos_token_id, *ids.input_ids])
-    if len(rows) < lengths.windows or any(len(row) < count for row in rows):
-        raise ValueError(f"heldout.jsonl: fewer than {lengths.windows} texts of {count} tokens")
-    return torch.tensor(rows)
-
-
-def held_out(folder: Path, use: str) -> list[str]:
-    """Return the texts of *folder* that are there to ``score``, or to ``calibrate``."""
-    lines = (folder / "heldout.jsonl").read_text().splitlines()
-    return [row["text"] for row in map(json.loads, lines) if row["use"] == use]
 
 
 @contextmanager

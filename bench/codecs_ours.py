@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from bench.codecs_curve import bits_per_value
 from bench.codecs_kv import Bits, digest
-from bench.codecs_timing import cpu_s
 from bench.opponents import Coded, Speed
+from bench.report import cpu_s
 from kvstore.codecs import rans
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.assets import AssetKind, pack_asset, parse_asset

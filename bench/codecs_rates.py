@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.codecs_curve import Point, Quality, Rate, mean_ratio, ratio_at
-from bench.codecs_kv import Synthetic
+from bench.codecs_curve import Point, Quality, Rate, error_at, mean_ratio, ratio_at
+from bench.codecs_kv import Bits, Synthetic
 from bench.codecs_ours import Chunks, Coder
 from bench.opponents import Coded, LMCacheCodecs, TensorFile, cachegen_levels
 from bench.opponents_layouts import kivi
 from bench.report import Report
-from kvstore.codecs.kvq import LAYERED
 from kvstore.proto.errors import UnknownCodecError
 
 Score = Callable[[Coded], Quality]
@@ -21,12 +20,18 @@ OURS = {
     "exact": ("raw", "zstd", "zplane", "xans", "xpack"),
     "fp8": ("fp8",),
     "gq": ("gq8", "gq4", "gq2"),
-    "kvq": ("kvq:3", "kvq:2", "kvq:1", "kvq:0", "kvq:layered"),
+    "kvq": ("kvq:3", "kvq:2", "kvq:1", "kvq:0"),
+    "kvq layered": ("kvq:layered",),
+    "kvq without sinks": ("kvq:1,sinks=0", "kvq:0,sinks=0"),
     "cachegen": ("cachegen:3", "cachegen:2", "cachegen:1", "cachegen:0"),
     "kvqs": ("kvqs:3", "kvqs:2", "kvqs:1", "kvqs:0"),
     "kvt": ("kvt:3", "kvt:2", "kvt:1", "kvt:0"),
 }
-"""Settings of each family; those of one family are points of one curve."""
+"""Settings of each family; those of one family are points of one curve.
+
+The levels of a layered frame cost a little more than frames made for one quality.
+"""
+FAMILIES = {setting: name for name, settings in OURS.items() for setting in settings}
 TURBOQUANT = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 KIVI = ((8, 64), (4, 32), (4, 64), (2, 32), (2, 64))
 """Bits and group."""
@@ -44,6 +49,14 @@ AGAINST = {
     "kvq_bytes_vs_fp8_at_kl": ("lmcache fp8", "bare cast"),
 }
 """Whom each key compares with, and the beginning of the settings that count."""
+REAL_KL = {"real_model_kl@4bits": 4.0, "real_model_kl@3bits": 3.0}
+"""Bits a value at which kvq's divergence on the real model is reported."""
+SINKS = (("kvq:0", "kvq:0,sinks=0"), ("kvq:1", "kvq:1,sinks=0"))
+"""The same quality with the attention sink exact, and with it quantised as the rest."""
+SINK_KEY = "sink_kl_ratio"
+SINK_BAR = 0.4
+"""At most."""
+REAL_KEYS = (*REAL_KL, SINK_KEY)
 
 
 @dataclass(slots=True)
@@ -81,7 +94,7 @@ def their_codes(tensors: TensorFile, lmcache: LMCacheCodecs | str) -> Iterator[C
     for bins in cachegen_levels(layers):
         yield lmcache.cachegen(tensors, bins)
     # Narrow heads have more norms to store: it is measured on wider ones too, for its better.
-    for width in sorted({head_dim, min(128, kv_heads * head_dim)}):
+    for width in sorted(w for w in {head_dim, 128} if kv_heads * head_dim % w == 0):
         for preset in TURBOQUANT:
             yield lmcache.turboquant(tensors, preset, width)
 
@@ -90,16 +103,29 @@ def measure_rates(
     chunks: Chunks, score: Score, lmcache: LMCacheCodecs | str, folder: Path
 ) -> Rates:
     """Return the point of every codec on *chunks*."""
-    tensors = TensorFile.write(folder / "rates.npy", chunks.bits)
     rates = Rates([], {})
-    if isinstance(lmcache, str):
-        rates.skipped["lmcache"] = lmcache
-    for codes in (our_codes(chunks, rates.skipped), their_codes(tensors, lmcache)):
-        for coded in codes:
-            rates.points.append(
-                Point(coded.codec, coded.setting, coded.bits_per_value, score(coded))
-            )
+    for coded in all_codes(chunks, lmcache, folder, rates.skipped):
+        quality = score(coded)
+        rates.points.append(Point(coded.codec, coded.setting, coded.bits_per_value, quality))
     return rates
+
+
+def all_codes(
+    chunks: Chunks, lmcache: LMCacheCodecs | str, folder: Path, skipped: dict[str, str]
+) -> Iterator[Coded]:
+    """Yield what every codec makes of *chunks*; note in *skipped* what is not there."""
+    tensors = TensorFile.write(folder / "rates.npy", chunks.bits)
+    if isinstance(lmcache, str):
+        skipped["lmcache"] = lmcache
+    yield from our_codes(chunks, skipped)
+    yield from their_codes(tensors, lmcache)
+
+
+def with_facts(rates: Rates, codes: Iterable[Coded], answered: Callable[[Bits], float]) -> Rates:
+    """Return *rates* with the share of facts that each of *codes* leaves: those of its points."""
+    facts = {(coded.codec, coded.setting): answered(coded.decoded) for coded in codes}
+    points = [replace(p, facts=facts[p.codec, p.setting]) for p in rates.points]
+    return Rates(points, rates.skipped)
 
 
 def synthetic_score(synthetic: Synthetic) -> Score:
@@ -112,19 +138,42 @@ def synthetic_score(synthetic: Synthetic) -> Score:
     return score
 
 
-def report_rates(report: Report, rates: Rates) -> None:
-    """Add a row for each point, and the keys that compare at equal divergence."""
+def report_rates(report: Report, model: str, rates: Rates) -> None:
+    """Add a row for each point of *model*, and for each codec that is not there."""
     for point in rates.points:
         q = point.quality
+        facts = "" if point.facts is None else f"facts {point.facts:.2f}, "
         report.note(
-            f"  {point.codec} {point.setting}".rstrip(), f"{point.bits_per_value:.3f}",
+            f"  {model}: {point.codec} {point.setting}".rstrip(), f"{point.bits_per_value:.3f}",
             f"bits a value, KL {q.kl:.2e}, loss {q.loss_delta:+.1e}, greedy {q.greedy_match:.2f}, "
-            f"attention {q.attention_error:.1e}, K {q.key_error:.1e}, V {q.value_error:.1e}",
+            f"{facts}attention {q.attention_error:.1e}, K {q.key_error:.1e}, V {q.value_error:.1e}",
         )  # fmt: skip
     for name, reason in rates.skipped.items():
-        report.note(f"  {name}", "skipped", reason)
+        report.note(f"  {model}: {name}", "skipped", reason)
+
+
+def report_bars(report: Report, rates: Rates) -> None:
+    """Add the keys that compare with others at equal divergence."""
     for key in AGAINST:
         _report_key(report, key, rates)
+
+
+def report_real(report: Report, rates: Rates) -> None:
+    """Add the keys of the real model: kvq's divergence, and what an exact sink takes off it."""
+    for key, bits in REAL_KL.items():
+        kl = error_at(rates.curve("kvq"), bits)
+        if kl is None:
+            report.skip([key], f"no kvq quality on either side of {bits:g} bits a value")
+        else:
+            report.add(key, kl, f"nats a token at {bits:g} bits a value, between qualities of kvq")
+    found = {point.codec: point.quality.kl for point in rates.points}
+    missing = [name for pair in SINKS for name in pair if not found.get(name)]
+    if missing:
+        report.skip([SINK_KEY], rates.skipped.get(missing[0], f"{missing[0]}: no divergence"))
+        return
+    ratios = {exact: found[exact] / found[without] for exact, without in SINKS}
+    words = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    report.add(SINK_KEY, max(ratios.values()), f"{words} of the KL without", f"bar {SINK_BAR:g}")
 
 
 def _report_key(report: Report, key: str, rates: Rates) -> None:
@@ -166,11 +215,5 @@ def report_synthetic(report: Report, rates: Rates) -> None:
 
 
 def family(point: Point) -> str:
-    """Return what *point* is on the curve of: its codec without terms, but for layered ones.
-
-    The levels of one layered frame cost a little more than frames made for one quality.
-    """
-    name, _, terms = point.codec.partition(":")
-    if name in OURS["gq"]:
-        return "gq"
-    return f"{name} {terms}" if terms == LAYERED else name
+    """Return what *point* is on the curve of: its family, for others their codec."""
+    return FAMILIES.get(point.codec, point.codec)

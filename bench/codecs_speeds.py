@@ -1,8 +1,15 @@
-"""Speeds of every codec on one core: bytes of decoded bfloat16 a processor second."""
+"""Speeds of every codec on one core, bytes of decoded bfloat16 a processor second, and links.
+
+A link delivers decoded bytes with a codec and without. Encoding is off the way to the first
+token and not counted. Decoding overlaps the transfer, so that the slower of the two is what a
+reader sees.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,16 +18,18 @@ import numpy as np
 
 from bench.codecs_kv import Bits
 from bench.codecs_ours import Chunks, Coder, kvq_backends
-from bench.codecs_timing import cpu_s, one_core
 from bench.opponents import Bins, LMCacheCodecs, LosslessCoder, Speed, TensorFile
 from bench.opponents_layouts import aibrix_time
-from bench.report import Report
+from bench.report import Report, cpu_s
 from kvstore.proto.errors import UnknownCodecError
 
 ROUNDS = 5
 SPEEDS = (
     "raw", "zstd", "zplane", "xans", "xpack", "fp8", "gq8", "gq4", "gq2", "kvq", "cachegen",
 )  # fmt: skip
+
+LINKS_GBPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 12.5)
+"""GB/s of the link: a slow Redis to 100 GbE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,17 @@ class Measured:
 
     def __str__(self) -> str:
         return f"{self.name} {self.encode_gbps:.3f} in, {self.decode_gbps:.3f} GB/s out"
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this thread, and those it starts, on one core until the block ends."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def best_of(name: str, raw_bytes: int, speeds: Iterable[Speed]) -> Measured:
@@ -204,3 +224,30 @@ def _backends(report: Report, bench: SpeedBench) -> None:
         coder = Coder.with_codec("kvq", codec, bench.chunks)
         measured = in_rounds(window.nbytes, {"kvq": partial(coder.time, window)}, 1)["kvq"]
         report.note(f"  backend: {name}", f"{measured.ratio:.2f}", str(measured))
+
+
+def delivered_gbps(link_gbps: float, ratio: float, decode_gbps: float) -> float:
+    """Return decoded GB/s over a link of *link_gbps*, one core decoding while bytes arrive."""
+    return min(link_gbps * ratio, decode_gbps)
+
+
+def break_even_gbps(ratio: float, decode_gbps: float, copy_gbps: float) -> float:
+    """Return the fastest link over which the codec delivers more than raw bytes do.
+
+    0 for one that never does.
+    """
+    return min(decode_gbps, copy_gbps) if ratio > 1 else 0.0
+
+
+def gains(
+    measured: Mapping[str, Measured], links: Sequence[float] = LINKS_GBPS
+) -> dict[str, list[tuple[float, float]]]:
+    """Return for each codec the gain over raw bytes at each link: pairs (GB/s, times)."""
+    copy = measured["memcpy"].decode_gbps
+    return {
+        name: [
+            (link, delivered_gbps(link, m.ratio, m.decode_gbps) / min(link, copy)) for link in links
+        ]
+        for name, m in measured.items()
+        if name not in ("memcpy", "raw")
+    }

@@ -57,6 +57,13 @@ def parse_flags(argv: Sequence[str] | None, text: str) -> bool:
     return options
 
 
+def cpu_s(work: Callable[[], object]) -> float:
+    """Return the processor seconds of *work*, those of all threads of this process."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
 def best_s(work: Callable[[], object], repeats: int) -> float:
     """Return the shortest of *repeats* runs, in seconds."""
     best = float("inf")

@@ -22,6 +22,7 @@ from kvstore.proto.errors import KVStoreError
 ENGINE_S = 300.0
 NEW_TOKENS_ROOM = 64
 _NEEDS = ("torch", "transformers")
+_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 class DemoError(KVStoreError):
@@ -106,6 +107,7 @@ def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> 
     started = time.monotonic()
     folder = check_model(model, prompt_tokens)
     console = open_console()
+    console.print(f"model: {folder}")
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
         reports = _play(console, Path(scratch), [str(folder), str(prompt_tokens)])
     outcome = Outcome.of(reports, time.monotonic() - started)
@@ -124,17 +126,34 @@ def check_model(model: Path | None, prompt_tokens: int) -> Path:
         fix = "pip install 'kvstore-server[transformers]'"
         raise DemoError(f"{' and '.join(missing)} not installed: {fix}", usage)
     folder = model or Path(__file__).resolve().parents[1] / "data" / "tinylm"
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+    config = _config(folder)
+    absent = [
+        what
+        for what, held in {
+            "config.json": config is not None,
+            "weights (*.safetensors or *.bin)": any(map(any, map(folder.glob, _WEIGHTS))),
+            "tokenizer (tokenizer*)": any(folder.glob("tokenizer*")),
+        }.items()
+        if not held
+    ]
+    if config is None or absent:
         raise DemoError(
-            f"no model in {folder}: give --model DIR, a folder with config.json, weights and"
-            " tokenizer (a checkout of the project has one in data/tinylm)", usage,
-        ) from None  # fmt: skip
+            f"--model {folder}: no {', no '.join(absent)} there: give a folder that transformers"
+            " loads, such as data/tinylm of a checkout, or build/real-model after make real-model",
+            usage,
+        )
     longest = config.get("max_position_embeddings", prompt_tokens) - NEW_TOKENS_ROOM
     if prompt_tokens > longest:
         raise DemoError(f"--tokens {prompt_tokens}: the model takes {longest} at most", usage)
     return folder
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _play(console: Console, scratch: Path, arguments: Sequence[str]) -> dict[str, dict[str, Any]]:

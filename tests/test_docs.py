@@ -84,7 +84,7 @@ OTHER_FLAGS = {
     "--from": "kvstore simulate",
     "--json": "kvstore status, kvstore demo and the benchmarks",
     "--kv-bytes-per-token": "kvstore simulate",
-    "--model": "kvstore simulate, vLLM",
+    "--model": "kvstore simulate, kvstore demo, bench.codecs, vLLM",
     "--node": "examples/prefix_router",
     "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",

@@ -17,16 +17,32 @@ from bench.codecs_curve import (
     Quality,
     bits_at,
     bits_per_value,
+    error_at,
     frontier,
     mean_ratio,
     ratio_at,
 )
 from bench.codecs_kv import Extent, digest, make_synthetic, rotate, to_bits, to_floats
-from bench.codecs_links import break_even_gbps, delivered_gbps, gains
 from bench.codecs_model import kl_per_token
 from bench.codecs_ours import Chunks, Coder
-from bench.codecs_rates import AGAINST, BARS, Rates, report_rates
-from bench.codecs_speeds import Measured, best_of, in_rounds
+from bench.codecs_rates import (
+    AGAINST,
+    BARS,
+    REAL_KEYS,
+    SINKS,
+    Rates,
+    report_bars,
+    report_rates,
+    report_real,
+)
+from bench.codecs_speeds import (
+    Measured,
+    best_of,
+    break_even_gbps,
+    delivered_gbps,
+    gains,
+    in_rounds,
+)
 from bench.opponents import Bins, LMCacheCodecs, Speed, TensorFile, cachegen_levels
 from bench.opponents_layouts import aibrix_time, kivi
 from bench.peer_process import PeerSkippedError, asking
@@ -66,6 +82,15 @@ def test_between_two_points_bits_follow_the_logarithm_of_the_error() -> None:
     assert bits_at(LINE, 1e-3) == pytest.approx(3.0)
     assert bits_at(LINE, 10**-3.5) == pytest.approx(3.5)
     assert bits_at(LINE, 1e-2) == pytest.approx(2.0)
+
+
+def test_the_error_at_some_bits_is_that_whose_bits_they_are() -> None:
+    assert error_at(LINE, 3.0) == pytest.approx(1e-3)
+    for bits in (2.1, 2.3, 3.9):
+        error = error_at(LINE, bits)
+        assert error is not None
+        assert bits_at(LINE, error) == pytest.approx(bits)
+    assert error_at(LINE, 1.9) is error_at(LINE, 4.1) is error_at([], 3.0) is None
 
 
 @pytest.mark.parametrize("error", [2e-2, 9e-5])
@@ -262,7 +287,7 @@ def test_each_key_is_our_bytes_over_theirs_at_their_divergence() -> None:
     points = [point("kvq:1", "", 2.0, 1e-2), point("kvq:3", "", 4.0, 1e-4)]
     points += [point(codec, setting, 6.0, 1e-3) for codec, setting in AGAINST.values()]
     report = Report("codecs")
-    report_rates(report, Rates(points, {}))
+    report_bars(report, Rates(points, {}))
     assert report.values == dict.fromkeys(BARS, 0.5)
 
 
@@ -274,7 +299,7 @@ def test_of_two_ways_to_run_an_opponent_the_better_counts() -> None:
         point("lmcache turboquant", "3bit_nc d128", 1.0, 1e-3),
     ]
     report = Report("codecs")
-    report_rates(report, Rates(points, {}))
+    report_bars(report, Rates(points, {}))
     assert report.values == {"kvq_bytes_vs_turboquant4_at_kl": 0.6}
 
 
@@ -294,9 +319,37 @@ def test_a_key_that_cannot_be_had_says_why(
     points: list[Point], skipped: dict[str, str], reason: str
 ) -> None:
     report = Report("codecs")
-    report_rates(report, Rates(points, skipped))
+    report_bars(report, Rates(points, skipped))
     assert report.values == {}
     assert report.skipped["kvq_bytes_vs_fp8_at_kl"] == reason
+
+
+def test_the_real_model_gives_kvqs_divergence_and_the_worse_gain_of_an_exact_sink() -> None:
+    points = [point(f"kvq:{quality}", "", 2.0 + quality, 10.0**-quality) for quality in range(4)]
+    points += [point("kvq:0,sinks=0", "", 2.0, 5.0), point("kvq:1,sinks=0", "", 3.0, 0.4)]
+    report = Report("codecs")
+    report_real(report, Rates(points, {}))
+    assert report.values == {
+        "real_model_kl@4bits": 0.01, "real_model_kl@3bits": 0.1, "sink_kl_ratio": 0.25,
+    }  # fmt: skip
+
+
+def test_a_key_of_the_real_model_that_cannot_be_had_says_why() -> None:
+    report = Report("codecs")
+    report_real(report, Rates([point("kvq:1", "", 2.0, 1e-2)], {SINKS[0][0]: "not built: kvq"}))
+    assert report.values == {}
+    assert set(report.skipped) == set(REAL_KEYS)
+    assert report.skipped["sink_kl_ratio"] == "not built: kvq"
+
+
+def test_the_row_of_a_point_names_its_model_and_the_facts_that_were_answered() -> None:
+    report = Report("codecs")
+    told = Point("kvq:1", "", 2.0, quality(1e-2), facts=0.75)
+    report_rates(report, "some model", Rates([told, point("raw", "", 16.0, 0.0)], {"x": "no"}))
+    names, _, words, _ = zip(*report.rows, strict=True)
+    assert names == ("  some model: kvq:1", "  some model: raw", "  some model: x")
+    assert "facts 0.75" in words[0]
+    assert "facts" not in words[1]
 
 
 # --- speeds

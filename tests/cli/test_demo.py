@@ -67,13 +67,26 @@ def test_whatever_did_not_hold_is_a_problem(changes: dict[str, Any], word: str) 
     assert word in problems[0]
 
 
-def test_a_folder_without_a_model_is_refused_with_what_to_give(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("files", "absent"),
+    [
+        ({}, "no config.json, no weights (*.safetensors or *.bin), no tokenizer (tokenizer*)"),
+        ({"config.json": "[]", "model.safetensors": "", "tokenizer.json": ""}, "no config.json"),
+        ({"config.json": "{}", "tokenizer.json": ""}, "no weights (*.safetensors or *.bin)"),
+        ({"config.json": "{}", "model.safetensors": ""}, "no tokenizer (tokenizer*)"),
+    ],
+)
+def test_a_folder_without_a_model_is_refused_with_what_it_lacks_and_what_to_give(
+    files: dict[str, str], absent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
     with pytest.raises(SystemExit) as ended:
         main(["demo", "--model", str(tmp_path)])
     assert ended.value.code == 2
-    assert "--model DIR" in capsys.readouterr().err
+    words = " ".join(capsys.readouterr().err.split())
+    assert f"--model {tmp_path}: {absent} there: give a folder" in words
+    assert "make real-model" in words
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
@@ -84,6 +97,8 @@ def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
 
 def test_an_engine_process_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("no such thing")
     with pytest.raises(DemoError, match=r"the first engine process failed: \w+"):
         run_demo(tmp_path, 64, None)
 
@@ -123,3 +138,4 @@ def test_the_demo_holds_from_the_command_to_its_figures(
     assert figures["disk_hit_tokens_after_kill"] == 849
     assert figures["ttft_ratio"] == figures["ttft_with_ms"] / figures["ttft_without_ms"]
     assert "849 from disk" in printed
+    assert f"model: {TINYLM}" in printed.replace("\n", "")
