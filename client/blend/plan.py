@@ -81,9 +81,12 @@ class BlendPlan:
     *ratio*: the share of the ``approx`` tokens that the *selector* may choose; gaps and suffix
     are always computed and never charged to it. *check_layers* are those at which a selector
     compares fresh KV with stored; *ratios* one for each of them, not rising, to filter by steps
-    (CacheBlend, arXiv 2405.16444, section 4.3); empty: *ratio* at each. *head_tokens*: the
-    first so many tokens of each ``approx`` segment are chosen before all others.
-    *granularity*: whole blocks of so many tokens are chosen. Raises InvalidRequestError.
+    (CacheBlend, arXiv 2405.16444, section 4.3); empty: *ratio* at each. Raises
+    InvalidRequestError.
+
+    For experiments with plans made by hand, as neither gained anything where it was measured:
+    with *head_tokens* the first so many tokens of each ``approx`` segment are chosen before all
+    others, with *granularity* whole blocks of so many tokens are chosen.
     """
 
     tokens: tuple[int, ...]
