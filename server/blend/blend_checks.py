@@ -8,7 +8,14 @@ import numpy as np
 
 from kvstore.proto import blend_wire, plan_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import MAX_SEGMENTS, UNKNOWN, ContextMass, check_number, check_tag
+from kvstore.proto.blend import (
+    ACCURACY_TAG,
+    MAX_SEGMENTS,
+    UNKNOWN,
+    ContextMass,
+    check_number,
+    check_tag,
+)
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -51,6 +58,9 @@ class BlendChecks:
         total = sum(len(one.tokens) for one in request.segments)
         if total > self._limit:
             raise InvalidRequestError("segments.tokens", total, f"at most {self._limit} chunks")
+        if request.tag == ACCURACY_TAG:
+            fix = "use another: this is that of lossy copies, which blending says nothing of"
+            raise InvalidRequestError("tag", request.tag, fix)
         if request.max_variants > MAX_VARIANTS:
             fix = f"at most {MAX_VARIANTS}"
             raise InvalidRequestError("max_variants", request.max_variants, fix)
