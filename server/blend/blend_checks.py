@@ -9,6 +9,7 @@ import numpy as np
 from kvstore.proto import blend_wire, plan_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
+    ACCURACY_TAG,
     MAX_ASKED_CHUNKS,
     MAX_SEGMENTS,
     UNKNOWN,
@@ -55,6 +56,9 @@ class BlendChecks:
         total = sum(len(one.tokens) for one in request.segments)
         if total > self._limit:
             raise InvalidRequestError("segments.tokens", total, f"at most {self._limit} chunks")
+        if request.tag == ACCURACY_TAG:
+            fix = "use another: this is that of lossy copies, which blending says nothing of"
+            raise InvalidRequestError("tag", request.tag, fix)
         if request.max_variants > MAX_VARIANTS:
             fix = f"at most {MAX_VARIANTS}"
             raise InvalidRequestError("max_variants", request.max_variants, fix)

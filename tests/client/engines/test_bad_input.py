@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from conftest import ServerMaker
@@ -119,8 +120,8 @@ def lost(engine: PlainEngine, server: LocalServer) -> None:
     engine.store(PROMPT)
     lookup = engine.client.lookup
 
-    def lookup_and_lose(keys: list[object]) -> object:
-        match = lookup(keys)  # type: ignore[arg-type]
+    def lookup_and_lose(keys: list[object], **terms: Any) -> object:
+        match = lookup(keys, **terms)  # type: ignore[arg-type]
         assert engine.client.delete(keys[2:]) == 2  # type: ignore[arg-type]
         return match
 

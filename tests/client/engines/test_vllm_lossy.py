@@ -18,7 +18,7 @@ from vllm_steps import Engine
 from kvstore.client.engines import vllm_lossy
 from kvstore.client.engines.vllm_layout import side_by_side
 from kvstore.client.engines.vllm_orders import WorkerNews
-from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm_settings import Role, VllmSettings
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.errors import InvalidRequestError
@@ -187,6 +187,16 @@ def test_a_request_that_was_preempted_is_not_stored_behind_blocks_it_finds_again
     request.all_token_ids += PROMPT
     assert engine.step(request, [*blocks, *range(12, 24)], 200).stores == ()
     assert engine.scheduler.counted["lossy_unstored_chunks"] == 3 + 6, "of a, and of b"
+
+
+@pytest.mark.usefixtures("lossy")
+def test_nobody_waits_for_promised_chunks_that_turn_out_to_be_behind_a_lossy_one(
+    start: Start,
+) -> None:
+    engine = start(role=Role(handover_ms=600_000))
+    assert begin(engine, "a") == (128, [])
+    client = engine.workers[0]._connector.client
+    assert eventually(lambda: client.lookup(keys(engine)[2:]).pending == 0)
 
 
 @pytest.mark.usefixtures("lossy")
