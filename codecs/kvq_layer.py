@@ -26,7 +26,6 @@ from kvstore.codecs.kvq_levels import (
     Thirds,
     decode_each,
     encode_each,
-    encode_thirds,
     pack_refinement,
     parse_refinement,
     ternary_table,
@@ -93,7 +92,8 @@ class Encoding:
         self._streams[0].append(coded)
         for level, streams in enumerate(self._streams[1:]):
             thirds = [each[level] for _, each in self._block]
-            streams.append(encode_thirds(thirds, self._entropy))
+            symbols, contexts = joined(thirds, "symbols"), joined(thirds, "contexts")
+            streams.append(encode_each(symbols, contexts, ternary_table(), self._entropy))
         self._block.clear()
 
     def body(self) -> Body:
@@ -269,6 +269,6 @@ def rounded_up(bound: float) -> float:
     return float(near if float(near) >= bound else np.nextafter(near, np.float32(np.inf)))
 
 
-def joined(tiles: Sequence[Tiles], name: str) -> NDArray[Any]:
+def joined(tiles: Sequence[Tiles | Thirds], name: str) -> NDArray[Any]:
     """Return the arrays called *name* one behind the other."""
     return np.concatenate([getattr(each, name) for each in tiles])

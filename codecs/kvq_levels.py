@@ -8,7 +8,6 @@ base; every number has a model of its own, chosen by what was decoded before it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -118,13 +117,6 @@ def _mirrored(thirds: NDArray[np.int8], is_below: NDArray[np.bool_]) -> NDArray[
     thirds ^= -sign
     thirds += sign
     return thirds
-
-
-def encode_thirds(thirds: Sequence[Thirds], entropy: Backend) -> tuple[NDArray[Any], ...]:
-    """Return what codes the *thirds* of one block of tokens at one level."""
-    symbols = np.concatenate([each.symbols for each in thirds])
-    contexts = np.concatenate([each.contexts for each in thirds])
-    return encode_each(symbols, contexts, ternary_table(), entropy)
 
 
 def encode_each(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -220,17 +220,18 @@ def _pick(q: Quotients, classes: Classes, tiles: Centred) -> NDArray[np.intp]:
     """
     family = kvq_models()
     every = np.arange(len(family.costs), dtype=np.uint8)
-    cost = np.zeros((*tiles.means.shape, len(every)))
+    cost: Any = None
     for kind in np.unique(classes) if len(classes) else (PLAIN,):
         of_kind = moved(every[None], np.array([kind], np.uint8))[0, 0]
         costs = family.costs[of_kind].astype(np.float64)
         mine = q[:, classes == kind] if len(classes) else q
-        cost += _histograms(mine) @ costs.T  # whole numbers, exact
+        found = _histograms(mine) @ costs.T  # whole numbers, exact
+        cost = found if cost is None else cost + found
     scale = np.searchsorted(family.edges, tiles.spread, side="left")[..., None]
     distance = every // SHAPES - scale
     cost[np.abs(distance) > 2] = np.inf
-    found: NDArray[np.intp] = np.argmin(cost, axis=-1)
-    return found
+    models: NDArray[np.intp] = np.argmin(cost, axis=-1)
+    return models
 
 
 def _histograms(q: Quotients) -> NDArray[np.float64]:
