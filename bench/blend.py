@@ -13,6 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,6 +31,7 @@ from bench.blend_cases import (
     trained_engine,
 )
 from bench.blend_designed import make_riddle
+from bench.blend_model import MODEL_KEYS, ModelSizes, measure_model
 from bench.blend_quality import (
     NAIVE,
     WHOLE,
@@ -64,6 +66,7 @@ class Sizes:
     texts: int = 16
     links_mb_per_s: tuple[float, ...] = LINKS_MB_PER_S
     stage: StageShape = field(default_factory=StageShape)
+    model: ModelSizes = field(default_factory=ModelSizes)
 
 
 def identity(report: Report, cases: Mapping[str, Case]) -> None:
@@ -244,21 +247,33 @@ def _line(one: Timing) -> str:
     )
 
 
+def real_model(report: Report, folder: Path | None, sizes: ModelSizes) -> list[str]:
+    """Measure the model of *folder*, where one is given; return the tables."""
+    if folder is None:
+        report.skip(MODEL_KEYS, "no --model FOLDER was given: make real-model makes one")
+        return []
+    return measure_model(report, folder, sizes)
+
+
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     """Run every part and print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    only_json = parser.parse_args(argv).json
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="measure quality on this language model, too"
+    )
+    asked = parser.parse_args(argv)
     threads = torch.get_num_threads()
     report, sizes = Report("blend"), sizes or Sizes()
     try:
         torch.set_num_threads(1)  # more only wait for each other at these sizes
-        lines = [*quality(report, sizes), *speed(report, sizes)]
+        lines = [*quality(report, sizes), *real_model(report, asked.model, sizes.model)]
+        lines += speed(report, sizes)
     finally:
         torch.set_num_threads(threads)
-    if not only_json:
+    if not asked.json:
         print("\n".join(lines))
-    report.print(only_json=only_json)
+    report.print(only_json=asked.json)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from bench import blend
+from bench import blend, blend_model
+from bench.blend_cases import FOLDER
+from bench.blend_model import MODEL_KEYS, NO_PREFIX, WAYS, ModelSizes
 from bench.blend_quality import difference, quotient
 from bench.blend_speed import SlowSource, StageShape, Timing, Turn
+from bench.report import Report
 
 from kvstore.client.blend.controller import Decision
 from kvstore.client.blend.plan import BlendPlan, Segment
@@ -84,3 +87,20 @@ def test_a_tiny_run_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None
     assert sorted(line["values"]) == sorted(KEYS)
     assert line["values"]["full_ratio_max_abs_logit"] <= 1e-4
     assert line["values"]["zero_ratio_max_abs_logit"] <= 1e-4
+    assert sorted(line["skipped"]) == sorted(MODEL_KEYS)
+    assert "--model" in line["skipped"][MODEL_KEYS[0]]
+
+
+def test_a_models_folder_adds_its_keys_and_a_table_by_how_documents_were_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blend_model, "RATIOS", (0.3,))  # what ratios say is not what is tested
+    report = Report("blend")
+    lines = blend.real_model(report, FOLDER, ModelSizes(contexts=1, texts=1, bare=1))
+    assert sorted(report.values) == sorted(MODEL_KEYS)
+    assert all(np.isfinite(value) for value in report.values.values())
+    for way in (*WAYS, NO_PREFIX):
+        assert any(line.startswith(f"  {way} ") for line in lines)
+    gates = {name: figure for name, figure, *_ in report.rows if name.startswith("gate")}
+    assert len(gates) == 2
+    assert all(figure.split()[0] in ("open", "closed") for figure in gates.values())
