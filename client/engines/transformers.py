@@ -8,11 +8,11 @@ Layers may keep every token, a window or a state; a batch has prompts padded on 
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,12 +24,21 @@ from transformers import (
     GenerationMixin,
     PreTrainedModel,
     StaticCache,
+    StoppingCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, LayoutOf, Prefix, Source, Span, least_of
+from kvstore.client.engines.base import (
+    Connector,
+    LayoutOf,
+    Prefix,
+    Source,
+    Span,
+    Within,
+    least_of,
+)
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_batch import (
     Row,
@@ -38,6 +47,7 @@ from kvstore.client.engines.transformers_batch import (
     joined,
     mask_of,
     prompts_of,
+    settings_of,
 )
 from kvstore.client.engines.transformers_cache import (
     CacheShape,
@@ -45,7 +55,14 @@ from kvstore.client.engines.transformers_cache import (
     exact_tokens_of,
     note_lossy,
 )
-from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
+from kvstore.client.engines.transformers_checkpoints import (
+    Beside,
+    FirstToken,
+    Watch,
+    continues,
+    pauses,
+    prefill,
+)
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
 from kvstore.client.engines.transformers_identity import (
     WeightsWatch,
@@ -54,6 +71,7 @@ from kvstore.client.engines.transformers_identity import (
 )
 from kvstore.client.engines.transformers_staging import Staging
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
+from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.device import Device, HostDevice, open_device
@@ -91,10 +109,13 @@ _AT_BIRTH = _Weights()
 
 
 class _Terms(NamedTuple):
-    """What a call says of its prompts: what else names them, and how true copies have to be."""
+    """What a call says of its prompts: what else names them, how true copies have to be, and
+    when the first token has to be there; 0: no matter.
+    """
 
     extra: Sequence[bytes]
     least: Fidelity
+    deadline_ms: int = 0
 
     def of(self, weights: _Weights) -> _Terms:
         """Return the same for prompts of *weights*."""
@@ -119,7 +140,8 @@ class TransformersConnector(Connector):
 
     Chunks of a model that is not on the CPU pass through a ring of host memory of RING_BYTES.
     *device*: how to reach the model's, if not by ``open_device``; given one, a model on the CPU
-    has a ring too.
+    has a ring too. *deadline_ms*: of requests that have none of their own, from their call to their
+    first token; 0: none.
 
     *accuracy*: as for Connector; models that keep windows or states are read exactly only, and
     InvalidRequestError raised for another. A cache says itself which of its tokens are not exact,
@@ -133,8 +155,10 @@ class TransformersConnector(Connector):
         *,
         durable: bool = False,
         device: Device | None = None,
+        deadline_ms: int = 0,
         accuracy: str = "exact",
     ) -> None:
+        self._deadline_ms = _checked(deadline_ms)
         self._shape = cache_shape(model)
         self._least(accuracy)
         stated = (client.representation.layer_groups, client.representation.rope)
@@ -234,18 +258,39 @@ class TransformersConnector(Connector):
         prefix = self._load_into(cache, tokens, terms.of(weights))
         return cache, prefix.hit_tokens
 
-    def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
-        rooms: list[PrefixRoom] = []
-        has_ends, (extra, least) = self._shape.has_ends, terms
-
-        def by_layout(spans: Sequence[Span]) -> Room:
-            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
-            return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
+    def _room(self, rooms: list[PrefixRoom]) -> Callable[[Sequence[Span]], Sequence[LayerTensors]]:
+        """Return what makes room for chunks, and puts that into *rooms*."""
 
         def room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
             layouts = [KVLayout.of(self.client.representation, stop - at) for at, stop in spans]
             return [rooms[0].chunk(index, layout) for index, layout in enumerate(layouts)]
+
+        return room
+
+    def _load_within(self, cache: DynamicCache, tokens: Sequence[int], terms: _Terms) -> Prefix:
+        """Have the prefix of *tokens* in *cache* soon: the model computes what loads too slowly."""
+        rooms: list[PrefixRoom] = []
+        chunk_tokens = self.client.options.chunk_tokens
+        beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
+        within = Within(terms.deadline_ms / 1000, beside)
+        prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.least)
+        if beside.error is not None:
+            raise beside.error  # the model's own
+        done = length(cache, self._shape)
+        if prefix.hit_tokens:
+            rooms[0].copy_into(cache, done + prefix.hit_tokens, done)
+        if prefix.lossy_tokens:
+            note_lossy(cache, prefix.exact_tokens)
+        return prefix
+
+    def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
+        rooms: list[PrefixRoom] = []
+        has_ends, (extra, least, _) = self._shape.has_ends, terms
+
+        def by_layout(spans: Sequence[Span]) -> Room:
+            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
+            return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
 
         def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Fidelity]:
             assert self._staging is not None
@@ -259,7 +304,7 @@ class TransformersConnector(Connector):
         elif has_ends:
             prefix = self.load_ends(tokens, by_layout, extra)
         else:
-            prefix = self.load_chunks(tokens, room, extra, least)
+            prefix = self.load_chunks(tokens, self._room(rooms), extra, least)
         if prefix.hit_tokens and isinstance(cache, DynamicCache):
             rooms[0].move_into(cache, prefix.hit_tokens)
         elif prefix.hit_tokens:
@@ -345,6 +390,7 @@ class TransformersConnector(Connector):
         extra: Sequence[bytes] = (),
         attention_mask: Any = None,
         accuracy: str | None = None,
+        deadline_ms: int | None = None,
         **settings: Any,
     ) -> Generation:
         """Generate as the model does, from the longest stored prefix on; store what is new.
@@ -357,13 +403,15 @@ class TransformersConnector(Connector):
         is stored to its last token, so that asking again hits all of it, and so is what was
         generated, but for the last token, whose KV nobody computed. Models with windows or states
         are stored, and hit, in whole chunks. *accuracy*: of this call alone; what is computed
-        behind a lossy copy is not stored.
+        behind a lossy copy is not stored. *deadline_ms*: to the first token of each prompt, instead
+        of the connector's: what would load too slowly is computed.
         """
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
-        terms = _Terms(extra, self._least(accuracy))
-        stated = _settings_of(self._model, config, settings)
+        within = self._deadline_ms if deadline_ms is None else _checked(deadline_ms)
+        terms = _Terms(extra, self._least(accuracy), within)
+        stated = settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
         weights = self._follow()
@@ -384,7 +432,10 @@ class TransformersConnector(Connector):
         cache, prefix = loaded.cache, loaded.prefix
         chunk_tokens = self.client.options.chunk_tokens
         watch = Watch(cache, self._shape, chunk_tokens)
-        output = self._run(input_ids, settings, cache, [watch] if self._shape.has_ends else [])
+        left = len(tokens) - length(cache, self._shape)
+        watches: list[StoppingCriteria] = [FirstToken(partial(self.learned.observe, left))]
+        watches += [watch] if self._shape.has_ends else []
+        output = self._run(input_ids, settings, cache, watches)
         found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
         if not self._is_still(weights, cache):
             return found
@@ -409,7 +460,11 @@ class TransformersConnector(Connector):
 
     def _prefilled(self, tokens: Sequence[int], cache: Cache, terms: _Terms) -> _Loaded:
         """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
-        prefix = self._load_into(cache, tokens, terms)
+        is_whole = self._shape.has_ends or self._staging is not None
+        if terms.deadline_ms and isinstance(cache, DynamicCache) and not is_whole:
+            prefix = self._load_within(cache, tokens, terms)
+        else:
+            prefix = self._load_into(cache, tokens, terms)
         snapshots: list[Snapshot] = []
         if self._shape.has_ends:
             span = (prefix.hit_tokens, len(tokens))
@@ -425,7 +480,7 @@ class TransformersConnector(Connector):
         input_ids: torch.Tensor,
         settings: GenerationConfig,
         cache: Cache,
-        watches: list[Watch],
+        watches: Sequence[StoppingCriteria],
         attention_mask: torch.Tensor | None = None,
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
@@ -506,6 +561,12 @@ class TransformersConnector(Connector):
                 self.store_chunks(tokens, source.tensors, stored, extra)
 
 
+def _checked(deadline_ms: int) -> int:
+    if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
+        raise InvalidRequestError("deadline_ms", deadline_ms, f"give 0 to {MAX_DEADLINE_MS}")
+    return deadline_ms
+
+
 def _device_of(model: PreTrainedModel) -> Device | None:
     """Return the model's device; None for the CPU, between which and itself nothing is copied."""
     if model.device.type == "cpu":
@@ -522,37 +583,3 @@ def _prompt(input_ids: Any, device: torch.device) -> list[int]:
         )
     tokens: list[int] = ids[0].tolist()
     return tokens
-
-
-def _settings_of(
-    model: GenerationMixin, config: GenerationConfig | None, stated: dict[str, Any]
-) -> GenerationConfig:
-    """Return *config*, or the model's own, with what was *stated* beside it."""
-    if config is not None and "generation_config" in stated:
-        raise InvalidRequestError("generation_config", "given twice", "give it once")
-    given = stated.pop("generation_config", None) or config
-    settings: GenerationConfig = copy.deepcopy(given or model.generation_config)
-    for name, value in stated.items():
-        if not hasattr(settings, name):
-            fix = "give a setting of GenerationConfig: other arguments are not passed to the model"
-            raise InvalidRequestError(name, value, fix)
-        setattr(settings, name, value)
-    _check_settings(settings)
-    settings.return_dict_in_generate = True
-    return settings
-
-
-def _check_settings(settings: GenerationConfig) -> None:
-    for name in ("num_beams", "num_return_sequences"):
-        if (getattr(settings, name) or 1) != 1:
-            raise InvalidRequestError(name, getattr(settings, name), "one sequence at a time")
-    if settings.use_cache is False:
-        raise InvalidRequestError("use_cache", False, "without a cache there is nothing to store")
-    if settings.cache_implementation not in (None, "dynamic", "hybrid", "static"):
-        raise InvalidRequestError(
-            "cache_implementation", settings.cache_implementation,
-            "dynamic and static caches are stored: a quantised one would hold other numbers after "
-            "a load than after a prefill, and an offloaded one is not where it is looked for",
-        )  # fmt: skip
-    if settings.token_healing:
-        raise InvalidRequestError("token_healing", True, "it changes the prompt that is stored")
