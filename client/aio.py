@@ -317,10 +317,10 @@ class AsyncClient:
         keys: Sequence[ChunkKey],
         terms: PlanTerms,
         out: Sequence[LayerTensors] | None = None,
-        begin: Callable[[Sequence[int]], None] | None = None,
+        compute: Callable[[range], None] | None = None,
     ) -> Levelled:
-        """Read chunks at the levels that a deadline leaves time for; *begin* runs in a thread."""
-        return await settled(partial(self.sync.get_levelled, keys, terms, out, begin))
+        """Read chunks at the levels that a deadline leaves time for; *compute* runs in a thread."""
+        return await settled(partial(self.sync.get_levelled, keys, terms, out, compute))
 
     async def get_within(
         self, keys: Sequence[ChunkKey], slo_ms: int, *, min_fidelity: Fidelity = Fidelity.bounded

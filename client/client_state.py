@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from kvstore.client.connection import Connection
@@ -13,8 +14,9 @@ from kvstore.client.reader import Reader
 from kvstore.client.transport import Transport
 from kvstore.proto.errors import KVStoreError
 
-FIRST_GUESS_BYTES_PER_S = 125e6
-"""What is thought of the link until something came over it: a gigabit a second."""
+FIRST_GUESS_BYTES_PER_S = 1.25e9
+"""What is thought of the link until something came over it: ten gigabits a second, as who thinks
+little of it computes, and never learns."""
 FIRST_DECODE_BYTES_PER_S = 250e6
 """What is thought of decoding until something was decoded: half of what one core does."""
 
@@ -31,7 +33,7 @@ class ClientState:
         self._copy_threads = copy_threads
         self.reader = Reader(copy_threads)
         self.meters = Meters(
-            LinkMeter(FIRST_GUESS_BYTES_PER_S), LinkMeter(FIRST_DECODE_BYTES_PER_S)
+            LinkMeter(FIRST_GUESS_BYTES_PER_S, time.monotonic), LinkMeter(FIRST_DECODE_BYTES_PER_S)
         )
         self.transport: Transport | None = None
         self._connection: Connection | None = None

@@ -12,7 +12,7 @@ from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer, LayerReader
-from kvstore.client.levelled_get import Levelled, LevelledGet, Within
+from kvstore.client.levelled_get import Levelled, LevelledGet, Within, beside
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.pages import PagedKV
@@ -159,29 +159,32 @@ class EngineCalls(Caller, ABC):
         self,
         keys: Sequence[ChunkKey],
         terms: PlanTerms,
-        out: Sequence[LayerTensors] | None = None,
-        begin: Callable[[Sequence[int]], None] | None = None,
+        out: Sequence[LayerTensors] | Room | None = None,
+        compute: Callable[[range], None] | None = None,
     ) -> Levelled:
         """Read the chunks of a prompt at the levels that the deadline in *terms* leaves time for.
 
         The controller of ``client/levels.py`` decides, with the bandwidth that this client has
-        seen: which chunks the engine computes, and how much of the others is loaded. *begin* is
-        told at the start which are computed, so that the engine can begin beside the loads. What
-        was not read by the deadline is to be computed too: ``Levelled.to_compute``. Chunks are
-        written to *out*, one entry a key. Only layered codecs have levels; others come whole.
+        seen, which chunks the engine computes, and how much of the others is loaded. *compute*
+        does that, in this thread and beside the loads: it is given some chunks after another, from
+        the first on, while others come from the last one back. Without it the caller computes
+        ``Levelled.to_compute`` afterwards. Chunks are written to *out*: one entry a key, or what
+        returns it. Only layered codecs have levels; others come whole.
 
         Returns in time whatever happens to the store, once there was a session. Raises
-        InvalidRequestError for keys of another namespace.
+        InvalidRequestError for keys of another namespace, and what *compute* raises.
         """
+        if callable(out):
+            return self._levelled(keys, terms, out, compute)
         check_out(keys, out)
-        return self._levelled(keys, terms, given(out), begin)
+        return self._levelled(keys, terms, given(out), compute)
 
     def _levelled(
         self,
         keys: Sequence[ChunkKey],
         terms: PlanTerms,
         room: Room,
-        begin: Callable[[Sequence[int]], None] | None = None,
+        compute: Callable[[range], None] | None = None,
     ) -> Levelled:
         self._check_every_layer()
         if not keys:
@@ -192,7 +195,9 @@ class EngineCalls(Caller, ABC):
         def work(transport: Transport) -> Levelled:
             get = LevelledGet(transport, self._reader, keys, layout, self._meters)
             try:
-                return get.run(terms, room, begin)
+                if compute is None:
+                    return get.run(terms, room)
+                return beside(get, terms, room, compute)
             finally:
                 for key in get.damaged:
                     self._quarantine(transport, key)

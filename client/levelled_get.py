@@ -6,23 +6,35 @@ least, then refinements, with a new plan after every batch. What came by the dea
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 from kvstore.client.batches import batches
 from kvstore.client.connection import SLACK_S
 from kvstore.client.levels import (
+    BATCH_GROWTH,
+    BATCH_S,
+    FIRST_BATCH_BYTES,
     LOADS_ONLY,
+    MISSING,
+    QUIET_S,
     RECOMPUTE,
     Fetch,
+    LevelledChunk,
     Plan,
     PlanTerms,
     Progress,
+    batch_of,
     plan,
+    to_compute,
+    wait_until_s,
 )
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.reader import Reader, Room
@@ -34,6 +46,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     ChunkCorruptError,
+    DeadlineError,
     InvalidFrameError,
     KVStoreError,
     LeaseExpiredError,
@@ -44,18 +57,17 @@ from kvstore.proto.frame import header_bytes
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout
 from kvstore.proto.wire import fidelity_number, join_digests
 
-BATCH_S = 0.05
-"""What is asked for at once, by the link's mean: no plan is older than that by much."""
 SLOW_BATCH_S = 4 * BATCH_S
 """One that takes so long says something of the link, however small it is."""
 BATCH_PIECES = 16
 LEAST_PIECE_BYTES = 16 << 10
 """A batch comes in so many pieces, or in pieces of so many bytes: each is of use alone."""
-MAX_DECODE_SHARE = 0.5
-"""Of the deadline: at most so much is kept for decoding what came."""
 LEAST_MEASURED_BYTES = 64 << 10
 """Of less, what a transfer takes says nothing about the link's bandwidth."""
 RELEASE_MS = 1000
+LEAST_WAIT_S = 0.001
+_Decoding: TypeAlias = "Future[tuple[int, Fidelity]]"
+_NOTHING = (RECOMPUTE, Fidelity.none)
 _DAMAGED = (ChunkCorruptError, InvalidFrameError, RepresentationError)
 
 
@@ -78,6 +90,18 @@ class Levelled:
     levels: tuple[int, ...]
     fidelity: tuple[Fidelity, ...]
 
+    @classmethod
+    def none(cls, count: int) -> Levelled:
+        """Return that of *count* chunks nothing was read."""
+        return cls((RECOMPUTE,) * count, (Fidelity.none,) * count)
+
+    @property
+    def loaded(self) -> range:
+        """The chunks that came, from the first that did to the next that did not."""
+        levels, count = self.levels, len(self.levels)
+        start = next((at for at in range(count) if levels[at] >= 0), count)
+        return range(start, next((at for at in range(start, count) if levels[at] < 0), count))
+
     @property
     def to_compute(self) -> tuple[int, ...]:
         """The chunks that the engine computes."""
@@ -97,11 +121,11 @@ class Within:
 
 
 class LevelledGet:
-    """One get of the chunks of a prompt, all of *layout*. Used once, by one thread; the threads
-    of *reader* decode.
+    """One get of the chunks of a prompt, all of *layout*. Used once; *reader*'s threads decode.
 
-    A store that is late or wrong makes chunks to be computed, never an
-    error; ``damaged`` names what proved wrong.
+    One thread loads (``run``). With an engine that computes meanwhile another one asks ``claim``
+    what to compute. A store that is late or wrong makes chunks to be computed, never an error;
+    ``damaged`` names what proved wrong.
     """
 
     def __init__(
@@ -124,35 +148,107 @@ class LevelledGet:
         """One for each batch of chunks of which any is ready."""
         self._ready = 0
         """Chunks under the lease."""
+        self._batch_bytes = FIRST_BATCH_BYTES
+        """What a batch may have at most."""
+        self._found: Plan | None = None
+        self._planned_s = 0.0
+        self._claimed = 0
+        """How many of the first chunks the engine has begun."""
         self._engine_s = 0.0
-        self._computed: frozenset[int] | None = None
-        """The chunks that the engine computes by now; None before it was told."""
+        """Until when it is busy with them, from the start on; 0 before it begins."""
+        self._is_over = self._is_finished = False
+        """Whether nothing more comes, and whether what came is being decoded."""
+        self._changed = threading.Condition()
+        """Guards the six above, of which the loader writes three."""
+        self._decoding: dict[int, tuple[int, _Decoding]] = {}
+        """The level at which each chunk is being decoded, or was."""
         self.damaged: list[ChunkKey] = []
 
-    def run(
-        self,
-        terms: PlanTerms,
-        room: Room,
-        begin: Callable[[Sequence[int]], None] | None = None,
-    ) -> Levelled:
+    def run(self, terms: PlanTerms, room: Room) -> Levelled:
         """Read into *room* what is worth it, until *terms*' deadline; return what came.
 
-        *begin* is told once, when it is known what there is, which chunks the engine is to
-        compute. Raises LeaseExpiredError when the session is over before anything was read.
+        Raises LeaseExpiredError when the session is over before anything was read.
         """
         terms = self._resolved(terms)
         try:
             self._find(terms)
             self._open(terms)
-            fetching = replace(terms, deadline_s=terms.deadline_s - self._decode_s(terms))
-            while (left_s := fetching.deadline_s - self._elapsed_s()) > 0:
-                batch = self._batch(self._plan(fetching, begin))
+            while (left_s := self._left_s(terms)) > 0:
+                batch = self._batch(self._plan(terms))
                 if not batch or not self._fetch(batch, left_s, terms.least):
                     break
-            found = self._decode_all(room, terms)
+                self._decode_planned(room, terms)
+            found = self.finish(room, terms)
         finally:
+            wait([work for _, work in self._decoding.values()])  # they write to the room
+            self.end()
             self._give_back()
+        return found or Levelled.none(self.count)
+
+    def finish(self, room: Room, terms: PlanTerms) -> Levelled | None:
+        """Decode what came and return it; None where another thread does, or has."""
+        with self._changed:
+            if self._is_finished:
+                return None
+            self._is_finished = self._is_over = True  # what is claimed now is none of these
+            computed = self._claimed
+        found = self._decode_all(computed, room, self._resolved(terms))
         return Levelled(tuple(level for level, _ in found), tuple(of for _, of in found))
+
+    def met_s(self, terms: PlanTerms) -> float:
+        """Return how long to wait for refinements, once nothing is left to compute."""
+        return max(0.0, self._left_s(self._resolved(terms)))
+
+    @property
+    def count(self) -> int:
+        """The chunks of the prompt."""
+        return len(self._frames)
+
+    def end(self) -> None:
+        """Load nothing more, and let who waits for it know. Any thread may call."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def claim(self, terms: PlanTerms) -> range:
+        """Wait until there is something to compute; return which chunks, none once the others come.
+
+        For the engine's thread, which calls again when it has computed them.
+        """
+        terms = self._resolved(terms)
+        with self._changed:
+            while True:
+                first, now_s = self._claimed, self._elapsed_s()
+                count, until_s = self._claimable(terms, now_s)
+                if count:
+                    self._claimed += count
+                    tokens = [frame.chunk.tokens for frame in self._frames]
+                    took_s = terms.span_s(sum(tokens[first : first + count]), sum(tokens[:first]))
+                    self._engine_s = now_s + took_s
+                    return range(first, self._claimed)
+                if self._is_over or first == len(self._frames) or self._is_here(first):
+                    return range(first, first)
+                self._changed.wait(max(until_s - now_s, LEAST_WAIT_S))
+
+    def _is_here(self, at: int) -> bool:
+        return self._frames[at].reached() >= 0
+
+    def _claimable(self, terms: PlanTerms, now_s: float) -> tuple[int, float]:
+        """Return how many chunks the engine is to begin now, and when to look again."""
+        count = len(self._frames)
+        missing = list(takewhile(lambda at: not self._is_here(at), range(self._claimed, count)))
+        if self._is_over or not missing:
+            return len(missing), now_s
+        chunks, progress = self._chunks(count), self._progress(count)
+        begin_s = wait_until_s(chunks, progress, terms)
+        is_wanted = self._found is not None and RECOMPUTE in self._found.actions[missing[0] :]
+        if not (self._engine_s or is_wanted or now_s >= begin_s):
+            return 0, begin_s
+        if self._found is None:
+            return max(1, len(missing) // 2), now_s
+        is_quiet = now_s - self._planned_s > QUIET_S
+        wanted = max(1, to_compute(self._found, progress, is_quiet=is_quiet))
+        return min(wanted, len(missing)), now_s
 
     def _give_back(self) -> None:
         """Have the lease released by a thread: on a slow link that waits behind what is on it."""
@@ -164,12 +260,6 @@ class LevelledGet:
         """Return *terms* with the speed of decoding as this client has seen it, if left out."""
         speed = terms.decode_bytes_per_s or self._meters.decoder.estimate().p20_bytes_per_s
         return replace(terms, decode_bytes_per_s=speed)
-
-    def _decode_s(self, terms: PlanTerms) -> float:
-        """Return what of the deadline is kept for decoding all that can come."""
-        size_bytes = sum(frame.chunk.raw_bytes for frame in self._frames if frame.header)
-        decode_s = size_bytes / terms.decode_bytes_per_s + SLACK_S
-        return min(decode_s, MAX_DECODE_SHARE * terms.deadline_s)
 
     def _find(self, terms: PlanTerms) -> None:
         """Lease what is there."""
@@ -199,6 +289,20 @@ class LevelledGet:
     def _elapsed_s(self) -> float:
         return self._clock() - self._started_s
 
+    def _left_s(self, terms: PlanTerms) -> float:
+        """Return how long to wait for what comes next, at most."""
+        chunks, now_s = self._chunks(len(self._frames)), self._elapsed_s()
+        progress = self._progress(len(chunks))
+        if self._is_over:
+            return 0.0
+        until_s = wait_until_s(chunks, progress, terms)
+        if not terms.never_later:
+            return until_s - now_s - SLACK_S
+        if not terms.loads_first and MISSING in progress.levels:
+            # The engine begins by then, and all that comes before it is done is of use.
+            until_s = max(now_s, self._engine_s or until_s) + terms.left_s(chunks, progress)
+        return until_s - now_s
+
     def _open(self, terms: PlanTerms) -> None:
         """Ask for the headers of what is there."""
         wanted = [
@@ -206,15 +310,16 @@ class LevelledGet:
             for at, frame in enumerate(self._frames[: self._ready])
         ]
         if wanted:
-            self._fetch(wanted, terms.deadline_s, terms.least)
+            self._fetch(wanted, self._left_s(terms), terms.least)
 
-    def _plan(self, terms: PlanTerms, begin: Callable[[Sequence[int]], None] | None) -> Plan:
-        chunks = [frame.chunk for frame in self._frames[: self._planned(terms)]]
-        now = plan(chunks, self._progress(len(chunks)), terms, self._meters.link.estimate())
-        if begin is not None and self._computed is None:
-            self._tell(now, terms, begin)
-            now = plan(chunks, self._progress(len(chunks)), terms, self._meters.link.estimate())
-        return now
+    def _plan(self, terms: PlanTerms) -> Plan:
+        chunks = self._chunks(self._planned(terms))
+        progress = self._progress(len(chunks))
+        found = plan(chunks, progress, terms, self._meters.link.estimate())
+        with self._changed:
+            self._found, self._planned_s = found, self._elapsed_s()
+            self._changed.notify_all()
+        return found
 
     def _planned(self, terms: PlanTerms) -> int:
         """Return how many chunks the plan is over.
@@ -226,42 +331,30 @@ class LevelledGet:
         floors = (frame.chunk.floor(terms.least) for frame in self._frames)
         return next((at for at, floor in enumerate(floors) if floor is None), len(self._frames))
 
-    def _tell(self, now: Plan, terms: PlanTerms, begin: Callable[[Sequence[int]], None]) -> None:
-        """Let the engine begin with what is to be computed."""
-        computed = [at for at, action in enumerate(now.actions) if action == RECOMPUTE]
-        begin(computed)
-        self._computed = frozenset(computed)
-        self._engine_s, context = self._elapsed_s(), 0
-        for at, frame in enumerate(self._frames):
-            if at in self._computed:
-                self._engine_s += terms.prefill.seconds(frame.chunk.tokens, context)
-            context += frame.chunk.tokens
-
     def _progress(self, count: int) -> Progress:
         levels = [
-            RECOMPUTE if at in (self._computed or ()) else frame.reached()
+            RECOMPUTE if at < self._claimed else frame.reached()
             for at, frame in enumerate(self._frames[:count])
         ]
-        return Progress(tuple(levels), self._elapsed_s(), self._engine_s)
+        undecoded_bytes = sum(
+            self._frames[at].chunk.raw_bytes
+            for at, has in enumerate(levels)
+            if has >= 0 and self._decoding.get(at, (MISSING, None))[0] != has
+        )
+        return Progress(tuple(levels), self._elapsed_s(), self._engine_s, undecoded_bytes)
+
+    def _chunks(self, count: int) -> list[LevelledChunk]:
+        return [frame.chunk for frame in self._frames[:count]]
 
     def _batch(self, now: Plan) -> list[Fetch]:
-        """Return what to ask for next: as the plan has it, as much as the link takes BATCH_S for.
-
-        Bytes that are here already are not asked for again.
-        """
-        chunks = [frame.chunk for frame in self._frames[: len(now.actions)]]
-        progress = self._progress(len(chunks))
-        budget_bytes = BATCH_S * self._meters.link.estimate().mean_bytes_per_s
-        batch: list[Fetch] = []
-        while budget_bytes > 0 and (fetch := now.next_fetch(chunks, progress)) is not None:
-            start = max(fetch.start, self._frames[fetch.chunk].arrived_bytes)
-            if start < fetch.stop:
-                batch.append(fetch._replace(start=start))
-                budget_bytes -= fetch.stop - start
-            levels = list(progress.levels)
-            levels[fetch.chunk] = fetch.level
-            progress = Progress(tuple(levels), progress.elapsed_s, progress.engine_until_s)
-        return batch  # in the plan's order: what a slow link brings of it is of use
+        """Return what to ask for next: as much as the link takes BATCH_S for."""
+        chunks = self._chunks(len(now.actions))
+        arrived = [frame.arrived_bytes for frame in self._frames]
+        budget_bytes = min(
+            BATCH_S * self._meters.link.estimate().mean_bytes_per_s, self._batch_bytes
+        )
+        self._batch_bytes *= BATCH_GROWTH
+        return batch_of(now, chunks, self._progress(len(chunks)), arrived, budget_bytes)
 
     def _fetch(self, batch: Sequence[Fetch], left_s: float, least: Fidelity) -> bool:
         """Ask for *batch*; return whether anything came."""
@@ -275,8 +368,12 @@ class LevelledGet:
                     size_bytes += self._add(piece)
                     if not head_bytes:
                         head_bytes, head_s = size_bytes, self._clock()
-                    if self._clock() >= end_s:
+                    if self._clock() >= end_s or self._is_over:
                         break  # what came is of use
+        except DeadlineError:
+            is_over = True
+            # It answered the lookup: its link is slow, and the next call is not to pay for that.
+            self._transport.session.connection.gate.note(None)
         except KVStoreError:
             is_over = True  # what came before it is used
         else:
@@ -319,25 +416,50 @@ class LevelledGet:
             self.damaged.append(frame.key)
         return len(piece.data)
 
-    def _decode_all(self, room: Room, terms: PlanTerms) -> list[tuple[int, Fidelity]]:
-        """Decode what came, in order, as far as the deadline allows, by all threads."""
-        started_s = self._clock()
-        work = [
-            self._reader.submit(self._decoded, at, room, terms.deadline_s + SLACK_S)
-            for at in range(len(self._frames))
-        ]
-        wait(work)
-        found = [one.result() for one in work]
-        pairs = zip(self._frames, found, strict=True)
-        size_bytes = sum(frame.chunk.raw_bytes for frame, (level, _) in pairs if level >= 0)
-        self._meters.decoder.observe(size_bytes, self._clock() - started_s)
-        return found
+    def _decode_planned(self, room: Room, terms: PlanTerms) -> None:
+        """Have what is as the plan wants it decoded beside the next batch."""
+        assert self._found is not None
+        with self._changed:
+            if self._is_finished:
+                return
+            for at, action in enumerate(self._found.actions):
+                if at >= self._claimed and 0 <= action <= self._frames[at].reached():
+                    self._decode(at, room, terms)
 
-    def _decoded(self, at: int, room: Room, deadline_s: float) -> tuple[int, Fidelity]:
-        frame = self._frames[at]
-        reached = RECOMPUTE if at in (self._computed or ()) else frame.reached()
-        if reached < 0 or frame.header is None or self._elapsed_s() >= deadline_s:
-            return RECOMPUTE, Fidelity.none
+    def _decode(self, at: int, room: Room, terms: PlanTerms) -> None:
+        """Have a chunk decoded at the level that it has reached, unless it is."""
+        reached = self._frames[at].reached()
+        before = self._decoding.get(at)
+        if reached < 0 or (before is not None and before[0] == reached):
+            return
+        after = None if before is None else before[1]
+        work = self._reader.submit(self._decoded, at, reached, room, terms, after)
+        self._decoding[at] = (reached, work)
+
+    def _decode_all(
+        self, computed: int, room: Room, terms: PlanTerms
+    ) -> list[tuple[int, Fidelity]]:
+        """Decode what came but for the first *computed*, in order, as far as time allows."""
+        for at in range(computed, self._usable(terms)):
+            self._decode(at, room, terms)
+        found = {at: work.result() for at, (_, work) in self._decoding.items() if at >= computed}
+        return [found.get(at, _NOTHING) for at in range(len(self._frames))]
+
+    def _usable(self, terms: PlanTerms) -> int:
+        """Return how many chunks are worth decoding: with ``loads_first`` those of a prefix."""
+        if not terms.loads_first:
+            return len(self._frames)
+        reached = (frame.reached() for frame in self._frames)
+        return next((at for at, level in enumerate(reached) if level < 0), len(self._frames))
+
+    def _decoded(
+        self, at: int, reached: int, room: Room, terms: PlanTerms, after: _Decoding | None
+    ) -> tuple[int, Fidelity]:
+        before = _NOTHING if after is None else after.result()  # which writes to the same room
+        frame, started_s = self._frames[at], self._clock()
+        is_late = self._elapsed_s() >= terms.deadline_s + SLACK_S and not terms.never_later
+        if frame.header is None or is_late:
+            return before
         try:
             level = frame.decode(reached, room(at, frame.header.layout))
         except _DAMAGED:
@@ -345,8 +467,49 @@ class LevelledGet:
         except UnknownCodecError:
             pass  # right for all we know, to a newer client
         else:
+            # Of all threads: each of them is at a frame of its own meanwhile.
+            size_bytes = frame.chunk.raw_bytes * self._reader.threads
+            self._meters.decoder.observe(size_bytes, self._clock() - started_s)
             return level, frame.header.fidelity
-        return RECOMPUTE, Fidelity.none
+        return _NOTHING
+
+
+def beside(
+    get: LevelledGet, terms: PlanTerms, room: Room, compute: Callable[[range], None]
+) -> Levelled:
+    """Run *get* in a thread and *compute* in this one, until all chunks are there.
+
+    Raises what *compute* raises, and LeaseExpiredError when nothing was computed before it.
+    """
+    found: SimpleQueue[Levelled | KVStoreError] = SimpleQueue()
+
+    def load() -> None:
+        try:
+            found.put(get.run(terms, room))
+        except KVStoreError as error:
+            found.put(error)
+
+    threading.Thread(target=load, name="kvstore-levels", daemon=True).start()
+    computed = 0
+    try:
+        while some := get.claim(terms):
+            compute(some)
+            computed = some.stop
+    except BaseException:
+        get.end()
+        raise
+    if computed == get.count:
+        get.end()  # nobody waits for the loader
+        return Levelled.none(computed)
+    try:
+        result = found.get(timeout=get.met_s(terms))
+    except Empty:  # it waits for what the engine has computed by now
+        result = get.finish(room, terms) or found.get()
+    if not isinstance(result, KVStoreError):
+        return result
+    if not computed:
+        raise result
+    return Levelled.none(get.count)
 
 
 def _in_pieces(batch: Sequence[Fetch]) -> list[Range]:

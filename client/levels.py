@@ -6,6 +6,10 @@ nothing that came is wasted. Departures: the link is measured, never known; a ch
 by the engine's own cost model, while later ones load; the deadline belongs to the whole
 request, not in equal parts to its chunks.
 
+An engine that computes nothing before its prefix is there (``PlanTerms.loads_first``) reads
+some chunks and computes those behind them; ``wait_until_s`` then bounds what a link that proves
+slow may cost it.
+
 Pure: no clock, no I/O. Ask ``plan`` again whenever a chunk came.
 """
 
@@ -13,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from kvstore.client.link_meter import LinkEstimate
@@ -32,6 +36,18 @@ PREFIXES_TRIED = 12
 FLIPS_TRIED = 8
 MAX_FLIPPED = 32
 """Of more chunks none is decided by itself: a plan is to take milliseconds."""
+BATCH_S = 0.05
+"""What is asked for at once, by the link's mean: no plan is older than that by much."""
+FIRST_BATCH_BYTES = 4 << 20
+"""The first batch of a get, as nobody knows what the link gives now."""
+QUIET_S = 2 * BATCH_S
+"""A link that brought no batch for so long is quiet."""
+BATCH_GROWTH = 4
+"""A batch has so many times the bytes of the one before at most."""
+MAX_DECODE_SHARE = 0.5
+"""Of the deadline: at most so much is kept for decoding what came."""
+MAX_LATER_SHARE = 0.125
+"""Of what computing everything takes: loads may end in vain so much later at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +92,12 @@ class PlanTerms:
     less what follows). ``decode_bytes_per_s`` 0 stands for what the client has measured; ``plan``
     itself needs a number. Decoding of a chunk runs beside the load of the next. With
     ``spares_engine`` nothing is computed that can be loaded in time, at whatever level; without
-    it, as much as lowers the loss.
+    it, as much as lowers the loss. ``tail_tokens`` behind the chunks are computed in any case.
+
+    With ``never_later`` a plan is in time only if it ends no later than computing everything; the
+    engine computes from the first chunk on, and chunks come from the last one back, so that
+    wherever both meet there is a prompt. With ``loads_first``, too, the engine computes nothing
+    until the loads are over: chunks come from the first on, and it computes those behind them.
     """
 
     deadline_s: float
@@ -84,11 +105,37 @@ class PlanTerms:
     decode_bytes_per_s: float = 0.0
     least: Fidelity = Fidelity.exact
     spares_engine: bool = True
+    never_later: bool = False
+    loads_first: bool = False
+    tail_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not (self.deadline_s > 0 and self.decode_bytes_per_s >= 0):
             wrong = (self.deadline_s, self.decode_bytes_per_s)
             raise InvalidRequestError("deadline_s or decode_bytes_per_s", wrong, "positive numbers")
+        if self.tail_tokens < 0:
+            raise InvalidRequestError("tail_tokens", self.tail_tokens, "a count, or 0")
+
+    def compute_s(self, chunks: Sequence[LevelledChunk], loaded: int = 0) -> float:
+        """Return what the engine takes for *chunks* and the tail, but for the first *loaded*."""
+        sizes = [chunk.tokens for chunk in chunks]
+        rest = sum(sizes[loaded:]) + self.tail_tokens
+        return self.span_s(rest, sum(sizes[:loaded]))
+
+    def span_s(self, tokens: int, context: int) -> float:
+        """Return what *tokens* take in one go: each has those before it as its context, too."""
+        return self.prefill.seconds(tokens, context + tokens // 2)
+
+    def left_s(self, chunks: Sequence[LevelledChunk], progress: Progress) -> float:
+        """Return what the engine takes for what has not come, and the tail."""
+        sizes, levels = [chunk.tokens for chunk in chunks], progress.levels
+        if self.loads_first:
+            return self.compute_s(chunks, sum(1 for _ in takewhile(lambda has: has >= 0, levels)))
+        missing = [size for size, has in zip(sizes, levels, strict=True) if has == MISSING]
+        tail_s = self.span_s(self.tail_tokens, sum(sizes))
+        # In goes of half of what is left: see ``to_compute``.
+        starts_s = self.prefill.start_s * max(0, len(missing).bit_length() - 1)
+        return self.span_s(sum(missing), 0) + starts_s + tail_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +149,8 @@ class Progress:
     levels: tuple[int, ...]
     elapsed_s: float = 0.0
     engine_until_s: float = 0.0
+    undecoded_bytes: int = 0
+    """Of chunks that came and are not decoded, as more of them is to come."""
 
     @classmethod
     def start(cls, count: int) -> Progress:
@@ -131,17 +180,21 @@ class Plan:
     ready_s: float
     distortion: float
     is_in_time: bool
+    is_backwards: bool
+    """Whether the last chunk comes first."""
     floors: tuple[int, ...]
     """The lowest level that each chunk may be used at; RECOMPUTE where there is none."""
 
     def next_fetch(self, chunks: Sequence[LevelledChunk], progress: Progress) -> Fetch | None:
         """Return what to ask the link for now, None when everything planned has come.
 
-        First what each chunk needs at least, in order; then refinements, level by level, those
+        First what each chunk needs at least; then refinements, level by level, those
         first that spare the most distortion a byte. So a plan can be cut short at any time.
         """
         held = progress.levels
-        for index, (action, has) in enumerate(zip(self.actions, held, strict=True)):
+        order = range(len(held))
+        for index in reversed(order) if self.is_backwards else order:
+            action, has = self.actions[index], held[index]
             if action >= 0 and has < self.floors[index]:
                 return _fetch(chunks, index, has, self.floors[index])
         wanted = [i for i, action in enumerate(self.actions) if action > held[i] >= 0]
@@ -149,6 +202,73 @@ class Plan:
             return None
         best = max(wanted, key=lambda i: (_density(chunks[i], held[i], self.actions[i]), -i))
         return _fetch(chunks, best, held[best], held[best] + 1)
+
+
+def batch_of(
+    found: Plan,
+    chunks: Sequence[LevelledChunk],
+    progress: Progress,
+    arrived_bytes: Sequence[int],
+    budget_bytes: float,
+) -> list[Fetch]:
+    """Return what to ask the link for next, as *found* has it, until *budget_bytes* are spent.
+
+    The first ``arrived_bytes[i]`` bytes of a chunk are not asked for again.
+    """
+    batch: list[Fetch] = []
+    while budget_bytes > 0 and (fetch := found.next_fetch(chunks, progress)) is not None:
+        start = max(fetch.start, arrived_bytes[fetch.chunk])
+        if start < fetch.stop:
+            batch.append(fetch._replace(start=start))
+            budget_bytes -= fetch.stop - start
+        levels = list(progress.levels)
+        levels[fetch.chunk] = fetch.level
+        progress = replace(progress, levels=tuple(levels))
+    return batch  # in the plan's order: what a slow link brings of it is of use
+
+
+def wait_until_s(chunks: Sequence[LevelledChunk], progress: Progress, terms: PlanTerms) -> float:
+    """Return until when to wait for more; what is not there by then is computed.
+
+    On the clock of ``progress.elapsed_s``. What came and is not decoded yet is so afterwards, and
+    so is the last chunk. With ``never_later`` the engine, which begins then, is done when it would
+    have been without loads or ``later_s`` after that, and by the deadline if it would have been.
+    Needs no estimate of the link: so much is what a wrong one costs.
+    """
+    largest_bytes = max((chunk.raw_bytes for chunk in chunks), default=0)
+    size_bytes = progress.undecoded_bytes + largest_bytes
+    decode_s = min(size_bytes / terms.decode_bytes_per_s, MAX_DECODE_SHARE * terms.deadline_s)
+    if not terms.never_later:
+        return terms.deadline_s - decode_s
+    whole_s = terms.compute_s(chunks)
+    end_s = whole_s + later_s(chunks, terms)
+    if MISSING not in progress.levels:  # refinements are worth no risk
+        margin_s = min(BATCH_S, MAX_LATER_SHARE * terms.deadline_s)
+        end_s = min(whole_s, terms.deadline_s - margin_s)
+    elif whole_s <= terms.deadline_s < end_s:
+        end_s = terms.deadline_s
+    return end_s - terms.left_s(chunks, progress) - (decode_s if max(progress.levels) >= 0 else 0.0)
+
+
+def to_compute(found: Plan, progress: Progress, *, is_quiet: bool) -> int:
+    """Return how many of the first chunks the engine is to compute in one go from now on.
+
+    Half of those that *found* has it compute: the link may prove faster, and each go costs a
+    start. Half of all that is left when it *is_quiet*: the link gave nothing since that plan.
+    """
+    first = next((at for at, has in enumerate(progress.levels) if has != RECOMPUTE), 0)
+    left = takewhile(lambda has: has == MISSING, progress.levels[first:])
+    wanted = takewhile(lambda action: action == RECOMPUTE, found.actions[first:])
+    return -(-sum(1 for _ in (left if is_quiet else wanted)) // 2)
+
+
+def later_s(chunks: Sequence[LevelledChunk], terms: PlanTerms) -> float:
+    """Return how much later than without loads a prompt may be whose loads came to nothing.
+
+    What a chunk takes to compute, or a batch to load, but no more than MAX_LATER_SHARE of all.
+    """
+    first_s = terms.prefill.seconds(chunks[0].tokens, 0) if chunks else 0.0
+    return min(MAX_LATER_SHARE * terms.compute_s(chunks), max(BATCH_S, first_s))
 
 
 def _fetch(chunks: Sequence[LevelledChunk], index: int, has: int, level: int) -> Fetch:
@@ -199,6 +319,13 @@ class _Planner:
             terms.prefill.seconds(chunk.tokens, start)
             for chunk, start in zip(chunks, starts, strict=False)
         ]
+        self._tail_s = terms.prefill.seconds(terms.tail_tokens, starts[-1])
+        self._deadline_s = terms.deadline_s
+        if terms.never_later:
+            self._deadline_s = min(terms.deadline_s, terms.compute_s(chunks))
+        self._loadable = next(
+            (at for at, floor in enumerate(self._floors) if floor == RECOMPUTE), len(chunks)
+        )
 
     def best(self, link: LinkEstimate) -> Plan:
         cautious = self._best_for(link.p20_bytes_per_s)
@@ -206,18 +333,20 @@ class _Planner:
 
     def _best_for(self, bytes_per_s: float) -> Plan:
         plans = [
-            self._refined(self._with_prefix(count), bytes_per_s)
-            for count in self._prefixes(bytes_per_s)
+            self._refined(self._computing(count), bytes_per_s)
+            for count in self._counts_in_time(bytes_per_s)
         ]
         return min(plans, key=self._rank)
 
     def _soonest(self, bytes_per_s: float) -> Plan:
         """Return what ends soonest, refined if it turns out to be in time after all."""
         actions = min(
-            map(self._with_prefix, self._counts()),
+            map(self._computing, self._counts()),
             key=lambda tried: (self.ready_s(tried, bytes_per_s), tried.count(RECOMPUTE)),
         )
-        return self._refined(self._flipped(actions, bytes_per_s), bytes_per_s)
+        if not self._terms.never_later:
+            actions = self._flipped(actions, bytes_per_s)
+        return self._refined(actions, bytes_per_s)
 
     def _flipped(self, actions: list[int], bytes_per_s: float) -> list[int]:
         """Load single chunks instead of computing them, or the reverse, while that is sooner."""
@@ -234,14 +363,11 @@ class _Planner:
             now_s, actions = min(trials)
         return actions
 
-    def _prefixes(self, bytes_per_s: float) -> list[int]:
-        """Return how many chunks from the first on may be computed: what is tried.
-
-        Computing the first ones costs the engine least, and needs nothing that is loaded.
-        """
+    def _counts_in_time(self, bytes_per_s: float) -> list[int]:
+        """Return how many chunks may be computed: what is tried."""
         tried = self._counts()
-        deadline_s = self._terms.deadline_s
-        found = [n for n in tried if self.ready_s(self._with_prefix(n), bytes_per_s) <= deadline_s]
+        limit_s = self._deadline_s
+        found = [n for n in tried if self.ready_s(self._computing(n), bytes_per_s) <= limit_s]
         return found or [0]
 
     def _counts(self) -> list[int]:
@@ -249,9 +375,17 @@ class _Planner:
         step = max(1, count // PREFIXES_TRIED)
         return sorted({*range(0, count, step), count})
 
-    def _with_prefix(self, count: int) -> list[int]:
-        """Return the actions that compute the first *count* chunks, load the rest at its lowest."""
-        return [self._least(at, at < count) for at in range(len(self._chunks))]
+    def _computing(self, count: int) -> list[int]:
+        """Return the actions that compute *count* chunks and load the others at their lowest.
+
+        The first ones: they cost the engine least, and need nothing that is loaded. With
+        ``loads_first`` the last ones, and all behind one that cannot be loaded.
+        """
+        chunks = range(len(self._chunks))
+        if not self._terms.loads_first:
+            return [self._least(at, at < count) for at in chunks]
+        loaded = min(len(self._chunks) - count, self._loadable)
+        return [self._least(at, at >= loaded) for at in chunks]
 
     def _least(self, index: int, is_computed: bool) -> int:
         has, floor = self._progress.levels[index], self._floors[index]
@@ -279,7 +413,7 @@ class _Planner:
                 link_s += (chunk.end_bytes[action] - before) / bytes_per_s
                 decoded_s = max(decoded_s, link_s) + chunk.raw_bytes / decode_bytes_per_s
                 there_s = max(there_s, decoded_s)
-        return there_s
+        return max(engine_s, there_s) + self._tail_s if self._tail_s else there_s
 
     def _refined(self, actions: list[int], bytes_per_s: float) -> Plan:
         """Raise levels, the most distortion a byte first, as far as the deadline allows."""
@@ -302,12 +436,12 @@ class _Planner:
         low, high = 0, len(jumps)
         while low < high:
             middle = (low + high + 1) // 2
-            in_time = self.ready_s(raised(middle), bytes_per_s) <= self._terms.deadline_s
+            in_time = self.ready_s(raised(middle), bytes_per_s) <= self._deadline_s
             low, high = (middle, high) if in_time else (low, middle - 1)
         final = raised(low)
         for _, at, level in jumps[low + 1 : low + 1 + FLIPS_TRIED]:  # smaller ones may fit still
             tried = [*final[:at], level, *final[at + 1 :]]
-            if level > final[at] and self.ready_s(tried, bytes_per_s) <= self._terms.deadline_s:
+            if level > final[at] and self.ready_s(tried, bytes_per_s) <= self._deadline_s:
                 final = tried
         return self._plan(final, bytes_per_s)
 
@@ -331,8 +465,9 @@ class _Planner:
             for chunk, action in zip(self._chunks, actions, strict=True)
             if action >= 0
         )
-        is_in_time = ready_s <= self._terms.deadline_s
-        return Plan(tuple(actions), ready_s, distortion, is_in_time, self._floors)
+        is_in_time = ready_s <= self._deadline_s
+        is_backwards = self._terms.never_later and not self._terms.loads_first
+        return Plan(tuple(actions), ready_s, distortion, is_in_time, is_backwards, self._floors)
 
     def _rank(self, found: Plan) -> tuple[bool, float, float, float]:
         pairs = zip(found.actions, self._progress.levels, self._prefill_s, strict=True)

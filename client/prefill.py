@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 from kvstore.proto.plans import PrefillModel as PrefillModel
+
+LEAST_TOKENS = 32
+"""Fewer take what a step takes, however fast the engine is."""
+SAMPLES_KEPT = 32
+DOUBT = 2.0
+"""Where only estimates are compared, an engine counts as so many times slower than it was: a hit
+that would have been sooner computed costs little, and one given up in vain costs the engine."""
+
+
+class PrefillMeter:
+    """Learns what an engine takes a token, from what it computed. Any thread may call.
+
+    The median of the last SAMPLES_KEPT, so that a pause between two steps, or a model that is
+    compiled at its first one, moves nothing for long.
+    """
+
+    def __init__(self) -> None:
+        self._token_s: deque[float] = deque(maxlen=SAMPLES_KEPT)
+        self._lock = threading.Lock()
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take note that *tokens* were computed in so many seconds; of too few nothing."""
+        if tokens >= LEAST_TOKENS and seconds > 0:
+            with self._lock:
+                self._token_s.append(seconds / tokens)
+
+    def model(self, doubt: float = 1.0) -> PrefillModel | None:
+        """Return what a token takes, times *doubt*; None before anything was computed."""
+        with self._lock:
+            samples = list(self._token_s)
+        return PrefillModel(0.0, doubt * median(samples)) if samples else None
 
 
 def chunks_worth_loading(

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
 from kvstore.client.forks import FORKS
-from kvstore.client.prefill import PrefillModel, chunks_worth_loading
+from kvstore.client.levels import PlanTerms
+from kvstore.client.prefill import DOUBT, PrefillMeter, PrefillModel, chunks_worth_loading
 from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
@@ -31,6 +33,9 @@ from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout, Match
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LEAST_LEFT_S = 0.001
+"""What is left at least of a deadline, once it has passed: no load is worth it then."""
 
 Span: TypeAlias = tuple[int, int]
 """First token of a chunk, and the one after its last."""
@@ -49,6 +54,22 @@ LayoutOf: TypeAlias = Callable[[Span], KVLayout | None]
 
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Fidelity]]
 """Reads the longest prefix of chunks; returns how true each is that was read."""
+
+
+@dataclass(slots=True)
+class Within:
+    """A request with a deadline, ``deadline_s`` seconds from ``began_s`` on.
+
+    ``compute`` is given chunks of the prompt, from the first one on, while the last ones load;
+    None for an engine that computes nothing until the loads are over. Afterwards ``computed`` is
+    how many it was given.
+    """
+
+    deadline_s: float
+    compute: Callable[[range], None] | None = None
+    computed: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
 
 _ACCURACIES = {
     "exact": Fidelity.exact,
@@ -140,15 +161,24 @@ class ConnectorStats:
     """Prompts that were no whole hit, by why their hit ended where it did: docs/engines.md."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A load: tokens of its prompt, whether a part of what is there is of no use, its deadline."""
+
+    tokens: int
+    whole: bool
+    within: Within | None
+
+
 class Connector:
     """Loads prefixes from a store and stores what was computed. Thread-safe.
 
     An engine's adapter is a subclass of it in a file of its own; ``tests/contracts/connector.py``
     runs one suite over all of them. With *durable* a store returns once its chunks would
-    survive a power cut. *token_flops* is about what the engine spends on one token. With
-    *prefill*, what the engine takes to compute, a load ends where computing the rest is sooner
-    by the store's own estimates; without it everything in reach is loaded. With a *rectangle*
-    ``read_into`` and ``write`` are of what one rank of the engine has.
+    survive a power cut. *token_flops* is about what the engine spends on one token. A load ends
+    where computing the rest is sooner, by the store's own estimates and by what the engine takes:
+    *prefill*, or what ``learned`` has seen; until it has, everything in reach is loaded. With a
+    *rectangle* ``read_into`` and ``write`` are of what one rank of the engine has.
 
     *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
     they are from what was put, or ``approximate`` ones, any, while the model's gate is open.
@@ -173,6 +203,7 @@ class Connector:
         self.least = least_of(accuracy)
         """The least fidelity of what is read."""
         self._prefill = prefill
+        self.learned = PrefillMeter()
         self.durable = durable
         self._token_flops = token_flops
         self._counts: Counter[str] = Counter()
@@ -219,6 +250,48 @@ class Connector:
 
         return self._counted(tokens, read, extra, least)
 
+    def load_within(
+        self,
+        tokens: Sequence[int],
+        room: Room,
+        within: Within,
+        extra: Sequence[bytes] = (),
+        least: Fidelity | None = None,
+    ) -> Prefix:
+        """Do the same for a request with a deadline, which is no later than without the store.
+
+        What loads too slowly is computed: by ``within.compute``, beside the loads, or behind what
+        was read. Before ``learned`` has seen the engine compute, loads end with the deadline.
+        Never raises.
+        """
+        least = self.least if least is None else least
+
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Fidelity]:
+            terms = self.terms(within, len(tokens) - spans[-1][1], least)
+            compute = within.compute if terms.never_later else None
+            found = self.client.get_levelled(keys, terms, room(spans), compute)
+            count = found.loaded.stop
+            within.computed = found.loaded.start if compute is not None else 0
+            return [Fidelity.exact] * within.computed + list(
+                found.fidelity[within.computed : count]
+            )
+
+        return self._counted(tokens, read, extra, least, within=within)
+
+    def terms(
+        self, within: Within, tail_tokens: int, least: Fidelity = Fidelity.exact
+    ) -> PlanTerms:
+        """Return what a request with a deadline asks of its loads."""
+        left_s = max(within.deadline_s - (time.monotonic() - within.began_s), LEAST_LEFT_S)
+        prefill = self._prefill or self.learned.model()
+        if prefill is None:
+            return PlanTerms(left_s, least=least)
+        # An engine leaves itself the last token.
+        return PlanTerms(
+            left_s, prefill, least=least, never_later=True, loads_first=within.compute is None,
+            tail_tokens=max(1, tail_tokens),
+        )  # fmt: skip
+
     def load_ends(
         self, tokens: Sequence[int], rooms: RoomsOf, extra: Sequence[bytes] = ()
     ) -> Prefix:
@@ -242,10 +315,14 @@ class Connector:
         least: Fidelity = Fidelity.exact,
         *,
         whole: bool = False,
+        within: Within | None = None,
     ) -> Prefix:
+        named = tokens[:-1] if whole else tokens
         otherwise = Prefix(), "error"
         prefix, reason = self._guarded(
-            lambda: self._load(tokens, read, extra, least, whole), otherwise, self._load_errors
+            lambda: self._load(named, read, extra, least, _Asked(len(tokens), whole, within)),
+            otherwise,
+            self._load_errors,
         )
         with self._lock:
             self._counts["lookups"] += 1
@@ -258,14 +335,13 @@ class Connector:
 
     def _load(
         self,
-        tokens: Sequence[int],
+        named: Sequence[int],
         read: _Read,
         extra: Sequence[bytes],
         least: Fidelity,
-        whole: bool,
+        asked: _Asked,
     ) -> tuple[Prefix, str]:
-        """Return what was loaded, and why it is not more."""
-        named = tokens[:-1] if whole else tokens
+        """Return what was loaded of the *named* tokens, and why it is not more."""
         keys = self.client.keys(named, extra)
         if not keys:
             return Prefix(), "short"
@@ -275,8 +351,9 @@ class Connector:
         shared = every[match.shared - 1][1] if match.shared else 0
         if not match.ready:
             return Prefix(shared_tokens=shared), reason
-        count = self.worth_loading(match, len(tokens))
-        if whole and count < match.ready:
+        within = asked.within
+        count = self.worth_loading(match, asked.tokens) if within is None else match.ready
+        if asked.whole and count < match.ready:
             count = 0
         with self._lock:
             self._counts["slow_chunks"] += match.ready - count
@@ -285,14 +362,16 @@ class Connector:
         if not count:
             return Prefix(shared_tokens=shared), reason
         stated = read(keys[:count], every[:count])
-        found = len(stated)
-        if found < count:
-            reason = "lost"
+        found, first = len(stated), within.computed if within is not None else 0
+        if found - first < count:
+            reason = "lost" if within is None else "slow"
             with self._lock:
-                self._counts["lost_chunks"] += count - found
+                self._counts[f"{reason}_chunks"] += count - (found - first)
         lossy = sum(stop - start for start, stop in every[exact_count(stated) : found])
-        tiers = match.tiers[:found]
-        return Prefix.of(every[:found], tiers, len(tokens), shared, lossy), reason
+        some = slice(first, found)
+        prefix = Prefix.of(every[some], match.tiers[some], asked.tokens, shared, lossy)
+        # What the engine computed meanwhile is stored already.
+        return replace(prefix, stored_tokens=every[found - 1][1] if found else 0), reason
 
     def allowed(self, least: Fidelity) -> Fidelity:
         """Return *least*, or what the model's gate allows in its place. Never raises.
@@ -307,10 +386,11 @@ class Connector:
 
     def worth_loading(self, match: Match, token_count: int) -> int:
         """Return how many chunks of *match* to load for a prompt of so many tokens."""
-        if self._prefill is None:
+        prefill = self._prefill or self.learned.model(DOUBT)
+        if prefill is None:
             return match.ready
         spans = self._spans(token_count)[: match.ready]
-        return chunks_worth_loading(match.load_us, spans, token_count, self._prefill)
+        return chunks_worth_loading(match.load_us, spans, token_count, prefill)
 
     def store_chunks(
         self,
@@ -375,20 +455,35 @@ class Connector:
         digests: Sequence[ChainDigest],
         room: ChunkRooms,
         fidelity: list[Fidelity] | None = None,
+        terms: PlanTerms | None = None,
     ) -> int:
         """Do the same with *room*, which says where a chunk of a layout goes.
 
         *fidelity* is filled with how true each chunk is; who does not ask reads exact copies only.
+        With *terms*, which have ``loads_first``, as far as their deadline allows.
         """
-        count = self.ask(lambda: self._get_into(digests, room, fidelity), 0)
+        count = self.ask(lambda: self._get_into(digests, room, fidelity, terms), 0)
         with self._lock:
-            self._counts["lost_chunks"] += len(digests) - count
+            name = "lost_chunks" if terms is None else "slow_chunks"
+            self._counts[name] += len(digests) - count
         return count
 
     def _get_into(
-        self, digests: Sequence[ChainDigest], room: ChunkRooms, fidelity: list[Fidelity] | None
+        self,
+        digests: Sequence[ChainDigest],
+        room: ChunkRooms,
+        fidelity: list[Fidelity] | None,
+        terms: PlanTerms | None,
     ) -> int:
         least = Fidelity.exact if fidelity is None else max(self.least, Fidelity.bounded)
+        if terms is not None and self.rectangle is None:
+            levelled = self.client.get_levelled(
+                self._keys(digests), replace(terms, least=least), room
+            )
+            count = next(iter(levelled.to_compute), len(digests))
+            if fidelity is not None:
+                fidelity += levelled.fidelity[:count]
+            return count
         found = self.client.get_into(
             self._keys(digests),
             room,

@@ -8,11 +8,11 @@ Layers may keep every token, a window or a state; a batch has prompts padded on 
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,12 +24,21 @@ from transformers import (
     GenerationMixin,
     PreTrainedModel,
     StaticCache,
+    StoppingCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, LayoutOf, Prefix, Source, Span, least_of
+from kvstore.client.engines.base import (
+    Connector,
+    LayoutOf,
+    Prefix,
+    Source,
+    Span,
+    Within,
+    least_of,
+)
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_batch import (
     Row,
@@ -37,7 +46,9 @@ from kvstore.client.engines.transformers_batch import (
     inputs_of,
     joined,
     mask_of,
+    prompt_of,
     prompts_of,
+    settings_of,
 )
 from kvstore.client.engines.transformers_cache import (
     CacheShape,
@@ -45,7 +56,14 @@ from kvstore.client.engines.transformers_cache import (
     exact_tokens_of,
     note_lossy,
 )
-from kvstore.client.engines.transformers_checkpoints import Watch, continues, pauses, prefill
+from kvstore.client.engines.transformers_checkpoints import (
+    Beside,
+    FirstToken,
+    Watch,
+    continues,
+    pauses,
+    prefill,
+)
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
 from kvstore.client.engines.transformers_gate import comparison, is_compared
 from kvstore.client.engines.transformers_identity import (
@@ -55,6 +73,7 @@ from kvstore.client.engines.transformers_identity import (
 )
 from kvstore.client.engines.transformers_staging import Staging
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
+from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
@@ -93,10 +112,13 @@ _AT_BIRTH = _Weights()
 
 
 class _Terms(NamedTuple):
-    """What a call says of its prompts: what else names them, and how true copies have to be."""
+    """What a call says of its prompts: what else names them, how true copies have to be, and
+    when the first token has to be there; 0: no matter.
+    """
 
     extra: Sequence[bytes]
     least: Fidelity
+    deadline_ms: int = 0
 
     def of(self, weights: _Weights) -> _Terms:
         """Return the same for prompts of *weights*."""
@@ -121,7 +143,8 @@ class TransformersConnector(Connector):
 
     Chunks of a model that is not on the CPU pass through a ring of host memory of RING_BYTES.
     *device*: how to reach the model's, if not by ``open_device``; given one, a model on the CPU
-    has a ring too.
+    has a ring too. *deadline_ms*: of requests that have none of their own, from their call to their
+    first token; 0: none.
 
     *accuracy*: as for Connector; models that keep windows or states are read exactly only, and
     InvalidRequestError raised for another. A cache says itself which of its tokens are not exact,
@@ -135,8 +158,10 @@ class TransformersConnector(Connector):
         *,
         durable: bool = False,
         device: Device | None = None,
+        deadline_ms: int = 0,
         accuracy: str = "exact",
     ) -> None:
+        self._deadline_ms = _checked(deadline_ms)
         self._shape = cache_shape(model)
         self._least(accuracy)
         stated = (client.representation.layer_groups, client.representation.rope)
@@ -232,7 +257,7 @@ class TransformersConnector(Connector):
         with ``input_ids[:, hit_tokens:]`` to the model. *accuracy*: of this call alone.
         """
         terms = _Terms(extra, self.allowed(self._least(accuracy)))
-        tokens = _prompt(input_ids, self._model.device)
+        tokens = prompt_of(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
         weights = self._follow(cache)
         prefix = self._load_into(cache, tokens, terms.of(weights))
@@ -246,7 +271,7 @@ class TransformersConnector(Connector):
         or the store failed.
         """
         terms = _Terms(extra, self._least("approximate"))
-        tokens = _prompt(input_ids, self._model.device)
+        tokens = prompt_of(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
         prefix = self._load_into(cache, tokens, terms.of(self._follow(cache)))
         return self._compare(tokens, cache) if prefix.lossy_tokens else None
@@ -256,18 +281,39 @@ class TransformersConnector(Connector):
             lambda: self.client.report_reuse(comparison(self._model, tokens, cache)), None
         )
 
-    def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
-        rooms: list[PrefixRoom] = []
-        has_ends, (extra, least) = self._shape.has_ends, terms
-
-        def by_layout(spans: Sequence[Span]) -> Room:
-            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
-            return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
+    def _room(self, rooms: list[PrefixRoom]) -> Callable[[Sequence[Span]], Sequence[LayerTensors]]:
+        """Return what makes room for chunks, and puts that into *rooms*."""
 
         def room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
             layouts = [KVLayout.of(self.client.representation, stop - at) for at, stop in spans]
             return [rooms[0].chunk(index, layout) for index, layout in enumerate(layouts)]
+
+        return room
+
+    def _load_within(self, cache: DynamicCache, tokens: Sequence[int], terms: _Terms) -> Prefix:
+        """Have the prefix of *tokens* in *cache* soon: the model computes what loads too slowly."""
+        rooms: list[PrefixRoom] = []
+        chunk_tokens = self.client.options.chunk_tokens
+        beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
+        within = Within(terms.deadline_ms / 1000, beside)
+        prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.least)
+        if beside.error is not None:
+            raise beside.error  # the model's own
+        done = length(cache, self._shape)
+        if prefix.hit_tokens:
+            rooms[0].copy_into(cache, done + prefix.hit_tokens, done)
+        if prefix.lossy_tokens:
+            note_lossy(cache, prefix.exact_tokens)
+        return prefix
+
+    def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
+        rooms: list[PrefixRoom] = []
+        has_ends, (extra, least, _) = self._shape.has_ends, terms
+
+        def by_layout(spans: Sequence[Span]) -> Room:
+            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
+            return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
 
         def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Fidelity]:
             assert self._staging is not None
@@ -281,7 +327,7 @@ class TransformersConnector(Connector):
         elif has_ends:
             prefix = self.load_ends(tokens, by_layout, extra)
         else:
-            prefix = self.load_chunks(tokens, room, extra, least)
+            prefix = self.load_chunks(tokens, self._room(rooms), extra, least)
         if prefix.hit_tokens and isinstance(cache, DynamicCache):
             rooms[0].move_into(cache, prefix.hit_tokens)
         elif prefix.hit_tokens:
@@ -305,7 +351,7 @@ class TransformersConnector(Connector):
         returned since then; nor anything from where a lossy copy was read into it. Raises
         RepresentationError for a cache of another kind.
         """
-        tokens = _prompt(input_ids, self._model.device)[: cache.get_seq_length()]
+        tokens = prompt_of(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
             return 0
         if CacheShape.of_cache(cache).groups != self._shape.groups:
@@ -367,6 +413,7 @@ class TransformersConnector(Connector):
         extra: Sequence[bytes] = (),
         attention_mask: Any = None,
         accuracy: str | None = None,
+        deadline_ms: int | None = None,
         **settings: Any,
     ) -> Generation:
         """Generate as the model does, from the longest stored prefix on; store what is new.
@@ -375,17 +422,18 @@ class TransformersConnector(Connector):
         where several prompts differ in length, padded on the left, with *attention_mask* 0 there.
         *config* is the model's own when None, with *settings* as ``model.generate`` takes them
         (``max_new_tokens=8``); it keeps one sequence a prompt in a dynamic or static cache, or
-        InvalidRequestError is raised. A prompt
-        is stored to its last token, so that asking again hits all of it, and so is what was
-        generated, but for the last token, whose KV nobody computed. Models with windows or states
-        are stored, and hit, in whole chunks. *accuracy*: of this call alone; what is computed
-        behind a lossy copy is not stored.
+        InvalidRequestError is raised. A prompt is stored to its last token, so that asking again
+        hits all of it, and so is what was generated, but for the last token. Models with windows
+        or states are stored, and hit, in whole chunks. *accuracy*: of this call alone; what is computed
+        behind a lossy copy is not stored. *deadline_ms*: to the first token of each prompt, instead
+        of the connector's: what would load too slowly is computed.
         """
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
-        terms = _Terms(extra, self.allowed(self._least(accuracy)))
-        stated = _settings_of(self._model, config, settings)
+        within = self._deadline_ms if deadline_ms is None else _checked(deadline_ms)
+        terms = _Terms(extra, self.allowed(self._least(accuracy)), within)
+        stated = settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
         weights = self._follow()
@@ -410,7 +458,10 @@ class TransformersConnector(Connector):
         cache, prefix = loaded.cache, loaded.prefix
         chunk_tokens = self.client.options.chunk_tokens
         watch = Watch(cache, self._shape, chunk_tokens)
-        output = self._run(input_ids, settings, cache, [watch] if self._shape.has_ends else [])
+        left = len(tokens) - length(cache, self._shape)
+        watches: list[StoppingCriteria] = [FirstToken(partial(self.learned.observe, left))]
+        watches += [watch] if self._shape.has_ends else []
+        output = self._run(input_ids, settings, cache, watches)
         found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
         if not self._is_still(weights, cache):
             return found
@@ -435,7 +486,11 @@ class TransformersConnector(Connector):
 
     def _prefilled(self, tokens: Sequence[int], cache: Cache, terms: _Terms) -> _Loaded:
         """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
-        prefix = self._load_into(cache, tokens, terms)
+        is_whole = self._shape.has_ends or self._staging is not None
+        if terms.deadline_ms and isinstance(cache, DynamicCache) and not is_whole:
+            prefix = self._load_within(cache, tokens, terms)
+        else:
+            prefix = self._load_into(cache, tokens, terms)
         snapshots: list[Snapshot] = []
         if self._shape.has_ends:
             span = (prefix.hit_tokens, len(tokens))
@@ -451,7 +506,7 @@ class TransformersConnector(Connector):
         input_ids: torch.Tensor,
         settings: GenerationConfig,
         cache: Cache,
-        watches: list[Watch],
+        watches: Sequence[StoppingCriteria],
         attention_mask: torch.Tensor | None = None,
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
@@ -532,53 +587,15 @@ class TransformersConnector(Connector):
                 self.store_chunks(tokens, source.tensors, stored, extra)
 
 
+def _checked(deadline_ms: int) -> int:
+    if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
+        raise InvalidRequestError("deadline_ms", deadline_ms, f"give 0 to {MAX_DEADLINE_MS}")
+    return deadline_ms
+
+
 def _device_of(model: PreTrainedModel) -> Device | None:
     """Return the model's device; None for the CPU, between which and itself nothing is copied."""
     if model.device.type == "cpu":
         return None
     # Copies of torch's own wait for other devices than CUDA's.
     return open_device(model.device) if model.device.type == "cuda" else HostDevice()
-
-
-def _prompt(input_ids: Any, device: torch.device) -> list[int]:
-    ids, _ = inputs_of(input_ids, None, device)
-    if ids.ndim != 2 or ids.shape[0] != 1:
-        raise InvalidRequestError(
-            "input_ids", tuple(ids.shape), "give one prompt, (1, tokens), not a batch"
-        )
-    tokens: list[int] = ids[0].tolist()
-    return tokens
-
-
-def _settings_of(
-    model: GenerationMixin, config: GenerationConfig | None, stated: dict[str, Any]
-) -> GenerationConfig:
-    """Return *config*, or the model's own, with what was *stated* beside it."""
-    if config is not None and "generation_config" in stated:
-        raise InvalidRequestError("generation_config", "given twice", "give it once")
-    given = stated.pop("generation_config", None) or config
-    settings: GenerationConfig = copy.deepcopy(given or model.generation_config)
-    for name, value in stated.items():
-        if not hasattr(settings, name):
-            fix = "give a setting of GenerationConfig: other arguments are not passed to the model"
-            raise InvalidRequestError(name, value, fix)
-        setattr(settings, name, value)
-    _check_settings(settings)
-    settings.return_dict_in_generate = True
-    return settings
-
-
-def _check_settings(settings: GenerationConfig) -> None:
-    for name in ("num_beams", "num_return_sequences"):
-        if (getattr(settings, name) or 1) != 1:
-            raise InvalidRequestError(name, getattr(settings, name), "one sequence at a time")
-    if settings.use_cache is False:
-        raise InvalidRequestError("use_cache", False, "without a cache there is nothing to store")
-    if settings.cache_implementation not in (None, "dynamic", "hybrid", "static"):
-        raise InvalidRequestError(
-            "cache_implementation", settings.cache_implementation,
-            "dynamic and static caches are stored: a quantised one would hold other numbers after "
-            "a load than after a prefill, and an offloaded one is not where it is looked for",
-        )  # fmt: skip
-    if settings.token_healing:
-        raise InvalidRequestError("token_healing", True, "it changes the prompt that is stored")

@@ -1,7 +1,8 @@
-"""Batches of prompts padded on the left: taken apart, and their caches put together."""
+"""What a call generates from: its settings, and prompts of a batch padded on the left."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+)
 
 from kvstore.client.engines.transformers_cache import CacheShape, StatePiece, TokenShape
 from kvstore.proto.errors import InvalidRequestError
@@ -79,6 +86,17 @@ def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
     if found.is_floating_point() or found.is_complex():
         raise InvalidRequestError(name, str(found.dtype), "give whole numbers: token ids")
     return found.long()
+
+
+def prompt_of(input_ids: Any, device: torch.device) -> list[int]:
+    """Return the tokens of the one prompt of *input_ids*. Raises InvalidRequestError."""
+    ids, _ = inputs_of(input_ids, None, device)
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        raise InvalidRequestError(
+            "input_ids", tuple(ids.shape), "give one prompt, (1, tokens), not a batch"
+        )
+    tokens: list[int] = ids[0].tolist()
+    return tokens
 
 
 def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
@@ -161,3 +179,37 @@ def _empty(shape: TokenShape, device: torch.device) -> list[torch.Tensor]:
 def _padded(part: torch.Tensor | None, empty: torch.Tensor, held: int) -> torch.Tensor:
     part = empty if part is None or not part.numel() else part
     return pad(part, (0, 0, held - part.shape[2], 0))
+
+
+def settings_of(
+    model: GenerationMixin, config: GenerationConfig | None, stated: dict[str, Any]
+) -> GenerationConfig:
+    """Return *config*, or the model's own, with what was *stated* beside it."""
+    if config is not None and "generation_config" in stated:
+        raise InvalidRequestError("generation_config", "given twice", "give it once")
+    given = stated.pop("generation_config", None) or config
+    settings: GenerationConfig = copy.deepcopy(given or model.generation_config)
+    for name, value in stated.items():
+        if not hasattr(settings, name):
+            fix = "give a setting of GenerationConfig: other arguments are not passed to the model"
+            raise InvalidRequestError(name, value, fix)
+        setattr(settings, name, value)
+    _check_settings(settings)
+    settings.return_dict_in_generate = True
+    return settings
+
+
+def _check_settings(settings: GenerationConfig) -> None:
+    for name in ("num_beams", "num_return_sequences"):
+        if (getattr(settings, name) or 1) != 1:
+            raise InvalidRequestError(name, getattr(settings, name), "one sequence at a time")
+    if settings.use_cache is False:
+        raise InvalidRequestError("use_cache", False, "without a cache there is nothing to store")
+    if settings.cache_implementation not in (None, "dynamic", "hybrid", "static"):
+        raise InvalidRequestError(
+            "cache_implementation", settings.cache_implementation,
+            "dynamic and static caches are stored: a quantised one would hold other numbers after "
+            "a load than after a prefill, and an offloaded one is not where it is looked for",
+        )  # fmt: skip
+    if settings.token_healing:
+        raise InvalidRequestError("token_healing", True, "it changes the prompt that is stored")

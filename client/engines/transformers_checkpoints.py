@@ -9,7 +9,8 @@ of chunks; so is every chunk_tokens-th token of what is generated, of which the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,3 +140,52 @@ class Watch(StoppingCriteria):
             taken = Snapshot.of(self._cache, self._shape, self._step)
             self.snapshots = [*self.snapshots, taken][-self._limit :]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class FirstToken(StoppingCriteria):
+    """Tells *note* when the first token came, in seconds from its birth on; stops nothing."""
+
+    def __init__(self, note: Callable[[float], None]) -> None:
+        self._note: Callable[[float], None] | None = note
+        self._began_s = time.perf_counter()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Look at the clock, once what was queued on a device is done."""
+        note, self._note = self._note, None
+        if note is not None:
+            int(input_ids[0, -1])
+            note(time.perf_counter() - self._began_s)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class Beside:
+    """Computes chunks of a prompt into *cache* while others load; what it raises is in ``error``.
+
+    The last token is left to generate from. *note* is told how many tokens took how many seconds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        tokens: Sequence[int],
+        chunk_tokens: int,
+        note: Callable[[int, float], None],
+    ) -> None:
+        self._model, self._cache, self._note = model, cache, note
+        self._ids = torch.tensor([tokens], device=model.device)
+        self._chunk_tokens = chunk_tokens
+        self.error: Exception | None = None
+
+    def __call__(self, chunks: range) -> None:
+        """Compute *chunks*, those behind what the cache has."""
+        start = chunks.start * self._chunk_tokens
+        some = self._ids[:, start : min(chunks.stop * self._chunk_tokens, self._ids.shape[1] - 1)]
+        began_s = time.perf_counter()
+        try:
+            last = forward(self._model, some, self._cache)
+            float(last[0, 0])  # the next is begun once this is done, on a device, too
+        except Exception as error:
+            self.error = error
+            raise
+        self._note(some.shape[1], time.perf_counter() - began_s)

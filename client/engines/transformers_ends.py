@@ -237,11 +237,11 @@ class PrefixRoom:
         for state, data in self._states.items():
             _restore(cache.layers[state.layer], state, data)
 
-    def copy_into(self, cache: Cache, tokens: int) -> None:
-        """Copy the first *tokens* into an empty *cache* that has room of its own."""
+    def copy_into(self, cache: Cache, tokens: int, first: int = 0) -> None:
+        """Copy the tokens from *first* on into *cache*, which has those before, up to *tokens*."""
         for shape, parts in self._parts.items():
             keys, values = self._keys_values(shape, parts, tokens)
-            cache.update(keys, values, shape.layer)
+            cache.update(keys[:, :, first:], values[:, :, first:], shape.layer)
 
     def _keys_values(self, shape: TokenShape, parts: Parts, tokens: int) -> Parts:
         kept = slice(-(shape.window - 1), None) if shape.window else slice(tokens)

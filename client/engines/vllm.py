@@ -395,6 +395,7 @@ def _scheduler(
             transfer.is_kv_producer,
             settings.handover_ms,
             settings.wait_ms,
+            settings.first_token_ms,
         ),
     )
     scheduler.events = events

@@ -20,6 +20,7 @@ from kvstore.client.engines.vllm_layout import NULL_BLOCK, EnginePages
 from kvstore.client.engines.vllm_orders import BlockTables, NamedChunk
 from kvstore.client.engines.vllm_page_copy import CopyFile, PageCopy
 from kvstore.client.engines.vllm_room import ChunkRoom
+from kvstore.client.levels import PlanTerms
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Event
@@ -69,7 +70,8 @@ class LoadWork:
 
     The first ``kept_blocks`` are not written to, and none before ``after``. ``arrived`` is to be
     called when something came, ``is_over`` says that there is no more time. ``fidelity`` is to be
-    filled with how true each chunk is, by a side that reads lossy copies.
+    filled with how true each chunk is, by a side that reads lossy copies. ``terms``: of a load with
+    a deadline, for a side that can read in part.
     """
 
     digests: Sequence[ChainDigest]
@@ -79,6 +81,7 @@ class LoadWork:
     arrived: Callable[[], None]
     is_over: Callable[[], bool]
     fidelity: list[Fidelity] = field(default_factory=list)
+    terms: PlanTerms | None = None
 
 
 class Side(ABC):
@@ -153,7 +156,7 @@ class HostSide(Side):
             work.arrived()
             return rooms[number].tensors(layout)
 
-        read = self._connector.read_into(work.digests, room, work.fidelity)
+        read = self._connector.read_into(work.digests, room, work.fidelity, work.terms)
         for one in rooms[:read]:
             one.settle()
         return read

@@ -11,11 +11,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvstore.client.engines.vllm_blending import refuse_blending
+from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import NO_HINTS, Hints
 
 HINTS_NAME = "kvstore"
 """Of the entry of a request's ``kv_transfer_params`` that has hints for this store."""
+
+DEADLINE_NAME = "first_token_ms"
+"""Of a request's deadline, in that entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +70,32 @@ def hints_of(request: Any) -> Hints:
     ``kv_transfer_params``. Raises InvalidRequestError for what is no hint.
     """
     length: dict[str, Any] = {"prompt_tokens": getattr(request, "num_prompt_tokens", 0)}
-    params = getattr(request, "kv_transfer_params", None)
-    stated = params.get(HINTS_NAME) if isinstance(params, Mapping) else None
+    stated = _stated(request)
     if stated is None:
         return Hints(**length) if any(length.values()) else NO_HINTS
     for name in map(str, stated) if isinstance(stated, Mapping) else ():
         refuse_blending(f"kv_transfer_params.{HINTS_NAME}", name)
     known = [one.name for one in fields(Hints) if one.name != "prompt_tokens"]
-    if not isinstance(stated, Mapping) or not stated.keys() <= set(known):
-        raise InvalidRequestError(f"kv_transfer_params.{HINTS_NAME}", stated, f"give {known}")
-    return Hints(**length, **stated)
+    if not isinstance(stated, Mapping) or not stated.keys() <= {*known, DEADLINE_NAME}:
+        fix = f"give {[*known, DEADLINE_NAME]}"
+        raise InvalidRequestError(f"kv_transfer_params.{HINTS_NAME}", stated, fix)
+    hints = {name: value for name, value in stated.items() if name != DEADLINE_NAME}
+    return Hints(**length, **hints)
+
+
+def deadline_ms_of(request: Any, usual_ms: int) -> int:
+    """Return when vLLM's *request* is to have its first token, from its arrival on; 0: no matter.
+
+    Users state it beside hints; *usual_ms* is of those that do not. Raises InvalidRequestError.
+    """
+    stated = _stated(request)
+    found = stated.get(DEADLINE_NAME, usual_ms) if isinstance(stated, Mapping) else usual_ms
+    if type(found) is not int or not 0 <= found <= MAX_DEADLINE_MS:
+        name = f"kv_transfer_params.{HINTS_NAME}.{DEADLINE_NAME}"
+        raise InvalidRequestError(name, found, f"give 0 to {MAX_DEADLINE_MS}")
+    return found
+
+
+def _stated(request: Any) -> Any:
+    params = getattr(request, "kv_transfer_params", None)
+    return params.get(HINTS_NAME) if isinstance(params, Mapping) else None

@@ -10,6 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from kvstore.client.engines.base import Within
 from kvstore.client.engines.vllm_names import ChunkChain, Identity
 from kvstore.client.engines.vllm_orders import MISFITS, LoadOrder
 from kvstore.proto.errors import KVStoreError, RepresentationError
@@ -97,6 +98,8 @@ class Tracked:
     loaded_stop: int = 0
     """The token behind its last load."""
     hints: Hints = NO_HINTS
+    within: Within | None = None
+    """Its deadline."""
     load: LoadOrder | None = None
     """Goes with the next orders."""
     exact_tokens: int = NO_LIMIT

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from kvstore.client.levels import PlanTerms
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
 
@@ -24,6 +25,7 @@ class LoadOrder:
     ``tables``: in each block table of the request, the blocks of all these chunks, in order; 0
     where it has none. The first ``kept_blocks`` hold what the engine found in its own cache, and
     may be in use: they are not written to. ``all_or_nothing``: some of the chunks are of no use.
+    ``terms``: of a request with a deadline, counted from here on.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class LoadOrder:
     tables: tuple[tuple[int, ...], ...]
     kept_blocks: int = 0
     all_or_nothing: bool = False
+    terms: PlanTerms | None = None
 
     def blocks_from(self, first: int) -> tuple[int, ...]:
         """Return the blocks from number *first* on that are not kept; of one table only."""

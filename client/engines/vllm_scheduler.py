@@ -11,13 +11,13 @@ import math
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_cost import hints_of
+from kvstore.client.engines.base import Connector, Within
+from kvstore.client.engines.vllm_cost import deadline_ms_of, hints_of
 from kvstore.client.engines.vllm_events import KVEvents
 from kvstore.client.engines.vllm_lookup import (
     WAITERS,
@@ -41,6 +41,7 @@ from kvstore.client.engines.vllm_orders import (
 from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.weights import EPOCH_BYTES
+from kvstore.client.prefill import LEAST_TOKENS
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
@@ -104,6 +105,8 @@ class VllmScheduler:
         self._reported: Counter[str] = Counter()
         self._refusal = ""
         self._is_waiting = False
+        self._stepped = (0, 0.0)
+        """Tokens of prompts that the last step computes, and when it began."""
         self.events: KVEvents | None = None
         """Where others are told what is stored; None if nobody is."""
         self._desk = LookupDesk(
@@ -161,7 +164,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked = Tracked(request, self._ask(request), request.num_preemptions)
-            tracked.hints = self._hints(request)
+            tracked.hints, tracked.within = self._hints(request), self._deadline(request)
             self._tracked[request.request_id] = tracked
         elif tracked.preemptions != request.num_preemptions:
             # Its blocks are gone; what was stored of it meanwhile may be loaded.
@@ -177,6 +180,14 @@ class VllmScheduler:
         except (*MISFITS, KVStoreError):  # what a user stated may not end the engine
             self.counted["bad_hints"] += 1
             return Hints(handover_ms=handover_ms)
+
+    def _deadline(self, request: Any) -> Within | None:
+        usual_ms = self._role.first_token_ms
+        try:
+            usual_ms = deadline_ms_of(request, usual_ms)
+        except KVStoreError:
+            self.counted["bad_hints"] += 1
+        return Within(usual_ms / 1000) if usual_ms else None
 
     def _ask(self, request: Any) -> Ticket:
         identify = partial(self._names.identity, request, self._epoch)
@@ -260,12 +271,16 @@ class VllmScheduler:
         digests = () if chain is None else tuple(chain.digests[first : -(-stop // size)])
         blocks = slice(first * size // block, -(-stop // block))
         tracked.is_loaded, tracked.loaded_from, tracked.loaded_stop = True, first, stop
+        terms = None
+        if tracked.within is not None and not self._all_or_nothing:
+            terms = self._lookups.terms(tracked.within, request.num_tokens - stop)
         tracked.load = LoadOrder(
             request.request_id,
             digests,
             tuple(tuple(table[blocks]) for table in tables),
             kept_blocks=(start - first * size) // block,
             all_or_nothing=self._all_or_nothing,
+            terms=terms,
         )
 
     def finished(self, request: Any) -> None:
@@ -306,6 +321,7 @@ class VllmScheduler:
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             if request_id in self._tracked:  # promised again once it goes on
                 self._give_up(self._tracked[request_id])
+        self._learn_speed(output.num_scheduled_tokens)
         self._computing, self._patience_s = set(output.num_scheduled_tokens), TOGETHER_S
         is_idle = not output.total_num_scheduled_tokens
         if is_idle:
@@ -322,6 +338,14 @@ class VllmScheduler:
         if self._role.stores:
             taken = taken_blocks(output, loads, self._block_tokens)
         return StepOrders(tuple(loads), tuple(stores), is_idle, taken)
+
+    def _learn_speed(self, tokens: Mapping[str, int]) -> None:
+        """Learn from the step before, which took until now, if most of it were prompts."""
+        computed, began_s = self._stepped
+        prompts = sum(count for count in tokens.values() if count >= LEAST_TOKENS)
+        if computed:
+            self._lookups.learned.observe(computed, self._clock() - began_s)
+        self._stepped = (prompts if 2 * prompts > sum(tokens.values()) else 0, self._clock())
 
     def _store_order(
         self, request_id: str, tokens: int, tables_of: Callable[[str], BlockTables]
@@ -416,7 +440,7 @@ class VllmScheduler:
             self._learn_lossy(request_id, chunks)
         for request_id, chunks in news.short_loads.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
+            if tracked is not None and tracked.within is None:  # else it is there, and was slow
                 # What could not be read is computed now, and stored in its place.
                 read = tracked.loaded_from + chunks
                 # One rank may say so a step after another that read less.

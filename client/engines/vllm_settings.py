@@ -10,7 +10,7 @@ from kvstore.client.access import access_from
 from kvstore.client.engines.base import least_of
 from kvstore.client.engines.vllm_blending import refuse_blending
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.options import ClientOptions, TransportName
+from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import MAX_HANDOVER_MS
@@ -22,12 +22,13 @@ MAX_TOKEN_US = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an engine does with the store. Hand-over times are those of VllmSettings."""
+    """What an engine does with the store. Times are those of VllmSettings."""
 
     loads: bool = True
     stores: bool = True
     handover_ms: int = 0
     wait_ms: int = 0
+    first_token_ms: int = 0
 
 
 BOTH = Role()
@@ -46,9 +47,10 @@ class VllmSettings:
     CPU memory that waits to be stored; what comes beyond it is not stored. ``durable``: stores are
     on disk when they are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored
     is promised when its prompt arrives, and kept until another engine read it, for so long at most.
-    ``wait_ms``: what a request waits for what another engine has promised. ``prefill_token_us``:
-    about what the engine takes to compute a token; what the store loads later than that is
-    computed; 0: all that is found is loaded. ``accuracy``: which copies are loaded, as for
+    ``wait_ms``: what a request waits for what another engine has promised. ``first_token_ms``:
+    of requests that have none of their own, from their arrival to their first token: what loads
+    later is computed; 0: none. ``prefill_token_us``: about what the engine takes to compute a
+    token, by which that is told; 0: it is learned. ``accuracy``: which copies are loaded, as for
     Connector. ``token_file`` has an API key or a
     JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files, as in Access; ``tenant``: as in
     ClientOptions, as ``sglang_names`` is. A token is no setting: engines print those.
@@ -65,6 +67,7 @@ class VllmSettings:
     transport: TransportName = "auto"
     handover_ms: int = 0
     wait_ms: int = 0
+    first_token_ms: int = 0
     prefill_token_us: int = 0
     accuracy: str = "exact"
     token_file: str = ""
@@ -86,7 +89,7 @@ class VllmSettings:
                 raise InvalidRequestError(name, getattr(self, name), "give a positive number")
         bounds = {
             "handover_ms": MAX_HANDOVER_MS, "wait_ms": MAX_HANDOVER_MS // 2,
-            "prefill_token_us": MAX_TOKEN_US,
+            "prefill_token_us": MAX_TOKEN_US, "first_token_ms": MAX_DEADLINE_MS,
         }  # fmt: skip
         for name, most in bounds.items():
             if not 0 <= getattr(self, name) <= most:
@@ -129,7 +132,7 @@ class VllmSettings:
 
     @property
     def prefill(self) -> PrefillModel | None:
-        """What the engine takes to compute, if that is stated."""
+        """What the engine takes to compute, if that is stated and not learned."""
         return PrefillModel(0.0, self.prefill_token_us / 1e6) if self.prefill_token_us else None
 
     def options(self, chunk_tokens: int, name: str, *, is_lookup: bool = False) -> ClientOptions:

@@ -288,6 +288,7 @@ class VllmWorker:
                 after,
                 self._watch.note_arrival,
                 lambda: self._clock() - began > within_s,
+                terms=order.terms,
             )
             read = self._connector.ask(lambda: self._read(side, work), 0)
             exact = exact_count(work.fidelity) if work.fidelity else read
@@ -305,7 +306,8 @@ class VllmWorker:
             elif not order.digests or read < len(order.digests):
                 self._failed_loads.add(order.request_id)
             self.counted["loaded_chunks"] += read
-            self.counted["lost_chunks"] += len(order.digests) - read
+            short = "lost_chunks" if order.terms is None else "slow_chunks"
+            self.counted[short] += len(order.digests) - read
             self.counted["late_loads"] += is_late
             self.counted["far_gpu_loads"] += side is not None and side.is_gpu_tier_far
             self.counted["load_us"] += round(1e6 * (self._clock() - began))

@@ -164,13 +164,56 @@ def test_over_a_link_that_gives_nothing_the_engine_computes(
     server: LocalServer, client: Client, keys: list[ChunkKey]
 ) -> None:
     set_link(client, 10.0)
-    told: list[list[int]] = []
-    quick = replace(TERMS, prefill=PrefillModel(0.0, 1e-6), deadline_s=1.0)
-    found = client.get_levelled(keys, quick, rooms(CHUNKS), lambda at: told.append(list(at)))
-    assert told == [[0, 1, 2, 3]]
+    told: list[int] = []
+    quick = replace(TERMS, prefill=PrefillModel(0.0, 1e-6), deadline_s=1.0, never_later=True)
+    found = client.get_levelled(keys, quick, rooms(CHUNKS), lambda some: told.extend(some))
+    assert told == [0, 1, 2, 3]
     assert found.levels == (RECOMPUTE,) * CHUNKS
     assert found.to_compute == (0, 1, 2, 3)
     assert server.settled().leases == 0
+
+
+def test_an_engine_computes_the_first_chunks_while_a_slow_link_brings_the_last_ones(
+    client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def throttled(pieces: Iterator[FramePiece]) -> Iterator[FramePiece]:
+        for piece in pieces:
+            time.sleep(len(piece.data) / 100e3)
+            yield piece
+
+    change_pieces(client, monkeypatch, throttled)
+    set_link(client, 100e3)
+    engine = PrefillModel(0.0, 0.004)  # a quarter of a second a chunk, as the link takes
+    told: list[int] = []
+
+    def compute(some: range) -> None:
+        told.extend(some)
+        time.sleep(0.25 * len(some))
+
+    out = rooms(CHUNKS)
+    terms = replace(TERMS, prefill=engine, never_later=True)
+    started_s = time.monotonic()
+    found = client.get_levelled(keys, terms, out, compute)
+    took_s = time.monotonic() - started_s
+    assert 0 < len(told) < CHUNKS
+    assert told == list(range(len(told)))
+    assert found.to_compute == tuple(told)
+    for at in range(len(told), CHUNKS):
+        assert largest_error(out[at], numbers_of(keys[at])) < 2
+    assert took_s < 0.25 * CHUNKS + 0.3, "never later than without the store"
+
+
+def test_what_the_engine_raises_ends_the_get(
+    server: LocalServer, client: Client, keys: list[ChunkKey]
+) -> None:
+    def compute(_: range) -> None:
+        raise ZeroDivisionError
+
+    set_link(client, 10.0)
+    terms = replace(TERMS, prefill=PrefillModel(0.0, 1e-6), never_later=True)
+    with pytest.raises(ZeroDivisionError):
+        client.get_levelled(keys, terms, rooms(CHUNKS), compute)
+    assert eventually(lambda: server.settled().leases == 0)
 
 
 def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) -> None:

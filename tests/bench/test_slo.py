@@ -1,0 +1,136 @@
+"""bench.slo: the controller over links that change, on a clock of its own, and what it reports."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench.report import Report
+from bench.slo import COST_S, OURS, Levels, compare, requests, run
+from bench.slo_replay import (
+    GBPS,
+    Replay,
+    Request,
+    Trace,
+    controlled,
+    load_all,
+    recompute,
+)
+
+from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
+from kvstore.client.levels import RECOMPUTE, PlanTerms, later_s
+from kvstore.client.link_meter import LinkMeter
+from kvstore.client.prefill import PrefillModel
+from kvstore.proto.types import Fidelity
+
+LEVELS = Levels((2.1, 3.6, 5.2), (0.01, 0.001, 0.0001), 10.7)
+TOP = 2
+
+
+def ours() -> Replay:
+    return controlled(lambda clock: LinkMeter(FIRST_GUESS_BYTES_PER_S, clock))
+
+
+def steady(gbps: float) -> Trace:
+    return Trace.of(f"{gbps} Gbps", [(1.0, gbps * GBPS)])
+
+
+def asked(seed: int, *, loads_first: bool, exact: bool) -> list[Request]:
+    """Five prompts of up to 24 chunks, of engines of any speed."""
+    draw = random.Random(seed)
+    engine = PrefillModel(draw.uniform(0, 0.005), 10 ** draw.uniform(-4.5, -2.5))
+    found = []
+    for number in range(5):
+        tokens = draw.choice([64, 256])
+        chunk = LEVELS.exact_chunk(tokens) if exact else LEVELS.chunk(tokens)
+        terms = PlanTerms(
+            10 ** draw.uniform(-1, 1), engine, 10 ** draw.uniform(9.5, 11),
+            Fidelity.exact if exact else Fidelity.bounded, never_later=True,
+            loads_first=loads_first, tail_tokens=draw.randint(1, 256),
+        )  # fmt: skip
+        found.append(Request(number + draw.random(), (chunk,) * draw.randint(1, 24), terms))
+    return found
+
+
+@pytest.mark.parametrize("loads_first", [False, True], ids=["beside", "loads first"])
+@pytest.mark.parametrize("exact", [False, True], ids=["levels", "exact"])
+def test_no_request_is_later_than_without_a_store_by_more_than_a_decision_costs(
+    loads_first: bool, exact: bool
+) -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        steps = [(draw.uniform(0.02, 1), 10 ** draw.uniform(-2, 1) * GBPS) for _ in range(64)]
+        trace, replay = Trace.of(f"seed {seed}", steps), ours()
+        for request in asked(seed, loads_first=loads_first, exact=exact):
+            found = replay(request, trace)
+            alone_s = request.terms.compute_s(request.chunks)
+            # And what is decoded last, and a start for each go of the engine.
+            chunk_s = request.chunks[0].raw_bytes / request.terms.decode_bytes_per_s
+            more_s = 2 * chunk_s + 5 * request.terms.prefill.start_s
+            late_s = found.ttft_s - alone_s - later_s(request.chunks, request.terms)
+            assert late_s < COST_S + more_s, (seed, request.terms)
+
+
+def test_a_fast_link_brings_every_chunk_at_its_finest_level() -> None:
+    replay, (first, *others) = ours(), requests(LEVELS, 1, 5, exact=False)
+    replay(first, steady(100))  # before it nothing is known of the link
+    for request in others:
+        found = replay(request, steady(100))
+        assert set(found.levels) == {TOP}
+        assert found.ttft_s < request.terms.deadline_s
+
+
+@pytest.mark.parametrize("loads_first", [False, True], ids=["beside", "loads first"])
+def test_a_link_that_was_slow_is_tried_again(loads_first: bool) -> None:
+    replay = ours()
+    (first, *_) = requests(LEVELS, 1, 1, exact=False)
+    request = replace(first, terms=replace(first.terms, loads_first=loads_first))
+    for number in range(8):
+        late = replay(replace(request, at_s=float(number)), steady(0.01))
+    assert sum(level >= 0 for level in late.levels) <= 1
+    found = replay(replace(request, at_s=60.0), steady(50))
+    assert sum(level >= 0 for level in found.levels) > len(request.chunks) / 2
+
+
+def test_over_a_slow_link_the_engine_computes_the_first_chunks_and_the_link_brings_the_last() -> (
+    None
+):
+    (request, *_) = requests(LEVELS, 2, 1, exact=True)
+    found = ours()(request, steady(4))
+    assert 0 < found.levels.count(RECOMPUTE) < len(found.levels)
+    assert list(found.levels) == sorted(found.levels)
+    assert found.ttft_s < recompute(request, steady(4)).ttft_s
+    assert found.ttft_s < load_all(0)(request, steady(4)).ttft_s
+
+
+def test_bytes_arrive_when_the_link_has_given_them() -> None:
+    trace = Trace.of("two", [(0.5, 100.0), (0.25, 1000.0)])
+    assert trace.arrival_s(50, 0.0) == 0.5
+    assert trace.arrival_s(100, 0.25) == pytest.approx(0.575)
+    for at_s in (0.0, 0.3, 0.6, 2.1):
+        until_s = trace.arrival_s(1234, at_s)
+        assert trace.passed_bytes(at_s, until_s) == pytest.approx(1234)
+
+
+def test_a_recorded_trace_is_read_and_one_without_steps_refused(tmp_path: Path) -> None:
+    path = tmp_path / "link"
+    path.write_text("0 8\n1.5 16\n2 8\n")
+    assert Trace.recorded(path).passed_bytes(0, 2) == pytest.approx(1.5e6 + 1e6)
+    path.write_text("0 8\n")
+    with pytest.raises(ValueError, match="--trace"):
+        Trace.recorded(path)
+
+
+def test_a_run_has_every_key_and_the_same_figures_again() -> None:
+    reports = [Report("slo"), Report("slo")]
+    for report in reports:
+        run(report, LEVELS, [steady(1)], [Trace.jumping(1, 2.0)], 6)
+    values = reports[0].values
+    assert values == reports[1].values
+    assert values.keys() == {
+        "violations_vs_best_fixed", "mean_ttft_vs_best_fixed", "worse_than_recompute",
+    }  # fmt: skip
+    assert values["worse_than_recompute"] == 0
+    assert {*OURS, "recompute", "level 0"} < compare(LEVELS, steady(1), 2, exact=False).keys()
