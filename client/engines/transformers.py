@@ -424,9 +424,8 @@ class TransformersConnector(Connector):
         (``max_new_tokens=8``); it keeps one sequence a prompt in a dynamic or static cache, or
         InvalidRequestError is raised. A prompt is stored to its last token, so that asking again
         hits all of it, and so is what was generated, but for the last token. Models with windows
-        or states are stored, and hit, in whole chunks. *accuracy*: of this call alone; what is computed
-        behind a lossy copy is not stored. *deadline_ms*: to the first token of each prompt, instead
-        of the connector's: what would load too slowly is computed.
+        or states are stored, and hit, in whole chunks. *accuracy* and *deadline_ms*, to the first
+        token of each prompt, are of this call alone: see ``TransformersConnector``.
         """
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
