@@ -15,6 +15,10 @@ CLEAR_MARGIN = 0.1
 """Of probability, between a full prefill's two likeliest tokens. Closer ones change places between
 two dtypes of one model, too: which one is first then says nothing of a blend."""
 
+WORST = 1e3
+"""Nats, where logits are no numbers or rule out what the full prefill may choose: a mean that a
+report can hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
@@ -40,8 +44,11 @@ def compare(full: Tensor, blended: Tensor) -> Shadow:
         found = (tuple(full.shape), tuple(blended.shape))
         raise InvalidRequestError("logits", found, "give the same rows of both, at least one")
     wanted, got = (part.double().log_softmax(-1) for part in (full, blended))
-    divergence = (wanted.exp() * (wanted - got)).sum(-1).mean()
-    agrees = full.argmax(-1) == blended.argmax(-1)
+    share = wanted.exp()
+    # Tokens that a model masks have a share of 0 and a logarithm of minus infinity in both.
+    parts = torch.where(share == 0, 0.0, share * (wanted - got))
+    divergence = parts.sum(-1).nan_to_num(WORST).clamp(max=WORST).mean()
+    agrees = (full.argmax(-1) == blended.argmax(-1)) & ~blended.isnan().any(-1)
     likeliest = wanted.topk(2).values.exp() if full.shape[1] > 1 else wanted.exp()
     is_clear = likeliest[:, 0] - likeliest[:, -1] >= CLEAR_MARGIN
     clear = int(is_clear.sum())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvstore.client.blend.blender import Blender
@@ -118,7 +119,7 @@ class GatedBlender:
                 full, shadow = None, None
                 if resolved.found.is_shadow:
                     full = self._prefill(tokens, plan.segments[-1].start)
-                    shadow = self._compared(tokens, full, result)
+                    shadow = self._compared(tokens, full, result)  # None: no memory for it
                 now = {result.weights, (full or result).weights, self._blender.weights}
                 if now != {terms.weights}:  # of mixed weights: says nothing
                     return replace(answer, result=full or result)
@@ -130,10 +131,18 @@ class GatedBlender:
             except KVStoreError as error:
                 return replace(answer, failure=f"{type(error).__name__}: {error}")
 
-    def _compared(self, tokens: Sequence[int], full: BlendResult, result: BlendResult) -> Shadow:
-        """Compare the question's rows, and what follows it as the full prefill has it."""
-        follows, wanted = self._blender.decode(tokens, full, SHADOW_TOKENS)
-        found = self._blender.score(tokens, result, follows)
+    def _compared(
+        self, tokens: Sequence[int], full: BlendResult, result: BlendResult
+    ) -> Shadow | None:
+        """Compare the question's rows, and what follows it as the full prefill has it.
+
+        None where there is no memory for copies of the KV: the request has its answer.
+        """
+        try:
+            follows, wanted = self._blender.decode(tokens, full, SHADOW_TOKENS)
+            found = self._blender.score(tokens, result, follows)
+        except torch.OutOfMemoryError:
+            return None
         return worse(compare(full.logits, result.logits), compare(wanted, found))
 
     def _decided(self, plan: BlendPlan, source: StoreSource, resolved: Resolved) -> Decision | None:

@@ -33,9 +33,15 @@ SHARED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 OWN_TOKENIZER = "of the weights"
 """That of the folder or commit of the weights, which their name covers."""
 
+SHARED_ROPES = ("default", "linear", "llama3")
+"""Rotations that engines compute alike: SGLang leaves out yarn's ``attention_factor``."""
+
+_READ_BY_SOME = ("dual_chunk_attention_config", "qk_norm", "bias")
+"""Settings that some engines follow and others do not know."""
+
 NO_ROPE = RopeParameters(0.0, 0, "none")
 
-_IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}(/|$)")
+_IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}(/.+)?$")
 _NAME_DIGITS = 8
 _VOLATILE_SETTINGS = (
     "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -80,15 +86,17 @@ def weights_of(model: str, stated: str = "", commit: str = "") -> Weights:
     has one name by the hub's name and in its cache. Raises RepresentationError.
     """
     revision = weights_name(model, stated, commit)
-    files, in_cache = weights_files(model), _IN_CACHE.search(model)
+    files, in_cache = weights_files(model), _IN_CACHE.search(model.rstrip("/"))
     if files:
         folder: Path | None = Path(model)
-        name = f"{_model_type(Path(model))}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
     else:
         folder = None if is_exact(stated) else _cached_folder(model, commit)
+    if in_cache:  # of one commit there may be several: folders of checkpoints, GGUF files
+        name = in_cache[1].replace("--", "/") + (in_cache[2] or "")
+    elif files:
+        name = f"{_model_type(Path(model))}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
+    else:
         name = short_name(model)
-    if in_cache:
-        name = in_cache[1].replace("--", "/")
     return Weights(name, revision, folder)
 
 
@@ -165,7 +173,13 @@ def identity_of(
     is_plain = all(group.kind is LayerKind.attention for group in groups)
     own, running = _facts(weights.config), _facts(config)
     is_own = own is not None and own == running
-    is_shared = is_own and is_plain and config.model_type in SHARED_TYPES
+    is_shared = (
+        is_own
+        and is_plain
+        and config.model_type in SHARED_TYPES
+        and rope.scaling in SHARED_ROPES
+        and not any(getattr(config, name, None) for name in _READ_BY_SOME)
+    )
     revision = weights.revision
     if departures.stated or not is_shared:
         words = json.dumps([departures.engine, running, departures.stated], sort_keys=True)

@@ -77,7 +77,7 @@ def representation_of(
     weights = _weights(model, model_revision or "")
     departures = Departures(
         "transformers",
-        computed_in(model.dtype, shape.groups) | _own_code(model),
+        computed_in(model.dtype, shape.groups) | _own_code(model) | _rounded_rope(model),
         adapter_digest=adapter_digest,
         tokenizer=_tokenizer(tokenizer, weights),
     )
@@ -90,6 +90,17 @@ def _own_code(model: PreTrainedModel) -> dict[str, str]:
     is_theirs = kind.__module__.startswith("transformers.models.")
     found = {} if is_theirs else {"class": str(kind)}
     return found if attention in KERNELS else {**found, "attention": attention}
+
+
+def _rounded_rope(model: PreTrainedModel) -> dict[str, str]:
+    """Return the rotation's frequencies where a cast of *model* has rounded them."""
+    table = getattr(model.base_model, "rotary_emb", None)
+    if not isinstance(getattr(table, "inv_freq", None), torch.Tensor):
+        return {}
+    own, named = table.inv_freq.double().cpu(), type(table)(config=model.config).inv_freq.double()
+    if own.shape == named.shape and torch.allclose(own, named.cpu(), rtol=1e-5, atol=0.0):
+        return {}
+    return {"rope": str(own.tolist())}
 
 
 def carries_adapter(model: PreTrainedModel) -> bool:
@@ -147,14 +158,20 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
         weights = weights_of(name, stated, commit)
     except RepresentationError:  # they have no name, so what they are has to say
         weights = None
-    # A commit names what else is in the files; a digest of them does once nothing differs.
-    every = not is_exact(stated) and not commit
+    named = stated if is_exact(stated) else commit
+    # A commit names what else is in the files; a digest of them does once nothing differs. What
+    # was written to since it was loaded may differ anywhere.
+    every = not named or _is_written_to(model)
     if weights and weights.folder and _is_in(model, weights.folder, every=every):
         return weights
-    named = stated if is_exact(stated) else commit
-    found = f"{named}+sample={weights_sample(model)}" if named else weights_digest(model)
+    found = weights_digest(model) if every else f"sample={weights_sample(model)}"
+    found = f"{named}+{found}" if named else found
     revision = f"{stated}+{found}" if stated and stated != named else found
     return Weights(short_name(name or model.config.model_type), revision)
+
+
+def _is_written_to(model: PreTrainedModel) -> bool:
+    return any(not one.is_inference() and one._version for one in model.state_dict().values())
 
 
 def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:

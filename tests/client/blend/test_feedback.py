@@ -30,6 +30,22 @@ def test_a_comparison_is_divergence_and_agreement_of_the_likeliest_token() -> No
     assert compare(full, full).divergence == 0
 
 
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
+def test_logits_that_are_no_numbers_are_the_worst_there_is(wrong: float) -> None:
+    """A gate is told so: a mean of them would be none, and a report of it refused."""
+    full = torch.tensor([[9.0, 0.0, 0.0]])
+    found = compare(full, torch.tensor([[wrong, 0.0, 0.0]]))
+    assert found.divergence > 100
+    assert math.isfinite(found.divergence)
+    assert found.agreement == 0.0
+
+
+def test_tokens_that_a_model_masks_do_not_hide_how_others_differ() -> None:
+    full = torch.tensor([[9.0, 0.0, -math.inf]])
+    assert compare(full, full).divergence == 0
+    assert compare(full, torch.tensor([[0.0, 9.0, -math.inf]])).divergence > 8
+
+
 def test_agreement_is_that_of_tokens_of_which_the_full_prefill_is_sure() -> None:
     """Of two that are as likely to a few hundredths either may come first."""
     full = torch.tensor([[0.05, 0.0], [3.0, 0.0], [0.0, 2.0]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,13 +37,15 @@ from vllm_stand_ins import (
 from vllm_steps import Engine
 
 from kvstore.client.engines import sglang_pages, vllm_identity
+from kvstore.client.engines.identity import Departures, identity_of, weights_of
+from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_terms import terms_of
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.vllm_layout import PACKINGS
 from kvstore.client.engines.vllm_names import RequestNames
 from kvstore.client.engines.vllm_shape import shape_of
-from kvstore.proto.types import Representation
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
 
 LAYERS = 3
 SIZES: dict[str, Any] = {
@@ -323,3 +326,45 @@ def test_prompts_with_a_salt_keep_the_stores_own_names(
         (FakeRequest("a", PROMPT, mm_features=[feature("cat", 70, 80)]), b""),
     ):
         assert not names.identity(request, epoch).is_sglangs
+
+
+@pytest.mark.parametrize("names", [("step100", "step200"), ("q4.gguf", "q8.gguf")])
+def test_two_models_of_one_commit_are_not_one(tmp_path: Path, names: tuple[str, str]) -> None:
+    """A repository may have folders of checkpoints, and files of several quantisations."""
+    commit = tmp_path / "models--org--name" / "snapshots" / ("a" * 40)
+    commit.mkdir(parents=True)
+    found = set()
+    for name in names:
+        if name.endswith(".gguf"):
+            (commit / name).write_bytes(name.encode())
+        else:
+            (commit / name).mkdir()
+            (commit / name / "model.safetensors").write_bytes(name.encode())
+        found.add(weights_of(str(commit / name)).model_id)
+    assert len(found) == 2
+    assert weights_of(f"{commit}/").model_id == "org/name"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0,
+                          "original_max_position_embeddings": 128}},
+        {"dual_chunk_attention_config": {"chunk_size": 64, "local_size": 8}},
+    ],
+)  # fmt: skip
+def test_engines_share_nothing_where_they_may_compute_otherwise(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    path = folder / "config.json"
+    stated = json.loads(path.read_text())
+    stated.pop("rope_parameters", None)
+    path.write_text(json.dumps(stated | settings))
+    weights = weights_of(str(folder))
+    groups = (LayerGroup(LayerKind.attention, DType.float32, (0, 1, 2), HEADS, HEAD_DIM),)
+    rope = rope_parameters(weights.config)
+    found = [
+        identity_of(weights, groups, rope, weights.config, Departures(engine, {}))
+        for engine in ("vllm", "sglang")
+    ]
+    assert found[0] != found[1]

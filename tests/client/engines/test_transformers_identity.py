@@ -74,7 +74,24 @@ def test_weights_that_are_not_those_of_the_files_do_not_have_the_files_name(
     after = representation_of(model, tokenizer, given)
     assert before.model_revision != after.model_revision
     assert before.model_revision.startswith("8f2c1d4+sample=" if given else "weights=")
-    assert after.model_revision.startswith("8f2c1d4+sample=" if given else "blake3:")
+    assert after.model_revision.startswith("8f2c1d4+blake3:" if given else "blake3:")
+
+
+def test_a_row_that_was_written_in_memory_is_seen_where_a_commit_is_given(
+    load_tinylm: Any, tokenizer: Any
+) -> None:
+    model = load_tinylm()
+    before = representation_of(model, tokenizer, "8f2c1d4")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] += 1
+    assert representation_of(model, tokenizer, "8f2c1d4") != before
+
+
+def test_a_model_cast_after_it_was_loaded_is_not_one_loaded_in_that_type(tokenizer: Any) -> None:
+    """Its rotation was rounded, too: keys of late tokens are others."""
+    model = llama(max_position_embeddings=4096)
+    loaded = representation_of(model, tokenizer)
+    assert representation_of(model.to(torch.bfloat16).to(torch.float32), tokenizer) != loaded
 
 
 @pytest.mark.parametrize("own", ["class", "attention"])
@@ -119,7 +136,7 @@ def test_a_commit_is_the_revision_where_there_is_one(tokenizer: Any) -> None:
     assert revision.startswith("c0ffee+")
     assert representation_of(again, tokenizer).model_revision == revision
     given = representation_of(model, tokenizer, "8f2c1d4").model_revision
-    assert given.startswith("8f2c1d4+sample=")
+    assert given.startswith("8f2c1d4+blake3:")
     assert "c0ffee" not in given
     branch = representation_of(model, tokenizer, "main").model_revision
     assert branch == f"main+{revision}"
