@@ -212,7 +212,8 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         request = pb.LookupRequest()
         request.CopyFrom(asked)
         request.session_id = transport.session.terms.session_id
-        patience_ms = min(self.options.deadline_ms + asked.wait_ms, MAX_DEADLINE_MS)
+        deadline_ms = asked.deadline_ms or self.options.deadline_ms
+        patience_ms = min(deadline_ms + asked.wait_ms, MAX_DEADLINE_MS)
         left_ms = countdown(patience_ms)
         for part in parts:
             request.digests, request.deadline_ms = part, left_ms()

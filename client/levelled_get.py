@@ -488,6 +488,8 @@ def beside(
             found.put(get.run(terms, room))
         except KVStoreError as error:
             found.put(error)
+        except Exception as error:  # noqa: BLE001 - who waits for it has to learn of it
+            found.put(KVStoreError(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=load, name="kvstore-levels", daemon=True).start()
     computed = 0

@@ -265,10 +265,12 @@ def to_compute(found: Plan, progress: Progress, *, is_quiet: bool) -> int:
 def later_s(chunks: Sequence[LevelledChunk], terms: PlanTerms) -> float:
     """Return how much later than without loads a prompt may be whose loads came to nothing.
 
-    What a chunk takes to compute, or a batch to load, but no more than MAX_LATER_SHARE of all.
+    What a chunk takes to compute, or a batch to load, but no more than MAX_LATER_SHARE of all,
+    and than the deadline: what is known of the engine may be wrong.
     """
     first_s = terms.prefill.seconds(chunks[0].tokens, 0) if chunks else 0.0
-    return min(MAX_LATER_SHARE * terms.compute_s(chunks), max(BATCH_S, first_s))
+    later_s = min(MAX_LATER_SHARE * terms.compute_s(chunks), max(BATCH_S, first_s))
+    return min(later_s, max(BATCH_S, terms.deadline_s))
 
 
 def _fetch(chunks: Sequence[LevelledChunk], index: int, has: int, level: int) -> Fetch:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
 from kvstore.client.forks import FORKS
 from kvstore.client.levels import PlanTerms
-from kvstore.client.prefill import DOUBT, PrefillMeter, PrefillModel, chunks_worth_loading
+from kvstore.client.prefill import (
+    DOUBT,
+    LEAST_LEFT_S,
+    LEAST_LOOKUP_MS,
+    PrefillMeter,
+    PrefillModel,
+    Within,
+    chunks_worth_loading,
+)
 from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
@@ -29,13 +36,11 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout, Match, PutOutcome
+from kvstore.proto.wire import fidelity_number
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-LEAST_LEFT_S = 0.001
-"""What is left at least of a deadline, once it has passed: no load is worth it then."""
 
 Span: TypeAlias = tuple[int, int]
 """First token of a chunk, and the one after its last."""
@@ -54,21 +59,6 @@ LayoutOf: TypeAlias = Callable[[Span], KVLayout | None]
 
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Fidelity]]
 """Reads the longest prefix of chunks; returns how true each is that was read."""
-
-
-@dataclass(slots=True)
-class Within:
-    """A request with a deadline, ``deadline_s`` seconds from ``began_s`` on.
-
-    ``compute`` is given chunks of the prompt, from the first one on, while the last ones load;
-    None for an engine that computes nothing until the loads are over. Afterwards ``computed`` is
-    how many it was given.
-    """
-
-    deadline_s: float
-    compute: Callable[[range], None] | None = None
-    computed: int = 0
-    began_s: float = field(default_factory=time.monotonic)
 
 
 _ACCURACIES = {
@@ -109,6 +99,8 @@ class Prefix:
     """How far other prompts went the same way, where a model's states decide what is a hit."""
     lossy_tokens: int = 0
     """Of ``stored_tokens``, those from the first chunk on that was read from a lossy copy."""
+    is_unbounded: bool = False
+    """Whether a copy that states no bound is among what was read."""
 
     @property
     def exact_tokens(self) -> int:
@@ -222,6 +214,7 @@ class Connector:
     def _after_fork(self) -> None:
         """In a child: count from 0: the parent reports what was before."""
         self._lock = threading.Lock()  # another thread may have had it
+        self.learned = PrefillMeter()  # and its lock
         for counts in (
             *(self._counts, self._tier_tokens, self._load_errors, self._store_errors),
             self._misses,
@@ -264,17 +257,24 @@ class Connector:
         was read. Before ``learned`` has seen the engine compute, loads end with the deadline.
         Never raises.
         """
-        least = self.least if least is None else least
+        least = self.allowed(self.least) if least is None else least
+
+        def computing(chunks: range) -> None:
+            assert within.compute is not None
+            within.compute(chunks)
+            within.computed = chunks.stop
 
         def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Fidelity]:
             terms = self.terms(within, len(tokens) - spans[-1][1], least)
-            compute = within.compute if terms.never_later else None
-            found = self.client.get_levelled(keys, terms, room(spans), compute)
-            count = found.loaded.stop
-            within.computed = found.loaded.start if compute is not None else 0
-            return [Fidelity.exact] * within.computed + list(
-                found.fidelity[within.computed : count]
+            is_beside = terms.never_later and within.compute is not None
+            found = self.client.get_levelled(
+                keys, terms, room(spans), computing if is_beside else None
             )
+            # What came behind a chunk that proved wrong is of no use, wherever that one is.
+            first = within.computed
+            rest = zip(found.levels[first:], found.fidelity[first:], strict=True)
+            read = [true for level, true in takewhile(lambda one: one[0] >= 0, rest)]
+            return [Fidelity.exact] * first + read
 
         return self._counted(tokens, read, extra, least, within=within)
 
@@ -282,7 +282,7 @@ class Connector:
         self, within: Within, tail_tokens: int, least: Fidelity = Fidelity.exact
     ) -> PlanTerms:
         """Return what a request with a deadline asks of its loads."""
-        left_s = max(within.deadline_s - (time.monotonic() - within.began_s), LEAST_LEFT_S)
+        left_s = max(within.left_s, LEAST_LEFT_S)
         prefill = self._prefill or self.learned.model()
         if prefill is None:
             return PlanTerms(left_s, least=least)
@@ -345,7 +345,7 @@ class Connector:
         keys = self.client.keys(named, extra)
         if not keys:
             return Prefix(), "short"
-        match = self.client.lookup(keys, min_fidelity=least)
+        match = self._match(keys, least, asked.within)
         reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
         every = self._spans(len(named))
         shared = every[match.shared - 1][1] if match.shared else 0
@@ -371,7 +371,19 @@ class Connector:
         some = slice(first, found)
         prefix = Prefix.of(every[some], match.tiers[some], asked.tokens, shared, lossy)
         # What the engine computed meanwhile is stored already.
-        return replace(prefix, stored_tokens=every[found - 1][1] if found else 0), reason
+        stored_tokens = every[found - 1][1] if found else 0
+        is_unbounded = Fidelity.none in stated
+        return replace(prefix, stored_tokens=stored_tokens, is_unbounded=is_unbounded), reason
+
+    def _match(self, keys: Sequence[ChunkKey], least: Fidelity, within: Within | None) -> Match:
+        if within is None:
+            return self.client.lookup(keys, min_fidelity=least)
+        deadline_ms = max(LEAST_LOOKUP_MS, int(1000 * within.left_s))
+        request = pb.LookupRequest(
+            min_fidelity=fidelity_number(least),
+            deadline_ms=min(deadline_ms, self.client.options.deadline_ms),
+        )
+        return self.client._look(keys, request)[0]
 
     def allowed(self, least: Fidelity) -> Fidelity:
         """Return *least*, or what the model's gate allows in its place. Never raises.

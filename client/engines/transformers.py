@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +37,12 @@ from kvstore.client.engines.base import (
     Prefix,
     Source,
     Span,
-    Within,
     least_of,
 )
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_batch import (
     Row,
+    checked_deadline,
     ends_of,
     inputs_of,
     joined,
@@ -65,7 +66,7 @@ from kvstore.client.engines.transformers_checkpoints import (
     prefill,
 )
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
-from kvstore.client.engines.transformers_gate import comparison, is_compared
+from kvstore.client.engines.transformers_gate import Comparisons, comparison
 from kvstore.client.engines.transformers_identity import (
     WeightsWatch,
     cache_shape,
@@ -73,7 +74,7 @@ from kvstore.client.engines.transformers_identity import (
 )
 from kvstore.client.engines.transformers_staging import Staging
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
-from kvstore.client.options import MAX_DEADLINE_MS
+from kvstore.client.prefill import Within
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
@@ -112,13 +113,13 @@ _AT_BIRTH = _Weights()
 
 
 class _Terms(NamedTuple):
-    """What a call says of its prompts: what else names them, how true copies have to be, and
-    when the first token has to be there; 0: no matter.
-    """
+    """What a call says of its prompts: what else names them, how true copies have to be, and when
+    the first token has to be there, of a call that began then; 0: no matter."""
 
     extra: Sequence[bytes]
     least: Fidelity
     deadline_ms: int = 0
+    began_s: float = 0.0
 
     def of(self, weights: _Weights) -> _Terms:
         """Return the same for prompts of *weights*."""
@@ -132,6 +133,8 @@ class _Loaded:
     cache: Cache
     prefix: Prefix
     snapshots: list[Snapshot]
+    to_compare: Cache | None = None
+    """What was loaded, if that is to be compared with a full prefill."""
 
 
 class TransformersConnector(Connector):
@@ -161,7 +164,7 @@ class TransformersConnector(Connector):
         deadline_ms: int = 0,
         accuracy: str = "exact",
     ) -> None:
-        self._deadline_ms = _checked(deadline_ms)
+        self._deadline_ms = checked_deadline(deadline_ms)
         self._shape = cache_shape(model)
         self._least(accuracy)
         stated = (client.representation.layer_groups, client.representation.rope)
@@ -173,8 +176,7 @@ class TransformersConnector(Connector):
             continues(model, self._shape, client.representation)
         self._model = model
         self._watch = WeightsWatch(model)
-        self._behind_lossy = 0
-        """Prompts that were computed behind copies without a bound."""
+        self._comparisons = Comparisons()
         self._now = _AT_BIRTH
         self._made_of: WeakKeyDictionary[Cache, _Weights] = WeakKeyDictionary()
         # Guards the three above: the watch, what it led to, and of which weights caches are.
@@ -274,9 +276,11 @@ class TransformersConnector(Connector):
         tokens = prompt_of(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
         prefix = self._load_into(cache, tokens, terms.of(self._follow(cache)))
-        return self._compare(tokens, cache) if prefix.lossy_tokens else None
+        return self._compare(tokens, cache) if prefix.is_unbounded else None
 
-    def _compare(self, tokens: Sequence[int], cache: Cache) -> GateView | None:
+    def _compare(self, tokens: Sequence[int], cache: Cache | None) -> GateView | None:
+        if cache is None:
+            return None
         return self.ask(
             lambda: self.client.report_reuse(comparison(self._model, tokens, cache)), None
         )
@@ -296,7 +300,7 @@ class TransformersConnector(Connector):
         rooms: list[PrefixRoom] = []
         chunk_tokens = self.client.options.chunk_tokens
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
-        within = Within(terms.deadline_ms / 1000, beside)
+        within = Within(terms.deadline_ms / 1000, beside, began_s=terms.began_s)
         prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.least)
         if beside.error is not None:
             raise beside.error  # the model's own
@@ -309,7 +313,7 @@ class TransformersConnector(Connector):
 
     def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
         rooms: list[PrefixRoom] = []
-        has_ends, (extra, least, _) = self._shape.has_ends, terms
+        has_ends, (extra, least, *_) = self._shape.has_ends, terms
 
         def by_layout(spans: Sequence[Span]) -> Room:
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
@@ -427,11 +431,12 @@ class TransformersConnector(Connector):
         or states are stored, and hit, in whole chunks. *accuracy* and *deadline_ms*, to the first
         token of each prompt, are of this call alone: see ``TransformersConnector``.
         """
+        began_s = time.monotonic()
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
-        within = self._deadline_ms if deadline_ms is None else _checked(deadline_ms)
-        terms = _Terms(extra, self.allowed(self._least(accuracy)), within)
+        within = self._deadline_ms if deadline_ms is None else checked_deadline(deadline_ms)
+        terms = _Terms(extra, self.allowed(self._least(accuracy)), within, began_s)
         stated = settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
@@ -450,10 +455,6 @@ class TransformersConnector(Connector):
         tokens: list[int] = input_ids[0].tolist()
         terms = terms.of(weights)
         loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), terms)
-        if terms.least is Fidelity.none and loaded.prefix.lossy_tokens:
-            self._behind_lossy += 1
-            if is_compared(self._behind_lossy - 1):
-                self._compare(tokens, loaded.cache)
         cache, prefix = loaded.cache, loaded.prefix
         chunk_tokens = self.client.options.chunk_tokens
         watch = Watch(cache, self._shape, chunk_tokens)
@@ -464,6 +465,7 @@ class TransformersConnector(Connector):
         found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
         if not self._is_still(weights, cache):
             return found
+        self._compare(tokens, loaded.to_compare)
         sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
         taken = [*loaded.snapshots, *watch.snapshots]
         self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, terms.extra, taken)
@@ -490,7 +492,7 @@ class TransformersConnector(Connector):
             prefix = self._load_within(cache, tokens, terms)
         else:
             prefix = self._load_into(cache, tokens, terms)
-        snapshots: list[Snapshot] = []
+        to_compare, snapshots = self._comparisons.next(prefix, cache), list[Snapshot]()
         if self._shape.has_ends:
             span = (prefix.hit_tokens, len(tokens))
             places = pauses(
@@ -498,7 +500,7 @@ class TransformersConnector(Connector):
             )
             ids = torch.tensor([tokens], device=self._model.device)
             snapshots = prefill(self._model, ids, cache, self._shape, places)
-        return _Loaded(cache, prefix, snapshots)
+        return _Loaded(cache, prefix, snapshots, to_compare)
 
     def _run(
         self,
@@ -548,6 +550,8 @@ class TransformersConnector(Connector):
         output = self._run(input_ids, settings, cache, [], mask_of(input_ids, rows))
         if not self._shape.has_ends and self._is_still(weights, cache):
             self._save_rows(output, cache, rows, terms.of(weights).extra)
+            for tokens, one in zip(prompts, loaded, strict=True):
+                self._compare(tokens, one.to_compare)
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 
@@ -555,10 +559,12 @@ class TransformersConnector(Connector):
         """Return the cache of a prompt but for its last token; what is new of it is stored."""
         terms = terms.of(weights)
         loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), terms)
-        last = len(tokens) - 1
-        if length(loaded.cache, self._shape) < last:
-            ids = torch.tensor([tokens], device=self._model.device)
+        held, last = length(loaded.cache, self._shape), len(tokens) - 1
+        if held < last:
+            ids, began_s = torch.tensor([tokens], device=self._model.device), time.monotonic()
             prefill(self._model, ids, loaded.cache, self._shape, [last])
+            if self._staging is None:  # a device computes on when the call is over
+                self.learned.observe(last - held, time.monotonic() - began_s)
         if self._shape.has_ends and self._is_still(weights, loaded.cache):
             stored = loaded.prefix.stored_tokens
             self._save(tokens[:last], loaded.cache, stored, terms.extra, loaded.snapshots)
@@ -584,12 +590,6 @@ class TransformersConnector(Connector):
             stored = len(row.prompt) // chunk_tokens * chunk_tokens
             if len(tokens) > len(row.prompt):
                 self.store_chunks(tokens, source.tensors, stored, extra)
-
-
-def _checked(deadline_ms: int) -> int:
-    if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
-        raise InvalidRequestError("deadline_ms", deadline_ms, f"give 0 to {MAX_DEADLINE_MS}")
-    return deadline_ms
 
 
 def _device_of(model: PreTrainedModel) -> Device | None:

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from kvstore.client.engines.transformers_cache import CacheShape, StatePiece, TokenShape
+from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.proto.errors import InvalidRequestError
 
 
@@ -86,6 +87,13 @@ def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
     if found.is_floating_point() or found.is_complex():
         raise InvalidRequestError(name, str(found.dtype), "give whole numbers: token ids")
     return found.long()
+
+
+def checked_deadline(deadline_ms: int) -> int:
+    """Return *deadline_ms*. Raises InvalidRequestError for one that is none."""
+    if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
+        raise InvalidRequestError("deadline_ms", deadline_ms, f"give 0 to {MAX_DEADLINE_MS}")
+    return deadline_ms
 
 
 def prompt_of(input_ids: Any, device: torch.device) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvstore.client.blend.feedback import compare
+from kvstore.client.engines.base import Prefix
 from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
@@ -22,9 +24,22 @@ COMPARED_EVERY = 200
 """Prompts of a connector behind copies without a bound: the first ones, then one in so many."""
 
 
-def is_compared(number: int) -> bool:
-    """Whether prompt *number* behind such copies, from 0 on, is compared with a full prefill."""
-    return number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
+class Comparisons:
+    """Which prompts of a connector are compared with a full prefill. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def next(self, prefix: Prefix, cache: Cache) -> Cache | None:
+        """Return a copy of *cache*, which holds *prefix* alone, to compare once there is time.
+
+        None where no copy without a bound is in it, and for most prompts.
+        """
+        if not prefix.is_unbounded:
+            return None
+        number = next(self._numbers)
+        is_compared = number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
+        return copy.deepcopy(cache) if is_compared else None
 
 
 def comparison(
@@ -32,13 +47,14 @@ def comparison(
 ) -> pb.ReportReuseRequest:
     """Return what the gate is told of a prompt of which *cache* holds a lossy prefix.
 
-    The last tokens' logits behind a copy of *cache* are compared with those of a full prefill.
+    The last tokens' logits behind *cache*, which is used up, are compared with those of a full
+    prefill.
     """
     held = int(cache.get_seq_length())
     ids = torch.tensor([tokens], device=model.device)
     rows = min(COMPARED_TOKENS, len(tokens) - held)
     full = _logits(model, ids, DynamicCache(config=model.config), rows)
-    lossy = _logits(model, ids[:, held:], copy.deepcopy(cache), rows)
+    lossy = _logits(model, ids[:, held:], cache, rows)
     found = compare(full, lossy)
     shadow = pb.ShadowResult(
         divergence=found.divergence, agreement=found.agreement, tokens=found.tokens

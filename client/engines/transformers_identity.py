@@ -94,7 +94,7 @@ def _own_code(model: PreTrainedModel) -> dict[str, str]:
 
 def _rounded_rope(model: PreTrainedModel) -> dict[str, str]:
     """Return the rotation's frequencies where a cast of *model* has rounded them."""
-    table = getattr(model.base_model, "rotary_emb", None)
+    table: Any = getattr(model.base_model, "rotary_emb", None)
     if not isinstance(getattr(table, "inv_freq", None), torch.Tensor):
         return {}
     own, named = table.inv_freq.double().cpu(), type(table)(config=model.config).inv_freq.double()

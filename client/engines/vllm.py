@@ -396,6 +396,7 @@ def _scheduler(
             settings.handover_ms,
             settings.wait_ms,
             settings.first_token_ms,
+            getattr(config, "max_concurrent_batches", 1) - 1,
         ),
     )
     scheduler.events = events

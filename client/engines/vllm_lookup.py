@@ -10,9 +10,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from kvstore.client.engines.base import Within
 from kvstore.client.engines.vllm_names import ChunkChain, Identity
 from kvstore.client.engines.vllm_orders import MISFITS, LoadOrder
+from kvstore.client.prefill import Within
 from kvstore.proto.errors import KVStoreError, RepresentationError
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest

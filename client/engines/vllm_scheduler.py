@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvstore.client.engines.base import Connector, Within
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_cost import deadline_ms_of, hints_of
 from kvstore.client.engines.vllm_events import KVEvents
 from kvstore.client.engines.vllm_lookup import (
@@ -41,7 +41,7 @@ from kvstore.client.engines.vllm_orders import (
 from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.weights import EPOCH_BYTES
-from kvstore.client.prefill import LEAST_TOKENS
+from kvstore.client.prefill import LEAST_TOKENS, Within
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
@@ -105,8 +105,8 @@ class VllmScheduler:
         self._reported: Counter[str] = Counter()
         self._refusal = ""
         self._is_waiting = False
-        self._stepped = (0, 0.0)
-        """Tokens of prompts that the last step computes, and when it began."""
+        self._steps: deque[tuple[int, float]] = deque(maxlen=1 + role.steps_ahead)
+        """Tokens of prompts that each of the last steps computes, and when it was scheduled."""
         self.events: KVEvents | None = None
         """Where others are told what is stored; None if nobody is."""
         self._desk = LookupDesk(
@@ -341,11 +341,12 @@ class VllmScheduler:
 
     def _learn_speed(self, tokens: Mapping[str, int]) -> None:
         """Learn from the step before, which took until now, if most of it were prompts."""
-        computed, began_s = self._stepped
+        now_s, steps = self._clock(), self._steps
+        if len(steps) == steps.maxlen and steps[0][0]:
+            # A step that was scheduled ahead ran once the next one had been scheduled.
+            self._lookups.learned.observe(steps[0][0], now_s - steps[-1][1])
         prompts = sum(count for count in tokens.values() if count >= LEAST_TOKENS)
-        if computed:
-            self._lookups.learned.observe(computed, self._clock() - began_s)
-        self._stepped = (prompts if 2 * prompts > sum(tokens.values()) else 0, self._clock())
+        steps.append((prompts if 2 * prompts > sum(tokens.values()) else 0, now_s))
 
     def _store_order(
         self, request_id: str, tokens: int, tables_of: Callable[[str], BlockTables]

@@ -29,6 +29,8 @@ class Role:
     handover_ms: int = 0
     wait_ms: int = 0
     first_token_ms: int = 0
+    steps_ahead: int = 0
+    """How many steps vLLM schedules before the result of the one that runs is there."""
 
 
 BOTH = Role()

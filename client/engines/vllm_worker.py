@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
@@ -46,6 +46,7 @@ from kvstore.client.engines.vllm_orders import (
 from kvstore.client.engines.vllm_refused import RefusalReporter
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.vllm_watch import QUIET_S, LoadWatch
+from kvstore.client.prefill import LEAST_LEFT_S
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
@@ -280,6 +281,10 @@ class VllmWorker:
         within_s = self._connector.client.options.deadline_ms / 1000
         is_late = self._was_short and began - ordered_s > within_s
         read = exact = 0
+        terms = order.terms
+        if terms is not None:  # loads before it took some of its time
+            left_s = max(terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
+            terms = replace(terms, deadline_s=left_s)
         if side and not is_late:
             work = LoadWork(
                 order.digests,
@@ -288,7 +293,7 @@ class VllmWorker:
                 after,
                 self._watch.note_arrival,
                 lambda: self._clock() - began > within_s,
-                terms=order.terms,
+                terms=terms,
             )
             read = self._connector.ask(lambda: self._read(side, work), 0)
             exact = exact_count(work.fidelity) if work.fidelity else read

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from local_server import LocalServer
@@ -16,7 +17,8 @@ from transformers import PreTrainedModel
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.prefill import PrefillMeter, PrefillModel
+from kvstore.client.stored_frame import StoredFrame
 from kvstore.proto.errors import InvalidRequestError
 
 CHUNKS, TOKENS = 6, 64
@@ -195,3 +197,104 @@ def test_an_error_of_the_model_is_the_callers_and_no_deadline_is_refused_by_name
         connector.generate(prompt, greedy(1), deadline_ms=-1)
     with pytest.raises(InvalidRequestError, match="deadline_ms"):
         connect(deadline_ms=1 << 40)
+
+
+def damaging(monkeypatch: pytest.MonkeyPatch, connector: TransformersConnector, chunk: int) -> None:
+    """Have a byte of the stored *chunk* arrive wrong."""
+    kind: Any = type(connector.client._connected())
+    read = kind.get_ranges
+
+    @contextmanager
+    def damaged(*args: Any, **kwargs: Any) -> Iterator[Iterator[Any]]:
+        with read(*args, **kwargs) as pieces:
+            yield map(flipped, pieces)
+
+    def flipped(piece: Any) -> Any:
+        if piece.index != chunk or not piece.offset or len(piece.data) < 100:
+            return piece
+        data = np.array(piece.data)
+        data[-1] ^= 255
+        return piece._replace(data=data)
+
+    monkeypatch.setattr(kind, "get_ranges", damaged)
+
+
+@pytest.mark.parametrize("engine", [None, ENGINE])
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_behind_a_chunk_that_arrives_damaged_all_is_computed_and_stored_right(
+    connect: Callable[..., Any],
+    tinylm: PreTrainedModel,
+    prompt: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: PrefillModel | None,
+    chunk: int,
+) -> None:
+    connector = connect()
+    connector._prefill = engine
+    damaging(monkeypatch, connector, chunk)
+    output = connector.generate(prompt, greedy(80), deadline_ms=LONG_MS).output
+    monkeypatch.undo()
+    assert output.sequences[0].tolist() == tinylm.generate(prompt, greedy(80))[0].tolist()
+    cache, hit = connect().load(output.sequences)
+    with torch.no_grad():
+        wanted = tinylm(output.sequences, use_cache=True).past_key_values
+    assert hit >= CHUNKS * TOKENS
+    for layer, own in zip(cache.layers, wanted.layers, strict=True):
+        assert torch.allclose(layer.keys, own.keys[:, :, :hit], atol=1e-3)
+
+
+def test_a_lookup_that_hangs_costs_a_request_its_deadline_and_no_more(
+    connect: Callable[..., Any],
+    prompt: torch.Tensor,
+    link: SlowLink,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector = connect()
+    connector._prefill = PrefillModel(0.0, 1e-5)
+    connector.client.lookup(connector.client.keys(prompt[0].tolist()))
+    monkeypatch.setattr(connector, "store_chunks", lambda *_: 0)
+    link.bytes_per_s = 30.0
+    assert min(answered(connector, prompt, deadline_ms=100)[2] for _ in range(TRIES)) < 2
+    link.bytes_per_s = 0
+
+
+def test_a_load_that_breaks_in_an_unforeseen_way_ends(
+    connect: Callable[..., Any],
+    tinylm: PreTrainedModel,
+    prompt: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector = connect()
+    connector._prefill = ENGINE
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(StoredFrame, "decode", fail)
+    assert answered(connector, prompt, deadline_ms=500)[0] == right(tinylm, prompt)
+
+
+def test_the_prompts_of_a_batch_share_a_deadline(
+    connect: Callable[..., Any],
+    prompt: torch.Tensor,
+    link: SlowLink,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector = connect()
+    connector.client.lookup(connector.client.keys(prompt[0].tolist()))
+    monkeypatch.setattr(connector, "store_chunks", lambda *_: 0)
+    link.bytes_per_s = 200.0
+    started_s = time.monotonic()
+    connector.generate(torch.cat([prompt] * 6), greedy(1), deadline_ms=1000)
+    assert time.monotonic() - started_s < 5
+    link.bytes_per_s = 0
+
+
+def test_a_few_tokens_that_take_what_a_step_takes_do_not_say_what_a_token_takes() -> None:
+    meter = PrefillMeter()
+    for number in range(16):
+        tokens = 4096 if number % 8 == 0 else 40
+        meter.observe(tokens, 0.02 + 50e-6 * tokens)
+    found = meter.model()
+    assert found is not None
+    assert found.token_s == pytest.approx(55e-6, rel=0.01)

@@ -89,7 +89,7 @@ def test_a_row_that_was_written_in_memory_is_seen_where_a_commit_is_given(
 
 def test_a_model_cast_after_it_was_loaded_is_not_one_loaded_in_that_type(tokenizer: Any) -> None:
     """Its rotation was rounded, too: keys of late tokens are others."""
-    model = llama(max_position_embeddings=4096)
+    model: Any = llama(max_position_embeddings=4096)
     loaded = representation_of(model, tokenizer)
     assert representation_of(model.to(torch.bfloat16).to(torch.float32), tokenizer) != loaded
 

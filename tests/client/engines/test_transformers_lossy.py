@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -212,6 +212,28 @@ def test_a_gate_closes_by_itself_when_answers_are_too_far_from_those_of_a_full_p
     assert hits[:2] == [192, 64], "it closed with the first, and what followed was exact"
     assert connect("approximate").allowed(Fidelity.none) is Fidelity.bounded
     assert reader.stats().load_errors == {}
+
+
+@pytest.mark.usefixtures("boundless", "keys")
+def test_batches_are_compared_too(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, compared = connect("approximate"), list[int]()
+    for _ in range(4):
+        reader.calibrate(PROMPT)
+
+    def noted(_: object, tokens: Sequence[int], cache: Any) -> pb.ReportReuseRequest:
+        compared.append(cache.get_seq_length())
+        return pb.ReportReuseRequest(tag=ACCURACY_TAG)
+
+    monkeypatch.setattr(engine, "comparison", noted)
+    found = reader.generate(torch.cat([PROMPT, PROMPT]), greedy(2))
+    assert found.row_hits == (192, 192)
+    assert compared == [192, 192]
+
+
+@pytest.mark.usefixtures("keys")
+def test_copies_with_a_bound_do_not_open_the_gate_of_copies_without_one(connect: Connect) -> None:
+    assert connect("approximate").load(PROMPT)[1] == 192
+    assert connect("exact").calibrate(PROMPT) is None
 
 
 @pytest.mark.usefixtures("boundless", "keys")
