@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -229,15 +229,15 @@ def test_behind_a_chunk_that_arrives_damaged_all_is_computed_and_stored_right(
     engine: PrefillModel | None,
     chunk: int,
 ) -> None:
-    connector = connect()
+    connector, model = connect(), cast("Any", tinylm)
     connector._prefill = engine
     damaging(monkeypatch, connector, chunk)
     output = connector.generate(prompt, greedy(80), deadline_ms=LONG_MS).output
     monkeypatch.undo()
-    assert output.sequences[0].tolist() == tinylm.generate(prompt, greedy(80))[0].tolist()
+    assert output.sequences[0].tolist() == model.generate(prompt, greedy(80))[0].tolist()
     cache, hit = connect().load(output.sequences)
     with torch.no_grad():
-        wanted = tinylm(output.sequences, use_cache=True).past_key_values
+        wanted = model(output.sequences, use_cache=True).past_key_values
     assert hit >= CHUNKS * TOKENS
     for layer, own in zip(cache.layers, wanted.layers, strict=True):
         assert torch.allclose(layer.keys, own.keys[:, :, :hit], atol=1e-3)
@@ -258,6 +258,7 @@ def test_a_lookup_that_hangs_costs_a_request_its_deadline_and_no_more(
     link.bytes_per_s = 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_load_that_breaks_in_an_unforeseen_way_ends(
     connect: Callable[..., Any],
     tinylm: PreTrainedModel,
