@@ -96,13 +96,6 @@ class Levelled:
         return cls((RECOMPUTE,) * count, (Fidelity.none,) * count)
 
     @property
-    def loaded(self) -> range:
-        """The chunks that came, from the first that did to the next that did not."""
-        levels, count = self.levels, len(self.levels)
-        start = next((at for at in range(count) if levels[at] >= 0), count)
-        return range(start, next((at for at in range(start, count) if levels[at] < 0), count))
-
-    @property
     def to_compute(self) -> tuple[int, ...]:
         """The chunks that the engine computes."""
         return tuple(i for i, level in enumerate(self.levels) if level == RECOMPUTE)

@@ -24,7 +24,7 @@ LEAST_LOOKUP_MS = 50
 
 
 @dataclass(slots=True)
-class Within:
+class Deadline:
     """A request with a deadline, ``deadline_s`` seconds from ``began_s`` on.
 
     ``compute`` is given chunks of the prompt, from the first one on, while the last ones load;

@@ -22,9 +22,9 @@ from kvstore.client.prefill import (
     DOUBT,
     LEAST_LEFT_S,
     LEAST_LOOKUP_MS,
+    Deadline,
     PrefillMeter,
     PrefillModel,
-    Within,
     chunks_worth_loading,
 )
 from kvstore.client.reader import Room as ChunkRooms
@@ -159,7 +159,7 @@ class _Asked:
 
     tokens: int
     whole: bool
-    within: Within | None
+    within: Deadline | None
 
 
 class Connector:
@@ -247,7 +247,7 @@ class Connector:
         self,
         tokens: Sequence[int],
         room: Room,
-        within: Within,
+        within: Deadline,
         extra: Sequence[bytes] = (),
         least: Fidelity | None = None,
     ) -> Prefix:
@@ -279,7 +279,7 @@ class Connector:
         return self._counted(tokens, read, extra, least, within=within)
 
     def terms(
-        self, within: Within, tail_tokens: int, least: Fidelity = Fidelity.exact
+        self, within: Deadline, tail_tokens: int, least: Fidelity = Fidelity.exact
     ) -> PlanTerms:
         """Return what a request with a deadline asks of its loads."""
         left_s = max(within.left_s, LEAST_LEFT_S)
@@ -315,7 +315,7 @@ class Connector:
         least: Fidelity = Fidelity.exact,
         *,
         whole: bool = False,
-        within: Within | None = None,
+        within: Deadline | None = None,
     ) -> Prefix:
         named = tokens[:-1] if whole else tokens
         otherwise = Prefix(), "error"
@@ -375,7 +375,7 @@ class Connector:
         is_unbounded = Fidelity.none in stated
         return replace(prefix, stored_tokens=stored_tokens, is_unbounded=is_unbounded), reason
 
-    def _match(self, keys: Sequence[ChunkKey], least: Fidelity, within: Within | None) -> Match:
+    def _match(self, keys: Sequence[ChunkKey], least: Fidelity, within: Deadline | None) -> Match:
         if within is None:
             return self.client.lookup(keys, min_fidelity=least)
         deadline_ms = max(LEAST_LOOKUP_MS, int(1000 * within.left_s))

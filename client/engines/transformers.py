@@ -74,7 +74,7 @@ from kvstore.client.engines.transformers_identity import (
 )
 from kvstore.client.engines.transformers_staging import Staging
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
-from kvstore.client.prefill import Within
+from kvstore.client.prefill import Deadline
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
@@ -300,7 +300,7 @@ class TransformersConnector(Connector):
         rooms: list[PrefixRoom] = []
         chunk_tokens = self.client.options.chunk_tokens
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
-        within = Within(terms.deadline_ms / 1000, beside, began_s=terms.began_s)
+        within = Deadline(terms.deadline_ms / 1000, beside, began_s=terms.began_s)
         prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.least)
         if beside.error is not None:
             raise beside.error  # the model's own

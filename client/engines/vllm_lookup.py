@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstore.client.engines.vllm_names import ChunkChain, Identity
 from kvstore.client.engines.vllm_orders import MISFITS, LoadOrder
-from kvstore.client.prefill import Within
+from kvstore.client.prefill import Deadline
 from kvstore.proto.errors import KVStoreError, RepresentationError
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
@@ -98,7 +98,7 @@ class Tracked:
     loaded_stop: int = 0
     """The token behind its last load."""
     hints: Hints = NO_HINTS
-    within: Within | None = None
+    within: Deadline | None = None
     """Its deadline."""
     load: LoadOrder | None = None
     """Goes with the next orders."""

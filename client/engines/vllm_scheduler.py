@@ -41,7 +41,7 @@ from kvstore.client.engines.vllm_orders import (
 from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.weights import EPOCH_BYTES
-from kvstore.client.prefill import LEAST_TOKENS, Within
+from kvstore.client.prefill import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
@@ -181,13 +181,13 @@ class VllmScheduler:
             self.counted["bad_hints"] += 1
             return Hints(handover_ms=handover_ms)
 
-    def _deadline(self, request: Any) -> Within | None:
+    def _deadline(self, request: Any) -> Deadline | None:
         usual_ms = self._role.first_token_ms
         try:
             usual_ms = deadline_ms_of(request, usual_ms)
         except KVStoreError:
             self.counted["bad_hints"] += 1
-        return Within(usual_ms / 1000) if usual_ms else None
+        return Deadline(usual_ms / 1000) if usual_ms else None
 
     def _ask(self, request: Any) -> Ticket:
         identify = partial(self._names.identity, request, self._epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,24 @@ def test_what_a_token_takes_is_learned_from_steps_that_compute_prompts(
         now_s += 500 * TOKEN_S
         scheduler._learn_speed({f"d{one}": 1 for one in range(64)})  # a step of answers
         now_s += 60.0 if number == 7 else 0.01  # and once a pause
+    learned = scheduler._lookups.learned.model()
+    assert learned is not None
+    assert learned.token_s == pytest.approx(TOKEN_S)
+
+
+def test_steps_that_are_scheduled_ahead_are_told_apart(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM schedules the next step when the one before it has ended and another is running."""
+    scheduler = start(steps_ahead=1).scheduler
+    now_s = 100.0
+    monkeypatch.setattr(scheduler, "_clock", lambda: now_s)
+    running: deque[int] = deque()
+    for number in range(40):
+        scheduler._learn_speed({"a": 500 if number % 2 else 4000})
+        running.append(500 if number % 2 else 4000)
+        if len(running) == 2:
+            now_s += running.popleft() * TOKEN_S
     learned = scheduler._lookups.learned.model()
     assert learned is not None
     assert learned.token_s == pytest.approx(TOKEN_S)
