@@ -41,6 +41,7 @@ from kvstore.proto.types import (
     ChunkKey,
     Fidelity,
     Match,
+    Stated,
 )
 from kvstore.proto.wire import fidelity_number, match_from_message
 
@@ -228,7 +229,7 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         out: Sequence[LayerTensors] | None = None,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified.
@@ -237,11 +238,11 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         are written into *out*, one entry a key, numpy or torch. What lies in *out* past the
         returned length is not to be used. Below an exact *min_fidelity* any of them may be
         restored from a lossy copy: neither they nor what is computed from them is to be put.
-        *fidelity*, a list, is filled with how true each chunk that is returned is.
+        *stated*, a list, is filled with what the copy of each chunk that is returned states.
         With a *rectangle* tensors, and *out*, are what one rank has of each chunk.
         """
         check_out(keys, out)
-        return self._read_prefix(keys, self._room(given(out), rectangle), min_fidelity, fidelity)
+        return self._read_prefix(keys, self._room(given(out), rectangle), min_fidelity, stated)
 
     def lease(
         self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact

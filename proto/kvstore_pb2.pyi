@@ -1092,7 +1092,7 @@ class ResolvedSegment(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[ResolvedChunk, _Mapping]]] = ..., ratio: _Optional[float] = ..., load_ms: _Optional[float] = ..., recompute_ms: _Optional[float] = ...) -> None: ...
 
 class Gate(_message.Message):
-    __slots__ = ("model", "tag", "open", "ratio", "agreement", "divergence", "shadows", "why", "calibrated", "speedup", "let_through", "kept_out")
+    __slots__ = ("model", "tag", "open", "ratio", "agreement", "divergence", "shadows", "why", "calibrated", "speedup", "let_through", "kept_out", "codecs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -1105,6 +1105,7 @@ class Gate(_message.Message):
     SPEEDUP_FIELD_NUMBER: _ClassVar[int]
     LET_THROUGH_FIELD_NUMBER: _ClassVar[int]
     KEPT_OUT_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     model: str
     tag: str
     open: bool
@@ -1117,7 +1118,8 @@ class Gate(_message.Message):
     speedup: float
     let_through: int
     kept_out: int
-    def __init__(self, model: _Optional[str] = ..., tag: _Optional[str] = ..., open: bool = ..., ratio: _Optional[float] = ..., agreement: _Optional[float] = ..., divergence: _Optional[float] = ..., shadows: _Optional[int] = ..., why: _Optional[str] = ..., calibrated: bool = ..., speedup: _Optional[float] = ..., let_through: _Optional[int] = ..., kept_out: _Optional[int] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., tag: _Optional[str] = ..., open: bool = ..., ratio: _Optional[float] = ..., agreement: _Optional[float] = ..., divergence: _Optional[float] = ..., shadows: _Optional[int] = ..., why: _Optional[str] = ..., calibrated: bool = ..., speedup: _Optional[float] = ..., let_through: _Optional[int] = ..., kept_out: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ResolveResponse(_message.Message):
     __slots__ = ("server", "segments", "exact_prefix", "lease_id", "lease_ttl_ms", "layer_order", "tier_names", "rope", "gate", "shadow", "server_us")

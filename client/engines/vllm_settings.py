@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvstore.client.access import access_from
-from kvstore.client.engines.base import least_of
+from kvstore.client.engines.accuracy import least_of
 from kvstore.client.engines.vllm_blending import refuse_blending
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName

@@ -15,7 +15,7 @@ from kvstore.client import Client
 from kvstore.client.options import TransportName
 from kvstore.client.transport import Arrived, as_true
 from kvstore.proto.frame import FIDELITY_OFFSET
-from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.types import EXACT, ChunkKey, Fidelity, PutOutcome, Stated
 from kvstore.proto.wire import fidelity_number, fidelity_of
 
 ServerMaker = Callable[..., LocalServer]
@@ -54,12 +54,12 @@ def test_a_client_that_asks_is_told_how_true_each_chunk_is(
     keys = store(client, 2, CHUNKS)
     leave_on_disk(server, keys[1:2])
     for _ in range(2):
-        stated = [Fidelity.none] * 5
-        found = client.get(keys, min_fidelity=Fidelity.bounded, fidelity=stated)
+        stated = [Stated(Fidelity.none)] * 5
+        found = client.get(keys, min_fidelity=Fidelity.bounded, stated=stated)
         assert len(found) == CHUNKS
-        assert stated == [Fidelity.exact, Fidelity.bounded, Fidelity.exact]
-    assert len(client.get(keys, fidelity=stated)) == 1
-    assert stated == [Fidelity.exact]
+        assert stated == [EXACT, Stated(Fidelity.bounded), EXACT]
+    assert len(client.get(keys, stated=stated)) == 1
+    assert stated == [EXACT]
 
 
 def test_a_client_that_says_nothing_is_given_nothing_lossy(
@@ -98,9 +98,9 @@ def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
     assert client.pin(system, ttl_ms=600_000) == CHUNKS
     others = [store(client, seed, 16) for seed in range(2, 10)]
     assert eventually(lambda: server.counter("lossy_victims") > 0)
-    stated: list[Fidelity] = []
-    client.get(system, min_fidelity=Fidelity.none, fidelity=stated)
-    assert stated == [Fidelity.exact] * CHUNKS
+    stated: list[Stated] = []
+    client.get(system, min_fidelity=Fidelity.none, stated=stated)
+    assert stated == [EXACT] * CHUNKS
     assert any(client.lookup(keys).ready < len(keys) for keys in others)
 
 

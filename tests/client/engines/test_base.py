@@ -20,6 +20,7 @@ from lossy_copies import leave_on_disk
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
+from kvstore.client.engines.accuracy import ONLY_EXACT
 from kvstore.client.engines.base import Connector, Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
@@ -108,7 +109,7 @@ def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServe
         assert (prefix.stored_tokens, prefix.exact_tokens) == (80, 32)
         assert loose.connector.stats().lossy_hit_tokens == 79 - 32
         assert loose.connector.counts()["lossy_hit_tokens"] == 79 - 32
-        assert loose.connector.load_chunks(prompt, loose.make_room, (), Fidelity.exact) == (
+        assert loose.connector.load_chunks(prompt, loose.make_room, (), ONLY_EXACT) == (
             Prefix(32, 32, {"cpu": 32})
         )
 

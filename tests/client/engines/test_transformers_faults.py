@@ -23,11 +23,12 @@ from transformers import BatchEncoding, PreTrainedModel, StaticCache
 from typing_extensions import override
 
 from kvstore.client import Client
+from kvstore.client.engines.accuracy import Allowed
 from kvstore.client.engines.base import Prefix, Room
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import Fidelity, Representation
+from kvstore.proto.types import Representation
 
 Connect = Callable[[], TransformersConnector]
 
@@ -46,13 +47,13 @@ class KilledMidway(TransformersConnector):
         tokens: Sequence[int],
         room: Room,
         extra: Sequence[bytes] = (),
-        least: Fidelity | None = None,
+        allowed: Allowed | None = None,
     ) -> Prefix:
         def killing(spans: Any) -> Any:
             self.process.kill()
             return room(spans)
 
-        return super().load_chunks(tokens, killing, extra, least)
+        return super().load_chunks(tokens, killing, extra, allowed)
 
 
 def test_a_server_killed_between_lookup_and_get_is_a_counted_miss(
