@@ -121,7 +121,9 @@ class GateTable:
     def state(self, name: GateName) -> GateState:
         """Return a gate; one that nobody knows is closed."""
         if name[1].startswith(ACCURACY_TAG):
-            unknown = GateState(is_open=False, ratio=0.0, why="not calibrated")
+            unknown = GateState(
+                is_open=False, ratio=0.0, why="not calibrated; run kvstore calibrate gate"
+            )
         else:
             unknown = GateState(is_open=False, ratio=self.terms.ratio)
         return self._gates.get(name) or unknown
