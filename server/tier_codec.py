@@ -106,10 +106,11 @@ class TierCodec:
         is_lossy = codec.fidelity is not Fidelity.exact
         return is_lossy and header.codec_id != codec.codec_id
 
-    def encode(self, frame: Bytes, tenant: str) -> Bytes:
+    def encode(self, frame: Bytes, tenant: str, least: Fidelity = Fidelity.none) -> Bytes:
         """Return *frame* as this tier keeps it: the same bytes when it already is.
 
-        What the codec cannot take is kept without loss. Raises as ``transcode`` does.
+        What the codec cannot take is kept without loss, and so is what *least* says is to stay
+        exact. Raises as ``transcode`` does.
         """
         header = parse_header(frame)
         codec = self.of_tenant(tenant)
@@ -118,7 +119,8 @@ class TierCodec:
             return frame  # coded with loss, once: as small as it gets
         if codec.fidelity is Fidelity.exact:
             return _transcoded(frame, header, codec, None)
-        if header.fidelity is Fidelity.exact and may_lose(header.layout):
+        may_be_lossy = least is not Fidelity.exact and may_lose(header.layout)
+        if header.fidelity is Fidelity.exact and may_be_lossy:
             try:
                 return _transcoded(frame, header, codec, self._terms_of(header))
             except _CANNOT:

@@ -76,6 +76,8 @@ class RadixIndex:
         self._parents = array("I")
         self._uses = array("I")
         """Known chunks that continue the row's, and one for its copies."""
+        self._common = array("B")
+        """1 for chunks that two others continue, and for all before them."""
         self._flops = array("d")
         self._hits = array("I")
         self._layouts: list[KVLayout | None] = []
@@ -139,7 +141,7 @@ class RadixIndex:
         """Make every column longer; row 0 is nobody's."""
         count = spare_rows(len(self._holders))
         columns = (self._parents, self._uses, self._hits, self._flops)
-        for column in (self._holders, *columns):
+        for column in (self._holders, self._common, *columns):
             column.frombytes(bytes(count * column.itemsize))
         self._ends.extend(count)
         self._ghosts.extend(count - first)
@@ -157,9 +159,17 @@ class RadixIndex:
         if above:
             self._uses[above] += 1
             self._parents[row] = above
+        for one in (row, above):
+            if self._uses[one] > 2:  # a use is its own
+                self._note_common(one)
         self._flops[row] = info.prefill_flops
         self._layouts[row] = layout
         self._ends.describe(row, Namespace(info.key[:DIGEST_BYTES]), layout)
+
+    def _note_common(self, row: int) -> None:
+        while row and not self._common[row]:
+            self._common[row] = 1
+            row = self._parents[row]
 
     def needs_ends(self, space: Namespace, needs: EndNeeds) -> None:
         """Take note of what the model of *space* needs where a prefix ends."""
@@ -200,6 +210,7 @@ class RadixIndex:
     def _let_go(self, row: int) -> None:
         self._uses[row] -= 1
         if not self._uses[row]:
+            self._common[row] = 0
             self._keys.remove(row)
 
     def _most_ghosts(self) -> int:
@@ -291,6 +302,10 @@ class RadixIndex:
     def continued(self, row: int) -> int:
         """Return how many chunks with copies continue a chunk that has one."""
         return self._uses[row] - 1
+
+    def is_common(self, row: int) -> bool:
+        """Whether two chunks continued this one, or one behind it, since it is known."""
+        return bool(self._common[row])
 
     def is_alone_on(self, tier: str, row: int) -> bool:
         """Whether *tier* and no other has a copy."""

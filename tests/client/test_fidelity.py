@@ -9,7 +9,7 @@ import pytest
 from coarse_codec import coarse_codec
 from local_server import LocalServer, eventually
 from lossy_copies import leave_on_disk
-from prompts import MEDIUM, chunks_of, parts_of, store
+from prompts import MEDIUM, chunks_of, parts_of, store, tokens
 
 from kvstore.client import Client
 from kvstore.client.options import TransportName
@@ -102,6 +102,33 @@ def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
     client.get(system, min_fidelity=Fidelity.none, stated=stated)
     assert stated == [EXACT] * CHUNKS
     assert any(client.lookup(keys).ready < len(keys) for keys in others)
+
+
+def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--disk-codec", "coarse", "--cpu", "4MiB")
+    client, catalog = server.connect("auto", MEDIUM), server.node.manager.catalog
+    size = client.options.chunk_tokens
+    system = tokens(1, CHUNKS * size)
+    prompts = [client.keys([*system, *tokens(seed, 2 * size)]) for seed in (100, 101)]
+    alone = client.keys(tokens(102, 5 * size))
+    for keys in (alone, *prompts):
+        client.put(chunks_of(client, keys))
+        assert eventually(lambda keys=keys: all("disk" in catalog.holders(key) for key in keys))
+    assert catalog.holders(prompts[0][0], Fidelity.exact) == ["cpu"], "nobody shared it then"
+    every = {*alone, *prompts[0], *prompts[1]}
+    for seed in range(2, 30):
+        store(client, seed, 16)
+        if not any("cpu" in catalog.holders(key) for key in every):
+            break
+    server.settled()
+    for keys, exact in ((prompts[0], CHUNKS), (prompts[1], CHUNKS), (alone, 0)):
+        truth = [catalog.holders(key, Fidelity.exact) for key in keys]
+        assert truth == [["disk"]] * exact + [[]] * (5 - exact)
+        stated: list[Stated] = []
+        client.get(keys, min_fidelity=Fidelity.none, stated=stated)
+        assert stated == [EXACT] * exact + [Stated(Fidelity.bounded)] * (5 - exact)
 
 
 def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
