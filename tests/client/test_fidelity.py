@@ -115,7 +115,7 @@ def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
     alone = client.keys(tokens(102, 5 * size))
     for keys in (alone, *prompts):
         client.put(chunks_of(client, keys))
-        assert eventually(lambda keys=keys: all("disk" in catalog.holders(key) for key in keys))
+        server.settled()
     assert catalog.holders(prompts[0][0], Fidelity.exact) == ["cpu"], "nobody shared it then"
     every = {*alone, *prompts[0], *prompts[1]}
     for seed in range(2, 30):
