@@ -455,6 +455,12 @@ class Connector:
         """
         return self._guarded(work, otherwise, self._load_errors)
 
+    def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
+        """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
+        found = self.ask(lambda: self.client.stat(self._keys(digests)), list[pb.ChunkStat]())
+        exact = Fidelity.exact
+        return {one.digest for one in found if any(c.fidelity == exact for c in one.copies)}
+
     def read(self, digests: Sequence[ChainDigest], out: Sequence[LayerTensors]) -> int:
         """Read the longest prefix of *digests* into *out*; return how many chunks. Never raises."""
         count = self.ask(lambda: len(self.client.get(self._keys(digests), out)), 0)
