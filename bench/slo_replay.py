@@ -248,7 +248,9 @@ class _Controlled:
                 for n in range(len(tokens))
             ]
             is_quiet = self._engine_s - self._planned_s > QUIET_S
-            count = max(1, to_compute(self._found, Progress(tuple(levels)), is_quiet=is_quiet))
+            progress = Progress(tuple(levels), self._engine_s - self._start_s)
+            wanted = to_compute(self._found, self._chunks, progress, self._terms, is_quiet=is_quiet)
+            count = max(1, wanted)
             while stop < min(first + count, len(tokens)) and not self._is_here(stop):
                 stop += 1
             if stop == first:
