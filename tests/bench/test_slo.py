@@ -160,7 +160,7 @@ def test_a_recorded_trace_is_read_and_one_without_steps_refused(tmp_path: Path) 
 def test_a_run_has_every_key_and_the_same_figures_again() -> None:
     reports = [Report("slo"), Report("slo")]
     for report in reports:
-        run(report, LEVELS, [steady(1)], [Trace.jumping(1, 2.0)], 6)
+        run(report, LEVELS, [steady(1)], [[Trace.jumping(1, 2.0), Trace.jumping(2, 2.0)]], 6)
     values = reports[0].values
     assert values == reports[1].values
     assert values.keys() == {
