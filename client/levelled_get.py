@@ -245,7 +245,7 @@ class LevelledGet:
         if self._found is None:
             return max(1, len(missing) // 2), now_s
         is_quiet = now_s - self._planned_s > QUIET_S
-        wanted = max(1, to_compute(self._found, progress, is_quiet=is_quiet))
+        wanted = max(1, to_compute(self._found, chunks, progress, terms, is_quiet=is_quiet))
         return min(wanted, len(missing)), now_s
 
     def _give_back(self) -> None:

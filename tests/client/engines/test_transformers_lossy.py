@@ -85,6 +85,11 @@ def with_a_static_cache(reader: TransformersConnector, _: TransformersConnector)
     reader.generate(PROMPT, settings)
 
 
+def generated_within_a_deadline(reader: TransformersConnector, _: TransformersConnector) -> None:
+    found = reader.generate(PROMPT, greedy(90), deadline_ms=20_000)
+    assert found.hit_tokens == 192
+
+
 def saved(reader: TransformersConnector, _: TransformersConnector) -> None:
     cache, hit_tokens = reader.load(PROMPT)
     reader.save(PROMPT, computed(reader, cache, hit_tokens), hit_tokens)
@@ -122,8 +127,24 @@ def computed(reader: TransformersConnector, cache: Any, hit_tokens: int) -> Any:
     return cache
 
 
+@pytest.mark.parametrize(("accuracy", "hit"), [("exact", 64), ("bounded", 192)])
+def test_a_request_with_a_deadline_reads_lossy_copies_only_if_it_may(
+    connect: Connect, keys: list[ChunkKey], accuracy: str, hit: int
+) -> None:
+    reader = connect(accuracy)
+    assert reader.generate(PROMPT, greedy(1), deadline_ms=20_000).hit_tokens == hit
+    assert (reader.stats().lossy_hit_tokens > 0) is (accuracy == "bounded")
+
+
 WAYS = [
-    *(generated, with_a_static_cache, saved, saved_from_its_start, saved_from_a_copy),
+    *(
+        generated,
+        generated_within_a_deadline,
+        with_a_static_cache,
+        saved,
+        saved_from_its_start,
+        saved_from_a_copy,
+    ),
     *(saved_by_another, saved_what_generate_returned, in_a_batch),
 ]
 
