@@ -82,6 +82,22 @@ def test_hybrid_weighs_attention_by_the_scores() -> None:
     assert SELECTORS["hybrid"].static(plan(0.1), attention).tolist() == [11, 22]
 
 
+def test_hybrid_takes_rows_of_high_scores_that_the_question_hardly_looks_at() -> None:
+    """Near rows get most of its attention; a far one may be what its answer reads."""
+    far = tuple(1.0 if i == 2 else 0.0 for i in range(10))
+    near = tuple(0.9 if i in (5, 6, 7) else 1.0 if i == 0 else 0.0 for i in range(10))
+    found = plan(0.15, first_scores=far, second_scores=near)
+    attention = numbers(p6=0.1, p14=0.2, p19=5, p20=4, p21=3)
+    assert SELECTORS["hybrid"].static(found, attention).tolist() == [6, 14, 19]
+
+
+def test_hybrid_follows_attention_where_scores_are_all_the_same() -> None:
+    same = (0.5,) * 10
+    found = plan(first_scores=same, second_scores=same)
+    attention = numbers(p7=2, p11=5, p19=4, p22=1)
+    assert SELECTORS["hybrid"].static(found, attention).tolist() == [7, 11, 19, 22]
+
+
 def test_heads_come_first_and_are_charged_to_the_ratio() -> None:
     score = numbers(p9=4, p15=3, p20=2)
     found = pick_share(plan(head_tokens=1), score, torch.tensor(ROWS), 0.2)
