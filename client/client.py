@@ -62,6 +62,12 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         digests = page_digests(tokens, size) if is_sglangs else chain_digests(tokens, size, extra)
         return [chunk_key(space, digest) for digest in digests]
 
+    @property
+    def weighs(self) -> bool:
+        """Whether the server that we have a session with has a use for ``Chunk.importance``."""
+        transport = self._transport
+        return transport is not None and transport.session.terms.weighs
+
     # --- data
 
     @override
@@ -108,12 +114,12 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         outgoing: Sequence[Outgoing],
         left_ms: Callable[[], int],
     ) -> None:
-        """Say which tokens matter, ahead of the chunks; a server that does not hear it codes all
-        alike.
+        """Say which tokens matter, ahead of the chunks, where a codec has a use for it; a server
+        that does not hear it codes all alike.
         """
         pairs = zip(chunks, outgoing, strict=True)
         weights = [(one.key, one.weights(out.template.layout.tokens)) for one, out in pairs]
-        told = [(key, each) for key, each in weights if each]
+        told = [(key, each) for key, each in weights if each and transport.session.terms.weighs]
         for _, batch in batches(told, transport.session.terms.max_batch_chunks) if told else ():
             request = pb.WeighRequest(
                 session_id=transport.session.terms.session_id,

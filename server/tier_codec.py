@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.codecs.asset_codec import AssetCodec
 from kvstore.codecs.base import CODECS, Codec, codec_by_name
 from kvstore.codecs.floats import FLOAT_TYPES
+from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
@@ -99,6 +100,11 @@ class TierCodec:
         """Whether some of the frames can only be read by who has an asset of their model."""
         every = (self._default, *self._by_tenant.values())
         return any(isinstance(one.codec, AssetCodec) for one in every)
+
+    def weighs(self, tenant: str) -> bool:
+        """Whether the codec of *tenant* keeps tokens that matter more exactly than others."""
+        codec = self.of_tenant(tenant)
+        return isinstance(codec, KvqCodec) and codec.options.importance
 
     def is_other(self, header: FrameHeader, tenant: str) -> bool:
         """Whether a frame for *tenant* was kept without loss, as its codec could not take it."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
@@ -31,6 +31,7 @@ from kvstore.client.prefill import (
 from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
+from kvstore.codecs.terms import Importance
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.hints import NO_HINTS, Hints
@@ -63,8 +64,16 @@ RoomsOf: TypeAlias = Callable[[Sequence[Span]], ChunkRooms]
 Source: TypeAlias = Callable[[Span], LayerTensors]
 """Returns the tensors of one span, without copying if it can."""
 
-LayoutOf: TypeAlias = Callable[[Span], KVLayout | None]
-"""Returns what the chunk at a span has of its end; None where there is nothing to say."""
+
+class About(NamedTuple):
+    """What there is to say of a chunk beside its tensors: see ``Chunk``."""
+
+    layout: KVLayout | None = None
+    importance: Importance | None = None
+
+
+AboutOf: TypeAlias = Callable[[Span], About]
+"""Returns what there is to say of the chunk at a span."""
 
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Stated]]
 """Reads the longest prefix of chunks; returns what the copy of each that was read states."""
@@ -410,14 +419,15 @@ class Connector:
         source: Source,
         from_token: int = 0,
         extra: Sequence[bytes] = (),
-        layout_of: LayoutOf | None = None,
+        about: AboutOf | None = None,
     ) -> int:
         """Store the chunks of *tokens* that end behind *from_token*; return how many were new.
 
         Never raises. *from_token* is how many tokens the store is known to hold already.
-        *layout_of* says what chunks have of their ends, for models that keep windows or states.
+        *about* says of each chunk what it has of its end, for models that keep windows or states,
+        and which of its tokens matter.
         """
-        chunks = self._chunks(tokens, source, from_token, extra, layout_of)
+        chunks = self._chunks(tokens, source, from_token, extra, about)
         stored = 0
         while outcomes := self.write_each(lambda: list(islice(chunks, self._at_once))):
             stored += outcomes.count(PutOutcome.stored)
@@ -429,13 +439,14 @@ class Connector:
         source: Source,
         from_token: int,
         extra: Sequence[bytes],
-        layout_of: LayoutOf | None = None,
+        about: AboutOf | None = None,
     ) -> Iterator[Chunk]:
         keys = self.client.keys(tokens, extra)
         for (start, stop), key, parent in zip(
             self._spans(len(tokens)), keys, parents(keys), strict=True
         ):
             if stop > from_token:
+                said = about((start, stop)) if about else About()
                 yield Chunk(
                     key,
                     source((start, stop)),
@@ -443,7 +454,8 @@ class Connector:
                     position=start,
                     prefill_flops=self._token_flops * (stop - start),
                     content=content_digest(tokens_le32(tokens[start:stop]), extra),
-                    layout=layout_of((start, stop)) if layout_of else None,
+                    layout=said.layout,
+                    importance=said.importance,
                 )
 
     # --- for engines that ask, load and store at different moments, under names they keep

@@ -32,8 +32,9 @@ from typing_extensions import override
 
 from kvstore.client.client import Client
 from kvstore.client.engines.accuracy import Allowed, least_of
-from kvstore.client.engines.base import Connector, LayoutOf, Prefix, Source, Span
+from kvstore.client.engines.base import AboutOf, Connector, Prefix, Source, Span
 from kvstore.client.engines.rope_settings import rope_parameters
+from kvstore.client.engines.transformers_attention import noting_attention
 from kvstore.client.engines.transformers_batch import (
     Row,
     checked_deadline,
@@ -66,13 +67,13 @@ from kvstore.client.engines.transformers_identity import (
     cache_shape,
     representation_of,
 )
-from kvstore.client.engines.transformers_staging import Staging
+from kvstore.client.engines.transformers_staging import Staging, device_of
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.prefill import Deadline
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
-from kvstore.proto.device import Device, HostDevice, open_device
+from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Stated
 
@@ -175,7 +176,7 @@ class TransformersConnector(Connector):
         self._made_of: WeakKeyDictionary[Cache, _Weights] = WeakKeyDictionary()
         # Guards the three above: the watch, what it led to, and of which weights caches are.
         self._weights = threading.Lock()
-        device = device or _device_of(model)
+        device = device or device_of(model)
         self._staging: Staging | None = None
         if device is not None:
             tokens = client.options.chunk_tokens
@@ -373,14 +374,14 @@ class TransformersConnector(Connector):
         source: Source,
         from_token: int = 0,
         extra: Sequence[bytes] = (),
-        layout_of: LayoutOf | None = None,
+        about: AboutOf | None = None,
     ) -> int:
         if self._staging is None:
-            return super().store_chunks(tokens, source, from_token, extra, layout_of)
+            return super().store_chunks(tokens, source, from_token, extra, about)
         to_host = self._staging.to_host
         with self._staging.lock:
             return super().store_chunks(
-                tokens, lambda span: to_host(source(span)), from_token, extra, layout_of
+                tokens, lambda span: to_host(source(span)), from_token, extra, about
             )
 
     def _save(
@@ -396,14 +397,12 @@ class TransformersConnector(Connector):
         if exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
             tokens = tokens[:exact]
-        if not self._shape.has_ends:
-            return self.store_chunks(tokens, source.tensors, from_token, extra)
-        for span in self._spans(len(tokens)):
+        for span in self._spans(len(tokens)) if self._shape.has_ends else ():
             is_short = span[1] - span[0] < self.client.options.chunk_tokens
             if span[1] > from_token and not source.has(span, must_end=is_short):
                 tokens = tokens[: span[0]]
                 break
-        return self.store_chunks(tokens, source.tensors, from_token, extra, source.layout)
+        return self.store_chunks(tokens, source.tensors, from_token, extra, source.about)
 
     def generate(
         self,
@@ -456,7 +455,9 @@ class TransformersConnector(Connector):
         left = len(tokens) - length(cache, self._shape)
         watches: list[StoppingCriteria] = [FirstToken(partial(self.learned.observe, left))]
         watches += [watch] if self._shape.has_ends else []
-        output = self._run(input_ids, settings, cache, watches)
+        weighed = len(tokens) if self.client.weighs else 0
+        with noting_attention(self._model, cache, self._shape, weighed) as look:
+            output = self._run(input_ids, settings, cache, [*watches, *look])
         found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
         if not self._is_still(weights, cache):
             return found
@@ -585,11 +586,3 @@ class TransformersConnector(Connector):
             stored = len(row.prompt) // chunk_tokens * chunk_tokens
             if len(tokens) > len(row.prompt):
                 self.store_chunks(tokens, source.tensors, stored, extra)
-
-
-def _device_of(model: PreTrainedModel) -> Device | None:
-    """Return the model's device; None for the CPU, between which and itself nothing is copied."""
-    if model.device.type == "cpu":
-        return None
-    # Copies of torch's own wait for other devices than CUDA's.
-    return open_device(model.device) if model.device.type == "cuda" else HostDevice()
