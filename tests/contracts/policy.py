@@ -50,10 +50,12 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(bytes(16) + digest(number))
 
 
-def info(number: int, parent: int | None = None, size_bytes: int = 100) -> ChunkInfo:
+def info(
+    number: int, parent: int | None = None, size_bytes: int = 100, layout: KVLayout = _LAYOUT
+) -> ChunkInfo:
     """Return a chunk of one namespace by its number and that of the chunk it continues."""
     above = ROOT if parent is None else digest(parent)
-    return ChunkInfo(key(number), above, _LAYOUT, 0, size_bytes)
+    return ChunkInfo(key(number), above, layout, 0, size_bytes)
 
 
 def tree_info(number: int) -> ChunkInfo:

@@ -116,6 +116,21 @@ def test_what_two_chunks_continue_and_all_before_it_is_common_from_then_on(
     assert not any(map(index.is_common, again))
 
 
+def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: RadixIndex) -> None:
+    """The prompt's end, shorter than a chunk; longer after an answer; whole after the next."""
+    first, second = index.add("cpu", info(0)), index.add("cpu", info(1, 0))
+    for number, less in ((2, 5), (3, 2), (4, 0)):
+        layout = KVLayout.of(make_representation(), info(0).layout.tokens - less)
+        row = index.add("cpu", info(number, 1, layout=layout))
+        assert not index.is_common(second)
+    index.discard("cpu", row)
+    index.add("cpu", info(4, 1))
+    assert not index.is_common(second), "the same chunk came again"
+    index.add("cpu", info(5, 1))
+    assert index.is_common(first)
+    assert index.is_common(second)
+
+
 def test_a_chunk_that_names_itself_as_its_parent_goes_whole(index: RadixIndex) -> None:
     row = index.add("cpu", info(1, 1))
     assert index.discard("cpu", row)
