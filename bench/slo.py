@@ -117,8 +117,7 @@ def default_traces(seeds: int) -> tuple[list[Trace], list[list[Trace]]]:
     """Return the uniform traces, and *seeds* jumping ones of each kind."""
     uniform = [Trace.uniform(1), Trace.uniform(2), Trace.uniform(3, 0.1, 1.0)]
     jumping = [
-        [Trace.jumping(first + more, dwell_s) for more in range(seeds)]
-        for first, dwell_s in ((1, 0.5), (2, 2.0), (3, 8.0))
+        [Trace.jumping(seed, dwell_s) for seed in range(1, seeds + 1)] for dwell_s in (0.5, 2, 8)
     ]
     return uniform, jumping
 
