@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey
+from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey, KVLayout
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
 from kvstore.server.policy.radix import Rows

@@ -119,7 +119,7 @@ def test_what_two_chunks_continue_and_all_before_it_is_common_from_then_on(
 def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: RadixIndex) -> None:
     """The prompt's end, shorter than a chunk; longer after an answer; whole after the next."""
     first, second = index.add("cpu", info(0)), index.add("cpu", info(1, 0))
-    for number, less in ((2, 5), (3, 2), (4, 0)):
+    for number, less in ((2, 1), (3, 1), (4, 0)):
         layout = KVLayout.of(make_representation(), info(0).layout.tokens - less)
         row = index.add("cpu", info(number, 1, layout=layout))
         assert not index.is_common(second)
