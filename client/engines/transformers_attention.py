@@ -69,7 +69,7 @@ def noting_attention(
 
 def _is_watched(name: str) -> bool:
     """Have the implementation called *name* watched; return whether there is one."""
-    own: Attend | None = AttentionInterface().get(name)
+    own: Attend | None = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
     if own is None:
         return False
     if own is not _WATCHED.get(name):
