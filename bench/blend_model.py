@@ -320,7 +320,9 @@ class Tried:
         """Return the KL of answers of each context, the mean of its questions: they share its
         documents, so an interval is one of contexts. Documents out of another prompt.
         """
-        return self.values(SERVED, key, "answer").reshape(-1, QUESTIONS).mean(1)
+        found = self.values(SERVED, key, "answer").reshape(-1, QUESTIONS)
+        means: NDArray[np.float64] = found.mean(1)
+        return means
 
     def line(self, way: str, key: Key) -> str:
         """Return one line of a table."""
