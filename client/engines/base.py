@@ -60,7 +60,6 @@ LayoutOf: TypeAlias = Callable[[Span], KVLayout | None]
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Fidelity]]
 """Reads the longest prefix of chunks; returns how true each is that was read."""
 
-
 _ACCURACIES = {
     "exact": Fidelity.exact,
     "bounded": Fidelity.bounded,
@@ -101,6 +100,8 @@ class Prefix:
     """Of ``stored_tokens``, those from the first chunk on that was read from a lossy copy."""
     is_unbounded: bool = False
     """Whether a copy that states no bound is among what was read."""
+    tiers: Sequence[str] = field(default=(), compare=False)
+    """Where each chunk was."""
 
     @property
     def exact_tokens(self) -> int:
@@ -123,7 +124,8 @@ class Prefix:
             tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
         stored_tokens = spans[-1][1] if spans else 0
         hit_tokens = tier_tokens.total()
-        return cls(stored_tokens, hit_tokens, dict(tier_tokens), shared_tokens, lossy_tokens)
+        found = dict(tier_tokens)
+        return cls(stored_tokens, hit_tokens, found, shared_tokens, lossy_tokens, tiers=tiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +156,12 @@ class ConnectorStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Asked:
     """A load: tokens of its prompt, whether a part of what is there is of no use, its deadline."""
 
     tokens: int
-    whole: bool
-    within: Deadline | None
+    whole: bool = False
+    within: Deadline | None = None
 
 
 class Connector:
@@ -317,19 +319,30 @@ class Connector:
         whole: bool = False,
         within: Deadline | None = None,
     ) -> Prefix:
-        named = tokens[:-1] if whole else tokens
-        otherwise = Prefix(), "error"
-        prefix, reason = self._guarded(
-            lambda: self._load(named, read, extra, least, _Asked(len(tokens), whole, within)),
-            otherwise,
-            self._load_errors,
-        )
+        asked = Asked(len(tokens), whole, within)
+        return self.note_load(len(tokens), *self.attempt(tokens, read, extra, least, asked))
+
+    def attempt(
+        self,
+        tokens: Sequence[int],
+        read: _Read,
+        extra: Sequence[bytes],
+        least: Fidelity,
+        asked: Asked,
+    ) -> tuple[Prefix, str]:
+        """Return what *read* brings of *tokens*, not counted, and why it is not more."""
+        named = tokens[:-1] if asked.whole else tokens
+        return self.ask(lambda: self._load(named, read, extra, least, asked), (Prefix(), "error"))
+
+    def note_load(self, tokens: int, prefix: Prefix, reason: str, lost_chunks: int = 0) -> Prefix:
+        """Count what was loaded of a prompt of so many *tokens*; return it."""
         with self._lock:
             self._counts["lookups"] += 1
             self._misses.update([reason] if reason else ())
             self._counts["hit_tokens"] += prefix.hit_tokens
             self._counts["lossy_hit_tokens"] += max(0, prefix.hit_tokens - prefix.exact_tokens)
-            self._counts["miss_tokens"] += len(tokens) - prefix.hit_tokens
+            self._counts["miss_tokens"] += tokens - prefix.hit_tokens
+            self._counts["lost_chunks"] += lost_chunks
             self._tier_tokens.update(prefix.tier_tokens)
         return prefix
 
@@ -339,7 +352,7 @@ class Connector:
         read: _Read,
         extra: Sequence[bytes],
         least: Fidelity,
-        asked: _Asked,
+        asked: Asked,
     ) -> tuple[Prefix, str]:
         """Return what was loaded of the *named* tokens, and why it is not more."""
         keys = self.client.keys(named, extra)

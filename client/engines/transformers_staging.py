@@ -11,13 +11,14 @@ from threading import RLock
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from kvstore.client.client import Client
 from kvstore.client.engines.transformers_cache import CacheShape
 from kvstore.client.engines.transformers_ends import Nested, PrefixRoom
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
-from kvstore.proto.device import Device
+from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 RING_BYTES = 128 << 20
@@ -150,3 +151,11 @@ def _aligned(size_bytes: int) -> int:
 
 def _flat(tensors: LayerTensors) -> Iterator[Any]:
     return (part for layers in tensors for parts in layers for part in parts)
+
+
+def device_of(model: PreTrainedModel) -> Device | None:
+    """Return the model's device; None for the CPU, between which and itself nothing is copied."""
+    if model.device.type == "cpu":
+        return None
+    # Copies of torch's own wait for other devices than CUDA's.
+    return open_device(model.device) if model.device.type == "cuda" else HostDevice()
