@@ -9,6 +9,8 @@ import threading
 import time
 
 STEP_BYTES = 4096
+STEP_S = 0.0005
+"""What passes at once is that many bytes, or on a faster link what it brings in this time."""
 
 
 class SlowLink:
@@ -68,7 +70,7 @@ class SlowLink:
 
     def _pump(self, source: socket.socket, sink: socket.socket, is_slow: bool) -> None:
         try:
-            while data := source.recv(STEP_BYTES):
+            while data := source.recv(max(STEP_BYTES, int(STEP_S * self.bytes_per_s))):
                 if is_slow:
                     self._hold_back(len(data))
                 sink.sendall(data)

@@ -25,8 +25,9 @@ from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 UNSEEN_BYTES_PER_S = 1e12
 """What is thought of a link before something came over it: that nothing is to be gained."""
-LEAST_GAIN_S = 0.02
-"""What loading layer by layer has to save: less is not worth a load that may end in the middle."""
+LEAST_GAIN_S, LEAST_GAIN = 0.02, 0.125
+"""What loading layer by layer has to save, in seconds and as a share of load and forward: less is
+not worth a load that may end in the middle."""
 
 T = TypeVar("T")
 
@@ -49,12 +50,12 @@ class _LayerLostError(Exception):
     """A layer came of fewer chunks than the first one."""
 
 
-class _ArrivingLayer(DynamicLayer):
+class _ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer of a cache that waits for its keys and values when they are first looked at."""
 
-    def __init__(self, plain: DynamicLayer, wait: Callable[[], None]) -> None:
+    def __init__(self, plain: Any, wait: Callable[[], None]) -> None:
         self._wait: Callable[[], None] = lambda: None
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.lazy_initialization(plain.keys, plain.values)
         self.keys, self.values = plain.keys, plain.values
         self._wait = wait
@@ -83,11 +84,11 @@ class _ArrivingLayer(DynamicLayer):
 class LayerLoad:
     """The load of one prompt into a DynamicCache, and the forward behind it. For one thread.
 
-    Layer by layer, where by what *link* and the connector's ``learned`` say that saves
-    LEAST_GAIN_S: as much as the transfer and the computing of what is left overlap, so the shorter
-    of both. Exact copies alone; not over shared memory, where all is in reach at once. Each layer
-    is verified before the model sees it. When one is late or proves wrong the forward is given
-    up, and done again behind the chunks that are right in all layers.
+    Layer by layer, where that saves enough by what *link* and the connector's ``learned`` say: as
+    much as the transfer and the computing of what is left overlap, the shorter of both. Exact
+    copies alone; not over shared memory, where all is in reach at once. Each layer is verified
+    before the model sees it. When one is late or proves wrong the forward is given up, and done
+    again behind the chunks that are right in all layers.
     """
 
     def __init__(self, connector: Connector, link: LinkMeter) -> None:
@@ -141,7 +142,7 @@ class LayerLoad:
         load_s = size_bytes / self._link.estimate().mean_bytes_per_s
         transport = self._connector.client._connected()
         return (
-            min(load_s, compute_s) >= LEAST_GAIN_S
+            min(load_s, compute_s) >= max(LEAST_GAIN_S, LEAST_GAIN * (load_s + compute_s))
             and transport.name != "shm"
             and len(self._spans) <= transport.session.terms.max_batch_chunks
         )
@@ -162,7 +163,8 @@ class LayerLoad:
 
     def attach(self, cache: DynamicCache) -> None:
         """Have the layers of *cache*, which holds the prefix, wait until they came."""
-        for number, layer in enumerate(cache.layers if self._layers is not None else ()):
+        layers: Sequence[Any] = cache.layers if self._layers is not None else ()
+        for number, layer in enumerate(layers):
             if layer.is_initialized:
                 self._own[number] = layer
                 cache.layers[number] = _ArrivingLayer(layer, partial(self._wait, number))
@@ -203,7 +205,7 @@ class LayerLoad:
         for number in self._own:
             self._wait(number)
         for number, own in self._own.items():
-            grown = cache.layers[number]
+            grown: Any = cache.layers[number]
             own.keys, own.values = grown.keys, grown.values
             cache.layers[number] = own
 
@@ -218,7 +220,7 @@ class LayerLoad:
         was, spans = self._prefix, self._spans[:chunks]
         left = Prefix.of(spans, was.tiers[:chunks], self._prompt_tokens, was.shared_tokens)
         for number, own in self._own.items():
-            cache.layers[number] = layer = DynamicLayer()
+            cache.layers[number] = layer = DynamicLayer()  # type: ignore[no-untyped-call]
             if left.hit_tokens:
                 keys, values = (part[:, :, : left.hit_tokens] for part in (own.keys, own.values))
                 layer.lazy_initialization(keys, values)
