@@ -23,7 +23,7 @@ from kvstore.client.keeping import check_wait
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer
 from kvstore.client.lease import ChunkLease
-from kvstore.client.levelled_get import Levelled, Within
+from kvstore.client.levelled_get import Levelled
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.pages import PagedKV
@@ -321,13 +321,6 @@ class AsyncClient:
     ) -> Levelled:
         """Read chunks at the levels that a deadline leaves time for; *compute* runs in a thread."""
         return await settled(partial(self.sync.get_levelled, keys, terms, out, compute))
-
-    async def get_within(
-        self, keys: Sequence[ChunkKey], slo_ms: int, *, min_fidelity: Fidelity = Fidelity.bounded
-    ) -> Within:
-        """Read the prefix that *slo_ms* leaves time for, as exactly as it does."""
-        get = self.sync.get_within
-        return await asyncio.to_thread(get, keys, slo_ms, min_fidelity=min_fidelity)
 
     async def begin_put(
         self,

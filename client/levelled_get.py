@@ -41,7 +41,6 @@ from kvstore.client.reader import Reader, Room
 from kvstore.client.retry import countdown
 from kvstore.client.stored_frame import MAX_LEVELS, StoredFrame
 from kvstore.client.transport import FramePiece, Transport
-from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
@@ -104,18 +103,6 @@ class Levelled:
     def to_compute(self) -> tuple[int, ...]:
         """The chunks that the engine computes."""
         return tuple(i for i, level in enumerate(self.levels) if level == RECOMPUTE)
-
-
-@dataclass(frozen=True, slots=True)
-class Within:
-    """A prefix that came in time: ``tensors`` by chunk, and ``levels`` and ``fidelity`` of each.
-
-    What is not exact is never to be put, nor what is computed from it.
-    """
-
-    tensors: list[ChunkTensors]
-    levels: tuple[int, ...]
-    fidelity: tuple[Fidelity, ...]
 
 
 class LevelledGet:

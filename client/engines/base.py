@@ -9,14 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
 from kvstore.client.engines.accuracy import ONLY_EXACT, Allowed, codecs_of, exact_count, least_of
+from kvstore.client.engines.prefix import (
+    About,
+    AboutOf,
+    Asked,
+    ConnectorStats,
+    Prefix,
+    Room,
+    RoomsOf,
+    Source,
+    Span,
+)
 from kvstore.client.forks import FORKS
 from kvstore.client.levels import PlanTerms
 from kvstore.client.prefill import (
@@ -31,7 +42,6 @@ from kvstore.client.prefill import (
 from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
-from kvstore.codecs.terms import Importance
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.hints import NO_HINTS, Hints
@@ -41,7 +51,6 @@ from kvstore.proto.types import (
     ChainDigest,
     ChunkKey,
     Fidelity,
-    KVLayout,
     Match,
     PutOutcome,
     Stated,
@@ -52,111 +61,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Span: TypeAlias = tuple[int, int]
-"""First token of a chunk, and the one after its last."""
-
-Room: TypeAlias = Callable[[Sequence[Span]], Sequence[LayerTensors]]
-"""Returns where the tensors of each span are to be written; asked once a load."""
-
-RoomsOf: TypeAlias = Callable[[Sequence[Span]], ChunkRooms]
-"""Returns the same for chunks whose layouts differ; asked once a load."""
-
-Source: TypeAlias = Callable[[Span], LayerTensors]
-"""Returns the tensors of one span, without copying if it can."""
-
-
-class About(NamedTuple):
-    """What there is to say of a chunk beside its tensors: see ``Chunk``."""
-
-    layout: KVLayout | None = None
-    importance: Importance | None = None
-
-
-AboutOf: TypeAlias = Callable[[Span], About]
-"""Returns what there is to say of the chunk at a span."""
-
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Stated]]
 """Reads the longest prefix of chunks; returns what the copy of each that was read states."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What a load brought.
-
-    ``stored_tokens`` were read; the engine skips ``hit_tokens`` of them, which leaves it the
-    prompt's last token at least. ``tier_tokens`` is ``hit_tokens`` by the tier they were on.
-    """
-
-    stored_tokens: int = 0
-    hit_tokens: int = 0
-    tier_tokens: Mapping[str, int] = field(default_factory=dict)
-    shared_tokens: int = 0
-    """How far other prompts went the same way, where a model's states decide what is a hit."""
-    lossy_tokens: int = 0
-    """Of ``stored_tokens``, those from the first chunk on that was read from a lossy copy."""
-    codecs: frozenset[str] = frozenset()
-    """Of copies that state no bound among what was read."""
-
-    @property
-    def exact_tokens(self) -> int:
-        """The tokens before any that was read from a lossy copy: what may be stored is of these,
-        where there are others."""
-        return self.stored_tokens - self.lossy_tokens
-
-    @classmethod
-    def of(
-        cls,
-        spans: Sequence[Span],
-        tiers: Sequence[str],
-        prompt_tokens: int,
-        shared_tokens: int = 0,
-        lossy_tokens: int = 0,
-    ) -> Prefix:
-        """Return the prefix of the chunks at *spans*, which came from *tiers*."""
-        tier_tokens: Counter[str] = Counter()
-        for (start, stop), tier in zip(spans, tiers, strict=True):
-            tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
-        stored_tokens = spans[-1][1] if spans else 0
-        hit_tokens = tier_tokens.total()
-        return cls(stored_tokens, hit_tokens, dict(tier_tokens), shared_tokens, lossy_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorStats:
-    """What a connector did since its birth. Errors are counted by the name of their class.
-
-    Of each prompt looked up, every token is a hit or a miss. ``lost_chunks`` were ready when
-    asked for and not read: late, evicted or damaged; ``slow_chunks`` were sooner computed.
-    ``lossy_hit_tokens``: hits from the first chunk of a lossy copy on; ``lossy_unstored_chunks``
-    were computed behind such a one, and so not stored; ``gated_chunks`` came and were not used, for
-    the gate of a codec was shut.
-    """
-
-    lookups: int
-    hit_tokens: int
-    miss_tokens: int
-    lost_chunks: int
-    stored_chunks: int
-    existing_chunks: int
-    refused_chunks: int
-    hit_tokens_by_tier: Mapping[str, int]
-    load_errors: Mapping[str, int]
-    store_errors: Mapping[str, int]
-    slow_chunks: int = 0
-    lossy_hit_tokens: int = 0
-    lossy_unstored_chunks: int = 0
-    gated_chunks: int = 0
-    misses: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that were no whole hit, by why their hit ended where it did: docs/engines.md."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A load: tokens of its prompt, whether a part of what is there is of no use, its deadline."""
-
-    tokens: int
-    whole: bool
-    within: Deadline | None
 
 
 class Connector:
@@ -315,19 +221,30 @@ class Connector:
         whole: bool = False,
         within: Deadline | None = None,
     ) -> Prefix:
-        named = tokens[:-1] if whole else tokens
-        otherwise = Prefix(), "error"
-        prefix, reason = self._guarded(
-            lambda: self._load(named, read, extra, allowed, _Asked(len(tokens), whole, within)),
-            otherwise,
-            self._load_errors,
-        )
+        asked = Asked(len(tokens), whole, within)
+        return self.note_load(len(tokens), *self.attempt(tokens, read, extra, allowed, asked))
+
+    def attempt(
+        self,
+        tokens: Sequence[int],
+        read: _Read,
+        extra: Sequence[bytes],
+        allowed: Allowed,
+        asked: Asked,
+    ) -> tuple[Prefix, str]:
+        """Return what *read* brings of *tokens*, not counted, and why it is not more."""
+        named = tokens[:-1] if asked.whole else tokens
+        return self.ask(lambda: self._load(named, read, extra, allowed, asked), (Prefix(), "error"))
+
+    def note_load(self, tokens: int, prefix: Prefix, reason: str, lost_chunks: int = 0) -> Prefix:
+        """Count what was loaded of a prompt of so many *tokens*; return it."""
         with self._lock:
             self._counts["lookups"] += 1
             self._misses.update([reason] if reason else ())
             self._counts["hit_tokens"] += prefix.hit_tokens
             self._counts["lossy_hit_tokens"] += max(0, prefix.hit_tokens - prefix.exact_tokens)
-            self._counts["miss_tokens"] += len(tokens) - prefix.hit_tokens
+            self._counts["miss_tokens"] += tokens - prefix.hit_tokens
+            self._counts["lost_chunks"] += lost_chunks
             self._tier_tokens.update(prefix.tier_tokens)
         return prefix
 
@@ -337,7 +254,7 @@ class Connector:
         read: _Read,
         extra: Sequence[bytes],
         allowed: Allowed,
-        asked: _Asked,
+        asked: Asked,
     ) -> tuple[Prefix, str]:
         """Return what was loaded of the *named* tokens, and why it is not more."""
         keys = self.client.keys(named, extra)

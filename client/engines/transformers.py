@@ -24,7 +24,6 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
-    StaticCache,
     StoppingCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -32,7 +31,8 @@ from typing_extensions import override
 
 from kvstore.client.client import Client
 from kvstore.client.engines.accuracy import Allowed, least_of
-from kvstore.client.engines.base import AboutOf, Connector, Prefix, Source, Span
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import AboutOf, Prefix, Source, Span
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_attention import noting_attention
 from kvstore.client.engines.transformers_batch import (
@@ -50,6 +50,7 @@ from kvstore.client.engines.transformers_cache import (
     CacheShape,
     as_argument,
     exact_tokens_of,
+    new_cache,
     note_lossy,
 )
 from kvstore.client.engines.transformers_checkpoints import (
@@ -67,6 +68,7 @@ from kvstore.client.engines.transformers_identity import (
     cache_shape,
     representation_of,
 )
+from kvstore.client.engines.transformers_layers import LayerLoad, is_compiled, new_link
 from kvstore.client.engines.transformers_staging import Staging, device_of
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.prefill import Deadline
@@ -177,6 +179,7 @@ class TransformersConnector(Connector):
         # Guards the three above: the watch, what it led to, and of which weights caches are.
         self._weights = threading.Lock()
         device = device or device_of(model)
+        self._link = new_link()
         self._staging: Staging | None = None
         if device is not None:
             tokens = client.options.chunk_tokens
@@ -198,6 +201,7 @@ class TransformersConnector(Connector):
         if self._weights.locked():
             self._changed()  # a change may have been seen, and not have been named
         self._weights = threading.Lock()
+        self._link = new_link()
         if self._staging is not None:
             self._staging.lock = threading.RLock()
 
@@ -307,7 +311,10 @@ class TransformersConnector(Connector):
             note_lossy(cache, prefix.exact_tokens)
         return prefix
 
-    def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
+    def _load_into(
+        self, cache: Cache, tokens: Sequence[int], terms: _Terms, load: LayerLoad | None = None
+    ) -> Prefix:
+        """Have the prefix of *tokens* in *cache*, or with *load* on its way there."""
         rooms: list[PrefixRoom] = []
         has_ends, (extra, allowed, *_) = self._shape.has_ends, terms
 
@@ -327,9 +334,13 @@ class TransformersConnector(Connector):
         elif has_ends:
             prefix = self.load_ends(tokens, by_layout, extra)
         else:
-            prefix = self.load_chunks(tokens, self._room(rooms), extra, allowed)
+            can_wait = isinstance(cache, DynamicCache) and not is_compiled(self._model)
+            by = load if load is not None and can_wait else self
+            prefix = by.load_chunks(tokens, self._room(rooms), extra, allowed)
         if prefix.hit_tokens and isinstance(cache, DynamicCache):
             rooms[0].move_into(cache, prefix.hit_tokens)
+            if load is not None:
+                load.attach(cache)
         elif prefix.hit_tokens:
             rooms[0].copy_into(cache, prefix.hit_tokens)
         if prefix.lossy_tokens:
@@ -448,16 +459,20 @@ class TransformersConnector(Connector):
     ) -> Generation:
         tokens: list[int] = input_ids[0].tolist()
         terms = terms.of(weights)
-        loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), terms)
-        cache, prefix = loaded.cache, loaded.prefix
-        chunk_tokens = self.client.options.chunk_tokens
+        cache = new_cache(self._model.config, settings, self._shape, len(tokens))
+        load, chunk_tokens = LayerLoad(self, self._link), self.client.options.chunk_tokens
+        loaded = self._prefilled(tokens, cache, terms, load)
         watch = Watch(cache, self._shape, chunk_tokens)
-        left = len(tokens) - length(cache, self._shape)
-        watches: list[StoppingCriteria] = [FirstToken(partial(self.learned.observe, left))]
-        watches += [watch] if self._shape.has_ends else []
         weighed = len(tokens) if self.client.weighs else 0
-        with noting_attention(self._model, cache, self._shape, weighed) as look:
-            output = self._run(input_ids, settings, cache, [*watches, *look])
+
+        def run() -> GenerateDecoderOnlyOutput:
+            left = len(tokens) - length(cache, self._shape)
+            watches: list[StoppingCriteria] = [FirstToken(partial(load.note, left))]
+            watches += [watch] if self._shape.has_ends else []
+            with noting_attention(self._model, cache, self._shape, weighed) as look:
+                return self._run(input_ids, settings, cache, [*watches, *look])
+
+        output, prefix = load.run(cache, loaded.prefix, run)
         found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
         if not self._is_still(weights, cache):
             return found
@@ -470,24 +485,15 @@ class TransformersConnector(Connector):
             self._save(sequence, cache, stored, terms.extra, taken)
         return found
 
-    def _new_cache(self, settings: GenerationConfig, prompt_tokens: int) -> Cache:
-        if settings.cache_implementation != "static":
-            settings.cache_implementation = None  # the cache is given
-            return DynamicCache(config=self._model.config)
-        if self._shape.has_ends:
-            fix = "a static cache of windows or states goes round: its ends cannot be taken out"
-            raise InvalidRequestError("cache_implementation", "static", fix)
-        more = settings.max_new_tokens or (settings.max_length or prompt_tokens) - prompt_tokens
-        settings.cache_implementation = None
-        return StaticCache(config=self._model.config, max_cache_len=prompt_tokens + max(1, more))
-
-    def _prefilled(self, tokens: Sequence[int], cache: Cache, terms: _Terms) -> _Loaded:
+    def _prefilled(
+        self, tokens: Sequence[int], cache: Cache, terms: _Terms, load: LayerLoad | None = None
+    ) -> _Loaded:
         """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
         is_whole = self._shape.has_ends or self._staging is not None
         if terms.deadline_ms and isinstance(cache, DynamicCache) and not is_whole:
             prefix = self._load_within(cache, tokens, terms)
         else:
-            prefix = self._load_into(cache, tokens, terms)
+            prefix = self._load_into(cache, tokens, terms, load)
         to_compare, snapshots = self._comparisons.next(prefix, cache), list[Snapshot]()
         if self._shape.has_ends:
             span = (prefix.hit_tokens, len(tokens))

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+    cache_utils,
+)
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -22,7 +30,7 @@ from transformers.cache_utils import (
 )
 
 from kvstore.codecs.terms import Importance
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
 
 PROBE_TOKENS = 24
@@ -206,6 +214,23 @@ def _state_shape(index: int, layer: Any) -> StateShape:
         fix = "after a forward it is empty: the model keeps its state elsewhere"
         raise RepresentationError(f"layers[{index}]", type(layer).__name__, fix)
     return StateShape(index, tuple(pieces))
+
+
+def new_cache(
+    config: PreTrainedConfig, settings: GenerationConfig, shape: CacheShape, prompt_tokens: int
+) -> Cache:
+    """Return an empty cache of the kind that *settings* name, which then say that it is given.
+
+    Raises InvalidRequestError for a static cache of windows or states.
+    """
+    is_static, settings.cache_implementation = settings.cache_implementation == "static", None
+    if not is_static:
+        return DynamicCache(config=config)
+    if shape.has_ends:
+        fix = "a static cache of windows or states goes round: its ends cannot be taken out"
+        raise InvalidRequestError("cache_implementation", "static", fix)
+    more = settings.max_new_tokens or (settings.max_length or prompt_tokens) - prompt_tokens
+    return StaticCache(config=config, max_cache_len=prompt_tokens + max(1, more))
 
 
 def note_lossy(cache: Cache, first: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import Cache, DynamicCache
 
-from kvstore.client.engines.base import About, Span
+from kvstore.client.engines.prefix import About, Span
 from kvstore.client.engines.transformers_batch import Row
 from kvstore.client.engines.transformers_cache import (
     CacheShape,

@@ -21,7 +21,8 @@ from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
 from kvstore.client.engines.accuracy import ONLY_EXACT
-from kvstore.client.engines.base import Connector, Prefix, Span
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors

@@ -34,7 +34,8 @@ from transformers import (
 from typing_extensions import override
 
 from kvstore.client import Client
-from kvstore.client.engines.base import Connector, Prefix, Room
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import Prefix, Room
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.proto.types import Representation
 

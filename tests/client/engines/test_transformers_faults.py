@@ -23,10 +23,11 @@ from transformers import BatchEncoding, PreTrainedModel, StaticCache
 from typing_extensions import override
 
 from kvstore.client import Client
-from kvstore.client.engines.accuracy import Allowed
-from kvstore.client.engines.base import Prefix, Room
+from kvstore.client.engines.prefix import Room, Span
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers_ends import PrefixRoom
+from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import Representation
 
@@ -42,18 +43,14 @@ class KilledMidway(TransformersConnector):
     process: ServerProcess
 
     @override
-    def load_chunks(
-        self,
-        tokens: Sequence[int],
-        room: Room,
-        extra: Sequence[bytes] = (),
-        allowed: Allowed | None = None,
-    ) -> Prefix:
-        def killing(spans: Any) -> Any:
+    def _room(self, rooms: list[PrefixRoom]) -> Room:
+        room = super()._room(rooms)
+
+        def killing(spans: Sequence[Span]) -> Sequence[LayerTensors]:
             self.process.kill()
             return room(spans)
 
-        return super().load_chunks(tokens, killing, extra, allowed)
+        return killing
 
 
 def test_a_server_killed_between_lookup_and_get_is_a_counted_miss(
