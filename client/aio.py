@@ -40,7 +40,7 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.plans import PlannedBatch, PrefillModel
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Representation
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Representation, Stated
 
 MAX_WAITING = 2
 """Lookups of one client that wait on the server, a thread each; the rest look again and again."""
@@ -233,7 +233,7 @@ class AsyncClient:
         out: Sequence[LayerTensors] | None = None,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified."""
@@ -242,7 +242,7 @@ class AsyncClient:
             keys,
             given(out),
             min_fidelity=min_fidelity,
-            fidelity=fidelity,
+            stated=stated,
             rectangle=rectangle,
         )
 
@@ -252,7 +252,7 @@ class AsyncClient:
         room: Room,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read into what *room* gives for each chunk once its layout is known."""
@@ -266,7 +266,7 @@ class AsyncClient:
         get = partial(
             self.sync.get_into,
             min_fidelity=min_fidelity,
-            fidelity=fidelity,
+            stated=stated,
             rectangle=rectangle,
         )
         return await settled(partial(get, keys, place), stop=stopped.set)

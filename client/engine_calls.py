@@ -27,7 +27,7 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.types import END_KINDS, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import END_KINDS, ChunkKey, Fidelity, KVLayout, Stated
 
 LAYERED_PUT_MS = 60_000
 """What a forward pass over a long prompt may take."""
@@ -53,7 +53,7 @@ class EngineCalls(Caller, ABC):
         room: Room,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read like ``get``, into what *room* gives for each chunk once its layout is known.
@@ -63,7 +63,7 @@ class EngineCalls(Caller, ABC):
         called by several threads, in any order. With a *rectangle* the layouts are those of what
         one rank has.
         """
-        return self._read_prefix(keys, self._room(room, rectangle), min_fidelity, fidelity)
+        return self._read_prefix(keys, self._room(room, rectangle), min_fidelity, stated)
 
     def _room(self, room: Room, rectangle: Rectangle | None) -> Room:
         if rectangle is None:

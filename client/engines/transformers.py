@@ -30,15 +30,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import (
-    Connector,
-    LayoutOf,
-    Prefix,
-    Source,
-    Span,
-    least_of,
-)
+from kvstore.client.engines.accuracy import Allowed, least_of
+from kvstore.client.engines.base import AboutOf, Connector, Prefix, Source, Span
 from kvstore.client.engines.rope_settings import rope_parameters
+from kvstore.client.engines.transformers_attention import noting_attention
 from kvstore.client.engines.transformers_batch import (
     Row,
     checked_deadline,
@@ -81,7 +76,7 @@ from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Stated
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
 
@@ -114,11 +109,11 @@ _AT_BIRTH = _Weights()
 
 
 class _Terms(NamedTuple):
-    """What a call says of its prompts: what else names them, how true copies have to be, and when
-    the first token has to be there, of a call that began then; 0: no matter."""
+    """What a call says of its prompts: what else names them, which copies are read, and when the
+    first token has to be there, of a call that began then; 0: no matter."""
 
     extra: Sequence[bytes]
-    least: Fidelity
+    allowed: Allowed
     deadline_ms: int = 0
     began_s: float = 0.0
 
@@ -268,25 +263,26 @@ class TransformersConnector(Connector):
         prefix = self._load_into(cache, tokens, terms.of(weights))
         return cache, prefix.hit_tokens
 
-    def calibrate(self, input_ids: Any, extra: Sequence[bytes] = ()) -> GateView | None:
-        """Compare a prompt behind its lossy copies with its full prefill; return the gate then.
+    def calibrate(self, input_ids: Any, codec: str, extra: Sequence[bytes] = ()) -> GateView | None:
+        """Compare a prompt behind *codec*'s lossy copies with its full prefill; return the gate.
 
-        *input_ids*: (1, tokens). 64 such comparisons within the server's bounds open the model's
-        gate for ``accuracy="approximate"``. Nothing is stored. None where no lossy copy was read,
-        or the store failed.
+        *input_ids*: (1, tokens). 64 such comparisons within the server's bounds open the gate of
+        the model and *codec* for ``accuracy="approximate"``. Nothing is stored. None where no copy
+        of *codec* without a bound was read, or the store failed.
         """
-        terms = _Terms(extra, self._least("approximate"))
+        terms = _Terms(extra, Allowed(self._least("approximate"), frozenset([codec])))
         tokens = prompt_of(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
         prefix = self._load_into(cache, tokens, terms.of(self._follow(cache)))
-        return self._compare(tokens, cache) if prefix.is_unbounded else None
+        return self._compare(tokens, cache if prefix.codecs else None, prefix)
 
-    def _compare(self, tokens: Sequence[int], cache: Cache | None) -> GateView | None:
+    def _compare(
+        self, tokens: Sequence[int], cache: Cache | None, prefix: Prefix
+    ) -> GateView | None:
         if cache is None:
             return None
-        return self.ask(
-            lambda: self.client.report_reuse(comparison(self._model, tokens, cache)), None
-        )
+        told = partial(comparison, self._model, tokens, cache, prefix)
+        return self.ask(lambda: self.client.report_reuse(told()), None)
 
     def _room(self, rooms: list[PrefixRoom]) -> Callable[[Sequence[Span]], Sequence[LayerTensors]]:
         """Return what makes room for chunks, and puts that into *rooms*."""
@@ -304,7 +300,7 @@ class TransformersConnector(Connector):
         chunk_tokens = self.client.options.chunk_tokens
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
         within = Deadline(terms.deadline_ms / 1000, beside, began_s=terms.began_s)
-        prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.least)
+        prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.allowed)
         if beside.error is not None:
             raise beside.error  # the model's own
         done = length(cache, self._shape)
@@ -319,27 +315,27 @@ class TransformersConnector(Connector):
     ) -> Prefix:
         """Have the prefix of *tokens* in *cache*, or with *load* on its way there."""
         rooms: list[PrefixRoom] = []
-        has_ends, (extra, least, *_) = self._shape.has_ends, terms
+        has_ends, (extra, allowed, *_) = self._shape.has_ends, terms
 
         def by_layout(spans: Sequence[Span]) -> Room:
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
             return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
 
-        def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Fidelity]:
+        def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Stated]:
             assert self._staging is not None
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
-            found = self._staging.read(self.client, keys, rooms[0], least)
+            found = self._staging.read(self.client, keys, rooms[0], allowed.least)
             return () if has_ends and len(found) < len(keys) else found
 
         if self._staging is not None:
             with self._staging.lock:
-                prefix = self._counted(tokens, staged, extra, least, whole=has_ends)
+                prefix = self._counted(tokens, staged, extra, allowed, whole=has_ends)
         elif has_ends:
             prefix = self.load_ends(tokens, by_layout, extra)
         else:
             can_wait = isinstance(cache, DynamicCache) and not is_compiled(self._model)
             by = load if load is not None and can_wait else self
-            prefix = by.load_chunks(tokens, self._room(rooms), extra, least)
+            prefix = by.load_chunks(tokens, self._room(rooms), extra, allowed)
         if prefix.hit_tokens and isinstance(cache, DynamicCache):
             rooms[0].move_into(cache, prefix.hit_tokens)
             if load is not None:
@@ -388,14 +384,14 @@ class TransformersConnector(Connector):
         source: Source,
         from_token: int = 0,
         extra: Sequence[bytes] = (),
-        layout_of: LayoutOf | None = None,
+        about: AboutOf | None = None,
     ) -> int:
         if self._staging is None:
-            return super().store_chunks(tokens, source, from_token, extra, layout_of)
+            return super().store_chunks(tokens, source, from_token, extra, about)
         to_host = self._staging.to_host
         with self._staging.lock:
             return super().store_chunks(
-                tokens, lambda span: to_host(source(span)), from_token, extra, layout_of
+                tokens, lambda span: to_host(source(span)), from_token, extra, about
             )
 
     def _save(
@@ -411,14 +407,12 @@ class TransformersConnector(Connector):
         if exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
             tokens = tokens[:exact]
-        if not self._shape.has_ends:
-            return self.store_chunks(tokens, source.tensors, from_token, extra)
-        for span in self._spans(len(tokens)):
+        for span in self._spans(len(tokens)) if self._shape.has_ends else ():
             is_short = span[1] - span[0] < self.client.options.chunk_tokens
             if span[1] > from_token and not source.has(span, must_end=is_short):
                 tokens = tokens[: span[0]]
                 break
-        return self.store_chunks(tokens, source.tensors, from_token, extra, source.layout)
+        return self.store_chunks(tokens, source.tensors, from_token, extra, source.about)
 
     def generate(
         self,
@@ -473,13 +467,15 @@ class TransformersConnector(Connector):
             left = len(tokens) - length(cache, self._shape)
             watches: list[StoppingCriteria] = [FirstToken(partial(load.note, left))]
             watches += [watch] if self._shape.has_ends else []
-            return self._run(input_ids, settings, cache, watches)
+            weighed = len(tokens) if self.client.weighs else 0
+            with noting_attention(self._model, cache, self._shape, weighed) as look:
+                return self._run(input_ids, settings, cache, [*watches, *look])
 
         output, prefix = load.run(cache, loaded.prefix, run)
         found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
         if not self._is_still(weights, cache):
             return found
-        self._compare(tokens, loaded.to_compare)
+        self._compare(tokens, loaded.to_compare, prefix)
         sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
         taken = [*loaded.snapshots, *watch.snapshots]
         self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, terms.extra, taken)
@@ -556,7 +552,7 @@ class TransformersConnector(Connector):
         if not self._shape.has_ends and self._is_still(weights, cache):
             self._save_rows(output, cache, rows, terms.of(weights).extra)
             for tokens, one in zip(prompts, loaded, strict=True):
-                self._compare(tokens, one.to_compare)
+                self._compare(tokens, one.to_compare, one.prefix)
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 

@@ -29,6 +29,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvstore.codecs.terms import Importance
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
 
@@ -46,6 +47,8 @@ _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 _STATE_DICTS = ("conv_states", "recurrent_states")
 _LOSSY_FROM = "kvstore_lossy_from"
 """The first token of a cache that is not exact: an attribute, which copies of a cache keep."""
+_IMPORTANCE = "kvstore_importance"
+"""What is known of the importance of its tokens: likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,17 @@ def exact_tokens_of(cache: Cache, tokens: int) -> int:
     """Return how many of the first *tokens* of *cache* are exact, as far as was noted."""
     first: int = vars(cache).get(_LOSSY_FROM, tokens)
     return min(tokens, first)
+
+
+def note_importance(cache: Cache, weights: Importance) -> None:
+    """Have *cache* say which of its first tokens matter: *weights*, as of a ``Chunk``."""
+    vars(cache)[_IMPORTANCE] = weights
+
+
+def importance_of(cache: Cache, start: int, stop: int) -> Importance | None:
+    """Return what was noted of the tokens from *start* to *stop*; None if not of all of them."""
+    weights: Importance | None = vars(cache).get(_IMPORTANCE)
+    return None if weights is None or len(weights) < stop else weights[start:stop]
 
 
 def probe_ids(model: PreTrainedModel) -> torch.Tensor:

@@ -16,12 +16,13 @@ import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from kvstore.client.engines.accuracy import Allowed
 from kvstore.client.engines.base import Asked, Connector, Prefix, Room, Span
 from kvstore.client.layers import Layer
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import EXACT, ChunkKey, Fidelity, KVLayout, Stated
 
 UNSEEN_BYTES_PER_S = 1e12
 """What is thought of a link before something came over it: that nothing is to be gained."""
@@ -105,25 +106,25 @@ class LayerLoad:
         self._waited_s = 0.0
 
     def load_chunks(
-        self, tokens: Sequence[int], room: Room, extra: Sequence[bytes], least: Fidelity
+        self, tokens: Sequence[int], room: Room, extra: Sequence[bytes], allowed: Allowed
     ) -> Prefix:
         """Do what ``Connector.load_chunks`` does; a prefix that is on its way is counted later."""
         self._prompt_tokens = len(tokens)
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Fidelity]:
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Stated]:
             self._spans = spans
             sizes = [raw_frame_bytes(self._layout(span)) for span in spans]
-            if least is Fidelity.exact and self._pays(sum(sizes)):
+            if allowed.least is Fidelity.exact and self._pays(sum(sizes)):
                 return self._begin(keys, room(spans))
-            stated: list[Fidelity] = []
+            stated: list[Stated] = []
             began_s = time.monotonic()
             client = self._connector.client
-            client.get(keys, room(spans), min_fidelity=least, fidelity=stated)
+            client.get(keys, room(spans), min_fidelity=allowed.least, stated=stated)
             self._link.observe(sum(sizes[: len(stated)]), time.monotonic() - began_s)
             return stated
 
         self._prefix, self._reason = self._connector.attempt(
-            tokens, read, extra, least, Asked(len(tokens))
+            tokens, read, extra, allowed, Asked(len(tokens))
         )
         if self._layers is not None and not self._prefix.hit_tokens:
             self._layers.close()
@@ -147,11 +148,11 @@ class LayerLoad:
             and len(self._spans) <= transport.session.terms.max_batch_chunks
         )
 
-    def _begin(self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors]) -> Sequence[Fidelity]:
+    def _begin(self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors]) -> Sequence[Stated]:
         """Return how true the chunks are of which the first layer came."""
         self._layers = self._connector.client.get_layers(keys, out)
         self._draw()
-        return [Fidelity.exact] * min(self._counts.values(), default=0)
+        return [EXACT] * min(self._counts.values(), default=0)
 
     def _draw(self) -> bool:
         """Wait for the next layer; return whether one came. Raises KVStoreErrors."""

@@ -19,7 +19,7 @@ from kvstore.client.engines.transformers_ends import Nested, PrefixRoom
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Device, HostDevice, open_device
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Stated
 
 RING_BYTES = 128 << 20
 """Host memory of a ring: as many chunks as fit, or one that is larger."""
@@ -69,13 +69,13 @@ class Staging:
 
     def read(
         self, client: Client, keys: Sequence[ChunkKey], room: PrefixRoom, least: Fidelity
-    ) -> list[Fidelity]:
-        """Read the longest prefix of *keys* into *room*, on the device; return how true each is.
+    ) -> list[Stated]:
+        """Read the longest prefix of *keys* into *room*, on the device; return what each states.
 
         None is less so than *least*. They come a ring's worth at a time, each in one copy; the
         last of them is awaited.
         """
-        found: list[Fidelity] = []
+        found: list[Stated] = []
         for start in range(0, len(keys), self.slots):
             some = keys[start : start + self.slots]
             found += self._read_some(client, some, room, len(found), least)
@@ -90,7 +90,7 @@ class Staging:
         room: PrefixRoom,
         first: int,
         least: Fidelity,
-    ) -> list[Fidelity]:
+    ) -> list[Stated]:
         """Do that for *keys* that the ring has places for; the first is chunk *first* of *room*."""
         ring, _ = self._memory
         wanted: dict[int, Nested] = {}
@@ -99,8 +99,8 @@ class Staging:
             wanted[index] = room.chunk(first + index, layout)
             return to_arrays(self._placed(ring[index], wanted[index])[0])
 
-        stated: list[Fidelity] = []
-        client.get_into(keys, place, min_fidelity=least, fidelity=stated)
+        stated: list[Stated] = []
+        client.get_into(keys, place, min_fidelity=least, stated=stated)
         for index in range(len(stated)):
             self._to_device(index, wanted[index])
         self._device.current_stream().record().synchronize()

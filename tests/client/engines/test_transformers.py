@@ -72,6 +72,12 @@ class TestTransformersConnector(ConnectorContract):
             return plain_tokens(self.model, ids_of(prompt))
         return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt))
 
+    @override
+    def generate_within(
+        self, connector: Connector, prompt: list[int], deadline_ms: int
+    ) -> list[int]:
+        return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt), deadline_ms)
+
 
 # --- the same bits as the engine's own cache
 
