@@ -111,16 +111,20 @@ class LayerLoad:
     ) -> Prefix:
         """Do what ``Connector.load_chunks`` does; a prefix that is on its way is counted later."""
         self._prompt_tokens = len(tokens)
+        rooms: list[LayerTensors] = []
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Stated]:
+        def read(
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+        ) -> Sequence[Stated]:
             self._spans = spans
-            sizes = [raw_frame_bytes(self._layout(span)) for span in spans]
-            if allowed.least is Fidelity.exact and self._pays(sum(sizes)):
-                return self._begin(keys, room(spans))
+            sizes = [raw_frame_bytes(self._layout(span)) for span in spans[first:]]
+            rooms[:] = rooms or room(spans)
+            if least is Fidelity.exact and self._pays(sum(sizes)):
+                return self._begin(keys, rooms)
             stated: list[Stated] = []
             began_s = time.monotonic()
             client = self._connector.client
-            client.get(keys, room(spans), min_fidelity=allowed.least, stated=stated)
+            client.get(keys[first:], rooms[first:], min_fidelity=least, stated=stated)
             self._link.observe(sum(sizes[: len(stated)]), time.monotonic() - began_s)
             return stated
 
