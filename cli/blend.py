@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # help is to load none of the rooms
 
 _SAY_EVERY = 8
 """Trials between two lines of progress."""
+_MOST_LINES = 8
+"""Of prompts that are named, so many are."""
 
 blend_app = typer.Typer(
     cls=Manual,
@@ -108,8 +110,13 @@ def compare_copies(
     from kvstore.cli.gate_trials import GateTrials, run_gate_trials
 
     trials = GateTrials(codec, prompts, chunk_tokens)
-    gate = run_gate_trials(address, models[0], trials, _say)
+    gate, short = run_gate_trials(address, models[0], trials, _say)
     print_gate(gate)
+    if short:
+        lines = ", ".join(map(str, short[:_MOST_LINES])) + ", ..." * (len(short) > _MOST_LINES)
+        fix = "give prompts that are longer, or more of which is stored by this codec alone"
+        said = f"{len(short)} of the prompts did not count: too few tokens could be compared; {fix}"
+        typer.echo(f"{said} (lines {lines})", err=True)
     if not gate.is_open:
         raise typer.Exit(EXIT_NOT_HELD)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +13,10 @@ from kvstore.cli.model_samples import load_model
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers_identity import representation_of
-from kvstore.codecs.base import CODECS
+from kvstore.codecs.base import boundless_codecs
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, accuracy_tag
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import Fidelity
 
 DEADLINE_MS = 60_000
 
@@ -30,19 +29,28 @@ class GateTrials(NamedTuple):
     chunk_tokens: int
 
 
+class GateTrialsDone(NamedTuple):
+    """What came of trials: the gate, and the lines of the prompts that did not count, as too few of
+    their tokens could be compared."""
+
+    gate: GateView
+    short: Sequence[int]
+
+
 def run_gate_trials(
     address: str, model_folder: Path, trials: GateTrials, follow: Callable[[GateView], None]
-) -> GateView:
+) -> GateTrialsDone:
     """Return the gate once it opened or closed, or all prompts were compared; *follow* is told of
     it in between.
 
-    Raises InvalidRequestError for a codec, model or file that will not do, or prompts of which the
-    server has no such copies; RepresentationError for a model whose KV cannot be stored,
-    KVStoreErrors of the server.
+    Raises InvalidRequestError for a codec whose copies need no gate, a model or file that will not
+    do, or prompts of which the server has no such copies; RepresentationError for a model whose KV
+    cannot be stored, KVStoreErrors of the server.
     """
-    known = [name for name in CODECS if CODECS.load(name).fidelity is not Fidelity.exact]
+    known = boundless_codecs()
     if trials.codec not in known:
-        raise InvalidRequestError("codec", trials.codec, f"use one of {', '.join(known)}")
+        fix = f"use one of {', '.join(known)}; copies by other codecs are read without a gate"
+        raise InvalidRequestError("codec", trials.codec, fix)
     text = read_text("prompts", trials.prompts)
     model, tokenizer = load_model(model_folder)
     limit = getattr(model.config, "max_position_embeddings", None) or 1 << 32
@@ -55,20 +63,23 @@ def run_gate_trials(
     )
     with Client(address, representation_of(model, tokenizer), options) as client:
         asked = pb.ReportReuseRequest(tag=accuracy_tag(trials.codec))
-        gate, compared = client.report_reuse(asked), 0
-        was_open = gate.is_open
+        gate, compared, short = client.report_reuse(asked), 0, list[int]()
         connector = TransformersConnector(client, model)
-        for tokens in prompts:
+        for number, tokens in prompts:
             found = connector.calibrate([tokens], trials.codec)
             if found is None:
                 continue
-            gate, compared = found, compared + 1
-            if gate.is_open != was_open or gate.why.startswith("closed"):
-                return gate
-            follow(gate)
+            before, gate, compared = gate, found, compared + 1
+            is_news = gate.why != before.why  # each trial that counts says so
+            if gate.is_open != before.is_open or (is_news and gate.why.startswith("closed")):
+                break
+            if is_news or gate.is_open:
+                follow(gate)
+            else:
+                short.append(number)
         if not compared:
             raise InvalidRequestError("prompts", str(trials.prompts), _why(connector, trials))
-    return gate
+    return GateTrialsDone(gate, short)
 
 
 def _why(connector: TransformersConnector, trials: GateTrials) -> str:
@@ -83,7 +94,8 @@ def _why(connector: TransformersConnector, trials: GateTrials) -> str:
     return f"no copy by {trials.codec} without a bound was read of {stats.lookups} prompts; {fix}"
 
 
-def _prompts(text: str, tokenizer: Any, limit: int) -> Iterator[list[int]]:
+def _prompts(text: str, tokenizer: Any, limit: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the number of each prompt's line and its tokens."""
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -97,4 +109,4 @@ def _prompts(text: str, tokenizer: Any, limit: int) -> Iterator[list[int]]:
         if not 0 < len(found) <= limit:
             fix = f"1 to {limit} tokens, not {len(found)}"
             raise InvalidRequestError("prompts", f"line {number}", fix)
-        yield found
+        yield number, found

@@ -95,11 +95,6 @@ class Levelled:
         return cls((RECOMPUTE,) * count, (_NOTHING[1],) * count)
 
     @property
-    def fidelity(self) -> tuple[Fidelity, ...]:
-        """How true each chunk is to what was stored."""
-        return tuple(one.fidelity for one in self.stated)
-
-    @property
     def to_compute(self) -> tuple[int, ...]:
         """The chunks that the engine computes."""
         return tuple(i for i, level in enumerate(self.levels) if level == RECOMPUTE)

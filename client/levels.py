@@ -353,8 +353,11 @@ class _Planner:
         if cautious.is_in_time:
             return cautious
         soonest = self._soonest(link.mean_bytes_per_s)
-        is_over = self._terms.deadline_s <= later_s(self._chunks, self._terms)
-        if soonest.is_in_time or is_over or not self._terms.loads_first:
+        terms, elapsed_s = self._terms, self._progress.elapsed_s
+        is_over = terms.deadline_s <= later_s(self._chunks, terms)
+        # ``is_in_time`` allows no delay beside what computing everything takes.
+        is_met = elapsed_s + terms.compute_s(self._chunks) <= terms.deadline_s
+        if soonest.is_in_time or is_met or is_over or not terms.loads_first:
             return soonest
         # It is late unless the link has become faster: to see costs ``later_s`` at most.
         return self._refined(self._computing(0), link.mean_bytes_per_s)

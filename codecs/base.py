@@ -290,6 +290,11 @@ CODECS.register("xans", "kvstore.codecs.xans:XansCodec")
 CODECS.register("xpack", "kvstore.codecs.xpack:XpackCodec")
 
 
+def boundless_codecs() -> list[str]:
+    """Return the names of the codecs whose copies state no bound."""
+    return [name for name in CODECS if CODECS.load(name).fidelity is Fidelity.none]
+
+
 def codec_by_name(name: str) -> Codec:
     """Return the codec called *name*, or *name:terms* for those that take some.
 

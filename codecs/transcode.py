@@ -57,6 +57,8 @@ def transcode(
     if header.fidelity is not Fidelity.exact:
         was_restored = header.flags & FLAG_RESTORED
         origin = header.origin if was_restored else header.codec_id
+        if codec.fidelity < header.fidelity:
+            origin = codec.codec_id
         template = replace(template, flags=template.flags | FLAG_RESTORED, origin=origin)
     if isinstance(codec, LossyCodec):
         encoded = codec.encode_layers(template, _decoded(header, frame, source), out, terms)

@@ -9,12 +9,25 @@ from local_server import LocalServer, eventually
 from kvstore.proto.types import ChunkKey, Fidelity
 
 
-def leave_on_disk(server: LocalServer, keys: Sequence[ChunkKey]) -> None:
-    """Drop the copies of *keys* in memory once those on disk are there, which are lossy."""
+def exact_on_redis(url: str) -> Sequence[str]:
+    """Return the flags of a server with a lossy disk and, farther away, an exact Redis."""
+    tiers = ("--tiers", "cpu,disk,redis", "--disk-codec", "coarse", "--redis-codec", "raw")
+    return (*tiers, "--redis", url, "--redis-timeout-ms", "20000")
+
+
+def leave_on_disk(
+    server: LocalServer, keys: Sequence[ChunkKey], *, exact_on: str | None = None
+) -> None:
+    """Drop the copies of *keys* in memory once those on disk are there, which are lossy.
+
+    *exact_on* is the one tier that has exact ones then.
+    """
+    wanted = {"disk", exact_on or "disk"}
     catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
-    assert eventually(lambda: all("disk" in catalog.holders(key) for key in keys))
+    assert eventually(lambda: all(wanted <= {*catalog.holders(key)} for key in keys))
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
         transfers.delete_from(transfers.cpu, key)
-        assert not catalog.holders(key, Fidelity.exact), "the codec kept it without loss"
+        exact = [*catalog.holders(key, Fidelity.exact)]
+        assert exact == ([exact_on] if exact_on else []), "the codec kept it without loss"

@@ -61,8 +61,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Stated]]
-"""Reads the longest prefix of chunks; returns what the copy of each that was read states."""
+_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span], int, Fidelity], Sequence[Stated]]
+"""Reads the longest run of a load's chunks from number int on, of copies of that fidelity or
+better; returns what the copy of each that was read states. Its room stays the same.
+"""
 
 
 class Connector:
@@ -140,9 +142,14 @@ class Connector:
         """
         of = self.allowed(self.least) if allowed is None else allowed
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Stated]:
+        rooms: list[LayerTensors] = []
+
+        def read(
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+        ) -> list[Stated]:
             stated: list[Stated] = []
-            self.client.get(keys, room(spans), min_fidelity=of.least, stated=stated)
+            rooms[:] = rooms or room(spans)
+            self.client.get(keys[first:], rooms[first:], min_fidelity=least, stated=stated)
             return stated
 
         return self._counted(tokens, read, extra, of)
@@ -168,17 +175,23 @@ class Connector:
             within.compute(chunks)
             within.computed = chunks.stop
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Stated]:
-            terms = self.terms(within, len(tokens) - spans[-1][1], of.least)
-            is_beside = terms.never_later and within.compute is not None
+        rooms: list[LayerTensors] = []
+
+        def read(
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+        ) -> list[Stated]:
+            rooms[:] = rooms or room(spans)
+            terms = self.terms(within, len(tokens) - spans[-1][1], least)
+            is_beside = terms.never_later and within.compute is not None and not first
+            terms = replace(terms, loads_first=terms.never_later and not is_beside)
             found = self.client.get_levelled(
-                keys, terms, room(spans), computing if is_beside else None
+                keys[first:], terms, rooms[first:], computing if is_beside else None
             )
             # What came behind a chunk that proved wrong is of no use, wherever that one is.
-            first = within.computed
-            rest = zip(found.levels[first:], found.stated[first:], strict=True)
+            computed = 0 if first else within.computed
+            rest = zip(found.levels[computed:], found.stated[computed:], strict=True)
             read = [stated for level, stated in takewhile(lambda one: one[0] >= 0, rest)]
-            return [EXACT] * first + read
+            return [EXACT] * computed + read
 
         return self._counted(tokens, read, extra, of, within=within)
 
@@ -205,7 +218,9 @@ class Connector:
         such a prefix can be continued at its end only. Exact copies alone. Never raises.
         """
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Stated]:
+        def read(
+            keys: Sequence[ChunkKey], spans: Sequence[Span], _first: int, _least: Fidelity
+        ) -> list[Stated]:
             found = len(self.client.get_into(keys, rooms(spans)))
             return [EXACT] * found if found == len(keys) else []
 
@@ -276,14 +291,17 @@ class Connector:
             reason = "slow"
         if not count:
             return Prefix(shared_tokens=shared), reason
-        came = read(keys[:count], every[:count])
+        came = read(keys[:count], every[:count], 0, allowed.least)
         first = within.computed if within is not None else 0
-        if len(came) - first < count:
+        stated = self._usable(
+            came, allowed, lambda at: read(keys[:count], every[:count], at, Fidelity.bounded)
+        )
+        found = len(stated)
+        missing = count + first - max(found, len(came))
+        if missing:
             reason = "lost" if within is None else "slow"
             with self._lock:
-                self._counts[f"{reason}_chunks"] += count - (len(came) - first)
-        stated = self._usable(came, allowed)
-        found = len(stated)
+                self._counts[f"{reason}_chunks"] += missing
         if found < len(came):
             reason = "gate"
         lossy = sum(stop - start for start, stop in every[exact_count(stated) : found])
@@ -293,12 +311,22 @@ class Connector:
         stored_tokens = every[found - 1][1] if found else 0
         return replace(prefix, stored_tokens=stored_tokens, codecs=codecs_of(stated)), reason
 
-    def _usable(self, came: Sequence[Stated], allowed: Allowed) -> Sequence[Stated]:
-        """Return the chunks of *came* before the first by a codec whose gate is shut."""
+    def _usable(
+        self,
+        came: Sequence[Stated],
+        allowed: Allowed,
+        again: Callable[[int], Sequence[Stated]],
+    ) -> Sequence[Stated]:
+        """Return the chunks of *came* before the first by a codec whose gate is shut, and what
+        *again* reads from there on: farther tiers may have copies with a bound.
+        """
         count = allowed.count(came)
+        if count == len(came):
+            return came
+        usable = [*came[:count], *self.ask(lambda: list(again(count)), list[Stated]())]
         with self._lock:
-            self._counts["gated_chunks"] += len(came) - count
-        return came[:count]
+            self._counts["gated_chunks"] += max(0, len(came) - len(usable))
+        return usable
 
     def _match(self, keys: Sequence[ChunkKey], least: Fidelity, within: Deadline | None) -> Match:
         if within is None:
@@ -406,17 +434,27 @@ class Connector:
     ) -> int:
         """Do the same with *room*, which says where a chunk of a layout goes.
 
-        *stated* is filled with what the copy of each chunk states; who does not ask reads exact
+        *stated* is filled with what the copy of each chunk states, and behind those with what
+        chunks state that came and were not used, for a gate was shut; who does not ask reads exact
         copies only. With *terms*, which have ``loads_first``, as far as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
+        within = None if terms is None else Deadline(terms.deadline_s)
         came = self.ask(lambda: self._get_into(digests, room, allowed.least, terms), list[Stated]())
+
+        def again(first: int) -> list[Stated]:
+            left = terms
+            if terms is not None and within is not None:
+                left = replace(terms, deadline_s=max(within.left_s, LEAST_LEFT_S))
+            rest, bounded = digests[first:], Fidelity.bounded
+            return self._get_into(rest, lambda at, of: room(first + at, of), bounded, left)
+
+        usable = self._usable(came, allowed, again)
         with self._lock:
             name = "lost_chunks" if terms is None else "slow_chunks"
-            self._counts[name] += len(digests) - len(came)
-        usable = self._usable(came, allowed)
+            self._counts[name] += len(digests) - max(len(came), len(usable))
         if stated is not None:
-            stated += usable
+            stated += [*usable, *came[len(usable) :]]
         return len(usable)
 
     def _get_into(

@@ -322,10 +322,12 @@ class TransformersConnector(Connector):
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
             return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
 
-        def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Stated]:
+        def staged(
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+        ) -> Sequence[Stated]:
             assert self._staging is not None
-            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
-            found = self._staging.read(self.client, keys, rooms[0], allowed.least)
+            rooms[:] = rooms or [PrefixRoom(self._shape, spans, self._model.device)]
+            found = self._staging.read(self.client, keys, rooms[0], first, least)
             return () if has_ends and len(found) < len(keys) else found
 
         if self._staging is not None:

@@ -50,13 +50,14 @@ def comparison(
     """Return what the gate is told of a prompt of which *cache* holds *prefix*, lossy by one codec.
 
     The logits of the last tokens behind *cache*, which is used up, are compared with those of a
-    full prefill. So that there are enough, less of the cache is used, if some of what is lossy
+    full prefill. So that there are enough, less of the cache is used, but half of what is lossy
     stays.
     """
-    least, held = len(tokens) - COMPARED_TOKENS, int(cache.get_seq_length())
-    if isinstance(cache, DynamicCache) and prefix.exact_tokens < least < held:
-        cache.crop(least - held)
-        held = least
+    exact, held = prefix.exact_tokens, int(cache.get_seq_length())
+    left = max(len(tokens) - COMPARED_TOKENS, exact + -(-(held - exact) // 2))
+    if isinstance(cache, DynamicCache) and left < held:
+        cache.crop(left - held)
+        held = left
     ids = torch.tensor([tokens], device=model.device)
     rows = min(COMPARED_TOKENS, len(tokens) - held)
     full = _logits(model, ids, DynamicCache(config=model.config), rows)

@@ -139,18 +139,21 @@ class LayerLoad:
     ) -> Prefix:
         """Do what ``Connector.load_chunks`` does; a prefix that is on its way is counted later."""
         self._prompt_tokens = len(tokens)
+        rooms: list[LayerTensors] = []
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Stated]:
+        def read(
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+        ) -> Sequence[Stated]:
             self._spans = spans
-            sizes = [raw_frame_bytes(self._layout(span)) for span in spans]
-            self._size_bytes, out = sum(sizes), room(spans)
-            self._began_s = time.monotonic()
-            is_exact = allowed.least is Fidelity.exact
+            sizes = [raw_frame_bytes(self._layout(span)) for span in spans[first:]]
+            rooms[:] = rooms or room(spans)
+            self._size_bytes, self._began_s = sum(sizes), time.monotonic()
+            is_exact = least is Fidelity.exact
             if is_exact and self._pays() and self._link.layered.acquire(blocking=False):
-                return self._begin(keys, out)
+                return self._begin(keys, rooms)
             stated: list[Stated] = []
             client = self._connector.client
-            client.get(keys, out, min_fidelity=allowed.least, stated=stated)
+            client.get(keys[first:], rooms[first:], min_fidelity=least, stated=stated)
             self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
             self._link.is_doubted &= not stated
             return stated

@@ -68,18 +68,24 @@ class Staging:
         return found
 
     def read(
-        self, client: Client, keys: Sequence[ChunkKey], room: PrefixRoom, least: Fidelity
+        self,
+        client: Client,
+        keys: Sequence[ChunkKey],
+        room: PrefixRoom,
+        first: int,
+        least: Fidelity,
     ) -> list[Stated]:
-        """Read the longest prefix of *keys* into *room*, on the device; return what each states.
+        """Read the longest run of *keys* from number *first* on into *room*, which has all of
+        them, on the device; return what each states.
 
         None is less so than *least*. They come a ring's worth at a time, each in one copy; the
         last of them is awaited.
         """
         found: list[Stated] = []
-        for start in range(0, len(keys), self.slots):
+        for start in range(first, len(keys), self.slots):
             some = keys[start : start + self.slots]
-            found += self._read_some(client, some, room, len(found), least)
-            if len(found) < start + len(some):
+            found += self._read_some(client, some, room, start, least)
+            if first + len(found) < start + len(some):
                 break
         return found
 

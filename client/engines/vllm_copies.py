@@ -70,8 +70,8 @@ class LoadWork:
 
     The first ``kept_blocks`` are not written to, and none before ``after``. ``arrived`` is to be
     called when something came, ``is_over`` says that there is no more time. ``stated`` is to be
-    filled with what the copy of each chunk states, by a side that reads lossy ones. ``terms``: of a
-    load with a deadline, for a side that can read in part.
+    filled by a side that reads lossy ones, as ``Connector.read_into`` does. ``terms``: of a load
+    with a deadline, for a side that can read in part.
     """
 
     digests: Sequence[ChainDigest]

@@ -87,7 +87,8 @@ class WorkerNews:
     ``stored``: chunks that are in the store now, and by how many ranks, where there are KV events.
     ``is_waiting``: chunks wait in their pages for the next step, which may be an idle one.
     ``lossy_loads``: requests of which a chunk came from a lossy copy, and the first such chunk's
-    number among those of the load.
+    number among those of the load. ``gated_loads``: those of ``short_loads`` of which a chunk has
+    lossy copies only that may not be used.
     """
 
     short_loads: dict[str, int] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class WorkerNews:
     stored: Mapping[ChainDigest, int] = field(default_factory=dict)
     is_waiting: bool = False
     lossy_loads: dict[str, int] = field(default_factory=dict)
+    gated_loads: frozenset[str] = frozenset()
 
     def joined(self, other: WorkerNews) -> WorkerNews:
         """Return what two ranks say together: a chunk is read when every rank has read it, and
@@ -107,7 +109,8 @@ class WorkerNews:
         refusal, is_down = self.refusal or other.refusal, self.is_down or other.is_down
         unstored = tuple(dict.fromkeys(self.unstored + other.unstored))
         is_waiting = self.is_waiting or other.is_waiting
-        return WorkerNews(loads, refusal, is_down, unstored, stored, is_waiting, lossy)
+        gated = self.gated_loads | other.gated_loads
+        return WorkerNews(loads, refusal, is_down, unstored, stored, is_waiting, lossy, gated)
 
 
 def _least(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

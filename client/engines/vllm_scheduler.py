@@ -440,7 +440,10 @@ class VllmScheduler:
             self._learn_lossy(request_id, chunks)
         for request_id, chunks in news.short_loads.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.within is None:  # else it is there, and was slow
+            if tracked is None:
+                continue
+            # With a deadline it is there, and was slow, unless a gate is shut.
+            if tracked.within is None or request_id in news.gated_loads:
                 # What could not be read is computed now, and stored in its place.
                 read = tracked.loaded_from + chunks
                 # One rank may say so a step after another that read less.

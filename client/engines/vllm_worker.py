@@ -176,6 +176,7 @@ class VllmWorker:
         self._failed_loads: set[str] = set()
         self._short_loads: dict[str, int] = {}
         self._lossy_loads: dict[str, int] = {}
+        self._gated_loads: set[str] = set()
         self._refusal = ""
         self._reporter: RefusalReporter | None = None
         self.cost = PrefillCost()
@@ -281,7 +282,7 @@ class VllmWorker:
         # Loads that fail one after another would have those behind them wait for each.
         within_s = self._connector.client.options.deadline_ms / 1000
         is_late = self._was_short and began - ordered_s > within_s
-        read = exact = 0
+        read = exact = gated = 0
         terms = order.terms
         if terms is not None:  # loads before it took some of its time
             left_s = max(terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
@@ -297,8 +298,9 @@ class VllmWorker:
                 terms=terms,
             )
             read = self._connector.ask(lambda: self._read(side, work), 0)
-            exact = exact_count(work.stated) if work.stated else read
-            self._was_short = read < len(order.digests)
+            exact = exact_count(work.stated[:read]) if work.stated else read
+            gated = max(0, len(work.stated) - read)
+            self._was_short = read + gated < len(order.digests)
         with self._news:
             self._loading -= 1
             self._done.add(order.request_id)
@@ -306,6 +308,7 @@ class VllmWorker:
                 self._lossy_loads[order.request_id] = exact
             if read < len(order.digests):
                 self._short_loads[order.request_id] = read
+                self._gated_loads |= {order.request_id} if gated else set()
                 self._is_down = self._is_down or self._connector.client.is_shut
             if not order.all_or_nothing:
                 self._failed_blocks.update(order.blocks_from(read * self._chunk_blocks))
@@ -313,7 +316,7 @@ class VllmWorker:
                 self._failed_loads.add(order.request_id)
             self.counted["loaded_chunks"] += read
             short = "lost_chunks" if order.terms is None else "slow_chunks"
-            self.counted[short] += len(order.digests) - read
+            self.counted[short] += len(order.digests) - read - gated
             self.counted["late_loads"] += is_late
             self.counted["far_gpu_loads"] += side is not None and side.is_gpu_tier_far
             self.counted["load_us"] += round(1e6 * (self._clock() - began))
@@ -501,12 +504,14 @@ class VllmWorker:
         with self._news:
             short, self._short_loads = self._short_loads, {}
             lossy, self._lossy_loads = self._lossy_loads, {}
+            gated, self._gated_loads = frozenset(self._gated_loads), set()
             stored, self._stored = self._stored, []
             unstored, self._unstored = tuple(self._unstored), OrderedDict()
             refusal = self._refusal
             is_down, self._is_down = self._is_down, False
         told = dict.fromkeys(stored, 1)
-        news = WorkerNews(short, refusal, is_down, unstored, told, is_waiting, lossy)
+        news = WorkerNews(short, refusal, is_down, unstored, told, is_waiting, lossy, gated)
+        # Gated loads are among the short ones.
         said = (short, refusal, is_down, unstored, stored, is_waiting, was_waiting, lossy)
         return news if any(said) else None
 

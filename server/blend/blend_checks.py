@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.codecs.base import CODECS
+from kvstore.codecs.base import boundless_codecs
 from kvstore.proto import blend_wire, plan_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
@@ -149,9 +149,11 @@ class BlendChecks:
 def _check_report_tag(tag: str, is_compared: bool) -> str:
     """Return *tag*; one of lossy copies is to name a codec, if a comparison came with it."""
     head, is_of_codec, codec = tag.partition(f"{ACCURACY_TAG}:")
-    if (is_of_codec and not head and codec not in CODECS) or (tag == ACCURACY_TAG and is_compared):
-        fix = f"use {ACCURACY_TAG}:CODEC, of {', '.join(CODECS)}"
-        raise InvalidRequestError("tag", tag, fix)
+    if (is_of_codec and not head) or (tag == ACCURACY_TAG and is_compared):
+        known = boundless_codecs()
+        if codec not in known:
+            fix = f"use {ACCURACY_TAG}:CODEC, of {', '.join(known)}"
+            raise InvalidRequestError("tag", tag, fix)
     return check_tag(tag)
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvstore.codecs.base import CODECS
+from kvstore.codecs.base import boundless_codecs
 from kvstore.proto.blend import ACCURACY_TAG, GateView, accuracy_tag
 from kvstore.proto.types import Namespace
 from kvstore.server.metrics import Counters
@@ -91,10 +91,9 @@ class Gates:
 
     def of_codecs(self, session: Session) -> GateView:
         """Return whether lossy copies without a bound are read of any codec, and of which."""
+        names = {one: (session.namespace, accuracy_tag(one)) for one in boundless_codecs()}
         with self._lock:
-            states = {
-                one: self._table.state((session.namespace, accuracy_tag(one))) for one in CODECS
-            }
+            states = {one: self._table.state(name) for one, name in names.items()}
         codecs = tuple(codec for codec, gate in states.items() if gate.is_open)
         return GateView(bool(codecs), 0.0, tag=ACCURACY_TAG, codecs=codecs)
 

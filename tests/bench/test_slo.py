@@ -118,6 +118,15 @@ def test_before_an_engine_that_is_late_by_itself_a_link_that_was_slow_is_tried_a
     assert replay(replace(request, at_s=4.0), trace).ttft_s < 0.75
 
 
+def test_before_an_engine_that_is_in_time_by_itself_nothing_waits_for_a_link_known_to_be_slow() -> (
+    None
+):
+    replay, request = ours(), prompt(8, 3.0, loads_first=True)
+    for at_s in (0.0, 4.0, 8.0, 12.0):
+        found = replay(replace(request, at_s=at_s), steady(0.4))
+    assert found.ttft_s < recompute(request, steady(0.4)).ttft_s + 0.01
+
+
 @pytest.mark.parametrize("fast_s", [0.03, 0.06, 0.1])
 def test_loads_before_an_engine_that_is_in_time_by_itself_never_make_it_late(
     fast_s: float,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from coarse_codec import RoughCodec, coarse_codec
 from local_server import LocalServer
 from lossy_copies import leave_on_disk
 from torch_engine import OPTIONS, prefill, random_ids
@@ -16,6 +17,7 @@ from kvstore.cli.model_samples import load_model
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
+from kvstore.proto.types import Fidelity
 from kvstore.server.policy import blend_gate
 
 TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
@@ -25,10 +27,16 @@ MakeServer = Callable[..., LocalServer]
 
 
 @pytest.fixture(autouse=True)
-def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress bars of transformers leave a thread behind; four comparisons open a gate."""
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Progress bars of transformers leave a thread behind; four comparisons open a gate.
+
+    ``rough`` is a codec that states no bound.
+    """
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     monkeypatch.setattr(blend_gate, "TRIALS", 4)
+    monkeypatch.setattr(RoughCodec, "fidelity", Fidelity.none)
+    with coarse_codec():
+        yield
 
 
 @pytest.fixture
@@ -44,7 +52,7 @@ def prompts(tmp_path: Path) -> Path:
 def run(prompts: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     def run(server: LocalServer | None, *more: str, model: Path = TINYLM) -> tuple[int, str]:
         address = "127.0.0.1:1" if server is None else server.address
-        usual = ["--codec", "fp8", "--prompts", str(prompts), "--chunk-tokens", "64"]
+        usual = ["--codec", "rough", "--prompts", str(prompts), "--chunk-tokens", "64"]
         with pytest.raises(SystemExit) as ended:
             main(["calibrate", "gate", str(model), "--address", address, *usual, *more])
         shown = capsys.readouterr()
@@ -69,17 +77,19 @@ def store(server: LocalServer, prompts: Path, *, lossy: bool = True) -> Transfor
 def test_a_codec_that_is_near_enough_has_its_gate_opened_and_later_closed_again(
     make_server: MakeServer, prompts: Path, run: Run
 ) -> None:
-    server = make_server("--disk-codec", "fp8", "--blend-divergence", "1", "--blend-agreement", "0")
+    server = make_server(
+        "--disk-codec", "rough", "--blend-divergence", "1", "--blend-agreement", "0"
+    )
     connector = store(server, prompts)
     lossy = [json.loads(prompts.read_text().splitlines()[1])["tokens"]]
     assert connector.load(lossy)[1] == 64
     status, shown = run(server)
     assert status == 0, shown
-    assert "tag accuracy:approximate:fp8: open" in shown
+    assert "tag accuracy:approximate:rough: open" in shown
     assert "agreement" in shown
     assert connector.load(lossy)[1] == 128
     bad = pb.ShadowResult(divergence=50.0, agreement=0.0, tokens=64)
-    report = pb.ReportReuseRequest(tag=accuracy_tag("fp8"), shadow=bad)
+    report = pb.ReportReuseRequest(tag=accuracy_tag("rough"), shadow=bad)
     while connector.client.report_reuse(report).is_open:
         pass
     assert connector.load(lossy)[1] == 64
@@ -89,25 +99,41 @@ def test_a_codec_that_is_near_enough_has_its_gate_opened_and_later_closed_again(
 def test_a_codec_that_is_too_far_off_stays_closed_and_its_figures_are_shown(
     make_server: MakeServer, prompts: Path, run: Run
 ) -> None:
-    server = make_server("--disk-codec", "fp8", "--blend-divergence", "1e-9")
+    server = make_server("--disk-codec", "rough", "--blend-divergence", "1e-9")
     store(server, prompts)
     status, shown = run(server)
     assert status == 1, shown
-    assert "tag accuracy:approximate:fp8: closed" in shown
+    assert "tag accuracy:approximate:rough: closed" in shown
     assert "divergence" in shown
 
 
 def test_prompts_that_cannot_be_compared_are_said_to_be_so(
     make_server: MakeServer, prompts: Path, run: Run
 ) -> None:
-    server = make_server("--disk-codec", "fp8")
+    server = make_server("--disk-codec", "rough")
     assert "none of 5 prompts is stored under this model's name" in run(server)[1]
     store(server, prompts, lossy=False)
     status, shown = run(server)
-    assert (status, "no copy by fp8 without a bound was read of 5 prompts" in shown) == (2, True)
-    status, shown = run(server, "--codec", "gq4")
-    assert (status, "no copy by gq4" in shown) == (2, True)
+    assert (status, "no copy by rough without a bound was read of 5 prompts" in shown) == (2, True)
     assert server.counter("blend_shadows") == 0
+
+
+def test_prompts_that_did_not_count_are_named_and_a_gate_that_closed_is_tried_again(
+    make_server: MakeServer, prompts: Path, run: Run
+) -> None:
+    server = make_server("--disk-codec", "rough", "--blend-divergence", "1e-9")
+    connector = store(server, prompts)
+    assert run(server)[0] == 1
+    ids = random_ids(148, seed=9)
+    tokens = ids[0].tolist()
+    connector.save(ids, prefill(load_model(TINYLM)[0], ids))
+    leave_on_disk(server, connector.client.keys(tokens)[2:])
+    prompts.write_text(f"{json.dumps({'tokens': tokens})}\n{prompts.read_text()}")
+    status, shown = run(server)
+    assert status == 1
+    assert "1 of the prompts did not count" in shown
+    assert "(lines 1)" in shown
+    assert server.counter("blend_shadows") == 4 + 1 + 4
 
 
 @pytest.mark.parametrize(
@@ -115,8 +141,9 @@ def test_prompts_that_cannot_be_compared_are_said_to_be_so(
     [
         (["--prompts", "absent.jsonl"], "prompts='absent.jsonl'"),
         (["--codec", "mp3"], "codec='mp3': use one of"),
-        (["--codec", "zstd"], "codec='zstd': use one of"),
+        (["--codec", "zplane"], "codec='zplane': use one of"),
         (["--codec", ""], "codec='': use one of"),
+        (["--codec", "gq4"], "; copies by other codecs are read without a gate"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_option_before_a_server_is_asked(

@@ -25,7 +25,7 @@ from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.types import ChunkKey, DType, Fidelity, KVLayout, PutOutcome
+from kvstore.proto.types import EXACT, ChunkKey, DType, Fidelity, KVLayout, PutOutcome, Stated
 
 ServerMaker = Callable[..., LocalServer]
 CHUNKS, MANY = 4, 16
@@ -127,7 +127,7 @@ def test_with_time_enough_every_chunk_comes_at_its_finest_level(
     out = rooms(CHUNKS)
     found = client.get_levelled(keys, TERMS, out)
     assert found.levels == (TOP,) * CHUNKS
-    assert found.fidelity == (Fidelity.bounded,) * CHUNKS
+    assert found.stated == (Stated(Fidelity.bounded),) * CHUNKS
     assert found.to_compute == ()
     whole = client.get(keys, min_fidelity=Fidelity.bounded)
     assert all(map(equal, out, whole))
@@ -224,7 +224,7 @@ def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) 
     out = rooms(2)
     found = client.get_levelled(keys, replace(TERMS, least=Fidelity.exact), out)
     assert found.levels == (0, 0)
-    assert found.fidelity == (Fidelity.exact,) * 2
+    assert found.stated == (EXACT,) * 2
     assert all(equal(one, numbers_of(key)) for one, key in zip(out, keys, strict=True))
 
 
@@ -321,7 +321,7 @@ class Prefix(NamedTuple):
 
     tensors: Sequence[ChunkTensors]
     levels: Sequence[int]
-    fidelity: Sequence[Fidelity]
+    stated: Sequence[Stated]
 
 
 def prefix_within(
@@ -335,7 +335,7 @@ def prefix_within(
     found = client.get_levelled(keys, PlanTerms(seconds, least=least), room)
     count = next(iter(found.to_compute), len(keys))
     tensors = [rooms[index] for index in range(count)]
-    return Prefix(tensors, found.levels[:count], found.fidelity[:count])
+    return Prefix(tensors, found.levels[:count], found.stated[:count])
 
 
 def test_a_levelled_get_for_who_computes_nothing_brings_all_that_there_is_time_for(
@@ -344,7 +344,7 @@ def test_a_levelled_get_for_who_computes_nothing_brings_all_that_there_is_time_f
     longer = keys_of(client, 1, CHUNKS + 2)
     found = prefix_within(client, longer, DEADLINE_MS / 1000)
     assert found.levels == (TOP,) * CHUNKS
-    assert found.fidelity == (Fidelity.bounded,) * CHUNKS
+    assert found.stated == (Stated(Fidelity.bounded),) * CHUNKS
     whole = client.get(keys, min_fidelity=Fidelity.bounded)
     assert all(map(equal, found.tensors, whole))
     assert prefix_within(client, [], 0.01).levels == ()
@@ -382,7 +382,7 @@ def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not
                 found = prefix_within(client, keys, slo_s)
                 took_s = time.monotonic() - started_s
                 passed_bytes = link.passed_bytes - before
-                assert set(found.fidelity) <= {Fidelity.bounded}
+                assert set(found.stated) <= {Stated(Fidelity.bounded)}
                 for at, key in enumerate(keys[: len(found.tensors)]):
                     best = largest_error(fine.tensors[at], numbers_of(key))
                     error = largest_error(found.tensors[at], numbers_of(key))

@@ -33,7 +33,7 @@ from kvstore.codecs.zstd import ZstdCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FrameTemplate, FrameWriter, check_frame, parse_header
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, Stated
 
 LOSSLESS = [name for name in CODECS if not issubclass(CODECS.load(name), LossyCodec)]
 """The others give other bytes: contracts/lossy_codec.py moves them."""
@@ -61,6 +61,14 @@ class Backwards(Codec):
 
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
         RawCodec().decode_segment(data, component, out[::-1])
+
+
+class Boundless(Backwards):
+    """States no bound."""
+
+    name = "boundless"
+    codec_id = 901
+    fidelity = Fidelity.none
 
 
 def moved(frame: Bytes, codec: Codec) -> Bytes:
@@ -232,3 +240,10 @@ def test_the_stated_bound_is_never_below_the_error_after_any_chain_of_lossy_code
     tensors = numbers(LOSSY, lambda shape, rng: scale * centred(shape, rng), seed)
     error, bound = error_after(chain, tensors)
     assert error <= bound
+
+
+def test_a_frame_without_a_bound_names_the_codec_that_has_none() -> None:
+    bounded = moved(encoded(RawCodec(), numbers(LOSSY), LOSSY), codec_by_name("gq4"))
+    for frame in (bounded, moved(bounded, RawCodec())):
+        found = parse_header(moved(frame, Boundless()))
+        assert found.stated == Stated(Fidelity.none, Boundless.codec_id)

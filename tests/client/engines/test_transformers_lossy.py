@@ -10,7 +10,8 @@ import pytest
 import torch
 from coarse_codec import CoarseCodec, coarse_codec
 from local_server import LocalServer
-from lossy_copies import leave_on_disk
+from lossy_copies import exact_on_redis, leave_on_disk
+from redis_process import RedisProcess
 from torch_engine import OPTIONS, greedy, kept, left_padded, plain_tokens, prefill, random_ids
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
@@ -269,6 +270,42 @@ def store_roughly(
     leave_on_disk(server, writer.client.keys(prompt[0].tolist())[1:2])
 
 
+@pytest.fixture
+def far_server(
+    make_server: Callable[..., LocalServer], own_redis: RedisProcess
+) -> Iterator[LocalServer]:
+    """One with exact copies in a tier behind that of lossy ones."""
+    own_redis.start()
+    with coarse_codec():
+        yield make_server(*exact_on_redis(own_redis.url))
+
+
+@pytest.mark.usefixtures("boundless")
+def test_a_chunk_whose_near_copy_a_gate_keeps_out_is_read_from_a_farther_tier(
+    far_server: LocalServer, tinylm: PreTrainedModel, identity: Representation
+) -> None:
+    def connect(**settings: Any) -> TransformersConnector:
+        client = far_server.connect("auto", identity, OPTIONS)
+        return TransformersConnector(client, tinylm, accuracy="approximate", **settings)
+
+    writer = connect()
+    writer.save(PROMPT[:, :192], prefill(tinylm, PROMPT[:, :192]))
+    leave_on_disk(far_server, writer.client.keys(PROMPT[0].tolist())[1:2], exact_on="redis")
+    shadow = pb.ShadowResult(divergence=0.0, agreement=1.0, tokens=64)
+    for _ in range(4):
+        report = pb.ReportReuseRequest(tag=accuracy_tag("rough"), shadow=shadow)
+        writer.client.report_reuse(report)
+    own = kept(prefill(tinylm, PROMPT[:, :192]))
+    for reader in (connect(), connect(device=HostDevice())):
+        cache, hit_tokens = reader.load(PROMPT)
+        assert hit_tokens == 192
+        assert all(map(torch.equal, kept(cache), own))
+    reader = connect()
+    assert reader.generate(PROMPT, greedy(1), deadline_ms=20_000).hit_tokens == 192
+    stats = reader.stats()
+    assert (stats.gated_chunks, stats.slow_chunks, stats.lossy_hit_tokens) == (0, 0, 0)
+
+
 @pytest.mark.usefixtures("boundless")
 def test_a_prompt_behind_copies_by_two_codecs_is_compared_by_nobody(
     server: LocalServer,
@@ -300,6 +337,16 @@ def test_a_prompt_that_is_stored_to_its_end_is_compared_over_more_than_its_last_
         view = writer.calibrate(PROMPT, "coarse")
         assert view is not None
         assert (view.is_open, view.shadows) == (number == 3, (number + 1) % 4)
+
+
+@pytest.mark.usefixtures("boundless")
+def test_a_prompt_whose_end_alone_is_lossy_is_compared_over_half_of_that(
+    server: LocalServer, connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    store_roughly(server, connect, tinylm, OTHER)
+    view = connect("exact").calibrate(OTHER[:, :128], "rough")
+    assert view is not None
+    assert view.shadows == 1
 
 
 @pytest.mark.usefixtures("boundless", "keys")

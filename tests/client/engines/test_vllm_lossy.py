@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from coarse_codec import CoarseCodec, coarse_codec
 from local_server import LocalServer, eventually
-from lossy_copies import leave_on_disk
+from lossy_copies import exact_on_redis, leave_on_disk
 from prompts import tokens as prompt_tokens
+from redis_process import RedisProcess
 from slow_device import SlowDevice
 from vllm_pages import BLOCK_TOKENS, HYBRID, SHAPE, SLIDING, representation
 from vllm_stand_ins import FakeRequest
@@ -80,10 +81,11 @@ def matched(engine: Engine, request: FakeRequest, cached: int = 0) -> int:
 
 
 def begin(
-    engine: Engine, name: str, cached: int = 0, tokens: Sequence[int] = PROMPT
+    engine: Engine, name: str, cached: int = 0, tokens: Sequence[int] = PROMPT, failed: int = 0
 ) -> tuple[int, list[int]]:
-    """Take a prompt of which vLLM has *cached* tokens to its last chunk; return how many were
-    loaded, and where the chunks begin that are stored then.
+    """Take a prompt of which vLLM has *cached* tokens to its last chunk, *failed* chunks of whose
+    load do not come; return how many tokens were loaded, and where the chunks begin that are
+    stored then.
     """
     request = request_of(name, list(tokens))
     engine.scheduler.arrived(request)
@@ -91,7 +93,9 @@ def begin(
     engine._next_block = 1
     blocks = engine.blocks(len(tokens))
     if hit:
-        assert engine.load(request, blocks, hit) == set()
+        lost = blocks[(cached + hit) // BLOCK_TOKENS - 2 * failed : (cached + hit) // BLOCK_TOKENS]
+        assert engine.load(request, blocks, hit) == set(lost)
+        hit -= 64 * failed
     request.num_computed_tokens = cached + hit
     orders = engine.step(request, blocks, len(tokens) - cached - hit)
     engine.catch_up()
@@ -268,6 +272,52 @@ def test_a_gate_that_closes_between_lookup_and_load_leaves_its_chunks_to_be_comp
     stores = engine.step(request, blocks, 330 - 64).stores
     assert [chunk.position for order in stores for chunk in order.chunks] == [64, 128, 192, 256]
     assert engine.matched(request_of("b", PROMPT)) == 64, "the next read does not use it"
+
+
+@pytest.fixture
+def far_server(
+    make_server: Callable[..., LocalServer], own_redis: RedisProcess
+) -> Iterator[LocalServer]:
+    """One with exact copies in a tier behind that of lossy ones."""
+    own_redis.start()
+    with coarse_codec():
+        yield make_server(*exact_on_redis(own_redis.url))
+
+
+@pytest.mark.usefixtures("boundless")
+@pytest.mark.parametrize("deadline_ms", [0, 20_000])
+def test_an_engine_reads_a_chunk_whose_near_copy_a_gate_keeps_out_from_a_farther_tier(
+    far_server: LocalServer, request: pytest.FixtureRequest, deadline_ms: int
+) -> None:
+    role = Role(first_token_ms=deadline_ms)
+    engine = Engine(far_server.address, accuracy="approximate", role=role)
+    request.addfinalizer(engine.close)
+    engine.run("writer", PROMPT[:128])
+    leave_on_disk(far_server, keys(engine)[1:2], exact_on="redis")
+    open_gate(engine, "rough")
+    assert engine.run("a", PROMPT[:140]) == 128
+    assert engine.workers[0]._connector.stats().gated_chunks == 0
+
+
+def open_gate(engine: Engine, codec: str) -> None:
+    shadow = pb.ShadowResult(divergence=0.0, agreement=1.0, tokens=64)
+    report = pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=shadow)
+    while not engine.workers[0]._connector.client.report_reuse(report).is_open:
+        pass
+
+
+@pytest.mark.usefixtures("boundless", "lossy")
+@pytest.mark.parametrize("deadline_ms", [0, 20_000])
+def test_a_chunk_that_a_gate_keeps_out_is_computed_and_stored_whatever_the_deadline(
+    start: Start, deadline_ms: int
+) -> None:
+    engine = start("approximate", role=Role(first_token_ms=deadline_ms))
+    open_gate(engine, "rough")
+    assert begin(engine, "a", failed=1) == (64, [64, 128, 192, 256])
+    counted = engine.workers[0].counted
+    assert (counted["lost_chunks"], counted["slow_chunks"]) == (0, 0)
+    assert engine.workers[0]._connector.stats().gated_chunks == 1
+    assert begin(start(), "b") == (320, [])
 
 
 def test_ranks_of_which_one_read_lossy_have_read_lossy() -> None:
