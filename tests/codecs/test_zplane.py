@@ -208,6 +208,20 @@ def test_planes_of_other_writers_are_read() -> None:
         assert np.array_equal(exponents, np.frombuffer(data, np.uint8))
 
 
+def declaring(content_bytes: int) -> bytes:
+    """A header with an eight-byte content size and a small window, then a block of 1,000 zeros."""
+    run_of_zeros = struct.pack("<I", 1 | 1 << 1 | 1000 << 3)[:3] + b"\0"
+    return b"\x28\xb5\x2f\xfd\xc0\x38" + struct.pack("<Q", content_bytes) + run_of_zeros
+
+
+def with_dictionary() -> bytes:
+    samples: list[bytes | bytearray | memoryview[int]] = [
+        np.random.default_rng(i).integers(0, 4, 2000, np.uint8).tobytes() for i in range(64)
+    ]
+    dictionary = zstandard.train_dictionary(4096, samples)
+    return zstandard.ZstdCompressor(level=1, dict_data=dictionary).compress(bytes(PLANE_BYTES))
+
+
 HOSTILE: dict[str, bytes] = {
     "nothing": b"",
     "half a table": struct.pack("<I", PLANE_BYTES),
@@ -224,8 +238,19 @@ HOSTILE: dict[str, bytes] = {
     "one byte more": body(REST, compressed(bytes(PLANE_BYTES + 1))),
     "one byte less": body(REST, compressed(bytes(PLANE_BYTES - 1))),
     "no content size": body(REST, compressed(bytes(PLANE_BYTES), write_content_size=False)),
-    "a terabyte declared": body(REST, b"\x28\xb5\x2f\xfd\xc0\x38" + struct.pack("<Q", 1 << 40)),
+    "no content size, without end": body(
+        REST, compressed(bytes(1 << 26), write_content_size=False)
+    ),
+    "a terabyte declared": body(REST, declaring(1 << 40)),
+    "2^64-1 declared": body(REST, declaring((1 << 64) - 1)),
+    "the right size declared, a thousand bytes held": body(REST, declaring(PLANE_BYTES)),
     "a frame cut": body(REST, ZEROS[:-1]),
+    "only a zstd header": body(REST, ZEROS[:9]),
+    "an empty frame first": body(REST, compressed(b"") + ZEROS),
+    "a skippable frame first": body(
+        REST, b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + bytes(4) + ZEROS
+    ),
+    "a dictionary that nobody has": body(REST, with_dictionary()),
     "bytes behind": body(REST, ZEROS + b"\0"),
     "another frame behind": body(REST, ZEROS + ZEROS),
     "a skippable frame": body(REST, b"\x50\x2a\x4d\x18" + struct.pack("<I", PLANE_BYTES)),
