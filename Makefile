@@ -161,6 +161,7 @@ bench: $(STAMP) redis ## measure this machine's data paths, alone and beside pee
 	$(BIN)/python -m bench.policy
 	$(BIN)/python -m bench.codecs
 	$(BIN)/python -m bench.slo
+	$(BIN)/python -m bench.layers
 	$(BIN)/python -m bench.blend
 	$(BIN)/python -m bench.cluster
 	$(BIN)/python -m bench.peers

@@ -22,12 +22,14 @@ from bench.codecs_kv import ROPE_THETA, Extent, Synthetic, make_synthetic
 from bench.codecs_ours import Chunks, calibrated
 from bench.codecs_rates import (
     BARS,
+    IMPORTANCE_KEYS,
     REAL_KEYS,
     Rates,
     all_codes,
     family,
     measure_rates,
     report_bars,
+    report_importance,
     report_rates,
     report_real,
     report_synthetic,
@@ -56,6 +58,7 @@ TINY, REAL, SYNTHETIC = "tinylm", "real model", "synthetic"
 LOSSLESS_PEERS = ("zipnn", "blosc2")
 LOSSLESS_CODEC = "zplane"
 LOSSLESS_KEY = "lossless_ratio"
+MODEL_KEYS = (*BARS, *REAL_KEYS, *IMPORTANCE_KEYS.values())
 SEED = 1
 
 T = TypeVar("T")
@@ -106,7 +109,7 @@ def measure(run: Run) -> tuple[dict[str, Rates], dict[str, Measured]]:
         synthetic, chunks = _synthetic(run.sizes.synthetic)
         curves: dict[str, Rates] = {}
         if run.speeds_only:
-            run.report.skip([*BARS, *REAL_KEYS, LOSSLESS_KEY], "--speeds: no quality")
+            run.report.skip([*MODEL_KEYS, LOSSLESS_KEY], "--speeds: no quality")
         else:
             curves.update(_rates_of_models(run, lmcache))
             curves[SYNTHETIC] = _rates_of_synthetic(run, synthetic, chunks, lmcache)
@@ -134,16 +137,18 @@ def _rates_of_models(run: Run, lmcache: LMCacheCodecs | str) -> dict[str, Rates]
     try:
         import bench.codecs_model  # noqa: F401 - looked for: the models need it
     except ImportError as error:
-        run.report.skip([*BARS, *REAL_KEYS], f"install the extra transformers: {error}")
+        run.report.skip(MODEL_KEYS, f"install the extra transformers: {error}")
         return {}
     found = {TINY: _rates_of_model(run, TINY, TINYLM, run.sizes.tiny, lmcache)}
     report_bars(run.report, found[TINY])
+    report_importance(run.report, TINY, found[TINY])
     reason = why_missing(run.model)
     if reason is None:
         found[REAL] = _rates_of_model(run, REAL, run.model, run.sizes.real, lmcache)
         report_real(run.report, found[REAL])
+        report_importance(run.report, REAL, found[REAL])
     else:
-        run.report.skip(REAL_KEYS, reason)
+        run.report.skip([*REAL_KEYS, IMPORTANCE_KEYS[REAL]], reason)
     return found
 
 
@@ -154,9 +159,11 @@ def _rates_of_model(
 
     model = PrefixModel(lengths, folder)
     chunks = Chunks.of(f"bench/{name}", model.bits, model.rope)
+    chunks = replace(chunks, importance=model.importance)
     calibrated(chunks, model.calibration())
     rates = measure_rates(chunks, lambda coded: model.score(coded.decoded), lmcache, run.folder)
-    told = all_codes(Chunks(model.told_bits, chunks.model), lmcache, run.folder, {})
+    facts = Chunks(model.told_bits, chunks.model, model.told_importance)
+    told = all_codes(facts, lmcache, run.folder, {})
     rates = with_facts(rates, told, model.answered)
     report_rates(run.report, name, rates)
     return rates

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import log_softmax, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from bench.codecs_curve import Quality
 from bench.codecs_kv import Bits, to_bits, to_floats
 from bench.codecs_texts import TINYLM, Context, Lengths, contexts, windows
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers_attention import noting_attention
+from kvstore.client.engines.transformers_cache import CacheShape, as_argument, importance_of
 from kvstore.proto.types import RopeParameters
 
 
@@ -44,7 +46,8 @@ class PrefixModel:
 
     ``bits``: the KV of prefixes whose texts go on, (windows, layers, 2, prefix, kv_heads,
     head_dim); ``told_bits``: that of prefixes which tell facts. What the model makes of the
-    former is computed once.
+    former is computed once. ``importance`` and ``told_importance``, f32 (windows, prefix), are
+    what the connector sends of their tokens.
     """
 
     def __init__(self, lengths: Lengths | None = None, folder: Path = TINYLM) -> None:
@@ -59,7 +62,9 @@ class PrefixModel:
         self._contexts = contexts(folder, self._tokenizer, measured.contexts, measured.told)
         with torch.no_grad():
             self.bits = self._prefill(self._tokens[:, : measured.prefix])
-            self.told_bits = self._prefill(torch.tensor([c.prefix for c in self._contexts]))
+            told = torch.tensor([c.prefix for c in self._contexts])
+            self.told_bits, self.told_importance = self._prefill(told), self._weighed(told)
+            self.importance = self._weighed(self._tokens[:, : measured.prefix])
             self._base = self._run_base()
 
     @property
@@ -128,6 +133,18 @@ class PrefixModel:
         layers = [torch.stack(_kv(layer), 1) for layer in cache.layers]
         kv = torch.stack(layers, 1).transpose(3, 4)  # (windows, layers, 2, tokens, heads, dim)
         return to_bits(kv.numpy())
+
+    def _weighed(self, tokens: Tensor) -> NDArray[np.float32]:
+        shape, count = CacheShape.of(self._model), tokens.shape[1]
+        found = []
+        for row in tokens:
+            cache = DynamicCache(config=self._model.config)
+            with noting_attention(self._model, cache, shape, count):
+                self._model.model(row[None], **as_argument(cache))
+            weights = importance_of(cache, 0, count)
+            assert weights is not None
+            found.append(weights)
+        return np.stack(found)
 
     def _run_base(self) -> _Base:
         cache = self._cache(self.bits)

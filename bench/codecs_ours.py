@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,14 @@ TOKENS_A_CHANNEL = 8
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The KV of one chunk a window, each at position 0, and the model it is of."""
+    """The KV of one chunk a window, each at position 0, and the model it is of.
+
+    ``importance``: of each window's tokens, f32 (windows, tokens), where a model says it.
+    """
 
     bits: Bits
     model: Representation
+    importance: NDArray[np.float32] | None = None
 
     @classmethod
     def of(cls, name: str, bits: Bits, rope: RopeParameters) -> Chunks:
@@ -99,13 +103,16 @@ class Coder:
         )  # fmt: skip
         return cls(setting, codec, EncodeTerms.of(chunks.model), template)
 
-    def code(self, bits: Bits) -> list[Coded]:
+    def code(self, bits: Bits, importance: NDArray[np.float32] | None = None) -> list[Coded]:
         """Return what the codec makes of *bits*: one for each level of its frames, base first.
 
-        Raises ValueError when a frame that calls itself exact is not.
+        *importance* is that of their tokens. Raises ValueError when a frame that calls itself
+        exact is not.
         """
         levels: list[tuple[list[int], Bits]] = []
         for number, window in enumerate(bits):
+            if importance is not None:
+                self.terms = replace(self.terms, importance=importance[number])
             header = self.encode(window)
             for level in range(header.levels + 1):
                 if level == len(levels):

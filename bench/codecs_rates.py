@@ -22,6 +22,7 @@ OURS = {
     "kvq": ("kvq:3", "kvq:2", "kvq:1", "kvq:0"),
     "kvq layered": ("kvq:layered",),
     "kvq without sinks": ("kvq:1,sinks=0", "kvq:0,sinks=0"),
+    "kvq importance": ("kvq:2,importance", "kvq:1,importance", "kvq:0,importance"),
     "cachegen": ("cachegen:3", "cachegen:2", "cachegen:1", "cachegen:0"),
     "kvqs": ("kvqs:3", "kvqs:2", "kvqs:1", "kvqs:0"),
     "kvt": ("kvt:3", "kvt:2", "kvt:1", "kvt:0"),
@@ -56,6 +57,12 @@ SINK_KEY = "sink_kl_ratio"
 SINK_BAR = 0.4
 """At most."""
 REAL_KEYS = (*REAL_KL, SINK_KEY)
+IMPORTANCE = "kvq importance"
+IMPORTANCE_KEYS = {
+    "tinylm": "importance_kl_ratio_tinylm",
+    "real model": "importance_kl_ratio_real_model",
+}
+"""By model: kvq's divergence with the importance that the connector sends, over that without."""
 
 
 @dataclass(slots=True)
@@ -72,9 +79,10 @@ class Rates:
 
 def our_codes(chunks: Chunks, skipped: dict[str, str]) -> Iterator[Coded]:
     """Yield what each of our codecs makes of *chunks*; note in *skipped* what is not there."""
-    for setting in (name for family in OURS.values() for name in family):
+    left_out = IMPORTANCE if chunks.importance is None else ""
+    for setting in (name for kin, names in OURS.items() if kin != left_out for name in names):
         try:
-            yield from Coder.of(setting, chunks).code(chunks.bits)
+            yield from Coder.of(setting, chunks).code(chunks.bits, chunks.importance)
         except UnknownCodecError as error:
             skipped[setting] = f"not built: {error}"
 
@@ -173,6 +181,20 @@ def report_real(report: Report, rates: Rates) -> None:
     ratios = {exact: found[exact] / found[without] for exact, without in SINKS}
     words = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     report.add(SINK_KEY, max(ratios.values()), f"{words} of the KL without", f"bar {SINK_BAR:g}")
+
+
+def report_importance(report: Report, model: str, rates: Rates) -> None:
+    """Add the key of *model* that says what importance takes off kvq's divergence."""
+    key, plain = IMPORTANCE_KEYS[model], rates.curve("kvq")
+    pairs = [(kl, error_at(plain, bits)) for bits, kl in rates.curve(IMPORTANCE)]
+    ratios = [kl / wanted for kl, wanted in pairs if wanted]
+    if not ratios:
+        report.skip([key], "no kvq quality on either side of one with importance")
+        return
+    words = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    report.add(
+        key, max(ratios), f"{words} of the KL without, at equal bytes", "reported: the worst"
+    )
 
 
 def _report_key(report: Report, key: str, rates: Rates) -> None:

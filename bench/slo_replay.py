@@ -7,6 +7,7 @@ client/levelled_get.py asks it; link, decoder and engine are numbers.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ class Trace:
     def _pieces(self, at_s: float) -> Iterator[tuple[float, float, float]]:
         """Yield (from, to, bytes a second), from *at_s* on."""
         turns, within_s = divmod(at_s, self.length_s)
-        number = max(n for n, start in enumerate(self.starts_s) if start <= within_s)
+        number = bisect_right(self.starts_s, within_s) - 1
         base_s = turns * self.length_s
         while True:
             last = number + 1 == len(self.starts_s)
@@ -162,6 +163,26 @@ def load_all(level: int) -> Replay:
         return Outcome(decoded_s + rest_s - request.at_s, (level,) * len(chunks))
 
     return replay
+
+
+def knowing(request: Request, trace: Trace) -> Outcome:
+    """Do what ends soonest, by the trace itself: what no controller can beat."""
+    chunks, terms = request.chunks, request.terms
+    sizes, best_s = [chunk.tokens for chunk in chunks], terms.compute_s(chunks)
+    tail_s = terms.span_s(terms.tail_tokens, sum(sizes))
+    sent_s = decoded_s = request.at_s + (EXCHANGES + 1) * RTT_S
+    size_bytes = 0
+    for count, chunk in enumerate(chunks if terms.loads_first else reversed(chunks), start=1):
+        size_bytes += chunk.end_bytes[0]
+        there_s = trace.arrival_s(size_bytes, sent_s)
+        decoded_s = max(decoded_s, there_s) + chunk.raw_bytes / terms.decode_bytes_per_s
+        loaded_s, rest = decoded_s - request.at_s, len(chunks) - count
+        if terms.loads_first:
+            found_s = loaded_s + terms.compute_s(chunks, count)
+        else:
+            found_s = max(loaded_s, terms.span_s(sum(sizes[:rest]), 0)) + tail_s
+        best_s = min(best_s, found_s)
+    return Outcome(best_s, ())
 
 
 def controlled(meter: Callable[[Callable[[], float]], LinkMeter]) -> Replay:
@@ -248,7 +269,9 @@ class _Controlled:
                 for n in range(len(tokens))
             ]
             is_quiet = self._engine_s - self._planned_s > QUIET_S
-            count = max(1, to_compute(self._found, Progress(tuple(levels)), is_quiet=is_quiet))
+            progress = Progress(tuple(levels), self._engine_s - self._start_s)
+            wanted = to_compute(self._found, self._chunks, progress, self._terms, is_quiet=is_quiet)
+            count = max(1, wanted)
             while stop < min(first + count, len(tokens)) and not self._is_here(stop):
                 stop += 1
             if stop == first:

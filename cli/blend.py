@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,6 @@ from kvstore.proto.errors import InvalidRequestError, RepresentationError
 if TYPE_CHECKING:  # help is to load none of the rooms
     from kvstore.proto.blend import GateView
 
-_NEEDS = ("torch", "transformers")
 _SAY_EVERY = 8
 """Trials between two lines of progress."""
 
@@ -74,12 +73,11 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
 
     Exits with 1 when it stays closed.
     """
-    missing = [name for name in _NEEDS if find_spec(name) is None]
+    from kvstore.cli.blend_report import print_gate
+    from kvstore.cli.calibrate import check_extras
+
     try:
-        if missing:
-            fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
-            raise InvalidRequestError("model", str(model), fix)
-        from kvstore.cli.blend_report import print_gate
+        check_extras(model)
         from kvstore.cli.blend_trials import TrialFiles, TrialTerms, run_trials
 
         terms = TrialTerms(tag, documents, document_tokens, question_tokens, selector, seed)
@@ -92,6 +90,31 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
         raise typer.Exit(EXIT_NOT_HELD)
 
 
+def compare_copies(
+    models: Sequence[Path], codec: str, prompts: Path | None, chunk_tokens: int, address: str
+) -> None:
+    """Compare what a model makes of *codec*'s copies of stored prompts with full prefills.
+
+    Ends the process with 1 when the gate is not open then. Raises what ``run_gate_trials`` does.
+    """
+    from kvstore.cli.blend_report import print_gate
+    from kvstore.cli.calibrate import check_extras
+
+    if len(models) > 1:
+        raise InvalidRequestError("sources", len(models), "give one model")
+    if prompts is None:
+        raise InvalidRequestError("prompts", None, "give --prompts FILE")
+    check_extras(models[0])
+    from kvstore.cli.gate_trials import GateTrials, run_gate_trials
+
+    trials = GateTrials(codec, prompts, chunk_tokens)
+    gate = run_gate_trials(address, models[0], trials, _say)
+    print_gate(gate)
+    if not gate.is_open:
+        raise typer.Exit(EXIT_NOT_HELD)
+
+
 def _say(gate: GateView) -> None:
+    """Say how trials go, from time to time."""
     if gate.shadows % _SAY_EVERY == 0:
         typer.echo(f"ratio {gate.ratio:.3f}, {gate.why}", err=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvstore.cli.access import given_access
+from kvstore.cli.calibrate import read_text
+from kvstore.cli.model_samples import load_model
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
@@ -88,12 +89,7 @@ def run_trials(
     Raises InvalidRequestError for a model or file that will not do, RepresentationError for a
     model that cannot be blended, KVStoreErrors of the server.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto")
-    except (OSError, ValueError) as error:
-        fix = str(error).splitlines()[0]
-        raise InvalidRequestError("model", str(model_folder), fix) from None
+    model, tokenizer = load_model(model_folder)
     prompts = _Prompts(tokenizer, files, terms)
     limit = getattr(model.config, "max_position_embeddings", None) or prompts.most_tokens
     if prompts.most_tokens > limit:
@@ -120,9 +116,9 @@ class _Prompts:
     def __init__(self, tokenizer: Any, files: TrialFiles, terms: TrialTerms) -> None:
         self._tokenizer = tokenizer
         self._terms = terms
-        text = [] if files.text is None else self._ids(_read("text", files.text))
+        text = [] if files.text is None else self._ids(read_text("text", files.text))
         if files.prefix is not None:
-            self._prefix = list(tokenizer(_read("prefix", files.prefix))["input_ids"])
+            self._prefix = list(tokenizer(read_text("prefix", files.prefix))["input_ids"])
         elif tokenizer.bos_token_id is not None:
             self._prefix = [tokenizer.bos_token_id]
         else:
@@ -150,7 +146,7 @@ class _Prompts:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _questions(self, path: Path) -> Iterator[_Asked]:
-        for number, line in enumerate(_read("questions", path).splitlines(), 1):
+        for number, line in enumerate(read_text("questions", path).splitlines(), 1):
             if not line.strip():
                 continue
             try:
@@ -189,13 +185,6 @@ class _Prompts:
             ranges.append(SegmentRange(len(tokens), len(tokens) + len(one)))
             tokens += one
         return Prompt([*tokens, *asked.question], ranges)
-
-
-def _read(option: str, path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(option, str(path), str(error)) from None
 
 
 def _passages(ids: Sequence[int], terms: TrialTerms) -> list[list[int]]:

@@ -32,6 +32,22 @@ Tables: TypeAlias = Mapping[str, NDArray[Any]]
 _NEEDS = ("torch", "transformers")
 
 
+def check_extras(model: Path) -> None:
+    """Raise InvalidRequestError where what runs *model* is not installed."""
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    if missing:
+        fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
+        raise InvalidRequestError("model", str(model), fix)
+
+
+def read_text(option: str, path: Path) -> str:
+    """Return the text in the file *path* that *option* names. Raises InvalidRequestError."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(option, str(path), str(error)) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What to make an asset from. ``text`` belongs to a model, ``representation`` to dumps.
@@ -66,14 +82,8 @@ class Calibration:
             raise InvalidRequestError("sources", len(self.sources), "give one model, or dumps")
         if self.text is None:
             raise InvalidRequestError("text", None, "a model needs a text to read")
-        missing = [name for name in _NEEDS if find_spec(name) is None]
-        if missing:
-            fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
-            raise InvalidRequestError("model", str(first), fix)
-        try:
-            text = self.text.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("text", str(self.text), str(error)) from None
+        check_extras(first)
+        text = read_text("text", self.text)
         from kvstore.cli.model_samples import run_model
 
         return run_model(first, text, self.tokens, self.chunk_tokens)

@@ -15,7 +15,7 @@ import typer
 from kvstore import __version__
 from kvstore.cli import care, chunks
 from kvstore.cli.access import Ca, Cert, Key, Tls, TokenFile, remember
-from kvstore.cli.blend import blend_app
+from kvstore.cli.blend import blend_app, compare_copies
 from kvstore.cli.config import config_app
 from kvstore.cli.exits import EXIT_CODES, EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE, fail
 from kvstore.cli.manual import Manual
@@ -216,13 +216,17 @@ def codecs(
 
 
 @app.command()
-def calibrate(
-    kind: Annotated[str, typer.Argument(help="What for: cachegen, kvt or kvqs.")],
+def calibrate(  # noqa: PLR0913 - each is an option
+    kind: Annotated[
+        str, typer.Argument(help="An asset of cachegen, kvt or kvqs; or gate, of lossy copies.")
+    ],
     sources: Annotated[
         list[Path],
         typer.Argument(help="Folder of a transformers model, or .npy and .safetensors KV dumps."),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of assets to write into.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of assets to write into.")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text for the model to read.")
     ] = None,
@@ -230,13 +234,32 @@ def calibrate(
         str | None, typer.Option(metavar="HEX", help="Representation digest, for dumps.")
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the text to use.")] = 8192,
+    codec: Annotated[str, typer.Option(help="gate: whose copies are compared.")] = "",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='gate: stored prompts, JSON lines: {"prompt": "..."} or {"tokens": [1, 2]}.',
+        ),
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(metavar="N", help="gate: of the engine.")] = 256,
+    address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Make a model's asset for a codec that needs one; exits with 2 when it cannot."""
+    """Make a model's asset for a codec that needs one, or open the gate of a codec's lossy copies.
+
+    A gate opens once 64 prompts are near enough to their full prefills; exits with 1 when it is not
+    open in the end, with 2 when nothing can be made or compared.
+    """
     from kvstore.cli.calibrate import Calibration
     from kvstore.cli.calibrate import calibrate as make
     from kvstore.proto.errors import RepresentationError
 
     try:
+        if kind == "gate":
+            compare_copies(sources, codec, prompts, chunk_tokens, address)
+            return
+        if out is None:
+            raise InvalidRequestError("out", None, "give --out DIR, to write the asset into")
         path, asset = make(Calibration(kind, sources, out, text, representation, tokens))
     except (InvalidRequestError, RepresentationError) as error:
         fail(error, EXIT_USAGE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
@@ -20,6 +21,16 @@ from kvstore.proto.types import MIN_CHUNK_TOKENS, Component
 CONTEXT_TOKENS = 1024
 
 
+def load_model(folder: Path) -> tuple[PreTrainedModel, Any]:
+    """Return the model in *folder* and its tokenizer. Raises InvalidRequestError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError("model", str(folder), str(error).splitlines()[0]) from None
+    return model, tokenizer
+
+
 def run_model(folder: Path, text: str, tokens: int, chunk_tokens: int) -> Samples:
     """Return the KV that the model in *folder* computes of the first *tokens* of *text*.
 
@@ -27,11 +38,7 @@ def run_model(folder: Path, text: str, tokens: int, chunk_tokens: int) -> Sample
     InvalidRequestError for a folder or a text that will not do, RepresentationError for a
     model whose KV cannot be stored.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError("model", str(folder), str(error).splitlines()[0]) from None
+    model, tokenizer = load_model(folder)
     representation = representation_of(model, tokenizer)
     (group,) = representation.layer_groups
     ids = tokenizer(text)["input_ids"][:tokens]

@@ -23,7 +23,7 @@ from kvstore.client.keeping import check_wait
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer
 from kvstore.client.lease import ChunkLease
-from kvstore.client.levelled_get import Levelled, Within
+from kvstore.client.levelled_get import Levelled
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.pages import PagedKV
@@ -40,7 +40,7 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.plans import PlannedBatch, PrefillModel
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Representation
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Representation, Stated
 
 MAX_WAITING = 2
 """Lookups of one client that wait on the server, a thread each; the rest look again and again."""
@@ -233,7 +233,7 @@ class AsyncClient:
         out: Sequence[LayerTensors] | None = None,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified."""
@@ -242,7 +242,7 @@ class AsyncClient:
             keys,
             given(out),
             min_fidelity=min_fidelity,
-            fidelity=fidelity,
+            stated=stated,
             rectangle=rectangle,
         )
 
@@ -252,7 +252,7 @@ class AsyncClient:
         room: Room,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read into what *room* gives for each chunk once its layout is known."""
@@ -266,7 +266,7 @@ class AsyncClient:
         get = partial(
             self.sync.get_into,
             min_fidelity=min_fidelity,
-            fidelity=fidelity,
+            stated=stated,
             rectangle=rectangle,
         )
         return await settled(partial(get, keys, place), stop=stopped.set)
@@ -321,13 +321,6 @@ class AsyncClient:
     ) -> Levelled:
         """Read chunks at the levels that a deadline leaves time for; *compute* runs in a thread."""
         return await settled(partial(self.sync.get_levelled, keys, terms, out, compute))
-
-    async def get_within(
-        self, keys: Sequence[ChunkKey], slo_ms: int, *, min_fidelity: Fidelity = Fidelity.bounded
-    ) -> Within:
-        """Read the prefix that *slo_ms* leaves time for, as exactly as it does."""
-        get = self.sync.get_within
-        return await asyncio.to_thread(get, keys, slo_ms, min_fidelity=min_fidelity)
 
     async def begin_put(
         self,

@@ -51,6 +51,7 @@ from kvstore.proto.types import (
     Fidelity,
     Namespace,
     Representation,
+    Stated,
 )
 from kvstore.proto.wire import cut_keys, join_digests, split_digests
 
@@ -284,15 +285,15 @@ class Caller:
         keys: Sequence[ChunkKey],
         room: Room,
         least: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
     ) -> list[ChunkTensors]:
-        """Read under a lease of the call's own. *fidelity* gets that of each chunk returned."""
+        """Read under a lease of the call's own. *stated* gets what each copy states."""
 
         def work(_: Transport) -> list[ChunkTensors]:
-            stated: list[Fidelity] = []
-            found = self._read(keys, room, (), least, stated)
-            if fidelity is not None:
-                fidelity[:] = stated
+            told: list[Stated] = []
+            found = self._read(keys, room, (), least, told)
+            if stated is not None:
+                stated[:] = told
             return found
 
         try:
@@ -307,13 +308,13 @@ class Caller:
         room: Room,
         leases: Sequence[int],
         least: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
     ) -> list[ChunkTensors]:
         """Read a batch at a time, each under its own of *leases*; without them each takes one.
 
-        The fidelity of each chunk that is returned is appended to *fidelity*.
+        What the copy of each chunk that is returned states is appended to *stated*.
         """
-        stated = [] if fidelity is None else fidelity
+        told = [] if stated is None else stated
         transport, left_ms = self._connected(), countdown(self.options.deadline_ms)
         digests = self._cut_digests(keys)  # all of them are ours, or nothing is read
         found: list[ChunkTensors] = []
@@ -322,7 +323,7 @@ class Caller:
             lease_id = leases[number] if leases else 0
             try:
                 asked = Asked(digests[first : first + limit], lease_id, left_ms(), least)
-                some_found, some_stated = self._read_batch(
+                some_found, some_told = self._read_batch(
                     transport, some, behind(room, first), asked
                 )
             except (DeadlineError, TierUnavailableError):
@@ -330,7 +331,7 @@ class Caller:
                     raise
                 break
             found += some_found
-            stated += some_stated
+            told += some_told
             if len(found) < first + len(some):
                 break
         return found
@@ -341,9 +342,9 @@ class Caller:
         keys: Sequence[ChunkKey],
         room: Room,
         asked: Asked,
-    ) -> tuple[list[ChunkTensors], list[Fidelity]]:
+    ) -> tuple[list[ChunkTensors], list[Stated]]:
         portion = None
-        stated: dict[int, int] = {}
+        stated: dict[int, Stated] = {}
         if isinstance(room, RectangleRoom):
             portion = room.usual_portion(self.options.chunk_tokens)
         landing = partial(direct, transport.session, keys, room)
@@ -352,7 +353,7 @@ class Caller:
             found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:
             self._quarantine(transport, broken)
-        return found, [Fidelity(stated[at]) for at in range(len(found))]
+        return found, [stated[at] for at in range(len(found))]
 
     def _layer_feed(
         self,

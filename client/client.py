@@ -41,6 +41,7 @@ from kvstore.proto.types import (
     ChunkKey,
     Fidelity,
     Match,
+    Stated,
 )
 from kvstore.proto.wire import fidelity_number, match_from_message
 
@@ -60,6 +61,12 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         is_sglangs = self.options.sglang_names and not extra
         digests = page_digests(tokens, size) if is_sglangs else chain_digests(tokens, size, extra)
         return [chunk_key(space, digest) for digest in digests]
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the server that we have a session with has a use for ``Chunk.importance``."""
+        transport = self._transport
+        return transport is not None and transport.session.terms.weighs
 
     # --- data
 
@@ -107,12 +114,12 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         outgoing: Sequence[Outgoing],
         left_ms: Callable[[], int],
     ) -> None:
-        """Say which tokens matter, ahead of the chunks; a server that does not hear it codes all
-        alike.
+        """Say which tokens matter, ahead of the chunks, where a codec has a use for it; a server
+        that does not hear it codes all alike.
         """
         pairs = zip(chunks, outgoing, strict=True)
         weights = [(one.key, one.weights(out.template.layout.tokens)) for one, out in pairs]
-        told = [(key, each) for key, each in weights if each]
+        told = [(key, each) for key, each in weights if each and transport.session.terms.weighs]
         for _, batch in batches(told, transport.session.terms.max_batch_chunks) if told else ():
             request = pb.WeighRequest(
                 session_id=transport.session.terms.session_id,
@@ -228,7 +235,7 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         out: Sequence[LayerTensors] | None = None,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified.
@@ -237,11 +244,11 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         are written into *out*, one entry a key, numpy or torch. What lies in *out* past the
         returned length is not to be used. Below an exact *min_fidelity* any of them may be
         restored from a lossy copy: neither they nor what is computed from them is to be put.
-        *fidelity*, a list, is filled with how true each chunk that is returned is.
+        *stated*, a list, is filled with what the copy of each chunk that is returned states.
         With a *rectangle* tensors, and *out*, are what one rank has of each chunk.
         """
         check_out(keys, out)
-        return self._read_prefix(keys, self._room(given(out), rectangle), min_fidelity, fidelity)
+        return self._read_prefix(keys, self._room(given(out), rectangle), min_fidelity, stated)
 
     def lease(
         self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact

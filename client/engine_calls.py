@@ -12,7 +12,7 @@ from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer, LayerReader
-from kvstore.client.levelled_get import Levelled, LevelledGet, Within, beside
+from kvstore.client.levelled_get import Levelled, LevelledGet, beside
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.pages import PagedKV
@@ -23,11 +23,11 @@ from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Put, Transport
-from kvstore.codecs.base import ChunkTensors, empty_tensors
+from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.types import END_KINDS, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import END_KINDS, ChunkKey, Fidelity, KVLayout, Stated
 
 LAYERED_PUT_MS = 60_000
 """What a forward pass over a long prompt may take."""
@@ -53,7 +53,7 @@ class EngineCalls(Caller, ABC):
         room: Room,
         *,
         min_fidelity: Fidelity = Fidelity.exact,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
         """Read like ``get``, into what *room* gives for each chunk once its layout is known.
@@ -63,7 +63,7 @@ class EngineCalls(Caller, ABC):
         called by several threads, in any order. With a *rectangle* the layouts are those of what
         one rank has.
         """
-        return self._read_prefix(keys, self._room(room, rectangle), min_fidelity, fidelity)
+        return self._read_prefix(keys, self._room(room, rectangle), min_fidelity, stated)
 
     def _room(self, room: Room, rectangle: Rectangle | None) -> Room:
         if rectangle is None:
@@ -203,31 +203,6 @@ class EngineCalls(Caller, ABC):
                     self._quarantine(transport, key)
 
         return self._with_session(work)
-
-    def get_within(
-        self,
-        keys: Sequence[ChunkKey],
-        slo_ms: int,
-        *,
-        min_fidelity: Fidelity = Fidelity.bounded,
-    ) -> Within:
-        """Read the longest prefix of *keys* that *slo_ms* leaves time for, as exactly as it does.
-
-        What ``get_levelled`` does for who computes nothing: all chunks at their base level come
-        before any refinement, over whatever transport, and the call is over in time. Raises
-        InvalidRequestError for keys of another namespace, or an *slo_ms* out of range.
-        """
-        if not 1 <= slo_ms <= MAX_DEADLINE_MS:
-            raise InvalidRequestError("slo_ms", slo_ms, f"use 1 to {MAX_DEADLINE_MS}")
-        rooms: dict[int, ChunkTensors] = {}
-
-        def room(index: int, layout: KVLayout) -> ChunkTensors:
-            return rooms.setdefault(index, empty_tensors(layout))
-
-        found = self._levelled(keys, PlanTerms(slo_ms / 1000, least=min_fidelity), room)
-        count = next(iter(found.to_compute), len(keys))
-        tensors = [rooms[index] for index in range(count)]
-        return Within(tensors, found.levels[:count], found.fidelity[:count])
 
     def begin_put(
         self,

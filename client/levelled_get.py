@@ -41,7 +41,6 @@ from kvstore.client.reader import Reader, Room
 from kvstore.client.retry import countdown
 from kvstore.client.stored_frame import MAX_LEVELS, StoredFrame
 from kvstore.client.transport import FramePiece, Transport
-from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
@@ -54,7 +53,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Stated
 from kvstore.proto.wire import fidelity_number, join_digests
 
 SLOW_BATCH_S = 4 * BATCH_S
@@ -66,8 +65,8 @@ LEAST_MEASURED_BYTES = 64 << 10
 """Of less, what a transfer takes says nothing about the link's bandwidth."""
 RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
-_Decoding: TypeAlias = "Future[tuple[int, Fidelity]]"
-_NOTHING = (RECOMPUTE, Fidelity.none)
+_Decoding: TypeAlias = "Future[tuple[int, Stated]]"
+_NOTHING = (RECOMPUTE, Stated(Fidelity.none))
 _DAMAGED = (ChunkCorruptError, InvalidFrameError, RepresentationError)
 
 
@@ -83,34 +82,27 @@ class Meters:
 @dataclass(frozen=True, slots=True)
 class Levelled:
     """What became of each chunk: ``levels[i]`` is the level in which it was read, 0 for the base,
-    or RECOMPUTE. ``fidelity[i]`` says how true it is to what was stored; what is not exact is
-    never to be put, nor what is computed from it.
+    or RECOMPUTE. ``stated[i]`` is what the copy states; what is not exact is never to be put, nor
+    what is computed from it.
     """
 
     levels: tuple[int, ...]
-    fidelity: tuple[Fidelity, ...]
+    stated: tuple[Stated, ...]
 
     @classmethod
     def none(cls, count: int) -> Levelled:
         """Return that of *count* chunks nothing was read."""
-        return cls((RECOMPUTE,) * count, (Fidelity.none,) * count)
+        return cls((RECOMPUTE,) * count, (_NOTHING[1],) * count)
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, ...]:
+        """How true each chunk is to what was stored."""
+        return tuple(one.fidelity for one in self.stated)
 
     @property
     def to_compute(self) -> tuple[int, ...]:
         """The chunks that the engine computes."""
         return tuple(i for i, level in enumerate(self.levels) if level == RECOMPUTE)
-
-
-@dataclass(frozen=True, slots=True)
-class Within:
-    """A prefix that came in time: ``tensors`` by chunk, and ``levels`` and ``fidelity`` of each.
-
-    What is not exact is never to be put, nor what is computed from it.
-    """
-
-    tensors: list[ChunkTensors]
-    levels: tuple[int, ...]
-    fidelity: tuple[Fidelity, ...]
 
 
 class LevelledGet:
@@ -240,7 +232,7 @@ class LevelledGet:
         if self._found is None:
             return max(1, len(missing) // 2), now_s
         is_quiet = now_s - self._planned_s > QUIET_S
-        wanted = max(1, to_compute(self._found, progress, is_quiet=is_quiet))
+        wanted = max(1, to_compute(self._found, chunks, progress, terms, is_quiet=is_quiet))
         return min(wanted, len(missing)), now_s
 
     def _give_back(self) -> None:
@@ -429,9 +421,7 @@ class LevelledGet:
         work = self._reader.submit(self._decoded, at, reached, room, terms, after)
         self._decoding[at] = (reached, work)
 
-    def _decode_all(
-        self, computed: int, room: Room, terms: PlanTerms
-    ) -> list[tuple[int, Fidelity]]:
+    def _decode_all(self, computed: int, room: Room, terms: PlanTerms) -> list[tuple[int, Stated]]:
         """Decode what came but for the first *computed*, in order, as far as time allows."""
         for at in range(computed, self._usable(terms)):
             self._decode(at, room, terms)
@@ -447,7 +437,7 @@ class LevelledGet:
 
     def _decoded(
         self, at: int, reached: int, room: Room, terms: PlanTerms, after: _Decoding | None
-    ) -> tuple[int, Fidelity]:
+    ) -> tuple[int, Stated]:
         before = _NOTHING if after is None else after.result()  # which writes to the same room
         frame, started_s = self._frames[at], self._clock()
         is_late = self._elapsed_s() >= terms.deadline_s + SLACK_S and not terms.never_later
@@ -463,7 +453,7 @@ class LevelledGet:
             # Of all threads: each of them is at a frame of its own meanwhile.
             size_bytes = frame.chunk.raw_bytes * self._reader.threads
             self._meters.decoder.observe(size_bytes, self._clock() - started_s)
-            return level, frame.header.fidelity
+            return level, frame.header.stated
         return _NOTHING
 
 

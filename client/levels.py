@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
 from kvstore.client.link_meter import LinkEstimate
@@ -46,6 +46,8 @@ BATCH_GROWTH = 4
 """A batch has so many times the bytes of the one before at most."""
 MAX_DECODE_SHARE = 0.5
 """Of the deadline: at most so much is kept for decoding what came."""
+CUT_SHORT_S = 0.03
+"""A read that is cut short may end so much later: its next piece is on the way."""
 MAX_LATER_SHARE = 0.125
 """Of what computing everything takes: loads may end in vain so much later at most."""
 
@@ -245,21 +247,38 @@ def wait_until_s(chunks: Sequence[LevelledChunk], progress: Progress, terms: Pla
     if MISSING not in progress.levels:  # refinements are worth no risk
         margin_s = min(BATCH_S, MAX_LATER_SHARE * terms.deadline_s)
         end_s = min(whole_s, terms.deadline_s - margin_s)
-    elif whole_s <= terms.deadline_s < end_s:
-        end_s = terms.deadline_s
+    elif whole_s <= terms.deadline_s:
+        end_s = min(end_s, max(whole_s, terms.deadline_s - CUT_SHORT_S))
     return end_s - terms.left_s(chunks, progress) - (decode_s if max(progress.levels) >= 0 else 0.0)
 
 
-def to_compute(found: Plan, progress: Progress, *, is_quiet: bool) -> int:
+def to_compute(
+    found: Plan,
+    chunks: Sequence[LevelledChunk],
+    progress: Progress,
+    terms: PlanTerms,
+    *,
+    is_quiet: bool,
+) -> int:
     """Return how many of the first chunks the engine is to compute in one go from now on.
 
     Half of those that *found* has it compute: the link may prove faster, and each go costs a
     start. Half of all that is left when it *is_quiet*: the link gave nothing since that plan.
+    Where the engine by itself is late, no go takes more than half of the time that is left: a
+    longer one would be late although the link comes back.
     """
     first = next((at for at, has in enumerate(progress.levels) if has != RECOMPUTE), 0)
     left = takewhile(lambda has: has == MISSING, progress.levels[first:])
     wanted = takewhile(lambda action: action == RECOMPUTE, found.actions[first:])
-    return -(-sum(1 for _ in (left if is_quiet else wanted)) // 2)
+    count = -(-sum(1 for _ in (left if is_quiet else wanted)) // 2)
+    left_s = terms.deadline_s - progress.elapsed_s
+    if 0 < left_s < terms.left_s(chunks, progress):
+        sizes = [chunk.tokens for chunk in chunks]
+        most_s = (left_s - terms.span_s(terms.tail_tokens, sum(sizes))) / 2
+        ends = accumulate(sizes[first : first + count])
+        fit = takewhile(lambda tokens: terms.span_s(tokens, sum(sizes[:first])) <= most_s, ends)
+        count = sum(1 for _ in fit) or count  # a chunk is the least: it is late anyway
+    return count
 
 
 def later_s(chunks: Sequence[LevelledChunk], terms: PlanTerms) -> float:
@@ -331,7 +350,14 @@ class _Planner:
 
     def best(self, link: LinkEstimate) -> Plan:
         cautious = self._best_for(link.p20_bytes_per_s)
-        return cautious if cautious.is_in_time else self._soonest(link.mean_bytes_per_s)
+        if cautious.is_in_time:
+            return cautious
+        soonest = self._soonest(link.mean_bytes_per_s)
+        is_over = self._terms.deadline_s <= later_s(self._chunks, self._terms)
+        if soonest.is_in_time or is_over or not self._terms.loads_first:
+            return soonest
+        # It is late unless the link has become faster: to see costs ``later_s`` at most.
+        return self._refined(self._computing(0), link.mean_bytes_per_s)
 
     def _best_for(self, bytes_per_s: float) -> Plan:
         plans = [

@@ -22,7 +22,8 @@ class PartFeed(LayerFeed):
     """Takes the replies of a ``layer_major`` get: headers of all frames, then ranges in order.
 
     A range that is passed over will not come. Whoever waits for a range reads on for all:
-    *replies* are drawn by one thread at a time. No header over *limit_bytes* is believed.
+    *replies* are drawn by one thread at a time, and what is here waits for nobody. No header over
+    *limit_bytes* is believed.
     Raises InvalidFrameError when the parts are not as they should be.
     """
 
@@ -43,8 +44,10 @@ class PartFeed(LayerFeed):
         self._error: KVStoreError | None = None
         self._wanted_frames = 0
         """Frames from this one on are passed by; it only sinks, and is read without the lock."""
-        # Guards all fields above; held over the wait for a reply by design.
-        self._lock = threading.Lock()
+        self._is_drawing = False
+        """Whether a thread waits for a reply."""
+        # Guards all fields above; its condition: they changed.
+        self._changed = threading.Condition()
 
     @override
     def headers(self) -> list[Opened]:
@@ -69,9 +72,14 @@ class PartFeed(LayerFeed):
 
     @override
     def take(self, number: int) -> Bytes | None:
-        with self._lock:
+        with self._changed:
             while self._next <= number:
-                self._draw()
+                if self._error is not None:
+                    raise self._error
+                if self._is_drawing:
+                    self._changed.wait()
+                else:
+                    self._draw()
             return self._whole.pop(number, None)
 
     @override
@@ -79,10 +87,8 @@ class PartFeed(LayerFeed):
         self._wanted_frames = min(self._wanted_frames, chunk)
 
     def _draw(self) -> None:
-        if self._error is not None:
-            raise self._error
         try:
-            reply, self._held = self._held or next(self._replies, None), None
+            reply = self._reply()
             if reply is None:
                 self._next = len(self._plan)
             else:
@@ -90,6 +96,20 @@ class PartFeed(LayerFeed):
         except KVStoreError as error:
             self._error = error  # for whoever waits next: nothing follows it
             raise
+
+    def _reply(self) -> pb.GetResponse | None:
+        """Wait for the next reply, without the lock."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held
+        self._is_drawing = True
+        self._changed.release()
+        try:
+            return next(self._replies, None)
+        finally:
+            self._changed.acquire()
+            self._is_drawing = False
+            self._changed.notify_all()
 
     def _add(self, reply: pb.GetResponse) -> None:
         data = as_bytes(reply.part.data)

@@ -45,6 +45,8 @@ class SessionTerms:
     arena_bytes: int
     server_pid: int
     pid_namespace: int
+    weighs: bool = False
+    """Whether it has a use for ``Chunk.importance``."""
 
 
 def _nothing() -> Mapping[str, int]:
@@ -100,6 +102,7 @@ class Session:
             reply.arena_bytes,
             reply.server_pid,
             reply.pid_namespace,
+            reply.weighs,
         )
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")

@@ -25,11 +25,11 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
-from kvstore.proto.frame import FIDELITY_OFFSET, FrameTemplate
+from kvstore.proto.frame import FrameTemplate, stated_of
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.portion import Portion
 from kvstore.proto.skipped_rows import SkippedRows
-from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, PutOutcome, Stated
 from kvstore.proto.wire import fidelity_number, hints_to_message, join_digests
 
 
@@ -235,7 +235,7 @@ def piece_of(reply: pb.GetResponse) -> FramePiece:
 
 
 def as_true(
-    arriving: Iterator[Arrived], least: Fidelity, stated: dict[int, int]
+    arriving: Iterator[Arrived], least: Fidelity, stated: dict[int, Stated]
 ) -> Iterator[Arrived]:
     """Yield frames up to the first whose header states less than *least*.
 
@@ -243,8 +243,8 @@ def as_true(
     goes into *stated*, by its index: true of those that prove right, as headers have a checksum.
     """
     for arrived in arriving:
-        found = int(arrived.frame[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0])
-        if found < least:
+        found = stated_of(arrived.frame)
+        if found.fidelity < least:
             return
         stated[arrived.index] = found
         yield arrived

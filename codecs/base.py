@@ -307,3 +307,8 @@ def codec_by_id(codec_id: int) -> Codec:
     if codec_id not in _NAMES_BY_ID:
         raise UnknownCodecError(codec_id, ", ".join(map(str, _NAMES_BY_ID)))
     return codec_by_name(_NAMES_BY_ID[codec_id])
+
+
+def codec_name(codec_id: int) -> str:
+    """Return what the codec of *codec_id* is called, be it known or not."""
+    return _NAMES_BY_ID.get(codec_id, f"unknown-{codec_id}")

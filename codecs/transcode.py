@@ -37,9 +37,9 @@ def transcode(
 
     Every segment is verified on the way; key, identity, position, cost and flags stay as they
     are, fidelity becomes the lower of the two and error bounds add up; what is decoded from a
-    lossy frame is marked as restored. The same codec makes a checked copy. At most one decoded
-    layer, and the refinements that *codec* writes, are held beside *frame* and *out*, which
-    must not overlap.
+    lossy frame is marked as restored, with that frame's codec. The same codec makes a checked
+    copy. At most one decoded layer, and the refinements that *codec* writes, are held beside
+    *frame* and *out*, which must not overlap.
     Raises InvalidFrameError, ChunkCorruptError or UnknownCodecError; *out* then holds rubbish.
     """
     header = parse_header(frame)
@@ -55,7 +55,9 @@ def transcode(
             codec.codec_id, header.codec_revision, header.fidelity, header.error_bound, header.asset
         )
     if header.fidelity is not Fidelity.exact:
-        template = replace(template, flags=template.flags | FLAG_RESTORED)
+        was_restored = header.flags & FLAG_RESTORED
+        origin = header.origin if was_restored else header.codec_id
+        template = replace(template, flags=template.flags | FLAG_RESTORED, origin=origin)
     if isinstance(codec, LossyCodec):
         encoded = codec.encode_layers(template, _decoded(header, frame, source), out, terms)
         return _lowered(encoded, header, out)

@@ -198,6 +198,8 @@ class GateView:
     model: str = ""
     let_through: int = 0
     kept_out: int = 0
+    codecs: tuple[str, ...] = ()
+    """Asked for ACCURACY_TAG: those whose own gates are open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +269,12 @@ def check_number(field: str, value: float, top: float = math.inf) -> float:
 
 
 ACCURACY_TAG = "accuracy:approximate"
-"""The tag of the gate of a model's lossy copies that state no bound."""
+"""Of lossy copies that state no bound. Each codec has a gate; this tag asks which are open."""
+
+
+def accuracy_tag(codec: str) -> str:
+    """Return the tag of the gate of a model's copies that *codec* is lossy in without a bound."""
+    return f"{ACCURACY_TAG}:{codec}"
 
 
 def check_tag(tag: str) -> str:

@@ -50,6 +50,7 @@ def gate_to_message(gate: GateView) -> pb.Gate:
         speedup=gate.speedup,
         let_through=gate.let_through,
         kept_out=gate.kept_out,
+        codecs=gate.codecs,
     )
 
 
@@ -58,7 +59,7 @@ def gate_from_message(message: pb.Gate) -> GateView:
     return GateView(
         message.open, message.ratio, message.agreement, message.divergence, message.shadows,
         message.why, message.calibrated, message.speedup, message.tag, message.model,
-        message.let_through, message.kept_out,
+        message.let_through, message.kept_out, tuple(message.codecs),
     )  # fmt: skip
 
 

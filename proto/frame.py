@@ -32,7 +32,7 @@ from kvstore.proto.segment_table import MAX_FRAME_BYTES as MAX_FRAME_BYTES
 from kvstore.proto.segment_table import MAX_SEGMENTS as MAX_SEGMENTS
 from kvstore.proto.segment_table import SEGMENT_DTYPE as SEGMENT_DTYPE
 from kvstore.proto.segment_table import Sizes, check_shape, empty_rows, shape_of
-from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout, Stated
 
 MAGIC = b"KVFR"
 VERSION = 1
@@ -46,7 +46,7 @@ FLAG_UNSUMMED = 2
 """Segment checksums are still zero; ``copy_frame`` fills them in. Only on the way in."""
 _KNOWN_FLAGS = FLAG_RESTORED
 
-_FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd16s24xQ")
+_FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd16sH22xQ")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
 _HEADER_BYTES_OFFSET, FIDELITY_OFFSET, KEY_OFFSET = 8, 18, 48
 _POSITION, _KEYS, _CONTENT, _FLOPS = slice(44, 48), slice(48, 96), slice(112, 128), slice(128, 136)
@@ -84,8 +84,9 @@ class FrameHeader:
 
     ``position`` is the token index of the chunk's first token in its chain;
     ``error_bound`` is meaningful when ``fidelity`` is ``bounded``. ``levels`` counts the
-    refinements behind the base; ``asset`` names the tables that the codec needs. With a
-    ``portion``, ``layout`` is of what it covers, and segments bear the numbers of the whole.
+    refinements behind the base; ``asset`` names the tables that the codec needs. ``origin``: of a
+    frame that was restored, the codec of the lossy copy; else 0. With a ``portion``, ``layout`` is
+    of what it covers, and segments bear the numbers of the whole.
     """
 
     key: ChunkKey
@@ -105,11 +106,17 @@ class FrameHeader:
     levels: int = 0
     asset: bytes = NO_ASSET
     portion: Portion | None = None
+    origin: int = 0
 
     @property
     def header_bytes(self) -> int:
         """Bytes before the first segment."""
         return header_bytes(self.layout, self.levels, self.portion)
+
+    @property
+    def stated(self) -> Stated:
+        """What the frame states of itself."""
+        return _stated(self.fidelity, self.codec_id, self.flags, self.origin)
 
     def level_end(self, level: int) -> int:
         """Return how many of the frame's first bytes make it readable at *level*."""
@@ -142,13 +149,14 @@ class FrameTemplate:
     position: int = 0
     prefill_flops: float = 0.0
     flags: int = 0
+    origin: int = 0
 
     @classmethod
     def of(cls, header: FrameHeader) -> FrameTemplate:
         """Return the template that re-encoding the frame of *header* starts from."""
         return cls(
             header.key, header.parent, header.representation, header.content, header.layout,
-            header.position, header.prefill_flops, header.flags,
+            header.position, header.prefill_flops, header.flags, header.origin,
         )  # fmt: skip
 
 
@@ -208,7 +216,7 @@ class FrameWriter:
         header = FrameHeader(
             t.key, t.parent, t.representation, t.content, t.layout, codec_id, revision,
             fidelity, t.position, t.prefill_flops, error_bound, t.flags, self._end,
-            self._segments, self._levels, asset,
+            self._segments, self._levels, asset, origin=t.origin,
         )  # fmt: skip
         packed = pack_header(header)
         self._out[: len(packed)] = as_bytes(packed)
@@ -224,7 +232,7 @@ def pack_header(header: FrameHeader) -> bytes:
         header.codec_revision, header.fidelity, header.levels, len(header.segments),
         header.frame_bytes, layout.raw_bytes, layout.tokens, header.position, header.key,
         header.parent, header.representation, header.content, header.prefill_flops,
-        header.error_bound, header.asset,
+        header.error_bound, header.asset, header.origin,
     )  # fmt: skip
     body = bytearray(size)
     _FIXED.pack_into(body, 0, *fixed, 0)
@@ -277,7 +285,7 @@ def parse_header(
     return FrameHeader(
         ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, codec_id,
         revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,
-        levels, fixed[20], portion,
+        levels, fixed[20], portion, fixed[21],
     )  # fmt: skip
 
 
@@ -317,6 +325,19 @@ def like_header(
     start = FIXED_BYTES + COMPONENT.size * components
     table = rows[:, start : start + header.segments.nbytes].copy().view(SEGMENT_DTYPE)
     return is_alike, table["checksum"]
+
+
+def stated_of(start: Sliced) -> Stated:
+    """Return what the frame states that begins with *start*. Nothing is checked."""
+    head = start[:FIXED_BYTES].tobytes().ljust(FIXED_BYTES, b"\0")
+    fixed = _FIXED.unpack(head)
+    return _stated(Fidelity(min(fixed[7], Fidelity.exact)), fixed[5], fixed[2], fixed[21])
+
+
+def _stated(fidelity: Fidelity, codec_id: int, flags: int, origin: int) -> Stated:
+    if fidelity is not Fidelity.none:
+        return Stated(fidelity)
+    return Stated(fidelity, origin if flags & FLAG_RESTORED else codec_id)
 
 
 def stated_header_bytes(start: Bytes) -> int:

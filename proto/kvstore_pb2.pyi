@@ -120,7 +120,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., process: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes", "stream_address", "stream_certificate", "peers", "server_pid", "pid_namespace")
+    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes", "stream_address", "stream_certificate", "peers", "server_pid", "pid_namespace", "weighs")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +141,7 @@ class OpenSessionResponse(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SERVER_PID_FIELD_NUMBER: _ClassVar[int]
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHS_FIELD_NUMBER: _ClassVar[int]
     server: Server
     session_id: int
     key_namespace: bytes
@@ -161,7 +162,8 @@ class OpenSessionResponse(_message.Message):
     peers: _containers.RepeatedScalarFieldContainer[int]
     server_pid: int
     pid_namespace: int
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., server_pid: _Optional[int] = ..., pid_namespace: _Optional[int] = ...) -> None: ...
+    weighs: bool
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., server_pid: _Optional[int] = ..., pid_namespace: _Optional[int] = ..., weighs: bool = ...) -> None: ...
 
 class OpenPeerRequest(_message.Message):
     __slots__ = ("node_id",)
@@ -1092,7 +1094,7 @@ class ResolvedSegment(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[ResolvedChunk, _Mapping]]] = ..., ratio: _Optional[float] = ..., load_ms: _Optional[float] = ..., recompute_ms: _Optional[float] = ...) -> None: ...
 
 class Gate(_message.Message):
-    __slots__ = ("model", "tag", "open", "ratio", "agreement", "divergence", "shadows", "why", "calibrated", "speedup", "let_through", "kept_out")
+    __slots__ = ("model", "tag", "open", "ratio", "agreement", "divergence", "shadows", "why", "calibrated", "speedup", "let_through", "kept_out", "codecs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -1105,6 +1107,7 @@ class Gate(_message.Message):
     SPEEDUP_FIELD_NUMBER: _ClassVar[int]
     LET_THROUGH_FIELD_NUMBER: _ClassVar[int]
     KEPT_OUT_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     model: str
     tag: str
     open: bool
@@ -1117,7 +1120,8 @@ class Gate(_message.Message):
     speedup: float
     let_through: int
     kept_out: int
-    def __init__(self, model: _Optional[str] = ..., tag: _Optional[str] = ..., open: bool = ..., ratio: _Optional[float] = ..., agreement: _Optional[float] = ..., divergence: _Optional[float] = ..., shadows: _Optional[int] = ..., why: _Optional[str] = ..., calibrated: bool = ..., speedup: _Optional[float] = ..., let_through: _Optional[int] = ..., kept_out: _Optional[int] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., tag: _Optional[str] = ..., open: bool = ..., ratio: _Optional[float] = ..., agreement: _Optional[float] = ..., divergence: _Optional[float] = ..., shadows: _Optional[int] = ..., why: _Optional[str] = ..., calibrated: bool = ..., speedup: _Optional[float] = ..., let_through: _Optional[int] = ..., kept_out: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ResolveResponse(_message.Message):
     __slots__ = ("server", "segments", "exact_prefix", "lease_id", "lease_ttl_ms", "layer_order", "tier_names", "rope", "gate", "shadow", "server_us")

@@ -6,7 +6,7 @@ import re
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvstore.proto.errors import LayoutMismatchError, RepresentationError
 from kvstore.proto.plans import LoadPlan
@@ -98,6 +98,17 @@ class Fidelity(IntEnum):
     none = 0
     bounded = 1
     exact = 2
+
+
+class Stated(NamedTuple):
+    """What a copy states of itself: how far it may be from what was put, and, of one without a
+    bound, the codec that it is lossy by; else 0."""
+
+    fidelity: Fidelity
+    codec_id: int = 0
+
+
+EXACT = Stated(Fidelity.exact)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.policy.codec_choice import choose_codec
 from kvstore.server.settings.codec_config import auto_fidelity, is_auto
 from kvstore.server.shelf import Shelf
-from kvstore.server.tier_codec import NamedCodec, TierCodec
+from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import DEFAULT_TENANT
 
@@ -120,9 +120,14 @@ def measure_codecs(
 
 
 def _warm_up(encoder: TierCodec, clock: Callable[[], float]) -> bool:
-    """Use a codec once, so that no copy that somebody waits for compiles it."""
-    name, codec = encoder.name, encoder.of_tenant(DEFAULT_TENANT)
-    return bool(measure(name, codec, make_sample(), clock, 0.0))
+    """Use a codec once, so that no copy that somebody waits for compiles it.
+
+    Beside a lossy one also what is used for chunks that stay exact.
+    """
+    used = {} if encoder.is_exact else {"lossless": lossless_codec()}
+    used[encoder.name] = encoder.of_tenant(DEFAULT_TENANT)
+    sample = make_sample()
+    return all(bool(measure(name, one, sample, clock, 0.0)) for name, one in used.items())
 
 
 def begin_choices(

@@ -336,6 +336,10 @@ class TierManager:
             for shelf in self.transfers.shelves.values()
         ]
 
+    def weighs(self, tenant: str) -> bool:
+        """Whether a codec for the chunks of *tenant* asks which of their tokens matter."""
+        return any(s.encoder.weighs(tenant) for s in self.transfers.shelves.values())
+
     def begin_session(self, session: Session) -> None:
         """Take note of the model of a session that was opened."""
         needs = EndNeeds.of_groups(session.representation.layer_groups)

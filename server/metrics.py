@@ -48,7 +48,7 @@ COUNTERS: Mapping[str, str] = {
     "dropped_victims": "evicted chunks of which no tier kept a copy",
     "lossy_victims": "evicted exact chunks of which only lossy copies are left",
     "replaced_copies": "lossy copies that gave way to better ones",
-    "lossless_instead": "copies kept without loss, as the tier's codec does not take them",
+    "lossless_instead": "copies kept without loss: not for the tier's codec, or of several prompts",
     "corrupt_chunks": "copies that failed verification and were quarantined",
     "unreadable_chunks": "shared copies that only a server with other codecs or tables can read",
     "scrubbed_chunks": "copies read and verified by scrubbing",

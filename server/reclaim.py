@@ -211,7 +211,7 @@ class Reclaim(ABC):
         targets = [t for t in lower if t is self.cpu or not t.breaker.is_open]
         least = Fidelity.none
         if shelf.name in self.catalog.holders(key, Fidelity.exact):
-            exact = [t for t in targets if t.fidelity_for(tenant) is Fidelity.exact]
+            exact = [t for t in targets if self.fidelity_on(t, key, tenant) is Fidelity.exact]
             targets, least = exact or targets, Fidelity.exact if exact else least
         held = self.catalog.holders(key, least)
         if targets:
@@ -225,6 +225,13 @@ class Reclaim(ABC):
                 return self.copy_down(key, target, urgent=True)
         self.counters.add("unworthy_copies")
         return None
+
+    def fidelity_on(self, target: Shelf, key: ChunkKey, tenant: str) -> Fidelity:
+        """Return what becomes at least of an exact *key* of *tenant* on *target*.
+
+        What several prompts have stays exact: it steers all their answers.
+        """
+        return Fidelity.exact if self.catalog.is_common(key) else target.fidelity_for(tenant)
 
     def _give_up(self, shelf: Shelf, key: ChunkKey, ticket: Ticket | None, deadline: float) -> None:
         why = "no tier below took a copy" if self._below(shelf) else ""

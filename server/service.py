@@ -141,6 +141,7 @@ class KVStoreService(
             peers=self._lent(),
             server_pid=os.getpid(),
             pid_namespace=pid_namespace(),
+            weighs=self._manager.weighs(standing.tenant),
         )
 
     @override

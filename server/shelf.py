@@ -172,9 +172,14 @@ class Shelf:
         self.breaker.succeed()
         return done
 
-    def encode_for(self, frame: Bytes, tenant: str = DEFAULT_TENANT) -> Bytes:
-        """Return *frame* under this shelf's codec: the same bytes when it already is."""
-        return self.encoder.encode(frame, tenant)
+    def encode_for(
+        self, frame: Bytes, tenant: str = DEFAULT_TENANT, least: Fidelity = Fidelity.none
+    ) -> Bytes:
+        """Return *frame* under this shelf's codec: the same bytes when it already is.
+
+        An exact one stays so where *least* is.
+        """
+        return self.encoder.encode(frame, tenant, least)
 
     def fidelity_for(self, tenant: str) -> Fidelity:
         """Return what becomes at least of an exact chunk of *tenant* here."""

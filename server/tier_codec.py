@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.codecs.asset_codec import AssetCodec
 from kvstore.codecs.base import Codec, codec_by_name
 from kvstore.codecs.floats import FLOAT_TYPES
+from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
@@ -100,16 +101,22 @@ class TierCodec:
         every = (self._default, *self._by_tenant.values())
         return any(isinstance(one.codec, AssetCodec) for one in every)
 
+    def weighs(self, tenant: str) -> bool:
+        """Whether the codec of *tenant* keeps tokens that matter more exactly than others."""
+        codec = self.of_tenant(tenant)
+        return isinstance(codec, KvqCodec) and codec.options.importance
+
     def is_other(self, header: FrameHeader, tenant: str) -> bool:
         """Whether a frame for *tenant* was kept without loss, as its codec could not take it."""
         codec = self.of_tenant(tenant)
         is_lossy = codec.fidelity is not Fidelity.exact
         return is_lossy and header.codec_id != codec.codec_id
 
-    def encode(self, frame: Bytes, tenant: str) -> Bytes:
+    def encode(self, frame: Bytes, tenant: str, least: Fidelity = Fidelity.none) -> Bytes:
         """Return *frame* as this tier keeps it: the same bytes when it already is.
 
-        What the codec cannot take is kept without loss. Raises as ``transcode`` does.
+        What the codec cannot take is kept without loss, and so is what *least* says is to stay
+        exact. Raises as ``transcode`` does.
         """
         header = parse_header(frame)
         codec = self.of_tenant(tenant)
@@ -118,7 +125,8 @@ class TierCodec:
             return frame  # coded with loss, once: as small as it gets
         if codec.fidelity is Fidelity.exact:
             return _transcoded(frame, header, codec, None)
-        if header.fidelity is Fidelity.exact and may_lose(header.layout):
+        may_be_lossy = least is not Fidelity.exact and may_lose(header.layout)
+        if header.fidelity is Fidelity.exact and may_be_lossy:
             try:
                 return _transcoded(frame, header, codec, self._terms_of(header))
             except _CANNOT:

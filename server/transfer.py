@@ -149,7 +149,8 @@ class Transfers(Reclaim):
             frame = self._best_frame(key, copies)
             if frame is None:
                 return False
-            frame = target.encode_for(frame, tenant)
+            least = self.fidelity_on(target, key, tenant)
+            frame = target.encode_for(frame, tenant, least)
             header = verify(frame, key)
             info = header.info()
             if target.encoder.is_other(header, tenant):
@@ -200,7 +201,8 @@ class Transfers(Reclaim):
         """Whether a copy elsewhere would be better on *target* than the one that is there."""
         there = copies[target.name].fidelity
         best = max(info.fidelity for info in copies.values())
-        return best > there and min(best, target.fidelity_for(self._owner(key, copies))) > there
+        kept = self.fidelity_on(target, key, self._owner(key, copies))
+        return best > there and min(best, kept) > there
 
     def _make_way(self, target: Shelf, key: ChunkKey) -> None:
         """Cast out a copy on *target* that could be better, unless somebody reads it."""

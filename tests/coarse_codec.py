@@ -55,10 +55,18 @@ class CoarseCodec(LossyCodec):
             part[:] = (halves.astype(f"u{2 * size}") << 8 * size).view(part.dtype)
 
 
+class RoughCodec(CoarseCodec):
+    """Does the same under another name."""
+
+    name = "rough"
+    codec_id = 902
+
+
 @contextmanager
 def coarse_codec() -> Iterator[None]:
-    """Register the codec while the block runs."""
+    """Register the codecs while the block runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(base.CODECS._paths, "coarse", "coarse_codec:CoarseCodec")
-        patch.setitem(base._NAMES_BY_ID, CoarseCodec.codec_id, "coarse")
+        for codec in (CoarseCodec, RoughCodec):
+            patch.setitem(base.CODECS._paths, codec.name, f"coarse_codec:{codec.__name__}")
+            patch.setitem(base._NAMES_BY_ID, codec.codec_id, codec.name)
         yield

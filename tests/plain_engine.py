@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from prompts import equal, tensors_of
 
 from kvstore.client import Client
-from kvstore.client.engines.base import Connector, Prefix, Span
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors

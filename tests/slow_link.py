@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
 
 STEP_BYTES = 4096
+STEP_S = 0.0005
+"""What passes at once is that many bytes, or on a faster link what it brings in this time."""
 
 
 class SlowLink:
     """Passes connections on to *port* of this host. ``address`` is its own; ``close`` ends all.
 
-    ``bytes_per_s`` may be changed at any time: 0 lets everything pass at once. All connections
-    share it.
+    ``bytes_per_s`` may be changed at any time: 0 lets everything pass at once. So may
+    ``stop_at_bytes``, of ``passed_bytes``: what is beyond waits. All connections share both.
     """
 
     def __init__(self, port: int, bytes_per_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
+        self.stop_at_bytes = math.inf
         self.passed_bytes = 0
         """What the server sent through it."""
         self._port = port
@@ -46,7 +50,11 @@ class SlowLink:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:  # the server is gone
+                _hang_up(near)
+                continue
             for one in (near, far):
                 # Little is on its way beyond what was let through.
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
@@ -62,7 +70,7 @@ class SlowLink:
 
     def _pump(self, source: socket.socket, sink: socket.socket, is_slow: bool) -> None:
         try:
-            while data := source.recv(STEP_BYTES):
+            while data := source.recv(max(STEP_BYTES, int(STEP_S * self.bytes_per_s))):
                 if is_slow:
                     self._hold_back(len(data))
                 sink.sendall(data)
@@ -74,6 +82,9 @@ class SlowLink:
 
     def _hold_back(self, size_bytes: int) -> None:
         with self._lock:
+            while self.passed_bytes + size_bytes > self.stop_at_bytes:
+                if self._closed.wait(0.001):
+                    raise ConnectionAbortedError
             self.passed_bytes += size_bytes
             if not self.bytes_per_s:
                 return

@@ -73,6 +73,8 @@ OTHER_FLAGS = {
     "--spaces": "kvstore explain",
     "--tag": "kvstore blend calibrate",
     "--text": "kvstore blend calibrate",
+    "--codec": "kvstore calibrate",
+    "--prompts": "kvstore calibrate",
     "--questions": "kvstore blend calibrate",
     "--tokens": "kvstore explain",
     "--block-tokens": "kvstore simulate",

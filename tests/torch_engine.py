@@ -37,9 +37,12 @@ def plain_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> list[int]:
     return tokens
 
 
-def stored_tokens(connector: TransformersConnector, input_ids: torch.Tensor) -> list[int]:
+def stored_tokens(
+    connector: TransformersConnector, input_ids: torch.Tensor, deadline_ms: int | None = None
+) -> list[int]:
     """What it generates through the store."""
-    tokens: list[int] = connector.generate(input_ids, greedy()).output.sequences[0].tolist()
+    found = connector.generate(input_ids, greedy(), deadline_ms=deadline_ms)
+    tokens: list[int] = found.output.sequences[0].tolist()
     return tokens
 
 

@@ -9,13 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
 from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
+from kvstore.client.engines.accuracy import ONLY_EXACT, Allowed, codecs_of, exact_count, least_of
+from kvstore.client.engines.prefix import (
+    About,
+    AboutOf,
+    Asked,
+    ConnectorStats,
+    Prefix,
+    Room,
+    RoomsOf,
+    Source,
+    Span,
+)
 from kvstore.client.forks import FORKS
 from kvstore.client.levels import PlanTerms
 from kvstore.client.prefill import (
@@ -32,134 +44,25 @@ from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
-from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout, Match, PutOutcome
+from kvstore.proto.types import (
+    EXACT,
+    ChainDigest,
+    ChunkKey,
+    Fidelity,
+    Match,
+    PutOutcome,
+    Stated,
+)
 from kvstore.proto.wire import fidelity_number
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Span: TypeAlias = tuple[int, int]
-"""First token of a chunk, and the one after its last."""
-
-Room: TypeAlias = Callable[[Sequence[Span]], Sequence[LayerTensors]]
-"""Returns where the tensors of each span are to be written; asked once a load."""
-
-RoomsOf: TypeAlias = Callable[[Sequence[Span]], ChunkRooms]
-"""Returns the same for chunks whose layouts differ; asked once a load."""
-
-Source: TypeAlias = Callable[[Span], LayerTensors]
-"""Returns the tensors of one span, without copying if it can."""
-
-LayoutOf: TypeAlias = Callable[[Span], KVLayout | None]
-"""Returns what the chunk at a span has of its end; None where there is nothing to say."""
-
-_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Fidelity]]
-"""Reads the longest prefix of chunks; returns how true each is that was read."""
-
-
-_ACCURACIES = {
-    "exact": Fidelity.exact,
-    "bounded": Fidelity.bounded,
-    "approximate": Fidelity.none,
-}
-
-
-def least_of(accuracy: str) -> Fidelity:
-    """Return the least fidelity of what *accuracy* allows to be read.
-
-    Raises InvalidRequestError for what is none.
-    """
-    if not isinstance(accuracy, str) or accuracy not in _ACCURACIES:
-        raise InvalidRequestError("accuracy", accuracy, f"use {', '.join(_ACCURACIES)}")
-    return _ACCURACIES[accuracy]
-
-
-def exact_count(stated: Sequence[Fidelity]) -> int:
-    """Return how many of the first chunks are exact, where chunks are as true as *stated*."""
-    lossy = (at for at, one in enumerate(stated) if one is not Fidelity.exact)
-    return next(lossy, len(stated))
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What a load brought.
-
-    ``stored_tokens`` were read; the engine skips ``hit_tokens`` of them, which leaves it the
-    prompt's last token at least. ``tier_tokens`` is ``hit_tokens`` by the tier they were on.
-    """
-
-    stored_tokens: int = 0
-    hit_tokens: int = 0
-    tier_tokens: Mapping[str, int] = field(default_factory=dict)
-    shared_tokens: int = 0
-    """How far other prompts went the same way, where a model's states decide what is a hit."""
-    lossy_tokens: int = 0
-    """Of ``stored_tokens``, those from the first chunk on that was read from a lossy copy."""
-    is_unbounded: bool = False
-    """Whether a copy that states no bound is among what was read."""
-
-    @property
-    def exact_tokens(self) -> int:
-        """The tokens before any that was read from a lossy copy: what may be stored is of these,
-        where there are others."""
-        return self.stored_tokens - self.lossy_tokens
-
-    @classmethod
-    def of(
-        cls,
-        spans: Sequence[Span],
-        tiers: Sequence[str],
-        prompt_tokens: int,
-        shared_tokens: int = 0,
-        lossy_tokens: int = 0,
-    ) -> Prefix:
-        """Return the prefix of the chunks at *spans*, which came from *tiers*."""
-        tier_tokens: Counter[str] = Counter()
-        for (start, stop), tier in zip(spans, tiers, strict=True):
-            tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
-        stored_tokens = spans[-1][1] if spans else 0
-        hit_tokens = tier_tokens.total()
-        return cls(stored_tokens, hit_tokens, dict(tier_tokens), shared_tokens, lossy_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorStats:
-    """What a connector did since its birth. Errors are counted by the name of their class.
-
-    Of each prompt looked up, every token is a hit or a miss. ``lost_chunks`` were ready when
-    asked for and not read: late, evicted or damaged; ``slow_chunks`` were sooner computed.
-    ``lossy_hit_tokens``: hits from the first chunk of a lossy copy on; ``lossy_unstored_chunks``
-    were computed behind such a one, and so not stored.
-    """
-
-    lookups: int
-    hit_tokens: int
-    miss_tokens: int
-    lost_chunks: int
-    stored_chunks: int
-    existing_chunks: int
-    refused_chunks: int
-    hit_tokens_by_tier: Mapping[str, int]
-    load_errors: Mapping[str, int]
-    store_errors: Mapping[str, int]
-    slow_chunks: int = 0
-    lossy_hit_tokens: int = 0
-    lossy_unstored_chunks: int = 0
-    misses: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that were no whole hit, by why their hit ended where it did: docs/engines.md."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A load: tokens of its prompt, whether a part of what is there is of no use, its deadline."""
-
-    tokens: int
-    whole: bool
-    within: Deadline | None
+_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span]], Sequence[Stated]]
+"""Reads the longest prefix of chunks; returns what the copy of each that was read states."""
 
 
 class Connector:
@@ -173,7 +76,8 @@ class Connector:
     *rectangle* ``read_into`` and ``write`` are of what one rank of the engine has.
 
     *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
-    they are from what was put, or ``approximate`` ones, any, while the model's gate is open.
+    they are from what was put, or ``approximate`` ones, any, while the gate of the model and of the
+    codec that made them is open.
     Whatever is computed behind a lossy copy is never stored: it would be taken for exact.
 
     A server that does not answer costs a load or a store one deadline of the client, and the
@@ -226,22 +130,22 @@ class Connector:
         tokens: Sequence[int],
         room: Room,
         extra: Sequence[bytes] = (),
-        least: Fidelity | None = None,
+        allowed: Allowed | None = None,
     ) -> Prefix:
         """Read the longest stored prefix of *tokens* into what *room* gives. Never raises.
 
-        *extra* is what else names the prompt (cache salt, multimodal hashes), in order; *least*
-        stands in for the connector's own. What lies in the room past ``stored_tokens`` is not to
-        be used.
+        *extra* is what else names the prompt (cache salt, multimodal hashes), in order; *allowed*
+        stands in for what the connector's ``accuracy`` allows. What lies in the room past
+        ``stored_tokens`` is not to be used.
         """
-        least = self.allowed(self.least) if least is None else least
+        of = self.allowed(self.least) if allowed is None else allowed
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Fidelity]:
-            stated: list[Fidelity] = []
-            self.client.get(keys, room(spans), min_fidelity=least, fidelity=stated)
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Stated]:
+            stated: list[Stated] = []
+            self.client.get(keys, room(spans), min_fidelity=of.least, stated=stated)
             return stated
 
-        return self._counted(tokens, read, extra, least)
+        return self._counted(tokens, read, extra, of)
 
     def load_within(
         self,
@@ -249,7 +153,7 @@ class Connector:
         room: Room,
         within: Deadline,
         extra: Sequence[bytes] = (),
-        least: Fidelity | None = None,
+        allowed: Allowed | None = None,
     ) -> Prefix:
         """Do the same for a request with a deadline, which is no later than without the store.
 
@@ -257,26 +161,26 @@ class Connector:
         was read. Before ``learned`` has seen the engine compute, loads end with the deadline.
         Never raises.
         """
-        least = self.allowed(self.least) if least is None else least
+        of = self.allowed(self.least) if allowed is None else allowed
 
         def computing(chunks: range) -> None:
             assert within.compute is not None
             within.compute(chunks)
             within.computed = chunks.stop
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Fidelity]:
-            terms = self.terms(within, len(tokens) - spans[-1][1], least)
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Stated]:
+            terms = self.terms(within, len(tokens) - spans[-1][1], of.least)
             is_beside = terms.never_later and within.compute is not None
             found = self.client.get_levelled(
                 keys, terms, room(spans), computing if is_beside else None
             )
             # What came behind a chunk that proved wrong is of no use, wherever that one is.
             first = within.computed
-            rest = zip(found.levels[first:], found.fidelity[first:], strict=True)
-            read = [true for level, true in takewhile(lambda one: one[0] >= 0, rest)]
-            return [Fidelity.exact] * first + read
+            rest = zip(found.levels[first:], found.stated[first:], strict=True)
+            read = [stated for level, stated in takewhile(lambda one: one[0] >= 0, rest)]
+            return [EXACT] * first + read
 
-        return self._counted(tokens, read, extra, least, within=within)
+        return self._counted(tokens, read, extra, of, within=within)
 
     def terms(
         self, within: Deadline, tail_tokens: int, least: Fidelity = Fidelity.exact
@@ -301,9 +205,9 @@ class Connector:
         such a prefix can be continued at its end only. Exact copies alone. Never raises.
         """
 
-        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Fidelity]:
+        def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[Stated]:
             found = len(self.client.get_into(keys, rooms(spans)))
-            return [Fidelity.exact] * found if found == len(keys) else []
+            return [EXACT] * found if found == len(keys) else []
 
         return self._counted(tokens, read, extra, whole=True)
 
@@ -312,24 +216,35 @@ class Connector:
         tokens: Sequence[int],
         read: _Read,
         extra: Sequence[bytes],
-        least: Fidelity = Fidelity.exact,
+        allowed: Allowed = ONLY_EXACT,
         *,
         whole: bool = False,
         within: Deadline | None = None,
     ) -> Prefix:
-        named = tokens[:-1] if whole else tokens
-        otherwise = Prefix(), "error"
-        prefix, reason = self._guarded(
-            lambda: self._load(named, read, extra, least, _Asked(len(tokens), whole, within)),
-            otherwise,
-            self._load_errors,
-        )
+        asked = Asked(len(tokens), whole, within)
+        return self.note_load(len(tokens), *self.attempt(tokens, read, extra, allowed, asked))
+
+    def attempt(
+        self,
+        tokens: Sequence[int],
+        read: _Read,
+        extra: Sequence[bytes],
+        allowed: Allowed,
+        asked: Asked,
+    ) -> tuple[Prefix, str]:
+        """Return what *read* brings of *tokens*, not counted, and why it is not more."""
+        named = tokens[:-1] if asked.whole else tokens
+        return self.ask(lambda: self._load(named, read, extra, allowed, asked), (Prefix(), "error"))
+
+    def note_load(self, tokens: int, prefix: Prefix, reason: str, lost_chunks: int = 0) -> Prefix:
+        """Count what was loaded of a prompt of so many *tokens*; return it."""
         with self._lock:
             self._counts["lookups"] += 1
             self._misses.update([reason] if reason else ())
             self._counts["hit_tokens"] += prefix.hit_tokens
             self._counts["lossy_hit_tokens"] += max(0, prefix.hit_tokens - prefix.exact_tokens)
-            self._counts["miss_tokens"] += len(tokens) - prefix.hit_tokens
+            self._counts["miss_tokens"] += tokens - prefix.hit_tokens
+            self._counts["lost_chunks"] += lost_chunks
             self._tier_tokens.update(prefix.tier_tokens)
         return prefix
 
@@ -338,14 +253,14 @@ class Connector:
         named: Sequence[int],
         read: _Read,
         extra: Sequence[bytes],
-        least: Fidelity,
-        asked: _Asked,
+        allowed: Allowed,
+        asked: Asked,
     ) -> tuple[Prefix, str]:
         """Return what was loaded of the *named* tokens, and why it is not more."""
         keys = self.client.keys(named, extra)
         if not keys:
             return Prefix(), "short"
-        match = self._match(keys, least, asked.within)
+        match = self._match(keys, allowed.least, asked.within)
         reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
         every = self._spans(len(named))
         shared = every[match.shared - 1][1] if match.shared else 0
@@ -361,19 +276,29 @@ class Connector:
             reason = "slow"
         if not count:
             return Prefix(shared_tokens=shared), reason
-        stated = read(keys[:count], every[:count])
-        found, first = len(stated), within.computed if within is not None else 0
-        if found - first < count:
+        came = read(keys[:count], every[:count])
+        first = within.computed if within is not None else 0
+        if len(came) - first < count:
             reason = "lost" if within is None else "slow"
             with self._lock:
-                self._counts[f"{reason}_chunks"] += count - (found - first)
+                self._counts[f"{reason}_chunks"] += count - (len(came) - first)
+        stated = self._usable(came, allowed)
+        found = len(stated)
+        if found < len(came):
+            reason = "gate"
         lossy = sum(stop - start for start, stop in every[exact_count(stated) : found])
         some = slice(first, found)
         prefix = Prefix.of(every[some], match.tiers[some], asked.tokens, shared, lossy)
         # What the engine computed meanwhile is stored already.
         stored_tokens = every[found - 1][1] if found else 0
-        is_unbounded = Fidelity.none in stated
-        return replace(prefix, stored_tokens=stored_tokens, is_unbounded=is_unbounded), reason
+        return replace(prefix, stored_tokens=stored_tokens, codecs=codecs_of(stated)), reason
+
+    def _usable(self, came: Sequence[Stated], allowed: Allowed) -> Sequence[Stated]:
+        """Return the chunks of *came* before the first by a codec whose gate is shut."""
+        count = allowed.count(came)
+        with self._lock:
+            self._counts["gated_chunks"] += len(came) - count
+        return came[:count]
 
     def _match(self, keys: Sequence[ChunkKey], least: Fidelity, within: Deadline | None) -> Match:
         if within is None:
@@ -385,16 +310,17 @@ class Connector:
         )
         return self.client._look(keys, request)[0]
 
-    def allowed(self, least: Fidelity) -> Fidelity:
-        """Return *least*, or what the model's gate allows in its place. Never raises.
+    def allowed(self, least: Fidelity) -> Allowed:
+        """Return which copies may be read of *least* or better. Never raises.
 
-        Copies without a bound are read while comparisons with full prefills say that they do.
+        Of those without a bound, those by codecs whose gates the server has open at this moment:
+        comparisons with full prefills say that they do.
         """
         if least is not Fidelity.none:
-            return least
-        asked = pb.ReportReuseRequest(tag=ACCURACY_TAG)
-        is_open = self.ask(lambda: self.client.report_reuse(asked).is_open, False)
-        return least if is_open else Fidelity.bounded
+            return Allowed(least)
+        asked, shut = pb.ReportReuseRequest(tag=ACCURACY_TAG), tuple[str, ...]()
+        codecs = self.ask(lambda: self.client.report_reuse(asked).codecs, shut)
+        return Allowed(least if codecs else Fidelity.bounded, frozenset(codecs))
 
     def worth_loading(self, match: Match, token_count: int) -> int:
         """Return how many chunks of *match* to load for a prompt of so many tokens."""
@@ -410,14 +336,15 @@ class Connector:
         source: Source,
         from_token: int = 0,
         extra: Sequence[bytes] = (),
-        layout_of: LayoutOf | None = None,
+        about: AboutOf | None = None,
     ) -> int:
         """Store the chunks of *tokens* that end behind *from_token*; return how many were new.
 
         Never raises. *from_token* is how many tokens the store is known to hold already.
-        *layout_of* says what chunks have of their ends, for models that keep windows or states.
+        *about* says of each chunk what it has of its end, for models that keep windows or states,
+        and which of its tokens matter.
         """
-        chunks = self._chunks(tokens, source, from_token, extra, layout_of)
+        chunks = self._chunks(tokens, source, from_token, extra, about)
         stored = 0
         while outcomes := self.write_each(lambda: list(islice(chunks, self._at_once))):
             stored += outcomes.count(PutOutcome.stored)
@@ -429,13 +356,14 @@ class Connector:
         source: Source,
         from_token: int,
         extra: Sequence[bytes],
-        layout_of: LayoutOf | None = None,
+        about: AboutOf | None = None,
     ) -> Iterator[Chunk]:
         keys = self.client.keys(tokens, extra)
         for (start, stop), key, parent in zip(
             self._spans(len(tokens)), keys, parents(keys), strict=True
         ):
             if stop > from_token:
+                said = about((start, stop)) if about else About()
                 yield Chunk(
                     key,
                     source((start, stop)),
@@ -443,7 +371,8 @@ class Connector:
                     position=start,
                     prefill_flops=self._token_flops * (stop - start),
                     content=content_digest(tokens_le32(tokens[start:stop]), extra),
-                    layout=layout_of((start, stop)) if layout_of else None,
+                    layout=said.layout,
+                    importance=said.importance,
                 )
 
     # --- for engines that ask, load and store at different moments, under names they keep
@@ -454,6 +383,12 @@ class Connector:
         When it fails the error is counted among those of loads, and *otherwise* returned.
         """
         return self._guarded(work, otherwise, self._load_errors)
+
+    def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
+        """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
+        found = self.ask(lambda: self.client.stat(self._keys(digests)), list[pb.ChunkStat]())
+        exact = Fidelity.exact
+        return {one.digest for one in found if any(c.fidelity == exact for c in one.copies)}
 
     def read(self, digests: Sequence[ChainDigest], out: Sequence[LayerTensors]) -> int:
         """Read the longest prefix of *digests* into *out*; return how many chunks. Never raises."""
@@ -466,44 +401,41 @@ class Connector:
         self,
         digests: Sequence[ChainDigest],
         room: ChunkRooms,
-        fidelity: list[Fidelity] | None = None,
+        stated: list[Stated] | None = None,
         terms: PlanTerms | None = None,
     ) -> int:
         """Do the same with *room*, which says where a chunk of a layout goes.
 
-        *fidelity* is filled with how true each chunk is; who does not ask reads exact copies only.
-        With *terms*, which have ``loads_first``, as far as their deadline allows.
+        *stated* is filled with what the copy of each chunk states; who does not ask reads exact
+        copies only. With *terms*, which have ``loads_first``, as far as their deadline allows.
         """
-        count = self.ask(lambda: self._get_into(digests, room, fidelity, terms), 0)
+        allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
+        came = self.ask(lambda: self._get_into(digests, room, allowed.least, terms), list[Stated]())
         with self._lock:
             name = "lost_chunks" if terms is None else "slow_chunks"
-            self._counts[name] += len(digests) - count
-        return count
+            self._counts[name] += len(digests) - len(came)
+        usable = self._usable(came, allowed)
+        if stated is not None:
+            stated += usable
+        return len(usable)
 
     def _get_into(
         self,
         digests: Sequence[ChainDigest],
         room: ChunkRooms,
-        fidelity: list[Fidelity] | None,
+        least: Fidelity,
         terms: PlanTerms | None,
-    ) -> int:
-        least = Fidelity.exact if fidelity is None else max(self.least, Fidelity.bounded)
+    ) -> list[Stated]:
         if terms is not None and self.rectangle is None:
             levelled = self.client.get_levelled(
                 self._keys(digests), replace(terms, least=least), room
             )
-            count = next(iter(levelled.to_compute), len(digests))
-            if fidelity is not None:
-                fidelity += levelled.fidelity[:count]
-            return count
-        found = self.client.get_into(
-            self._keys(digests),
-            room,
-            min_fidelity=least,
-            fidelity=fidelity,
-            rectangle=self.rectangle,
+            return list(levelled.stated[: next(iter(levelled.to_compute), len(digests))])
+        stated: list[Stated] = []
+        self.client.get_into(
+            self._keys(digests), room, min_fidelity=least, stated=stated, rectangle=self.rectangle
         )
-        return len(found)
+        return stated
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         space = self.client.namespace
@@ -583,5 +515,6 @@ class Connector:
                 slow_chunks=counts["slow_chunks"],
                 lossy_hit_tokens=counts["lossy_hit_tokens"],
                 lossy_unstored_chunks=counts["lossy_unstored_chunks"],
+                gated_chunks=counts["gated_chunks"],
                 misses=dict(self._misses),
             )

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from typing_extensions import override
 
-from kvstore.client.engines.base import ConnectorStats
+from kvstore.client.engines.prefix import ConnectorStats
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_pools import SecondStore, ends
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, WeightsEpoch, terms_of

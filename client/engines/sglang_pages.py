@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, least_of
+from kvstore.client.engines.accuracy import least_of
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import NO_ROPE, Weights, identity_of, own_rope, weights_of
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms
 from kvstore.client.options import ClientOptions

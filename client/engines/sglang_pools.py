@@ -99,13 +99,9 @@ class SecondStore(Connector):
 
     def present(self, hashes: Sequence[str]) -> list[bool]:
         """Return which of *hashes* are stored, whatever is before them."""
-
-        def ask() -> set[bytes]:
-            return {one.digest for one in self.client.stat(self._named(hashes)) if one.copies}
-
-        nothing: set[bytes] = set()
-        found = self.ask(ask, nothing)
-        return [bytes(digest_of(one)) in found for one in hashes]
+        digests = [digest_of(one) for one in hashes]
+        found = self.stored(digests)
+        return [bytes(one) in found for one in digests]
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> list[bool]:
         """Fill the pages that begin at *slots*; return which were, all before one that was not."""

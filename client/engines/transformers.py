@@ -24,22 +24,17 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
-    StaticCache,
     StoppingCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import (
-    Connector,
-    LayoutOf,
-    Prefix,
-    Source,
-    Span,
-    least_of,
-)
+from kvstore.client.engines.accuracy import Allowed, least_of
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import AboutOf, Prefix, Source, Span
 from kvstore.client.engines.rope_settings import rope_parameters
+from kvstore.client.engines.transformers_attention import noting_attention
 from kvstore.client.engines.transformers_batch import (
     Row,
     checked_deadline,
@@ -55,6 +50,7 @@ from kvstore.client.engines.transformers_cache import (
     CacheShape,
     as_argument,
     exact_tokens_of,
+    new_cache,
     note_lossy,
 )
 from kvstore.client.engines.transformers_checkpoints import (
@@ -72,15 +68,16 @@ from kvstore.client.engines.transformers_identity import (
     cache_shape,
     representation_of,
 )
-from kvstore.client.engines.transformers_staging import Staging
+from kvstore.client.engines.transformers_layers import LayerLoad, is_compiled, new_link
+from kvstore.client.engines.transformers_staging import Staging, device_of
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.prefill import Deadline
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
-from kvstore.proto.device import Device, HostDevice, open_device
+from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Stated
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
 
@@ -113,11 +110,11 @@ _AT_BIRTH = _Weights()
 
 
 class _Terms(NamedTuple):
-    """What a call says of its prompts: what else names them, how true copies have to be, and when
-    the first token has to be there, of a call that began then; 0: no matter."""
+    """What a call says of its prompts: what else names them, which copies are read, and when the
+    first token has to be there, of a call that began then; 0: no matter."""
 
     extra: Sequence[bytes]
-    least: Fidelity
+    allowed: Allowed
     deadline_ms: int = 0
     began_s: float = 0.0
 
@@ -181,7 +178,8 @@ class TransformersConnector(Connector):
         self._made_of: WeakKeyDictionary[Cache, _Weights] = WeakKeyDictionary()
         # Guards the three above: the watch, what it led to, and of which weights caches are.
         self._weights = threading.Lock()
-        device = device or _device_of(model)
+        device = device or device_of(model)
+        self._link = new_link()
         self._staging: Staging | None = None
         if device is not None:
             tokens = client.options.chunk_tokens
@@ -203,6 +201,7 @@ class TransformersConnector(Connector):
         if self._weights.locked():
             self._changed()  # a change may have been seen, and not have been named
         self._weights = threading.Lock()
+        self._link = new_link()
         if self._staging is not None:
             self._staging.lock = threading.RLock()
 
@@ -265,25 +264,26 @@ class TransformersConnector(Connector):
         prefix = self._load_into(cache, tokens, terms.of(weights))
         return cache, prefix.hit_tokens
 
-    def calibrate(self, input_ids: Any, extra: Sequence[bytes] = ()) -> GateView | None:
-        """Compare a prompt behind its lossy copies with its full prefill; return the gate then.
+    def calibrate(self, input_ids: Any, codec: str, extra: Sequence[bytes] = ()) -> GateView | None:
+        """Compare a prompt behind *codec*'s lossy copies with its full prefill; return the gate.
 
-        *input_ids*: (1, tokens). 64 such comparisons within the server's bounds open the model's
-        gate for ``accuracy="approximate"``. Nothing is stored. None where no lossy copy was read,
-        or the store failed.
+        *input_ids*: (1, tokens). 64 such comparisons within the server's bounds open the gate of
+        the model and *codec* for ``accuracy="approximate"``. Nothing is stored. None where no copy
+        of *codec* without a bound was read, or the store failed.
         """
-        terms = _Terms(extra, self._least("approximate"))
+        terms = _Terms(extra, Allowed(self._least("approximate"), frozenset([codec])))
         tokens = prompt_of(input_ids, self._model.device)
         cache = DynamicCache(config=self._model.config)
         prefix = self._load_into(cache, tokens, terms.of(self._follow(cache)))
-        return self._compare(tokens, cache) if prefix.is_unbounded else None
+        return self._compare(tokens, cache if prefix.codecs else None, prefix)
 
-    def _compare(self, tokens: Sequence[int], cache: Cache | None) -> GateView | None:
+    def _compare(
+        self, tokens: Sequence[int], cache: Cache | None, prefix: Prefix
+    ) -> GateView | None:
         if cache is None:
             return None
-        return self.ask(
-            lambda: self.client.report_reuse(comparison(self._model, tokens, cache)), None
-        )
+        told = partial(comparison, self._model, tokens, cache, prefix)
+        return self.ask(lambda: self.client.report_reuse(told()), None)
 
     def _room(self, rooms: list[PrefixRoom]) -> Callable[[Sequence[Span]], Sequence[LayerTensors]]:
         """Return what makes room for chunks, and puts that into *rooms*."""
@@ -301,7 +301,7 @@ class TransformersConnector(Connector):
         chunk_tokens = self.client.options.chunk_tokens
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
         within = Deadline(terms.deadline_ms / 1000, beside, began_s=terms.began_s)
-        prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.least)
+        prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.allowed)
         if beside.error is not None:
             raise beside.error  # the model's own
         done = length(cache, self._shape)
@@ -311,29 +311,36 @@ class TransformersConnector(Connector):
             note_lossy(cache, prefix.exact_tokens)
         return prefix
 
-    def _load_into(self, cache: Cache, tokens: Sequence[int], terms: _Terms) -> Prefix:
+    def _load_into(
+        self, cache: Cache, tokens: Sequence[int], terms: _Terms, load: LayerLoad | None = None
+    ) -> Prefix:
+        """Have the prefix of *tokens* in *cache*, or with *load* on its way there."""
         rooms: list[PrefixRoom] = []
-        has_ends, (extra, least, *_) = self._shape.has_ends, terms
+        has_ends, (extra, allowed, *_) = self._shape.has_ends, terms
 
         def by_layout(spans: Sequence[Span]) -> Room:
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
             return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
 
-        def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Fidelity]:
+        def staged(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Stated]:
             assert self._staging is not None
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
-            found = self._staging.read(self.client, keys, rooms[0], least)
+            found = self._staging.read(self.client, keys, rooms[0], allowed.least)
             return () if has_ends and len(found) < len(keys) else found
 
         if self._staging is not None:
             with self._staging.lock:
-                prefix = self._counted(tokens, staged, extra, least, whole=has_ends)
+                prefix = self._counted(tokens, staged, extra, allowed, whole=has_ends)
         elif has_ends:
             prefix = self.load_ends(tokens, by_layout, extra)
         else:
-            prefix = self.load_chunks(tokens, self._room(rooms), extra, least)
+            can_wait = isinstance(cache, DynamicCache) and not is_compiled(self._model)
+            by = load if load is not None and can_wait else self
+            prefix = by.load_chunks(tokens, self._room(rooms), extra, allowed)
         if prefix.hit_tokens and isinstance(cache, DynamicCache):
             rooms[0].move_into(cache, prefix.hit_tokens)
+            if load is not None:
+                load.attach(cache)
         elif prefix.hit_tokens:
             rooms[0].copy_into(cache, prefix.hit_tokens)
         if prefix.lossy_tokens:
@@ -378,14 +385,14 @@ class TransformersConnector(Connector):
         source: Source,
         from_token: int = 0,
         extra: Sequence[bytes] = (),
-        layout_of: LayoutOf | None = None,
+        about: AboutOf | None = None,
     ) -> int:
         if self._staging is None:
-            return super().store_chunks(tokens, source, from_token, extra, layout_of)
+            return super().store_chunks(tokens, source, from_token, extra, about)
         to_host = self._staging.to_host
         with self._staging.lock:
             return super().store_chunks(
-                tokens, lambda span: to_host(source(span)), from_token, extra, layout_of
+                tokens, lambda span: to_host(source(span)), from_token, extra, about
             )
 
     def _save(
@@ -401,14 +408,12 @@ class TransformersConnector(Connector):
         if exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
             tokens = tokens[:exact]
-        if not self._shape.has_ends:
-            return self.store_chunks(tokens, source.tensors, from_token, extra)
-        for span in self._spans(len(tokens)):
+        for span in self._spans(len(tokens)) if self._shape.has_ends else ():
             is_short = span[1] - span[0] < self.client.options.chunk_tokens
             if span[1] > from_token and not source.has(span, must_end=is_short):
                 tokens = tokens[: span[0]]
                 break
-        return self.store_chunks(tokens, source.tensors, from_token, extra, source.layout)
+        return self.store_chunks(tokens, source.tensors, from_token, extra, source.about)
 
     def generate(
         self,
@@ -454,18 +459,24 @@ class TransformersConnector(Connector):
     ) -> Generation:
         tokens: list[int] = input_ids[0].tolist()
         terms = terms.of(weights)
-        loaded = self._prefilled(tokens, self._new_cache(settings, len(tokens)), terms)
-        cache, prefix = loaded.cache, loaded.prefix
-        chunk_tokens = self.client.options.chunk_tokens
+        cache = new_cache(self._model.config, settings, self._shape, len(tokens))
+        load, chunk_tokens = LayerLoad(self, self._link), self.client.options.chunk_tokens
+        loaded = self._prefilled(tokens, cache, terms, load)
         watch = Watch(cache, self._shape, chunk_tokens)
-        left = len(tokens) - length(cache, self._shape)
-        watches: list[StoppingCriteria] = [FirstToken(partial(self.learned.observe, left))]
-        watches += [watch] if self._shape.has_ends else []
-        output = self._run(input_ids, settings, cache, watches)
+        weighed = len(tokens) if self.client.weighs else 0
+
+        def run() -> GenerateDecoderOnlyOutput:
+            left = len(tokens) - length(cache, self._shape)
+            watches: list[StoppingCriteria] = [FirstToken(partial(load.note, left))]
+            watches += [watch] if self._shape.has_ends else []
+            with noting_attention(self._model, cache, self._shape, weighed) as look:
+                return self._run(input_ids, settings, cache, [*watches, *look])
+
+        output, prefix = load.run(cache, loaded.prefix, run)
         found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
         if not self._is_still(weights, cache):
             return found
-        self._compare(tokens, loaded.to_compare)
+        self._compare(tokens, loaded.to_compare, prefix)
         sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
         taken = [*loaded.snapshots, *watch.snapshots]
         self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, terms.extra, taken)
@@ -474,24 +485,15 @@ class TransformersConnector(Connector):
             self._save(sequence, cache, stored, terms.extra, taken)
         return found
 
-    def _new_cache(self, settings: GenerationConfig, prompt_tokens: int) -> Cache:
-        if settings.cache_implementation != "static":
-            settings.cache_implementation = None  # the cache is given
-            return DynamicCache(config=self._model.config)
-        if self._shape.has_ends:
-            fix = "a static cache of windows or states goes round: its ends cannot be taken out"
-            raise InvalidRequestError("cache_implementation", "static", fix)
-        more = settings.max_new_tokens or (settings.max_length or prompt_tokens) - prompt_tokens
-        settings.cache_implementation = None
-        return StaticCache(config=self._model.config, max_cache_len=prompt_tokens + max(1, more))
-
-    def _prefilled(self, tokens: Sequence[int], cache: Cache, terms: _Terms) -> _Loaded:
+    def _prefilled(
+        self, tokens: Sequence[int], cache: Cache, terms: _Terms, load: LayerLoad | None = None
+    ) -> _Loaded:
         """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
         is_whole = self._shape.has_ends or self._staging is not None
         if terms.deadline_ms and isinstance(cache, DynamicCache) and not is_whole:
             prefix = self._load_within(cache, tokens, terms)
         else:
-            prefix = self._load_into(cache, tokens, terms)
+            prefix = self._load_into(cache, tokens, terms, load)
         to_compare, snapshots = self._comparisons.next(prefix, cache), list[Snapshot]()
         if self._shape.has_ends:
             span = (prefix.hit_tokens, len(tokens))
@@ -551,7 +553,7 @@ class TransformersConnector(Connector):
         if not self._shape.has_ends and self._is_still(weights, cache):
             self._save_rows(output, cache, rows, terms.of(weights).extra)
             for tokens, one in zip(prompts, loaded, strict=True):
-                self._compare(tokens, one.to_compare)
+                self._compare(tokens, one.to_compare, one.prefix)
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 
@@ -590,11 +592,3 @@ class TransformersConnector(Connector):
             stored = len(row.prompt) // chunk_tokens * chunk_tokens
             if len(tokens) > len(row.prompt):
                 self.store_chunks(tokens, source.tensors, stored, extra)
-
-
-def _device_of(model: PreTrainedModel) -> Device | None:
-    """Return the model's device; None for the CPU, between which and itself nothing is copied."""
-    if model.device.type == "cpu":
-        return None
-    # Copies of torch's own wait for other devices than CUDA's.
-    return open_device(model.device) if model.device.type == "cuda" else HostDevice()

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+    cache_utils,
+)
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -21,7 +29,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvstore.proto.errors import RepresentationError
+from kvstore.codecs.terms import Importance
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
 
 PROBE_TOKENS = 24
@@ -38,6 +47,8 @@ _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 _STATE_DICTS = ("conv_states", "recurrent_states")
 _LOSSY_FROM = "kvstore_lossy_from"
 """The first token of a cache that is not exact: an attribute, which copies of a cache keep."""
+_IMPORTANCE = "kvstore_importance"
+"""What is known of the importance of its tokens: likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +216,23 @@ def _state_shape(index: int, layer: Any) -> StateShape:
     return StateShape(index, tuple(pieces))
 
 
+def new_cache(
+    config: PreTrainedConfig, settings: GenerationConfig, shape: CacheShape, prompt_tokens: int
+) -> Cache:
+    """Return an empty cache of the kind that *settings* name, which then say that it is given.
+
+    Raises InvalidRequestError for a static cache of windows or states.
+    """
+    is_static, settings.cache_implementation = settings.cache_implementation == "static", None
+    if not is_static:
+        return DynamicCache(config=config)
+    if shape.has_ends:
+        fix = "a static cache of windows or states goes round: its ends cannot be taken out"
+        raise InvalidRequestError("cache_implementation", "static", fix)
+    more = settings.max_new_tokens or (settings.max_length or prompt_tokens) - prompt_tokens
+    return StaticCache(config=config, max_cache_len=prompt_tokens + max(1, more))
+
+
 def note_lossy(cache: Cache, first: int) -> None:
     """Have *cache*, and its copies, say that nothing from token *first* on is exact."""
     vars(cache)[_LOSSY_FROM] = first
@@ -214,6 +242,17 @@ def exact_tokens_of(cache: Cache, tokens: int) -> int:
     """Return how many of the first *tokens* of *cache* are exact, as far as was noted."""
     first: int = vars(cache).get(_LOSSY_FROM, tokens)
     return min(tokens, first)
+
+
+def note_importance(cache: Cache, weights: Importance) -> None:
+    """Have *cache* say which of its first tokens matter: *weights*, as of a ``Chunk``."""
+    vars(cache)[_IMPORTANCE] = weights
+
+
+def importance_of(cache: Cache, start: int, stop: int) -> Importance | None:
+    """Return what was noted of the tokens from *start* to *stop*; None if not of all of them."""
+    weights: Importance | None = vars(cache).get(_IMPORTANCE)
+    return None if weights is None or len(weights) < stop else weights[start:stop]
 
 
 def probe_ids(model: PreTrainedModel) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StoppingCriteria
 
-from kvstore.client.engines.base import Span
+from kvstore.client.engines.prefix import Span
 from kvstore.client.engines.transformers_cache import CacheShape, forward, probe_ids
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
 from kvstore.proto.errors import RepresentationError

@@ -10,9 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from transformers import Cache, DynamicCache
 
-from kvstore.client.engines.base import Span
+from kvstore.client.engines.prefix import About, Span
 from kvstore.client.engines.transformers_batch import Row
-from kvstore.client.engines.transformers_cache import CacheShape, StateShape, TokenShape
+from kvstore.client.engines.transformers_cache import (
+    CacheShape,
+    StateShape,
+    TokenShape,
+    importance_of,
+)
 from kvstore.client.tensors import LayerTensors, TensorLike
 from kvstore.proto.types import KVLayout, LayerKind, Representation
 
@@ -126,6 +131,10 @@ class EndSource:
             window=self._with_windows(span) is not None,
             state=self._with_states(span) is not None,
         )
+
+    def about(self, span: Span) -> About:
+        """Return what there is to say of the chunk at *span*."""
+        return About(self.layout(span), importance_of(self._cache, *span))
 
     def has(self, span: Span, *, must_end: bool) -> bool:
         """Whether the chunk at *span* is worth storing: some models keep nothing but windows.

@@ -1,4 +1,5 @@
-"""Lossy copies compared with a full prefill: what opens and closes a model's gate for them."""
+"""Lossy copies compared with a full prefill: what opens and closes the gate
+of a model and a codec."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvstore.client.blend.feedback import compare
-from kvstore.client.engines.base import Prefix
+from kvstore.client.engines.prefix import Prefix
 from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import ACCURACY_TAG
+from kvstore.proto.blend import accuracy_tag
 
 COMPARED_TOKENS = 64
 """Of a prompt's end: what a comparison weighs most at."""
@@ -33,9 +34,10 @@ class Comparisons:
     def next(self, prefix: Prefix, cache: Cache) -> Cache | None:
         """Return a copy of *cache*, which holds *prefix* alone, to compare once there is time.
 
-        None where no copy without a bound is in it, and for most prompts.
+        None where no copy without a bound is in it, where several codecs made such ones, as nobody
+        could say whose fault it were, and for most prompts.
         """
-        if not prefix.is_unbounded:
+        if len(prefix.codecs) != 1:
             return None
         number = next(self._numbers)
         is_compared = number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
@@ -43,14 +45,18 @@ class Comparisons:
 
 
 def comparison(
-    model: PreTrainedModel, tokens: Sequence[int], cache: Cache
+    model: PreTrainedModel, tokens: Sequence[int], cache: Cache, prefix: Prefix
 ) -> pb.ReportReuseRequest:
-    """Return what the gate is told of a prompt of which *cache* holds a lossy prefix.
+    """Return what the gate is told of a prompt of which *cache* holds *prefix*, lossy by one codec.
 
-    The last tokens' logits behind *cache*, which is used up, are compared with those of a full
-    prefill.
+    The logits of the last tokens behind *cache*, which is used up, are compared with those of a
+    full prefill. So that there are enough, less of the cache is used, if some of what is lossy
+    stays.
     """
-    held = int(cache.get_seq_length())
+    least, held = len(tokens) - COMPARED_TOKENS, int(cache.get_seq_length())
+    if isinstance(cache, DynamicCache) and prefix.exact_tokens < least < held:
+        cache.crop(least - held)
+        held = least
     ids = torch.tensor([tokens], device=model.device)
     rows = min(COMPARED_TOKENS, len(tokens) - held)
     full = _logits(model, ids, DynamicCache(config=model.config), rows)
@@ -59,7 +65,8 @@ def comparison(
     shadow = pb.ShadowResult(
         divergence=found.divergence, agreement=found.agreement, tokens=found.tokens
     )
-    return pb.ReportReuseRequest(tag=ACCURACY_TAG, shadow=shadow)
+    (codec,) = prefix.codecs
+    return pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=shadow)
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, rows: int) -> torch.Tensor:

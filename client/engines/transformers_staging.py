@@ -11,14 +11,15 @@ from threading import RLock
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from kvstore.client.client import Client
 from kvstore.client.engines.transformers_cache import CacheShape
 from kvstore.client.engines.transformers_ends import Nested, PrefixRoom
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
-from kvstore.proto.device import Device
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.device import Device, HostDevice, open_device
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Stated
 
 RING_BYTES = 128 << 20
 """Host memory of a ring: as many chunks as fit, or one that is larger."""
@@ -68,13 +69,13 @@ class Staging:
 
     def read(
         self, client: Client, keys: Sequence[ChunkKey], room: PrefixRoom, least: Fidelity
-    ) -> list[Fidelity]:
-        """Read the longest prefix of *keys* into *room*, on the device; return how true each is.
+    ) -> list[Stated]:
+        """Read the longest prefix of *keys* into *room*, on the device; return what each states.
 
         None is less so than *least*. They come a ring's worth at a time, each in one copy; the
         last of them is awaited.
         """
-        found: list[Fidelity] = []
+        found: list[Stated] = []
         for start in range(0, len(keys), self.slots):
             some = keys[start : start + self.slots]
             found += self._read_some(client, some, room, len(found), least)
@@ -89,7 +90,7 @@ class Staging:
         room: PrefixRoom,
         first: int,
         least: Fidelity,
-    ) -> list[Fidelity]:
+    ) -> list[Stated]:
         """Do that for *keys* that the ring has places for; the first is chunk *first* of *room*."""
         ring, _ = self._memory
         wanted: dict[int, Nested] = {}
@@ -98,8 +99,8 @@ class Staging:
             wanted[index] = room.chunk(first + index, layout)
             return to_arrays(self._placed(ring[index], wanted[index])[0])
 
-        stated: list[Fidelity] = []
-        client.get_into(keys, place, min_fidelity=least, fidelity=stated)
+        stated: list[Stated] = []
+        client.get_into(keys, place, min_fidelity=least, stated=stated)
         for index in range(len(stated)):
             self._to_device(index, wanted[index])
         self._device.current_stream().record().synchronize()
@@ -150,3 +151,11 @@ def _aligned(size_bytes: int) -> int:
 
 def _flat(tensors: LayerTensors) -> Iterator[Any]:
     return (part for layers in tensors for parts in layers for part in parts)
+
+
+def device_of(model: PreTrainedModel) -> Device | None:
+    """Return the model's device; None for the CPU, between which and itself nothing is copied."""
+    if model.device.type == "cpu":
+        return None
+    # Copies of torch's own wait for other devices than CUDA's.
+    return open_device(model.device) if model.device.type == "cuda" else HostDevice()

@@ -25,7 +25,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Event
 from kvstore.proto.hints import Hints
-from kvstore.proto.types import ChainDigest, Fidelity, KVLayout
+from kvstore.proto.types import ChainDigest, KVLayout, Stated
 
 BATCH_BYTES = 64 << 20
 """What several requests put together at most: a call for each would hold the engine up."""
@@ -69,9 +69,9 @@ class LoadWork:
     """One load: the chunks *digests*, each into the blocks that its ``chunks`` entry names.
 
     The first ``kept_blocks`` are not written to, and none before ``after``. ``arrived`` is to be
-    called when something came, ``is_over`` says that there is no more time. ``fidelity`` is to be
-    filled with how true each chunk is, by a side that reads lossy copies. ``terms``: of a load with
-    a deadline, for a side that can read in part.
+    called when something came, ``is_over`` says that there is no more time. ``stated`` is to be
+    filled with what the copy of each chunk states, by a side that reads lossy ones. ``terms``: of a
+    load with a deadline, for a side that can read in part.
     """
 
     digests: Sequence[ChainDigest]
@@ -80,7 +80,7 @@ class LoadWork:
     after: Event | None
     arrived: Callable[[], None]
     is_over: Callable[[], bool]
-    fidelity: list[Fidelity] = field(default_factory=list)
+    stated: list[Stated] = field(default_factory=list)
     terms: PlanTerms | None = None
 
 
@@ -156,7 +156,7 @@ class HostSide(Side):
             work.arrived()
             return rooms[number].tensors(layout)
 
-        read = self._connector.read_into(work.digests, room, work.fidelity, work.terms)
+        read = self._connector.read_into(work.digests, room, work.stated, work.terms)
         for one in rooms[:read]:
             one.settle()
         return read

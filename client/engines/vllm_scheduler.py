@@ -131,9 +131,8 @@ class VllmScheduler:
         keys = self._keys(digests)
         if not keys:
             return 0
-        match = self._lookups.client.lookup(
-            keys, min_fidelity=self._lookups.least, wait_ms=self._role.wait_ms
-        )
+        least = self._lookups.allowed(self._lookups.least).least
+        match = self._lookups.client.lookup(keys, min_fidelity=least, wait_ms=self._role.wait_ms)
         worth = self._lookups.worth_loading(match, len(keys) * self._chunk_tokens)
         if worth == match.ready:
             return worth

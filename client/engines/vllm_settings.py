@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvstore.client.access import access_from
-from kvstore.client.engines.base import least_of
+from kvstore.client.engines.accuracy import least_of
 from kvstore.client.engines.vllm_blending import refuse_blending
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import MAX_HANDOVER_MS
-from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, Fidelity
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
 MAX_TOKEN_US = 10_000_000
 """Ten seconds a token."""
@@ -53,9 +53,10 @@ class VllmSettings:
     of requests that have none of their own, from their arrival to their first token: what loads
     later is computed; 0: none. ``prefill_token_us``: about what the engine takes to compute a
     token, by which that is told; 0: it is learned. ``accuracy``: which copies are loaded, as for
-    Connector. ``token_file`` has an API key or a
-    JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files, as in Access; ``tenant``: as in
-    ClientOptions, as ``sglang_names`` is. A token is no setting: engines print those.
+    Connector; vLLM shows a connector no logits, so that others open gates and close them.
+    ``token_file`` has an API key or a JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files,
+    as in Access; ``tenant``: as in ClientOptions, as ``sglang_names`` is. A token is no setting:
+    engines print those.
     """
 
     address: str = "127.0.0.1:7420"
@@ -96,9 +97,7 @@ class VllmSettings:
         for name, most in bounds.items():
             if not 0 <= getattr(self, name) <= most:
                 raise InvalidRequestError(name, getattr(self, name), f"give 0 to {most}")
-        if least_of(self.accuracy) is Fidelity.none:
-            fix = "use exact or bounded: vLLM shows a connector no logits to compare"
-            raise InvalidRequestError("accuracy", self.accuracy, fix)
+        least_of(self.accuracy)
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> VllmSettings:

@@ -31,19 +31,21 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTierin
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
+from kvstore.client.engines.accuracy import least_of
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_settings import VllmSettings
 from kvstore.client.engines.vllm_versions import STORAGE_MEDIUM, TELLS_KEYS_THAT_CAME, job_rows
 from kvstore.client.engines.vllm_worker import SHUTDOWN_S, WorkThread
 from kvstore.client.engines.weights import EPOCH_BYTES, weights_name
 from kvstore.client.tensors import LayerTensors
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import (
     DIGEST_BYTES,
     MIN_CHUNK_TOKENS,
     ChainDigest,
     DType,
+    Fidelity,
     LayerGroup,
     LayerKind,
     Representation,
@@ -67,9 +69,9 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> Iterable[bool]:
-        nothing: set[bytes] = set()
-        found = self._connector.ask(partial(self._found, keys), nothing)
-        return [bytes(self._digest(key)) in found for key in keys]
+        digests = [self._digest(key) for key in keys]
+        found = self._found(digests)
+        return [bytes(one) in found for one in digests]
 
     def note_lost(self, keys: Collection[bytes]) -> None:
         """Promote keys no more for requests that asked for them: that failed."""
@@ -80,15 +82,20 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
             if key in self._lookup_state:
                 self._lookup_state[key].result = False
 
-    def _found(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the digests of those that are stored. Keys are no prefix: of several kinds of
-        layers vLLM asks in turn, and of sliding windows from the end.
+    def _found(self, digests: Sequence[ChainDigest]) -> set[bytes]:
+        """Return those that are stored. They are no prefix: of several kinds of layers vLLM asks
+        in turn, and of sliding windows from the end.
         """
-        client, digests = self._connector.client, [self._digest(key) for key in keys]
-        named = [chunk_key(client.namespace, digest) for digest in digests]
-        ready = client.lookup(named).ready
-        behind = client.stat(named[ready + 1 :]) if ready + 1 < len(named) else ()
-        return {*map(bytes, digests[:ready]), *(one.digest for one in behind if one.copies)}
+        client = self._connector.client
+
+        def ready() -> int:
+            return client.lookup([chunk_key(client.namespace, one) for one in digests]).ready
+
+        count = self._connector.ask(ready, -1)
+        if count < 0:
+            return set()
+        behind = digests[count + 1 :]
+        return {*map(bytes, digests[:count]), *(self._connector.stored(behind) if behind else ())}
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -113,6 +120,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         settings.pop("module_path", None)  # below 0.28 it is handed on
         stated = VllmSettings.of(settings)
+        if least_of(stated.accuracy) is not Fidelity.exact:
+            fix = "use exact: a tier is not told behind which chunk another was computed"
+            raise InvalidRequestError("accuracy", stated.accuracy, fix)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         identity = tier_representation(
             offloading_spec.config, self._rows.shape[1], stated.model_revision

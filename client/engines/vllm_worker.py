@@ -20,7 +20,8 @@ from typing import TypeAlias
 import torch
 
 from kvstore.client.chunk import Chunk
-from kvstore.client.engines.base import Connector, exact_count
+from kvstore.client.engines.accuracy import exact_count
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_copies import (
     BATCH_BYTES,
     MOST_COPIES,
@@ -296,7 +297,7 @@ class VllmWorker:
                 terms=terms,
             )
             read = self._connector.ask(lambda: self._read(side, work), 0)
-            exact = exact_count(work.fidelity) if work.fidelity else read
+            exact = exact_count(work.stated) if work.stated else read
             self._was_short = read < len(order.digests)
         with self._news:
             self._loading -= 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore.codecs.base import CODECS
 from kvstore.proto import blend_wire, plan_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
@@ -56,8 +57,8 @@ class BlendChecks:
         total = sum(len(one.tokens) for one in request.segments)
         if total > self._limit:
             raise InvalidRequestError("segments.tokens", total, f"at most {self._limit} chunks")
-        if request.tag == ACCURACY_TAG:
-            fix = "use another: this is that of lossy copies, which blending says nothing of"
+        if request.tag.startswith(ACCURACY_TAG):
+            fix = "use another: this is of lossy copies, which blending says nothing of"
             raise InvalidRequestError("tag", request.tag, fix)
         if request.max_variants > MAX_VARIANTS:
             fix = f"at most {MAX_VARIANTS}"
@@ -134,7 +135,7 @@ class BlendChecks:
         if request.HasField("shadow"):
             shadow = blend_wire.shadow_from_message(request.shadow)
         return Report(
-            check_tag(request.tag),
+            _check_report_tag(request.tag, shadow is not None),
             tuple(
                 (key, *_measured(one, count))
                 for key, one, count in zip(keys, request.chunks, tokens, strict=True)
@@ -143,6 +144,15 @@ class BlendChecks:
             shadow,
             request.full_ms / spent_ms if is_timed else UNKNOWN,
         )
+
+
+def _check_report_tag(tag: str, is_compared: bool) -> str:
+    """Return *tag*; one of lossy copies is to name a codec, if a comparison came with it."""
+    head, is_of_codec, codec = tag.partition(f"{ACCURACY_TAG}:")
+    if (is_of_codec and not head and codec not in CODECS) or (tag == ACCURACY_TAG and is_compared):
+        fix = f"use {ACCURACY_TAG}:CODEC, of {', '.join(CODECS)}"
+        raise InvalidRequestError("tag", tag, fix)
+    return check_tag(tag)
 
 
 def _measured(message: pb.ChunkReport, tokens: int) -> tuple[Measured, Scores | None]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.proto.blend import (
+    ACCURACY_TAG,
     UNKNOWN,
     GateView,
     Resolution,
@@ -190,7 +191,12 @@ class Blending:
         return self._catalog.variant_tokens(keys)
 
     def report(self, session: Session, report: Report) -> GateView:
-        """Take in what an engine says; return the gate as it is then."""
+        """Take in what an engine says; return the gate as it is then.
+
+        With ACCURACY_TAG nothing is said, but asked: which codecs' gates are open.
+        """
+        if report.tag == ACCURACY_TAG:
+            return self.gates.of_codecs(session)
         self._catalog.reported(report.chunks)
         self._counters.add("blend_reports")
         shadow = None

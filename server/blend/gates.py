@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvstore.proto.blend import GateView
+from kvstore.codecs.base import CODECS
+from kvstore.proto.blend import ACCURACY_TAG, GateView, accuracy_tag
 from kvstore.proto.types import Namespace
 from kvstore.server.metrics import Counters
 from kvstore.server.policy.blend_gate import (
@@ -87,6 +88,15 @@ class Gates:
         with self._lock:
             name = (session.namespace, tag)
             return self._view(name, self._table.state(name))
+
+    def of_codecs(self, session: Session) -> GateView:
+        """Return whether lossy copies without a bound are read of any codec, and of which."""
+        with self._lock:
+            states = {
+                one: self._table.state((session.namespace, accuracy_tag(one))) for one in CODECS
+            }
+        codecs = tuple(codec for codec, gate in states.items() if gate.is_open)
+        return GateView(bool(codecs), 0.0, tag=ACCURACY_TAG, codecs=codecs)
 
     def views(self) -> list[GateView]:
         """Return all that were heard of, those that were used last last."""

@@ -276,6 +276,11 @@ class Copies:
         with self._lock:
             return self._index.holders(self._index.row(key), least)
 
+    def is_common(self, key: ChunkKey) -> bool:
+        """Whether several prompts have the chunk: two went on from it or from one behind it."""
+        with self._lock:
+            return self._index.is_common(self._index.row(key))
+
     def size_bytes(self, tier: str, key: ChunkKey) -> int:
         """Return the size of the chunk's frame on *tier*; 0 when it is not there."""
         with self._lock:

@@ -21,6 +21,9 @@ TRIALS = 64
 MAX_RATIO = 0.75
 """A gate that would have to recompute more closes: full prefill is then as good."""
 
+LEAST_TRIAL_TOKENS = 16
+"""Trials over fewer are not counted: the mean weighs all alike."""
+
 RAISE = 1.5
 SETTLED_SHADOWS = 4
 """Comparisons at one ratio before anything follows from them."""
@@ -99,10 +102,11 @@ class GateTable:
     Closed, a gate lets trials through only: requests answered from a full prefill beside which
     the engine blends. TRIALS of them within bounds open it; else the ratio is raised, and past
     MAX_RATIO it stays closed. Open, comparisons that come out of bounds raise the ratio, and past
-    MAX_RATIO close it. Comparisons at less than the gate's ratio are not counted.
+    MAX_RATIO close it. Comparisons at less than the gate's ratio are not counted, nor trials over
+    fewer than LEAST_TRIAL_TOKENS tokens.
 
-    The gate of lossy copies, ACCURACY_TAG, has a ratio of 0: nothing of them is recomputed, and
-    where they are too far from exact it closes at once.
+    Gates of lossy copies, those of ACCURACY_TAG, have a ratio of 0: nothing of them is recomputed,
+    and where they are too far from exact they close at once.
     """
 
     def __init__(self, terms: GateTerms, draw: Callable[[], float]) -> None:
@@ -116,8 +120,10 @@ class GateTable:
 
     def state(self, name: GateName) -> GateState:
         """Return a gate; one that nobody knows is closed."""
-        if name[1] == ACCURACY_TAG:
-            unknown = GateState(is_open=False, ratio=0.0, why="not calibrated")
+        if name[1].startswith(ACCURACY_TAG):
+            unknown = GateState(
+                is_open=False, ratio=0.0, why="not calibrated; run kvstore calibrate gate"
+            )
         else:
             unknown = GateState(is_open=False, ratio=self.terms.ratio)
         return self._gates.get(name) or unknown
@@ -139,12 +145,16 @@ class GateTable:
         if speedup >= 0:
             before = gate.speedup if gate.speedup >= 0 else speedup
             gate = replace(gate, speedup=before + _EWMA_WEIGHT * (speedup - before))
-        if shadow is not None and shadow.ratio >= gate.ratio - 1e-3:
+        if shadow is not None and self._counts(gate, shadow):
             gate = self._watched(gate, shadow) if gate.is_open else self._tried(gate, shadow)
         elif name not in self._gates:
             return gate
         self._keep(name, gate)
         return gate
+
+    def _counts(self, gate: GateState, shadow: Shadow) -> bool:
+        is_long = gate.is_open or shadow.tokens >= LEAST_TRIAL_TOKENS
+        return is_long and shadow.ratio >= gate.ratio - 1e-3
 
     def _mixed(self, gate: GateState, shadow: Shadow) -> GateState:
         """Return the gate with one more comparison in its means."""

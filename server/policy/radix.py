@@ -44,6 +44,9 @@ _LAYOUTS_KEPT = 1024
 _FORGOTTEN_AT_ONCE = 16
 """Ghosts that are forgotten together: told of together, and never for a long time."""
 
+_COMMON, _WHOLE = 1, 2
+"""Marks of a row."""
+
 
 class RadixIndex:
     """Chunks by key, each in a row of columns. Not thread-safe: the catalog's lock guards it.
@@ -76,6 +79,10 @@ class RadixIndex:
         self._parents = array("I")
         self._uses = array("I")
         """Known chunks that continue the row's, and one for its copies."""
+        self._wholes = array("I")
+        """Of those that continue it, how many are no shorter than it."""
+        self._marks = array("B")
+        """_COMMON: two whole chunks continued it, or one behind it. _WHOLE: one of ``_wholes``."""
         self._flops = array("d")
         self._hits = array("I")
         self._layouts: list[KVLayout | None] = []
@@ -138,8 +145,8 @@ class RadixIndex:
     def _extend(self, *, first: bool = False) -> None:
         """Make every column longer; row 0 is nobody's."""
         count = spare_rows(len(self._holders))
-        columns = (self._parents, self._uses, self._hits, self._flops)
-        for column in (self._holders, *columns):
+        columns = (self._parents, self._uses, self._wholes, self._hits, self._flops)
+        for column in (self._holders, self._marks, *columns):
             column.frombytes(bytes(count * column.itemsize))
         self._ends.extend(count)
         self._ghosts.extend(count - first)
@@ -157,9 +164,21 @@ class RadixIndex:
         if above:
             self._uses[above] += 1
             self._parents[row] = above
+            before = self._layouts[above]
+            # The end of a prompt is stored shorter, and again once more was generated behind it.
+            if before is None or layout.tokens >= before.tokens:
+                self._marks[row] |= _WHOLE
+                self._wholes[above] += 1
+            if self._wholes[above] > 1 or self._marks[row] & _COMMON:
+                self._note_common(above)
         self._flops[row] = info.prefill_flops
         self._layouts[row] = layout
         self._ends.describe(row, Namespace(info.key[:DIGEST_BYTES]), layout)
+
+    def _note_common(self, row: int) -> None:
+        while row and not self._marks[row] & _COMMON:
+            self._marks[row] |= _COMMON
+            row = self._parents[row]
 
     def needs_ends(self, space: Namespace, needs: EndNeeds) -> None:
         """Take note of what the model of *space* needs where a prefix ends."""
@@ -191,6 +210,9 @@ class RadixIndex:
             self._ends.forget(row)
             self._layouts[row] = None
             above, self._parents[row] = self._parents[row], NO_ROW
+            if self._marks[row] & _WHOLE:
+                self._marks[row] ^= _WHOLE
+                self._wholes[above] -= 1
             self._ghosts.append(row)
             if above:
                 self._let_go(above)
@@ -200,6 +222,7 @@ class RadixIndex:
     def _let_go(self, row: int) -> None:
         self._uses[row] -= 1
         if not self._uses[row]:
+            self._marks[row] = 0
             self._keys.remove(row)
 
     def _most_ghosts(self) -> int:
@@ -291,6 +314,10 @@ class RadixIndex:
     def continued(self, row: int) -> int:
         """Return how many chunks with copies continue a chunk that has one."""
         return self._uses[row] - 1
+
+    def is_common(self, row: int) -> bool:
+        """Whether two whole chunks continued this one, or one behind it, since it is known."""
+        return bool(self._marks[row] & _COMMON)
 
     def is_alone_on(self, tier: str, row: int) -> bool:
         """Whether *tier* and no other has a copy."""

@@ -8,14 +8,13 @@ from typing import TypedDict, TypeVar
 
 from google.protobuf.message import Message
 
-from kvstore.codecs.base import codec_by_id
+from kvstore.codecs.base import codec_by_id, codec_name
 from kvstore.codecs.portions import portion_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     InvalidRequestError,
-    KVStoreError,
     LayoutMismatchError,
     RepresentationError,
 )
@@ -228,14 +227,6 @@ def chunk_stat(held: Holding) -> pb.ChunkStat:
         context_tokens=held.context_tokens,
         components=wire.layout_to_message(info.layout).components,
     )
-
-
-def codec_name(codec_id: int) -> str:
-    """Return what the codec of *codec_id* is called, be it known or not."""
-    try:
-        return codec_by_id(codec_id).name
-    except KVStoreError:
-        return f"unknown-{codec_id}"
 
 
 def tier_status(status: ShelfStatus) -> pb.TierStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kvstore.codecs.base import codec_name
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
 from kvstore.proto.blend_wire import gate_to_message
@@ -14,7 +15,7 @@ from kvstore.server.known_spaces import Space
 from kvstore.server.manager import TierManager
 from kvstore.server.miss_log import LoggedMiss, MissLog, Report
 from kvstore.server.request_log import check_local
-from kvstore.server.rpc.checks import Checks, codec_name, fidelity, fitting
+from kvstore.server.rpc.checks import Checks, fidelity, fitting
 from kvstore.server.sessions import Session, SessionTable
 
 LIST_BYTES = 1 << 18

@@ -32,6 +32,7 @@ from bench.codecs_rates import (
     SINKS,
     Rates,
     report_bars,
+    report_importance,
     report_rates,
     report_real,
 )
@@ -340,6 +341,16 @@ def test_a_key_of_the_real_model_that_cannot_be_had_says_why() -> None:
     assert report.values == {}
     assert set(report.skipped) == set(REAL_KEYS)
     assert report.skipped["sink_kl_ratio"] == "not built: kvq"
+
+
+def test_the_key_of_importance_is_the_worst_of_its_ratios_at_equal_bytes() -> None:
+    points = [point(f"kvq:{quality}", "", 2.0 + quality, 10.0**-quality) for quality in range(4)]
+    points += [point("kvq:0,importance", "", 3.0, 0.05), point("kvq:1,importance", "", 4.0, 2e-3)]
+    report = Report("codecs")
+    report_importance(report, "tinylm", Rates(points, {}))
+    report_importance(report, "real model", Rates(points[:4], {}))
+    assert report.values == {"importance_kl_ratio_tinylm": pytest.approx(0.5)}
+    assert set(report.skipped) == {"importance_kl_ratio_real_model"}
 
 
 def test_the_row_of_a_point_names_its_model_and_the_facts_that_were_answered() -> None:

@@ -16,7 +16,7 @@ from bench import codecs, codecs_rates
 from bench.codecs_curve import Quality
 from bench.codecs_kv import Extent
 from bench.codecs_model import PrefixModel
-from bench.codecs_rates import BARS, REAL_KEYS
+from bench.codecs_rates import BARS, IMPORTANCE_KEYS, REAL_KEYS
 from bench.codecs_speeds import Measured
 from bench.codecs_texts import TINYLM, Lengths, contexts, held_out
 from bench.opponents import Speed
@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 KEYS = {
     *BARS,
     *REAL_KEYS,
+    *IMPORTANCE_KEYS.values(),
     "lossless_ratio",
     "lossless_encode_vs_zipnn",
     "lossless_decode_vs_zipnn",
@@ -156,7 +157,7 @@ def test_a_tiny_run_has_every_key_or_says_why_not(tmp_path: Path) -> None:
         assert list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))
     points = json.loads(curves.read_text())
     for model in ("tinylm", "real model"):
-        assert {p["codec"] for p in points[model]} > {"raw", "kvq:2", "kivi"}
+        assert {p["codec"] for p in points[model]} > {"raw", "kvq:2", "kvq:1,importance", "kivi"}
         assert all(0 <= p["facts"] <= 1 for p in points[model])
 
 
@@ -180,7 +181,9 @@ def test_speeds_alone_leave_out_every_key_of_quality(
     sizes = codecs.Sizes(synthetic=SMALL)
     curves, speeds = codecs.measure(codecs.Run(tmp_path, tmp_path, tmp_path, report, sizes, True))
     assert (curves, speeds) == ({}, {"memcpy": COPIED})
-    assert set(report.skipped) == {*BARS, *REAL_KEYS, "lossless_ratio"}
+    assert set(report.skipped) == {
+        *BARS, *REAL_KEYS, *IMPORTANCE_KEYS.values(), "lossless_ratio",
+    }  # fmt: skip
 
 
 def test_without_the_real_model_its_keys_say_how_to_get_it(
@@ -193,7 +196,7 @@ def test_without_the_real_model_its_keys_say_how_to_get_it(
     sizes = codecs.Sizes(tiny=LENGTHS, synthetic=SMALL)
     curves, _ = codecs.measure(codecs.Run(tmp_path, tmp_path, tmp_path, report, sizes))
     assert set(curves) == {"tinylm", "synthetic"}
-    assert {report.skipped[key] for key in REAL_KEYS} == {
+    assert {report.skipped[key] for key in (*REAL_KEYS, IMPORTANCE_KEYS["real model"])} == {
         f"no model in {tmp_path}: run make real-model"
     }
 

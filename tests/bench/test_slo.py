@@ -94,6 +94,40 @@ def test_a_link_that_was_slow_is_tried_again(loads_first: bool) -> None:
     assert sum(level >= 0 for level in found.levels) > len(request.chunks) / 2
 
 
+def prompt(chunks: int, deadline_s: float, *, loads_first: bool = False) -> Request:
+    """One of an engine that takes some 30 ms for a chunk."""
+    (one, *_) = requests(LEVELS, 1, 1, exact=False)
+    terms = replace(one.terms, deadline_s=deadline_s, loads_first=loads_first)
+    return replace(one, at_s=0.0, chunks=one.chunks[:1] * chunks, terms=terms)
+
+
+@pytest.mark.parametrize("slow_s", [0.2, 0.25, 0.3])
+def test_a_link_that_is_slow_for_a_moment_costs_no_deadline_that_the_engine_alone_would_miss(
+    slow_s: float,
+) -> None:
+    trace = Trace.of("a moment", [(slow_s, 0.2 * GBPS), (10.0, 8 * GBPS)])
+    found = ours()(prompt(56, 0.75), trace)
+    assert found.ttft_s < 0.75 < recompute(prompt(56, 0.75), trace).ttft_s
+
+
+def test_before_an_engine_that_is_late_by_itself_a_link_that_was_slow_is_tried_at_once() -> None:
+    replay, request = ours(), prompt(48, 0.75, loads_first=True)
+    for at_s in (0.0, 2.0):
+        replay(replace(request, at_s=at_s), steady(0.05))
+    trace = Trace.of("faster", [(4.0, 0.05 * GBPS), (60.0, 10 * GBPS)])
+    assert replay(replace(request, at_s=4.0), trace).ttft_s < 0.75
+
+
+@pytest.mark.parametrize("fast_s", [0.03, 0.06, 0.1])
+def test_loads_before_an_engine_that_is_in_time_by_itself_never_make_it_late(
+    fast_s: float,
+) -> None:
+    request = prompt(24, 0.75, loads_first=True)
+    trace = Trace.of("drops", [(fast_s, 6 * GBPS), (60.0, 0.3 * GBPS)])
+    assert recompute(request, trace).ttft_s < 0.75
+    assert ours()(request, trace).ttft_s < 0.75
+
+
 def test_over_a_slow_link_the_engine_computes_the_first_chunks_and_the_link_brings_the_last() -> (
     None
 ):
@@ -126,7 +160,7 @@ def test_a_recorded_trace_is_read_and_one_without_steps_refused(tmp_path: Path) 
 def test_a_run_has_every_key_and_the_same_figures_again() -> None:
     reports = [Report("slo"), Report("slo")]
     for report in reports:
-        run(report, LEVELS, [steady(1)], [Trace.jumping(1, 2.0)], 6)
+        run(report, LEVELS, [steady(1)], [[Trace.jumping(1, 2.0), Trace.jumping(2, 2.0)]], 6)
     values = reports[0].values
     assert values == reports[1].values
     assert values.keys() == {

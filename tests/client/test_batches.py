@@ -249,8 +249,7 @@ def test_levels_are_read_of_all_batches(server: LocalServer, any_client: Client)
     assert all(is_right(client, *pair) for pair in zip(keys, out, strict=True))
     assert server.settled().leases == 0  # which a thread of the client's ends
     assert client.delete(keys[6:7]) == 1
-    within = client.get_within(keys, 10_000)
-    assert len(within.tensors) == 6
+    assert client.get_levelled(keys, PlanTerms(10.0), out).to_compute[0] == 6
     assert server.settled().leases == 0
 
 

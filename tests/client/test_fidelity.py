@@ -9,13 +9,13 @@ import pytest
 from coarse_codec import coarse_codec
 from local_server import LocalServer, eventually
 from lossy_copies import leave_on_disk
-from prompts import MEDIUM, chunks_of, parts_of, store
+from prompts import MEDIUM, chunks_of, parts_of, store, tokens
 
 from kvstore.client import Client
 from kvstore.client.options import TransportName
 from kvstore.client.transport import Arrived, as_true
 from kvstore.proto.frame import FIDELITY_OFFSET
-from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.types import EXACT, ChunkKey, Fidelity, PutOutcome, Stated
 from kvstore.proto.wire import fidelity_number, fidelity_of
 
 ServerMaker = Callable[..., LocalServer]
@@ -54,12 +54,12 @@ def test_a_client_that_asks_is_told_how_true_each_chunk_is(
     keys = store(client, 2, CHUNKS)
     leave_on_disk(server, keys[1:2])
     for _ in range(2):
-        stated = [Fidelity.none] * 5
-        found = client.get(keys, min_fidelity=Fidelity.bounded, fidelity=stated)
+        stated = [Stated(Fidelity.none)] * 5
+        found = client.get(keys, min_fidelity=Fidelity.bounded, stated=stated)
         assert len(found) == CHUNKS
-        assert stated == [Fidelity.exact, Fidelity.bounded, Fidelity.exact]
-    assert len(client.get(keys, fidelity=stated)) == 1
-    assert stated == [Fidelity.exact]
+        assert stated == [EXACT, Stated(Fidelity.bounded), EXACT]
+    assert len(client.get(keys, stated=stated)) == 1
+    assert stated == [EXACT]
 
 
 def test_a_client_that_says_nothing_is_given_nothing_lossy(
@@ -98,10 +98,37 @@ def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
     assert client.pin(system, ttl_ms=600_000) == CHUNKS
     others = [store(client, seed, 16) for seed in range(2, 10)]
     assert eventually(lambda: server.counter("lossy_victims") > 0)
-    stated: list[Fidelity] = []
-    client.get(system, min_fidelity=Fidelity.none, fidelity=stated)
-    assert stated == [Fidelity.exact] * CHUNKS
+    stated: list[Stated] = []
+    client.get(system, min_fidelity=Fidelity.none, stated=stated)
+    assert stated == [EXACT] * CHUNKS
     assert any(client.lookup(keys).ready < len(keys) for keys in others)
+
+
+def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--disk-codec", "coarse", "--cpu", "4MiB")
+    client, catalog = server.connect("auto", MEDIUM), server.node.manager.catalog
+    size = client.options.chunk_tokens
+    system = tokens(1, CHUNKS * size)
+    prompts = [client.keys([*system, *tokens(seed, 2 * size)]) for seed in (100, 101)]
+    alone = client.keys(tokens(102, 5 * size))
+    for keys in (alone, *prompts):
+        client.put(chunks_of(client, keys))
+        server.settled()
+    assert catalog.holders(prompts[0][0], Fidelity.exact) == ["cpu"], "nobody shared it then"
+    every = {*alone, *prompts[0], *prompts[1]}
+    for seed in range(2, 30):
+        store(client, seed, 16)
+        if not any("cpu" in catalog.holders(key) for key in every):
+            break
+    server.settled()
+    for keys, exact in ((prompts[0], CHUNKS), (prompts[1], CHUNKS), (alone, 0)):
+        truth = [catalog.holders(key, Fidelity.exact) for key in keys]
+        assert truth == [["disk"]] * exact + [[]] * (5 - exact)
+        stated: list[Stated] = []
+        client.get(keys, min_fidelity=Fidelity.none, stated=stated)
+        assert stated == [EXACT] * exact + [Stated(Fidelity.bounded)] * (5 - exact)
 
 
 def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -315,19 +316,39 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     server.settled()
 
 
-def test_a_get_within_a_time_is_what_a_levelled_get_brings(
+class Prefix(NamedTuple):
+    """What came of a prefix for who computes nothing, by chunk."""
+
+    tensors: Sequence[ChunkTensors]
+    levels: Sequence[int]
+    fidelity: Sequence[Fidelity]
+
+
+def prefix_within(
+    client: Client, keys: Sequence[ChunkKey], seconds: float, least: Fidelity = Fidelity.bounded
+) -> Prefix:
+    rooms: dict[int, ChunkTensors] = {}
+
+    def room(index: int, layout: KVLayout) -> ChunkTensors:
+        return rooms.setdefault(index, empty_tensors(layout))
+
+    found = client.get_levelled(keys, PlanTerms(seconds, least=least), room)
+    count = next(iter(found.to_compute), len(keys))
+    tensors = [rooms[index] for index in range(count)]
+    return Prefix(tensors, found.levels[:count], found.fidelity[:count])
+
+
+def test_a_levelled_get_for_who_computes_nothing_brings_all_that_there_is_time_for(
     server: LocalServer, client: Client, keys: list[ChunkKey]
 ) -> None:
     longer = keys_of(client, 1, CHUNKS + 2)
-    found = client.get_within(longer, DEADLINE_MS)
+    found = prefix_within(client, longer, DEADLINE_MS / 1000)
     assert found.levels == (TOP,) * CHUNKS
     assert found.fidelity == (Fidelity.bounded,) * CHUNKS
     whole = client.get(keys, min_fidelity=Fidelity.bounded)
     assert all(map(equal, found.tensors, whole))
-    assert client.get_within([], 10).levels == ()
-    assert client.get_within(keys, DEADLINE_MS, min_fidelity=Fidelity.exact).tensors == []
-    with pytest.raises(InvalidRequestError, match="slo_ms"):
-        client.get_within(keys, 0)
+    assert prefix_within(client, [], 0.01).levels == ()
+    assert prefix_within(client, keys, DEADLINE_MS / 1000, Fidelity.exact).tensors == []
     assert server.settled().leases == 0
 
 
@@ -354,11 +375,11 @@ def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not
             def is_in_time() -> bool:
                 """Whether it came as it has to where the machine has time for it."""
                 control.bytes_per_s = bulk.bytes_per_s = 0.0
-                fine = client.get_within(keys, DEADLINE_MS)
+                fine = prefix_within(client, keys, DEADLINE_MS / 1000)
                 assert fine.levels == (TOP,) * MANY
                 control.bytes_per_s = bulk.bytes_per_s = SHARE * sum(sizes) / slo_s
                 before, started_s = link.passed_bytes, time.monotonic()
-                found = client.get_within(keys, int(1000 * slo_s))
+                found = prefix_within(client, keys, slo_s)
                 took_s = time.monotonic() - started_s
                 passed_bytes = link.passed_bytes - before
                 assert set(found.fidelity) <= {Fidelity.bounded}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,6 +49,29 @@ def feed_of(replies: Sequence[pb.GetResponse], error: KVStoreError | None = None
 def taken(feed: PartFeed, number: int) -> bytes | None:
     data = feed.take(number)
     return None if data is None else data.tobytes()
+
+
+def test_a_range_that_has_come_is_taken_while_another_thread_waits_for_the_next() -> None:
+    goes_on, waits = threading.Event(), threading.Event()
+
+    def drawn() -> Iterator[pb.GetResponse]:
+        yield from [*HEADERS, *segments(*PLAN[:2])]
+        waits.set()
+        goes_on.wait()
+        yield from segments(*PLAN[2:])
+
+    feed = PartFeed(drawn(), limit_bytes=11)
+    feed.headers()
+    feed.expect(PLAN)
+    with ThreadPoolExecutor(2) as threads:
+        last = threads.submit(taken, feed, 3)
+        waits.wait()
+        first = threads.submit(taken, feed, 0)
+        try:
+            assert first.result(timeout=10) == b"aa"
+        finally:
+            goes_on.set()
+        assert last.result() == b"ddd"
 
 
 @pytest.mark.parametrize("cut", [1, 2, 100])

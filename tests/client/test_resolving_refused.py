@@ -103,6 +103,10 @@ BAD_REPORTS: dict[str, tuple[str, Change]] = {
         "shadow.tokens", lambda r: r.shadow.CopyFrom(pb.ShadowResult(agreement=1.0)),
     ),
     "a long tag": ("tag", lambda r: setattr(r, "tag", "x" * 65)),
+    "lossy copies of no codec": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate")),
+    "lossy copies of an unknown codec": (
+        "tag", lambda r: setattr(r, "tag", "accuracy:approximate:mp3"),
+    ),
 }  # fmt: skip
 
 
@@ -151,6 +155,7 @@ BAD_QUESTIONS: dict[str, tuple[str, Wrong]] = {
     "too many segments": ("segments", lambda r: [r.segments.add() for _ in range(257)]),
     "too many variants": ("max_variants", lambda r: setattr(r, "max_variants", 6)),
     "the tag of lossy copies": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate")),
+    "a codec's lossy copies": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate:kvt")),
     "a long tag": ("tag", lambda r: setattr(r, "tag", "x" * 65)),
     "a far deadline": ("deadline_ms", lambda r: setattr(r, "deadline_ms", 1 << 31)),
     "an unknown fidelity": ("min_fidelity", lambda r: setattr(r, "min_fidelity", 9)),

@@ -55,6 +55,12 @@ class ConnectorContract(ABC):
     def generate(self, connector: Connector | None, prompt: list[int]) -> list[int]:
         """Return a few greedy tokens that follow *prompt*; None is the engine by itself."""
 
+    @abstractmethod
+    def generate_within(
+        self, connector: Connector, prompt: list[int], deadline_ms: int
+    ) -> list[int]:
+        """Return the same of a request with a deadline."""
+
     # --- where hits end; models with windows or states override these
 
     def whole_hit(self, tokens: int) -> int:
@@ -171,6 +177,28 @@ class ConnectorContract(ABC):
             self.chunk_tokens, len(prompt)
         )
         assert self.hit_tokens(connector, [prompt[0] ^ 1, *prompt[1:]]) == 0
+
+    # --- deadlines
+
+    def test_a_request_with_a_deadline_that_leaves_time_hits_what_one_without_hits(
+        self, server: LocalServer
+    ) -> None:
+        prompt = self.prompt(3 * self.chunk_tokens)
+        self.hit_tokens(self.connect(server), prompt)
+        other = self.connect(server)
+        tokens = self.generate_within(other, prompt, DEADLINE_MS)
+        assert tokens == self.generate(None, prompt)
+        assert other.stats().hit_tokens == self.whole_hit(len(prompt))
+
+    def test_a_request_with_a_deadline_and_no_server_is_a_counted_miss(self) -> None:
+        connector = self.dial(f"127.0.0.1:{free_port()}", self.options(retry_after_ms=_LONG_MS))
+        prompt = self.prompt(2 * self.chunk_tokens)
+        with connector.client:
+            tokens = self.generate_within(connector, prompt, 50)
+            assert tokens == self.generate(None, prompt)
+            stats = connector.stats()
+        assert (stats.hit_tokens, stats.miss_tokens) == (0, len(prompt))
+        assert stats.load_errors == {"TierUnavailableError": 1}
 
     # --- the store fails, the engine does not
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey
+from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey, KVLayout
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
 from kvstore.server.policy.radix import Rows
@@ -50,10 +50,12 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(bytes(16) + digest(number))
 
 
-def info(number: int, parent: int | None = None, size_bytes: int = 100) -> ChunkInfo:
+def info(
+    number: int, parent: int | None = None, size_bytes: int = 100, layout: KVLayout = _LAYOUT
+) -> ChunkInfo:
     """Return a chunk of one namespace by its number and that of the chunk it continues."""
     above = ROOT if parent is None else digest(parent)
-    return ChunkInfo(key(number), above, _LAYOUT, 0, size_bytes)
+    return ChunkInfo(key(number), above, layout, 0, size_bytes)
 
 
 def tree_info(number: int) -> ChunkInfo:

@@ -18,7 +18,8 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.client.engines.vllm_tier import KVStoreTier
 from kvstore.client.engines.vllm_versions import TELLS_KEYS_THAT_CAME
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.types import Fidelity
 
 TransferJob: Any = getattr(base, "TransferJob", None) or base.JobMetadata
 CHUNKS, CHUNK_BYTES = 8, 4096
@@ -122,6 +123,38 @@ def test_a_promotion_that_failed_is_not_tried_again_for_who_asked(start: Start) 
     other.tier._connector.read = lambda digests, out: 0  # type: ignore[method-assign]
     assert not other.run([1], is_promotion=True).success
     assert other.found(1) is LookupResult.MISS
+
+
+@pytest.mark.parametrize("accuracy", ["bounded", "approximate", "lossy"])
+def test_an_accuracy_other_than_exact_is_refused_by_name(accuracy: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"accuracy=.*exact"):
+        Tier("127.0.0.1:1", accuracy=accuracy)
+
+
+def test_a_chunk_with_lossy_copies_only_is_missing_and_so_it_is_stored(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start().run([1, 3], is_promotion=False)
+    client = type(start().tier._looking.client)
+    stat = client.stat
+
+    def lossy(*asked: Any, **more: Any) -> Any:
+        found = stat(*asked, **more)
+        for copy in [copy for one in found for copy in one.copies]:
+            copy.fidelity = Fidelity.bounded
+        return found
+
+    monkeypatch.setattr(client, "stat", lossy)
+    tier, found = start().tier, dict[int, LookupResult]()
+
+    def are_known() -> bool:
+        for row in (7, 3, 1):
+            found[row] = tier.lookup(KEYS[row], REQUEST)
+        tier.on_schedule_end(SimpleNamespace())
+        return LookupResult.RETRY not in found.values()
+
+    assert eventually(are_known)
+    assert set(found.values()) == {LookupResult.MISS}
 
 
 def test_vllm_knows_the_tier_by_its_name_once_its_module_is_loaded() -> None:

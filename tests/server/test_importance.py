@@ -17,6 +17,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, PutOutcome
 from kvstore.server.importance import OVERHEAD_BYTES, ImportanceTable
+from kvstore.tiers.base import DEFAULT_TENANT
 
 ServerMaker = Callable[..., LocalServer]
 TOKENS = 64
@@ -79,6 +80,27 @@ def test_tokens_that_were_said_to_matter_are_kept_more_exactly(
     weighed, plain = errors(one[0], tensors), errors(other[0], tensors)
     assert (weighed[list(IMPORTANT)] < 0.5 * plain[list(IMPORTANT)]).all()
     assert weighed[10] > 1.5 * plain[10]
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_told"),
+    [
+        (("--disk-codec", "kvq:1"), False),
+        (("--disk-codec", "kvq:1,importance"), True),
+        (("--tenant-codecs", f"{DEFAULT_TENANT}/disk=kvq:1,importance"), True),
+        (("--tenant-codecs", "acme/disk=kvq:1,importance"), False),
+    ],
+)
+def test_what_matters_is_said_where_a_codec_asks_alone(
+    make_server: ServerMaker, flags: tuple[str, str], is_told: bool
+) -> None:
+    server = make_server(*flags)
+    options = ClientOptions("shm", chunk_tokens=TOKENS)
+    client = server.connect(representation=MEDIUM, options=options)
+    assert not client.weighs  # no session yet
+    client.put([Chunk(keys_of(client, 1, 1)[0], numbers(), importance=weights())])
+    assert client.weighs is is_told
+    assert bool(server.node.manager.transfers.importance.size_bytes) is is_told
 
 
 @pytest.mark.parametrize(

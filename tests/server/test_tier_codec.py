@@ -20,6 +20,7 @@ from kvstore.proto.frame import (
     FrameWriter,
     check_frame,
     raw_frame_bytes,
+    stated_of,
 )
 from kvstore.proto.types import (
     Component,
@@ -28,6 +29,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerKind,
     RopeParameters,
+    Stated,
 )
 from kvstore.server.known_models import MAX_KNOWN_MODELS, KnownModels
 from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec, may_lose
@@ -165,6 +167,17 @@ def test_a_frame_coded_with_loss_is_kept_as_it_is(codec: str) -> None:
     assert TierCodec(NamedCodec.of(codec)).encode(coarse, "red") is coarse
     raw = stored(TierCodec(NamedCodec.of("raw")), coarse)
     assert (raw.codec_id, raw.fidelity, raw.flags) == (0, Fidelity.bounded, FLAG_RESTORED)
+
+
+def test_what_was_restored_says_by_which_codec_it_is_lossy_however_it_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
+    _, frame = make_frame(1)
+    for codec in ("coarse", "raw", "zplane", "raw", "zplane"):
+        frame = TierCodec(NamedCodec.of(codec)).encode(frame, "red")
+        assert check_frame(frame).stated == Stated(Fidelity.none, CoarseCodec.codec_id), codec
+        assert stated_of(frame) == check_frame(frame).stated
 
 
 def test_what_takes_the_place_of_a_lossy_codec_is_exact() -> None:

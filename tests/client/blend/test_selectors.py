@@ -82,6 +82,28 @@ def test_hybrid_weighs_attention_by_the_scores() -> None:
     assert SELECTORS["hybrid"].static(plan(0.1), attention).tolist() == [11, 22]
 
 
+def test_hybrid_takes_rows_of_high_scores_that_the_question_hardly_looks_at() -> None:
+    """Near rows get most of its attention; a far one may be what its answer reads."""
+    far = tuple(1.0 if i == 2 else 0.0 for i in range(10))
+    near = tuple(0.9 if i in (5, 6, 7) else 1.0 if i == 0 else 0.0 for i in range(10))
+    found = plan(0.15, first_scores=far, second_scores=near)
+    attention = numbers(p6=0.1, p14=0.2, p19=5, p20=4, p21=3)
+    assert SELECTORS["hybrid"].static(found, attention).tolist() == [6, 19, 20]
+
+
+def test_hybrid_keeps_to_the_ratio_of_a_segment() -> None:
+    scores = tuple(i / 10 for i in range(10))
+    segments = (
+        Segment(0, 10, "approx", ratio=0.4, scores=scores),
+        Segment(10, 20, "approx", scores=scores),
+        Segment(20, 21, "miss"),
+    )
+    own = BlendPlan(tuple(range(21)), segments, ratio=0.2)
+    attention = torch.zeros(21)
+    attention[[1, 2, 11, 12]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    assert SELECTORS["hybrid"].static(own, attention).tolist() == [1, 2, 8, 9, 11, 19]
+
+
 def test_heads_come_first_and_are_charged_to_the_ratio() -> None:
     score = numbers(p9=4, p15=3, p20=2)
     found = pick_share(plan(head_tokens=1), score, torch.tensor(ROWS), 0.2)

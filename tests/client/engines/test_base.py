@@ -20,13 +20,15 @@ from lossy_copies import leave_on_disk
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
-from kvstore.client.engines.base import Connector, Prefix, Span
+from kvstore.client.engines.accuracy import ONLY_EXACT
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digests, chunk_spans
-from kvstore.proto.types import ChainDigest, Fidelity, KVLayout, Representation
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, Fidelity, KVLayout, Representation
 
 CHUNK_TOKENS = 16
 
@@ -108,9 +110,23 @@ def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServe
         assert (prefix.stored_tokens, prefix.exact_tokens) == (80, 32)
         assert loose.connector.stats().lossy_hit_tokens == 79 - 32
         assert loose.connector.counts()["lossy_hit_tokens"] == 79 - 32
-        assert loose.connector.load_chunks(prompt, loose.make_room, (), Fidelity.exact) == (
+        assert loose.connector.load_chunks(prompt, loose.make_room, (), ONLY_EXACT) == (
             Prefix(32, 32, {"cpu": 32})
         )
+
+
+def test_only_what_has_an_exact_copy_counts_as_stored(
+    make_server: Callable[..., LocalServer],
+) -> None:
+    with coarse_codec():
+        server = make_server("--disk-codec", "coarse")
+        prompt = tokens(1, 5 * CHUNK_TOKENS)
+        connector = Connector(server.connect(), accuracy="bounded")
+        Engine(connector).store(prompt[: 4 * CHUNK_TOKENS])
+        keys = connector.client.keys(prompt)
+        leave_on_disk(server, keys[1:3])
+        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+        assert connector.stored(digests[::-1]) == {digests[0], digests[3]}
 
 
 @pytest.mark.parametrize("accuracy", ["lossy", "Exact", "", None, 1, ["exact"], Fidelity.bounded])

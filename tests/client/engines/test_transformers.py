@@ -34,7 +34,8 @@ from transformers import (
 from typing_extensions import override
 
 from kvstore.client import Client
-from kvstore.client.engines.base import Connector, Prefix, Room
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import Prefix, Room
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.proto.types import Representation
 
@@ -71,6 +72,12 @@ class TestTransformersConnector(ConnectorContract):
         if connector is None:
             return plain_tokens(self.model, ids_of(prompt))
         return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt))
+
+    @override
+    def generate_within(
+        self, connector: Connector, prompt: list[int], deadline_ms: int
+    ) -> list[int]:
+        return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt), deadline_ms)
 
 
 # --- the same bits as the engine's own cache

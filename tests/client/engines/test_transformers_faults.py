@@ -23,11 +23,13 @@ from transformers import BatchEncoding, PreTrainedModel, StaticCache
 from typing_extensions import override
 
 from kvstore.client import Client
-from kvstore.client.engines.base import Prefix, Room
+from kvstore.client.engines.prefix import Room, Span
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers_ends import PrefixRoom
+from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import Fidelity, Representation
+from kvstore.proto.types import Representation
 
 Connect = Callable[[], TransformersConnector]
 
@@ -41,18 +43,14 @@ class KilledMidway(TransformersConnector):
     process: ServerProcess
 
     @override
-    def load_chunks(
-        self,
-        tokens: Sequence[int],
-        room: Room,
-        extra: Sequence[bytes] = (),
-        least: Fidelity | None = None,
-    ) -> Prefix:
-        def killing(spans: Any) -> Any:
+    def _room(self, rooms: list[PrefixRoom]) -> Room:
+        room = super()._room(rooms)
+
+        def killing(spans: Sequence[Span]) -> Sequence[LayerTensors]:
             self.process.kill()
             return room(spans)
 
-        return super().load_chunks(tokens, killing, extra, least)
+        return killing
 
 
 def test_a_server_killed_between_lookup_and_get_is_a_counted_miss(

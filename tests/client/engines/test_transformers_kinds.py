@@ -310,3 +310,9 @@ class TestHybridConnector(ConnectorContract):
         if connector is None:
             return plain_tokens(self.model, ids_of(prompt))
         return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt))
+
+    @override
+    def generate_within(
+        self, connector: Connector, prompt: list[int], deadline_ms: int
+    ) -> list[int]:
+        return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt), deadline_ms)

@@ -18,11 +18,12 @@ from kvstore.client.engines import transformers as engine
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import ACCURACY_TAG
+from kvstore.proto.blend import ACCURACY_TAG, accuracy_tag
 from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity, Representation
 from kvstore.server.policy import blend_gate
+from kvstore.server.tier_codec import NamedCodec
 
 PROMPT = random_ids(300)
 """Four chunks of 64 tokens and some; three are stored, of the second a lossy copy only."""
@@ -84,6 +85,11 @@ def with_a_static_cache(reader: TransformersConnector, _: TransformersConnector)
     reader.generate(PROMPT, settings)
 
 
+def generated_within_a_deadline(reader: TransformersConnector, _: TransformersConnector) -> None:
+    found = reader.generate(PROMPT, greedy(90), deadline_ms=20_000)
+    assert found.hit_tokens == 192
+
+
 def saved(reader: TransformersConnector, _: TransformersConnector) -> None:
     cache, hit_tokens = reader.load(PROMPT)
     reader.save(PROMPT, computed(reader, cache, hit_tokens), hit_tokens)
@@ -121,8 +127,24 @@ def computed(reader: TransformersConnector, cache: Any, hit_tokens: int) -> Any:
     return cache
 
 
+@pytest.mark.parametrize(("accuracy", "hit"), [("exact", 64), ("bounded", 192)])
+def test_a_request_with_a_deadline_reads_lossy_copies_only_if_it_may(
+    connect: Connect, keys: list[ChunkKey], accuracy: str, hit: int
+) -> None:
+    reader = connect(accuracy)
+    assert reader.generate(PROMPT, greedy(1), deadline_ms=20_000).hit_tokens == hit
+    assert (reader.stats().lossy_hit_tokens > 0) is (accuracy == "bounded")
+
+
 WAYS = [
-    *(generated, with_a_static_cache, saved, saved_from_its_start, saved_from_a_copy),
+    *(
+        generated,
+        generated_within_a_deadline,
+        with_a_static_cache,
+        saved,
+        saved_from_its_start,
+        saved_from_a_copy,
+    ),
     *(saved_by_another, saved_what_generate_returned, in_a_batch),
 ]
 
@@ -184,12 +206,12 @@ def test_copies_without_a_bound_are_read_once_comparisons_have_opened_the_models
     assert reader.load(PROMPT)[1] == 64
     for number in range(4):
         assert reader.load(PROMPT)[1] == 64
-        view = connect("exact").calibrate(PROMPT)
+        view = connect("exact").calibrate(PROMPT, "coarse")
         assert view is not None
         assert view.is_open is (number == 3), view
     assert reader.load(PROMPT)[1] == 192
     assert connect("bounded").load(PROMPT)[1] == 64
-    assert connect("exact").calibrate(OTHER) is None
+    assert connect("exact").calibrate(OTHER, "coarse") is None
     assert reader.client.lookup(keys).ready == 1, "a comparison stores nothing"
 
 
@@ -199,28 +221,94 @@ def test_a_gate_closes_by_itself_when_answers_are_too_far_from_those_of_a_full_p
 ) -> None:
     reader = connect("approximate")
     for _ in range(4):
-        reader.calibrate(PROMPT)
+        reader.calibrate(PROMPT, "coarse")
     found = [reader.generate(PROMPT, greedy()).hit_tokens for _ in range(3)]
     assert found == [192] * 3, "which were compared, and near enough"
 
     def far(*_: Any) -> pb.ReportReuseRequest:
         shadow = pb.ShadowResult(divergence=2.0, agreement=0.0, tokens=64)
-        return pb.ReportReuseRequest(tag=ACCURACY_TAG, shadow=shadow)
+        return pb.ReportReuseRequest(tag=accuracy_tag("coarse"), shadow=shadow)
 
     monkeypatch.setattr(engine, "comparison", far)
     hits = [reader.generate(PROMPT, greedy(), accuracy="approximate").hit_tokens for _ in range(3)]
     assert hits[:2] == [192, 64], "it closed with the first, and what followed was exact"
-    assert connect("approximate").allowed(Fidelity.none) is Fidelity.bounded
+    assert connect("approximate").allowed(Fidelity.none).least is Fidelity.bounded
     assert reader.stats().load_errors == {}
+
+
+@pytest.mark.usefixtures("boundless", "keys")
+def test_each_codec_has_a_gate_of_its_own(
+    server: LocalServer, connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    reader, calibrator = connect("approximate"), connect("exact")
+    store_roughly(server, connect, tinylm, OTHER)
+    for _ in range(4):
+        assert calibrator.calibrate(PROMPT, "rough") is None
+        calibrator.calibrate(PROMPT, "coarse")
+    assert (reader.load(PROMPT)[1], reader.load(OTHER)[1]) == (192, 64)
+    assert (reader.stats().gated_chunks, reader.stats().misses["gate"]) == (1, 1)
+    for _ in range(4):
+        view = calibrator.calibrate(OTHER, "rough")
+    assert view is not None
+    assert view.is_open
+    assert reader.load(OTHER)[1] == 128
+    shadow = pb.ShadowResult(divergence=2.0, agreement=0.0, tokens=64)
+    report = pb.ReportReuseRequest(tag=accuracy_tag("rough"), shadow=shadow)
+    while calibrator.client.report_reuse(report).is_open:
+        pass
+    assert (reader.load(PROMPT)[1], reader.load(OTHER)[1]) == (192, 64)
+
+
+def store_roughly(
+    server: LocalServer, connect: Connect, model: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    """Store two chunks of *prompt*, of the second a copy by another codec only."""
+    server.node.manager.transfers.shelves["disk"].encoder.use(NamedCodec.of("rough"))
+    writer = connect("exact")
+    writer.save(prompt[:, :128], prefill(model, prompt[:, :128]))
+    leave_on_disk(server, writer.client.keys(prompt[0].tolist())[1:2])
+
+
+@pytest.mark.usefixtures("boundless")
+def test_a_prompt_behind_copies_by_two_codecs_is_compared_by_nobody(
+    server: LocalServer,
+    connect: Connect,
+    keys: list[ChunkKey],
+    tinylm: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store_roughly(server, connect, tinylm, OTHER)
+    reader = connect("approximate")
+    for _ in range(4):
+        reader.calibrate(PROMPT, "coarse")
+        reader.calibrate(OTHER, "rough")
+    reader.save(PROMPT[:, :256], prefill(tinylm, PROMPT[:, :256]), from_token=192)
+    leave_on_disk(server, keys[3:4])
+    monkeypatch.setattr(engine, "comparison", None)
+    assert reader.generate(PROMPT, greedy()).hit_tokens == 256
+    assert reader.stats().load_errors == {}, "nobody knew whose fault it were"
+
+
+@pytest.mark.usefixtures("boundless", "keys")
+def test_a_prompt_that_is_stored_to_its_end_is_compared_over_more_than_its_last_token(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    writer = connect("exact")
+    writer.save(PROMPT, prefill(tinylm, PROMPT), from_token=192)
+    assert connect("bounded").load(PROMPT)[1] == 64
+    for number in range(4):
+        view = writer.calibrate(PROMPT, "coarse")
+        assert view is not None
+        assert (view.is_open, view.shadows) == (number == 3, (number + 1) % 4)
 
 
 @pytest.mark.usefixtures("boundless", "keys")
 def test_batches_are_compared_too(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, compared = connect("approximate"), list[int]()
     for _ in range(4):
-        reader.calibrate(PROMPT)
+        reader.calibrate(PROMPT, "coarse")
 
-    def noted(_: object, tokens: Sequence[int], cache: Any) -> pb.ReportReuseRequest:
+    def noted(_: object, tokens: Sequence[int], cache: Any, __: object) -> pb.ReportReuseRequest:
         compared.append(cache.get_seq_length())
         return pb.ReportReuseRequest(tag=ACCURACY_TAG)
 
@@ -233,7 +321,7 @@ def test_batches_are_compared_too(connect: Connect, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("keys")
 def test_copies_with_a_bound_do_not_open_the_gate_of_copies_without_one(connect: Connect) -> None:
     assert connect("approximate").load(PROMPT)[1] == 192
-    assert connect("exact").calibrate(PROMPT) is None
+    assert connect("exact").calibrate(PROMPT, "coarse") is None
 
 
 @pytest.mark.usefixtures("boundless", "keys")
@@ -242,7 +330,7 @@ def test_without_an_answer_about_the_gate_it_counts_as_closed(
 ) -> None:
     reader = connect("approximate")
     for _ in range(4):
-        reader.calibrate(PROMPT)
+        reader.calibrate(PROMPT, "coarse")
 
     def late(_: object) -> object:
         raise DeadlineError("late")

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from coarse_codec import coarse_codec
+from coarse_codec import CoarseCodec, coarse_codec
 from local_server import LocalServer, eventually
 from lossy_copies import leave_on_disk
 from prompts import tokens as prompt_tokens
@@ -21,8 +21,11 @@ from kvstore.client.engines.vllm_orders import WorkerNews
 from kvstore.client.engines.vllm_settings import Role, VllmSettings
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.rectangle import Rectangle
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.server.policy import blend_gate
 
 Start = Callable[..., Engine]
 
@@ -210,6 +213,63 @@ def test_tokens_that_another_connector_loaded_are_looked_at_too(start: Start) ->
     assert engine.step(request, engine.blocks(330)[:11], 10).stores == ()
 
 
+@pytest.fixture
+def told(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, lossy: None, start: Start
+) -> Callable[[float], None]:
+    """Have copies state no bound; return what tells the gate of a comparison, of which four are
+    enough."""
+    monkeypatch.setattr(blend_gate, "TRIALS", 4)
+    client = start("exact").workers[0]._connector.client
+
+    def tell(agreement: float) -> None:
+        shadow = pb.ShadowResult(divergence=1 - agreement, agreement=agreement, tokens=64)
+        client.report_reuse(pb.ReportReuseRequest(tag=accuracy_tag("coarse"), shadow=shadow))
+
+    return tell
+
+
+@pytest.fixture
+def boundless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
+
+
+Told = Callable[[float], None]
+
+
+@pytest.mark.usefixtures("boundless")
+def test_copies_without_a_bound_are_loaded_while_their_gate_is_open_which_no_engine_opens(
+    server: LocalServer, start: Start, told: Told
+) -> None:
+    engine = start("approximate")
+    assert engine.matched(request_of("a", PROMPT)) == 64
+    for _ in range(4):
+        told(1.0)
+    assert start("bounded").matched(request_of("b", PROMPT)) == 64
+    assert begin(engine, "c") == (128, [])
+    assert engine.scheduler.counted["lossy_unstored_chunks"] == 3
+    assert server.counter("blend_shadows") == 4
+
+
+@pytest.mark.usefixtures("boundless")
+def test_a_gate_that_closes_between_lookup_and_load_leaves_its_chunks_to_be_computed(
+    start: Start, told: Told
+) -> None:
+    for _ in range(4):
+        told(1.0)
+    engine = start("approximate")
+    request, blocks = request_of("a", PROMPT), engine.blocks(330)
+    engine.scheduler.arrived(request)
+    assert engine.matched(request) == 128
+    for _ in range(8):
+        told(0.0)
+    assert engine.load(request, blocks, 128) == set(blocks[2:4])
+    request.num_computed_tokens = 64
+    stores = engine.step(request, blocks, 330 - 64).stores
+    assert [chunk.position for order in stores for chunk in order.chunks] == [64, 128, 192, 256]
+    assert engine.matched(request_of("b", PROMPT)) == 64, "the next read does not use it"
+
+
 def test_ranks_of_which_one_read_lossy_have_read_lossy() -> None:
     one, other = WorkerNews(lossy_loads={"a": 3}), WorkerNews(lossy_loads={"a": 1, "b": 2})
     assert one.joined(other).lossy_loads == other.joined(one).lossy_loads == {"a": 1, "b": 2}
@@ -245,7 +305,7 @@ def test_lossy_copies_are_loaded_into_plain_pages_in_cpu_memory_only(
     assert settings.accuracy_for(shape, device) == accuracy
 
 
-@pytest.mark.parametrize("accuracy", ["lossy", "approximate", 1, None, ["exact"]])
+@pytest.mark.parametrize("accuracy", ["lossy", 1, None, ["exact"]])
 def test_an_accuracy_that_is_none_is_refused_by_name(accuracy: object) -> None:
     with pytest.raises(InvalidRequestError, match="accuracy"):
         VllmSettings.of({"accuracy": accuracy})

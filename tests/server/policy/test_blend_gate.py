@@ -54,6 +54,17 @@ def serve(gates: GateTable, outcome: Callable[[float], Shadow], requests: int) -
     return requests
 
 
+def test_trials_over_a_few_tokens_are_not_counted_but_what_is_open_is_watched_by_all() -> None:
+    gates = table()
+    for _ in range(TRIALS):
+        assert gates.told(NAME, Shadow(0.0, 1.0, 15, 0.3)).shadows == 0
+    assert gates.told(NAME, Shadow(0.0, 1.0, 16, 0.3)).shadows == 1
+    calibrate(gates)
+    assert gates.state(NAME).is_open
+    before = gates.state(NAME).shadows
+    assert gates.told(NAME, Shadow(0.0, 1.0, 1, 0.3)).shadows == before + 1
+
+
 def test_a_gate_that_nobody_calibrated_is_closed_and_asking_leaves_no_trace() -> None:
     gates = table()
     permit = gates.ask(NAME, trial=False)

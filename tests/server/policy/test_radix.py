@@ -98,6 +98,39 @@ def test_a_row_that_is_given_again_remembers_nothing(index: RadixIndex) -> None:
     assert keys_at(index, [1]) == []
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 4, 2, 5, 0, 1]])
+def test_what_two_chunks_continue_and_all_before_it_is_common_from_then_on(
+    index: RadixIndex, order: list[int]
+) -> None:
+    """0 - 1 - 2, and behind 1 also 3 - 4; 5 has nothing before or behind it."""
+    parents = {0: None, 1: 0, 2: 1, 3: 1, 4: 3, 5: None}
+    rows = {number: index.add("cpu", info(number, parents[number])) for number in order}
+    common = [number for number, row in rows.items() if index.is_common(row)]
+    assert sorted(common) == [0, 1]
+    for number in (2, 3, 4):
+        index.discard("cpu", rows[number])
+    assert index.is_common(rows[1])
+    for number in (1, 0, 5):
+        index.discard("cpu", rows[number])
+    again = [index.add("cpu", info(number)) for number in range(10, 16)]
+    assert not any(map(index.is_common, again))
+
+
+def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: RadixIndex) -> None:
+    """The prompt's end, shorter than a chunk; longer after an answer; whole after the next."""
+    first, second = index.add("cpu", info(0)), index.add("cpu", info(1, 0))
+    for number, less in ((2, 1), (3, 1), (4, 0)):
+        layout = KVLayout.of(make_representation(), info(0).layout.tokens - less)
+        row = index.add("cpu", info(number, 1, layout=layout))
+        assert not index.is_common(second)
+    index.discard("cpu", row)
+    index.add("cpu", info(4, 1))
+    assert not index.is_common(second), "the same chunk came again"
+    index.add("cpu", info(5, 1))
+    assert index.is_common(first)
+    assert index.is_common(second)
+
+
 def test_a_chunk_that_names_itself_as_its_parent_goes_whole(index: RadixIndex) -> None:
     row = index.add("cpu", info(1, 1))
     assert index.discard("cpu", row)

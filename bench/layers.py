@@ -1,0 +1,153 @@
+"""Time to the first token over a slow link: a prefix that loads whole, and one layer by layer.
+
+A real language model (``make real-model``) in bfloat16 on one thread. A prompt's prefix is stored
+but for its last tokens, which the model computes. The server and the link are processes of their
+own; whole and layer by layer in turns, medians.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from bench.real_model import FOLDER, why_missing
+from bench.report import Report, parse_flags
+from bench.workload import serving
+from kvstore.client import Client, ClientOptions
+
+if TYPE_CHECKING:
+    from kvstore.client.engines.transformers import TransformersConnector
+
+STORED_TOKENS, CHUNK_TOKENS = 2048, 256
+SUFFIX_TOKENS = (1, 64, 512)
+GBPS = (1, 10)
+ROUNDS = 5
+KEYS = (*(f"ttft_{gbps}gbps_{left}" for gbps in GBPS for left in SUFFIX_TOKENS), "same_tokens")
+
+LINK = """
+import sys
+sys.path[:0] = ["tests"]
+from slow_link import SlowLink
+link = SlowLink(int(sys.argv[1]), float(sys.argv[2]))
+print(link.port, flush=True)
+sys.stdin.read()
+link.close()
+"""
+"""What runs a link from the checkout's root."""
+
+
+@contextmanager
+def slow_link(address: str, gbps: float) -> Iterator[str]:
+    """Run a link of *gbps* to the server at *address*; yield the address of its near end."""
+    command = [sys.executable, "-c", LINK, address.rpartition(":")[2], str(gbps * 125e6)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).resolve().parents[1],
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdin is not None
+        yield f"127.0.0.1:{int(process.stdout.readline())}"
+        process.stdin.close()
+
+
+class Engine:
+    """The model, and prompts of random tokens."""
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from kvstore.client.engines.transformers import representation_of
+
+        torch.set_num_threads(1)
+        self._torch = torch
+        self.model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16)
+        self.identity = representation_of(self.model, AutoTokenizer.from_pretrained(FOLDER))
+        self._draw = torch.Generator().manual_seed(1)
+        self.prefix = self._tokens(STORED_TOKENS)
+        self._came_s = 0.0
+        self.model.lm_head.register_forward_hook(self._came)
+
+    def _tokens(self, count: int) -> Any:
+        return self._torch.randint(3, 40_000, (1, count), generator=self._draw)
+
+    def _came(self, *_: object) -> None:
+        self._came_s = self._came_s or time.perf_counter()
+
+    def prompt(self, left: int) -> Any:
+        """Return the stored prefix with *left* tokens that nobody has seen."""
+        return self._torch.cat([self.prefix, self._tokens(left)], 1)
+
+    def connector(self, client: Client) -> TransformersConnector:
+        """Return one that has measured nothing, and so loads whole."""
+        from kvstore.client.engines.transformers import TransformersConnector
+
+        return TransformersConnector(client, self.model)
+
+    def ask(self, connector: TransformersConnector, prompt: Any) -> tuple[float, int]:
+        """Return the seconds to the first token, and the token; what is new is forgotten."""
+        self._came_s, began_s = 0.0, time.perf_counter()
+        found = connector.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)
+        assert found.hit_tokens == STORED_TOKENS, connector.stats()
+        keys = connector.client.keys(prompt[0].tolist())
+        connector.client.delete(keys[STORED_TOKENS // CHUNK_TOKENS :])
+        return self._came_s - began_s, int(found.output.sequences[0, -1])
+
+
+def measure_link(report: Report, engine: Engine, client: Client, gbps: int) -> bool:
+    """Ask over one link; return whether both ways had the same tokens."""
+    is_same = True
+    layered = engine.connector(client)
+    for _ in range(2):  # it learns what the link and the model take
+        engine.ask(layered, engine.prompt(max(SUFFIX_TOKENS)))
+    for left in SUFFIX_TOKENS:
+        times: list[tuple[float, float]] = []
+        for number in range(ROUNDS):
+            prompt = engine.prompt(left)
+            sides = [engine.connector(client), layered][:: -1 if number % 2 else 1]
+            one, other = [engine.ask(side, prompt) for side in sides][:: -1 if number % 2 else 1]
+            is_same &= one[1] == other[1]
+            times.append((one[0], other[0]))
+        whole_s, layered_s = (median(each) for each in zip(*times, strict=True))
+        report.add(
+            f"ttft_{gbps}gbps_{left}", layered_s / whole_s,
+            f"{1000 * layered_s:.0f} ms, {left} tokens computed, {gbps} Gbit/s",
+            f"loaded whole {1000 * whole_s:.0f} ms",
+        )  # fmt: skip
+    return is_same
+
+
+def measure(report: Report, folder: Path) -> None:
+    """Store the prefix and ask over every link."""
+    engine, is_same = Engine(), True
+    options = ClientOptions("grpc", chunk_tokens=CHUNK_TOKENS, deadline_ms=60_000)
+    with serving("--cpu", "512MiB", "--tiers", "cpu", disk=folder / "disk") as (address, _):
+        with Client(address, engine.identity, options) as client:
+            engine.connector(client).generate(engine.prefix, max_new_tokens=1, pad_token_id=0)
+        for gbps in GBPS:
+            with slow_link(address, gbps) as near, Client(near, engine.identity, options) as client:
+                is_same &= measure_link(report, engine, client, gbps)
+    report.add(KEYS[-1], float(is_same), "both ways had the same tokens", "bar 1")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    only_json = parse_flags(argv, __doc__ or "")
+    report, why = Report("layers"), why_missing()
+    if why is None:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(report, Path(folder))
+    else:
+        report.skip(KEYS, why)
+    report.print(only_json=only_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What connectors say of prompts: spans of chunks, the prefix that a load brought, counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from kvstore.client.prefill import Deadline
+from kvstore.client.reader import Room as ChunkRooms
+from kvstore.client.tensors import LayerTensors
+from kvstore.codecs.terms import Importance
+from kvstore.proto.types import KVLayout
+
+Span: TypeAlias = tuple[int, int]
+"""First token of a chunk, and the one after its last."""
+
+Room: TypeAlias = Callable[[Sequence[Span]], Sequence[LayerTensors]]
+"""Returns where the tensors of each span are to be written; asked once a load."""
+
+RoomsOf: TypeAlias = Callable[[Sequence[Span]], ChunkRooms]
+"""Returns the same for chunks whose layouts differ; asked once a load."""
+
+Source: TypeAlias = Callable[[Span], LayerTensors]
+"""Returns the tensors of one span, without copying if it can."""
+
+
+class About(NamedTuple):
+    """What there is to say of a chunk beside its tensors: see ``Chunk``."""
+
+    layout: KVLayout | None = None
+    importance: Importance | None = None
+
+
+AboutOf: TypeAlias = Callable[[Span], About]
+"""Returns what there is to say of the chunk at a span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a load brought.
+
+    ``stored_tokens`` were read; the engine skips ``hit_tokens`` of them, which leaves it the
+    prompt's last token at least. ``tier_tokens`` is ``hit_tokens`` by the tier they were on.
+    """
+
+    stored_tokens: int = 0
+    hit_tokens: int = 0
+    tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    shared_tokens: int = 0
+    """How far other prompts went the same way, where a model's states decide what is a hit."""
+    lossy_tokens: int = 0
+    """Of ``stored_tokens``, those from the first chunk on that was read from a lossy copy."""
+    codecs: frozenset[str] = frozenset()
+    """Of copies that state no bound among what was read."""
+    tiers: Sequence[str] = field(default=(), compare=False)
+    """Where each chunk was."""
+
+    @property
+    def exact_tokens(self) -> int:
+        """The tokens before any that was read from a lossy copy: what may be stored is of these,
+        where there are others."""
+        return self.stored_tokens - self.lossy_tokens
+
+    @classmethod
+    def of(
+        cls,
+        spans: Sequence[Span],
+        tiers: Sequence[str],
+        prompt_tokens: int,
+        shared_tokens: int = 0,
+        lossy_tokens: int = 0,
+    ) -> Prefix:
+        """Return the prefix of the chunks at *spans*, which came from *tiers*."""
+        tier_tokens: Counter[str] = Counter()
+        for (start, stop), tier in zip(spans, tiers, strict=True):
+            tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
+        stored_tokens = spans[-1][1] if spans else 0
+        hit_tokens = tier_tokens.total()
+        found = dict(tier_tokens)
+        return cls(stored_tokens, hit_tokens, found, shared_tokens, lossy_tokens, tiers=tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorStats:
+    """What a connector did since its birth. Errors are counted by the name of their class.
+
+    Of each prompt looked up, every token is a hit or a miss. ``lost_chunks`` were ready when
+    asked for and not read: late, evicted or damaged; ``slow_chunks`` were sooner computed.
+    ``lossy_hit_tokens``: hits from the first chunk of a lossy copy on; ``lossy_unstored_chunks``
+    were computed behind such a one, and so not stored; ``gated_chunks`` came and were not used, for
+    the gate of a codec was shut.
+    """
+
+    lookups: int
+    hit_tokens: int
+    miss_tokens: int
+    lost_chunks: int
+    stored_chunks: int
+    existing_chunks: int
+    refused_chunks: int
+    hit_tokens_by_tier: Mapping[str, int]
+    load_errors: Mapping[str, int]
+    store_errors: Mapping[str, int]
+    slow_chunks: int = 0
+    lossy_hit_tokens: int = 0
+    lossy_unstored_chunks: int = 0
+    gated_chunks: int = 0
+    misses: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that were no whole hit, by why their hit ended where it did: docs/engines.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A load: tokens of its prompt, whether a part of what is there is of no use, its deadline."""
+
+    tokens: int
+    whole: bool = False
+    within: Deadline | None = None

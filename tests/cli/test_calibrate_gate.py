@@ -1,0 +1,155 @@
+"""`kvstore calibrate gate`: which lossy copies of a model are near enough, at a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from coarse_codec import RoughCodec, coarse_codec
+from local_server import LocalServer
+from lossy_copies import leave_on_disk
+from torch_engine import OPTIONS, prefill, random_ids
+
+from kvstore.cli.main import main
+from kvstore.cli.model_samples import load_model
+from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import accuracy_tag
+from kvstore.proto.types import Fidelity
+from kvstore.server.policy import blend_gate
+
+TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
+
+Run = Callable[..., tuple[int, str]]
+MakeServer = Callable[..., LocalServer]
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Progress bars of transformers leave a thread behind; four comparisons open a gate.
+
+    ``rough`` is a codec that states no bound.
+    """
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setattr(blend_gate, "TRIALS", 4)
+    monkeypatch.setattr(RoughCodec, "fidelity", Fidelity.none)
+    with coarse_codec():
+        yield
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Five prompts of two chunks and some."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"tokens": random_ids(170, seed=seed)[0].tolist()} for seed in range(5)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def run(prompts: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(server: LocalServer | None, *more: str, model: Path = TINYLM) -> tuple[int, str]:
+        address = "127.0.0.1:1" if server is None else server.address
+        usual = ["--codec", "rough", "--prompts", str(prompts), "--chunk-tokens", "64"]
+        with pytest.raises(SystemExit) as ended:
+            main(["calibrate", "gate", str(model), "--address", address, *usual, *more])
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out + shown.err
+
+    return run
+
+
+def store(server: LocalServer, prompts: Path, *, lossy: bool = True) -> TransformersConnector:
+    """Store the first chunks of the prompts, of all but the first prompt lossy copies only."""
+    model, tokenizer = load_model(TINYLM)
+    client = server.connect("auto", representation_of(model, tokenizer), OPTIONS)
+    connector = TransformersConnector(client, model, accuracy="approximate")
+    for number, line in enumerate(prompts.read_text().splitlines()):
+        tokens = json.loads(line)["tokens"][:128]
+        connector.save([tokens], prefill(model, random_ids(170, seed=number)[:, :128]))
+        if lossy and number:
+            leave_on_disk(server, client.keys(tokens)[1:])
+    return connector
+
+
+def test_a_codec_that_is_near_enough_has_its_gate_opened_and_later_closed_again(
+    make_server: MakeServer, prompts: Path, run: Run
+) -> None:
+    server = make_server(
+        "--disk-codec", "rough", "--blend-divergence", "1", "--blend-agreement", "0"
+    )
+    connector = store(server, prompts)
+    lossy = [json.loads(prompts.read_text().splitlines()[1])["tokens"]]
+    assert connector.load(lossy)[1] == 64
+    status, shown = run(server)
+    assert status == 0, shown
+    assert "tag accuracy:approximate:rough: open" in shown
+    assert "agreement" in shown
+    assert connector.load(lossy)[1] == 128
+    bad = pb.ShadowResult(divergence=50.0, agreement=0.0, tokens=64)
+    report = pb.ReportReuseRequest(tag=accuracy_tag("rough"), shadow=bad)
+    while connector.client.report_reuse(report).is_open:
+        pass
+    assert connector.load(lossy)[1] == 64
+    assert run(server)[0] == 0, "and opened again"
+
+
+def test_a_codec_that_is_too_far_off_stays_closed_and_its_figures_are_shown(
+    make_server: MakeServer, prompts: Path, run: Run
+) -> None:
+    server = make_server("--disk-codec", "rough", "--blend-divergence", "1e-9")
+    store(server, prompts)
+    status, shown = run(server)
+    assert status == 1, shown
+    assert "tag accuracy:approximate:rough: closed" in shown
+    assert "divergence" in shown
+
+
+def test_prompts_that_cannot_be_compared_are_said_to_be_so(
+    make_server: MakeServer, prompts: Path, run: Run
+) -> None:
+    server = make_server("--disk-codec", "rough")
+    assert "none of 5 prompts is stored under this model's name" in run(server)[1]
+    store(server, prompts, lossy=False)
+    status, shown = run(server)
+    assert (status, "no copy by rough without a bound was read of 5 prompts" in shown) == (2, True)
+    status, shown = run(server, "--codec", "gq4")
+    assert (status, "no copy by gq4" in shown) == (2, True)
+    assert server.counter("blend_shadows") == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--prompts", "absent.jsonl"], "prompts='absent.jsonl'"),
+        (["--codec", "mp3"], "codec='mp3': use one of"),
+        (["--codec", "zplane"], "codec='zplane': use one of"),
+        (["--codec", ""], "codec='': use one of"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_option_before_a_server_is_asked(
+    run: Run, more: list[str], message: str
+) -> None:
+    status, shown = run(None, *more)
+    assert (status, message in shown) == (2, True), shown
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", '{"tokens": "ab"}', '{"tokens": []}', "prompt"])
+def test_a_line_that_is_no_prompt_is_named(run: Run, prompts: Path, line: str) -> None:
+    prompts.write_text(f'{{"prompt": "It was"}}\n\n{line}\n')
+    status, shown = run(None)
+    assert (status, "prompts='line 3'" in shown) == (2, True), shown
+
+
+def test_a_folder_without_a_model_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    status, shown = run(None, model=tmp_path)
+    assert (status, f"model='{tmp_path}'" in shown) == (2, True), shown
+
+
+def test_assets_need_a_folder_to_be_written_into(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate", "kvt", str(TINYLM)])
+    assert ended.value.code == 2
+    assert "out=None: give --out DIR" in capsys.readouterr().err

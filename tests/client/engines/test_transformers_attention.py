@@ -1,0 +1,196 @@
+"""Servers whose codec asks which tokens matter are told by the attention that these get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_server import LocalServer
+from lossy_copies import leave_on_disk
+from torch_engine import OPTIONS, greedy, kept, left_padded, plain_tokens, prefill, random_ids
+from transformers import PreTrainedModel
+
+from kvstore.client import Chunk
+from kvstore.client.engines.transformers import TransformersConnector
+from kvstore.client.engines.transformers_attention import QUERIES
+from kvstore.proto.types import Fidelity, Representation
+
+PROMPT = random_ids(150)
+"""Two chunks of 64 tokens and some."""
+
+Server = Callable[..., LocalServer]
+Put = list[Chunk]
+
+
+@pytest.fixture
+def connect(
+    make_server: Server, tinylm: PreTrainedModel, identity: Representation
+) -> Callable[..., TransformersConnector]:
+    """Make a connector to a server whose disk has a codec."""
+
+    def make(codec: str, model: PreTrainedModel = tinylm, **more: Any) -> TransformersConnector:
+        client = make_server("--disk-codec", codec).connect("auto", identity, OPTIONS)
+        return TransformersConnector(client, model, **more)
+
+    return make
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[TransformersConnector], Put]:
+    """Return the chunks that a connector puts from now on."""
+
+    def watched(connector: TransformersConnector) -> Put:
+        chunks: Put = []
+        own = connector.client.put
+
+        def noting(some: Any, **more: Any) -> Any:
+            chunks.extend(some)
+            return own(some, **more)
+
+        monkeypatch.setattr(connector.client, "put", noting)
+        return chunks
+
+    return watched
+
+
+def attention_of(model: PreTrainedModel, prompt: torch.Tensor) -> np.ndarray:
+    """What each token gets of the last ones that see it, by transformers' own account."""
+    engine: Any = model
+    engine.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            given = torch.stack(engine(prompt, output_attentions=True).attentions)
+    finally:
+        engine.set_attn_implementation("sdpa")
+    last = given.mean((0, 1, 2))[-QUERIES:]
+    found: np.ndarray = (last.sum(0) / (last > 0).sum(0)).numpy()
+    return found
+
+
+def test_a_prompts_chunks_say_what_attention_their_tokens_get(
+    connect: Any, put: Any, tinylm: PreTrainedModel
+) -> None:
+    connector = connect("kvq:2,importance")
+    chunks = put(connector)
+    connector.generate(PROMPT, greedy(80))
+    wanted = attention_of(tinylm, PROMPT)
+    assert [chunk.position for chunk in chunks] == [0, 64, 128, 128, 192]
+    for chunk, start in zip(chunks, (0, 64, 128), strict=False):
+        assert chunk.importance is not None
+        np.testing.assert_allclose(chunk.importance, wanted[start : start + 64], rtol=1e-3)
+    assert [chunk.importance for chunk in chunks[3:]] == [None, None]  # with generated tokens
+
+
+def test_the_tokens_behind_a_hit_are_weighed_as_those_of_a_whole_prompt(
+    connect: Any, put: Any, tinylm: PreTrainedModel
+) -> None:
+    connector = connect("kvq:2,importance")
+    connector.generate(PROMPT[:, :64], greedy(1))
+    chunks = put(connector)
+    assert connector.generate(PROMPT, greedy(1)).hit_tokens == 64
+    assert [chunk.position for chunk in chunks] == [64, 128]
+    wanted = attention_of(tinylm, PROMPT)
+    np.testing.assert_allclose(chunks[0].importance, wanted[64:128], rtol=1e-3)
+
+
+def test_what_gets_attention_is_kept_more_exactly_on_the_disk(
+    make_server: Server, identity: Representation, tinylm: PreTrainedModel
+) -> None:
+    server = make_server("--disk-codec", "kvq:2,importance")
+    connector = TransformersConnector(server.connect("auto", identity, OPTIONS), tinylm)
+    connector.generate(PROMPT, greedy(1))
+    connector.save(PROMPT, prefill(tinylm, PROMPT), extra=[b"silent"])
+    told, silent = (disk_errors(server, connector, extra) for extra in ([], [b"silent"]))
+    attention = attention_of(tinylm, PROMPT)[:128]
+    for chunk in range(2):
+        own, other, weights = (found.reshape(2, 64)[chunk] for found in (told, silent, attention))
+        order = [token for token in np.argsort(-weights, kind="stable") if other[token]]
+        assert len(order) == 63 + chunk  # the first token of a prompt is exact
+        ratio = own[order] / other[order]
+        assert (ratio[:8] < 0.7).all()  # an eighth of a chunk has finer steps
+        assert (ratio[8:] > 0.7).all()
+
+
+def disk_errors(
+    server: LocalServer, connector: TransformersConnector, extra: list[bytes]
+) -> np.ndarray:
+    """Return the error of each token of the first two chunks that the disk's codec makes."""
+    keys = connector.client.keys(PROMPT[0, :128].tolist(), extra)
+    exact = connector.client.get(keys)
+    leave_on_disk(server, keys)
+    coded = connector.client.get(keys, min_fidelity=Fidelity.bounded)
+    return np.concatenate([token_errors(*pair) for pair in zip(coded, exact, strict=True)])
+
+
+def token_errors(coded: Any, exact: Any) -> np.ndarray:
+    """Return the root mean square error of each token."""
+    squares = [
+        (a.view("f4") - b.view("f4")) ** 2
+        for one, other in zip(coded[0], exact[0], strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
+    found: np.ndarray = np.sqrt(np.stack(squares).mean((0, 1, 3)))
+    return found
+
+
+def static(connector: TransformersConnector) -> None:
+    settings = greedy(2)
+    settings.cache_implementation = "static"
+    connector.generate(PROMPT, settings)
+
+
+def batch(connector: TransformersConnector) -> None:
+    ids, mask = left_padded([PROMPT[0], PROMPT[0, 20:]])
+    connector.generate(ids, greedy(2), attention_mask=mask)
+
+
+@pytest.mark.parametrize("use", [static, batch])
+def test_static_caches_and_batches_are_stored_without_a_word_of_it(
+    connect: Any, put: Any, use: Any
+) -> None:
+    connector = connect("kvq:2,importance")
+    chunks = put(connector)
+    use(connector)
+    assert chunks
+    assert {chunk.importance for chunk in chunks} == {None}
+
+
+def test_attention_that_is_not_pytorchs_is_stored_without_a_word_of_it(
+    connect: Any, put: Any, load_tinylm: Any
+) -> None:
+    connector = connect("kvq:2,importance", load_tinylm(attn_implementation="eager"))
+    chunks = put(connector)
+    connector.generate(PROMPT, greedy(2))
+    assert {chunk.importance for chunk in chunks} == {None}
+
+
+@pytest.mark.parametrize("codec", ["kvq:2", "zplane"])
+def test_a_server_that_does_not_ask_is_told_nothing(connect: Any, put: Any, codec: str) -> None:
+    connector = connect(codec)
+    chunks = put(connector)
+    connector.generate(PROMPT, greedy(2))
+    assert {chunk.importance for chunk in chunks} == {None}
+    assert not connector.client.weighs
+
+
+def test_numbers_that_are_none_are_not_taken_for_importance(
+    connect: Any, put: Any, load_tinylm: Any
+) -> None:
+    model = load_tinylm()
+    connector = connect("kvq:2,importance", model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.fill_(float("nan"))
+    chunks = put(connector)
+    connector.generate(PROMPT, greedy(1))
+    assert {chunk.importance for chunk in chunks} == {None}
+
+
+def test_what_is_computed_is_the_same(connect: Any, tinylm: PreTrainedModel) -> None:
+    output = connect("kvq:2,importance").generate(PROMPT, greedy()).output
+    assert output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)
+    own = kept(prefill(tinylm, PROMPT))
+    pairs = zip(kept(output.past_key_values), own, strict=True)
+    assert all(torch.equal(part[:, :, :150], wanted) for part, wanted in pairs)

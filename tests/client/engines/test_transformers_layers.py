@@ -1,0 +1,246 @@
+"""Prefixes whose layers come over a slow link while the model computes those before them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from contracts.layers import damage
+from local_server import DEADLINE_MS, LocalServer
+from server_process import ServerProcess
+from slow_link import SlowLink
+from torch_engine import greedy, plain_tokens, prefill, random_ids
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.engines.transformers import TransformersConnector
+from kvstore.proto.types import Representation
+
+CHUNKS, TOKENS, SUFFIX = 6, 64, 64
+LAYERS = 6
+LAYER_BYTES = CHUNKS * TOKENS * 2 * 2 * 64 * 4
+"""Of one layer of all chunks: tinylm's K and V in float32."""
+LINK_BYTES_PER_S = 10e6
+"""Slow enough that loading layer by layer pays."""
+LAYER_S = 0.005
+"""What the model takes longer for each layer."""
+
+Connect = Callable[..., TransformersConnector]
+OnLayer = Callable[[int], None]
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return random_ids(CHUNKS * TOKENS + SUFFIX, seed=3)
+
+
+@pytest.fixture
+def link(server: LocalServer) -> Iterator[SlowLink]:
+    link = SlowLink(server.node.port)
+    yield link
+    link.close()
+
+
+@contextmanager
+def watched(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
+    """Have *model*, which takes its time, tell *on_layer* of each layer that it has computed."""
+
+    def told(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            time.sleep(LAYER_S)
+            on_layer(number)
+
+        return hook
+
+    layers: Any = model.base_model
+    hooks = [one.register_forward_hook(told(n)) for n, one in enumerate(layers.layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.fixture
+def learned(tinylm: PreTrainedModel, identity: Representation) -> Iterator[Callable[..., Any]]:
+    """Make connectors behind a link that have seen what it and the model take."""
+    clients: list[Client] = []
+
+    def connect(link: SlowLink, prompt: torch.Tensor) -> TransformersConnector:
+        options = ClientOptions(
+            "grpc", chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS, retry_after_ms=1
+        )
+        clients.append(Client(link.address, identity, options))
+        connector = TransformersConnector(clients[-1], tinylm)
+        prefix = prompt[:, : CHUNKS * TOKENS]
+        assert connector.save(prefix, prefill(tinylm, prefix)) == CHUNKS
+        link.bytes_per_s = LINK_BYTES_PER_S
+        seen = torch.cat([prefix, random_ids(SUFFIX, seed=99)], 1)
+        with watched(tinylm, lambda _: None):
+            connector.generate(seen, greedy(1))
+        link.bytes_per_s = 0.0
+        return connector
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+class Gate:
+    """Lets a layer pass, and little of the next one, once the model has computed the one before.
+
+    Only in the first forward after its birth. ``computed`` are the layers of all forwards,
+    ``passed`` what the link had brought of the load when each of the first was computed.
+    """
+
+    def __init__(self, link: SlowLink) -> None:
+        self.computed: list[int] = []
+        self.passed: list[int] = []
+        self._link, self._start = link, link.passed_bytes
+        self._let_through(0)
+
+    def _let_through(self, layer: int) -> None:
+        beyond = LAYER_BYTES // 8  # headers and answers, and less than a chunk of the next layer
+        self._link.stop_at_bytes = self._start + (layer + 1) * LAYER_BYTES + beyond
+
+    def __call__(self, layer: int) -> None:
+        self.computed.append(layer)
+        if len(self.computed) < LAYERS:
+            self.passed.append(self._link.passed_bytes - self._start)
+        if len(self.computed) >= LAYERS - 1:
+            self._link.stop_at_bytes = math.inf
+        else:
+            self._let_through(layer + 1)
+
+
+def test_each_layer_is_computed_before_the_next_one_has_come(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor,
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    before, gate = connector.stats(), Gate(link)
+    with watched(tinylm, gate):
+        found = connector.generate(prompt, greedy(1))
+    assert gate.computed == [*range(LAYERS)]
+    assert all(passed < (at + 2) * LAYER_BYTES for at, passed in enumerate(gate.passed))
+    assert found.hit_tokens == CHUNKS * TOKENS
+    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, prompt)[: prompt.shape[1] + 1]
+    stats = connector.stats()
+    assert stats.lookups == before.lookups + 1
+    assert stats.hit_tokens == before.hit_tokens + CHUNKS * TOKENS
+    assert (stats.lost_chunks, stats.load_errors) == (0, {})
+    # The cache is the user's, to be looked at and stored as any other.
+    cache: Any = found.output.past_key_values
+    assert {type(layer) for layer in cache.layers} == {DynamicLayer}
+    assert connector.save(prompt, cache, extra=[b"again"]) == CHUNKS + 1
+
+
+def test_what_is_computed_behind_layers_on_their_way_is_stored_and_hit(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor,
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    plain = plain_tokens(tinylm, prompt)
+    with watched(tinylm, Gate(link)):
+        first = connector.generate(prompt, greedy())
+    assert first.output.sequences[0].tolist() == plain
+    again = connector.generate(prompt, greedy())
+    assert again.hit_tokens == prompt.shape[1] - 1
+    assert again.output.sequences[0].tolist() == plain
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_a_damaged_layer_gives_the_forward_up_and_what_is_right_before_it_is_a_hit(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor, chunk: int,
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    keys = connector.client.keys(prompt[0].tolist())
+    damage(server, keys[chunk])  # its last layer
+    before, gate = connector.stats(), Gate(link)
+    with watched(tinylm, gate):
+        found = connector.generate(prompt, greedy(1))
+    assert gate.computed == [*range(LAYERS - 1), *range(LAYERS)]
+    assert found.hit_tokens == chunk * TOKENS
+    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, prompt)[: prompt.shape[1] + 1]
+    stats = connector.stats()
+    assert stats.hit_tokens == before.hit_tokens + chunk * TOKENS
+    assert stats.miss_tokens == before.miss_tokens + prompt.shape[1] - chunk * TOKENS
+    assert (stats.lost_chunks, stats.load_errors) == (CHUNKS - chunk, {})
+    assert stats.misses["lost"] == 1
+    # The damaged chunk was forgotten and stored again.
+    assert connector.load(prompt)[1] == prompt.shape[1] - 1
+
+
+def test_a_server_killed_while_layers_are_on_their_way_is_a_miss_and_fails_nothing(
+    server_process: Callable[..., ServerProcess], tinylm: PreTrainedModel, learned: Connect,
+    prompt: torch.Tensor,
+) -> None:  # fmt: skip
+    process = server_process("--cpu", "32MiB", "--tiers", "cpu")
+    process.start()
+    link = SlowLink(int(process.address.rpartition(":")[2]))
+    connector = learned(link, prompt)
+    before, gate = connector.stats(), Gate(link)
+
+    def kill(layer: int) -> None:
+        if len(gate.computed) == 1:  # so the one behind it will not come
+            process.kill()
+            link.close()
+        gate(layer)
+
+    with watched(tinylm, kill):
+        found = connector.generate(prompt, greedy(1))
+    assert gate.computed == [0, 1, *range(LAYERS)]
+    assert found.hit_tokens == 0
+    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, prompt)[: prompt.shape[1] + 1]
+    stats = connector.stats()
+    assert stats.hit_tokens == before.hit_tokens
+    assert stats.lost_chunks == CHUNKS
+    assert sum(stats.load_errors.values()) == 1
+
+
+def test_an_error_of_the_model_itself_is_raised_and_leaves_nothing_leased(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor,
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+
+    def fail(number: int) -> None:
+        if number == 2:
+            raise MemoryError("of the engine")
+
+    with watched(tinylm, fail), pytest.raises(MemoryError):
+        connector.generate(prompt, greedy(1))
+    assert server.settled().leases == 0
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["one token is left", "lossy copies will do", "nothing was measured", "a part is compiled"],
+)
+def test_where_nothing_is_to_be_gained_the_prefix_comes_whole(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor, why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    if why == "one token is left":
+        prompt = prompt[:, : CHUNKS * TOKENS + 1]
+    elif why == "nothing was measured":
+        connector = TransformersConnector(connector.client, tinylm)
+    elif why == "a part is compiled":  # as Module.compile() leaves it
+        part: Any = tinylm.base_model
+        monkeypatch.setattr(part, "_compiled_call_impl", part._call_impl)
+    accuracy = "bounded" if why == "lossy copies will do" else "exact"
+    whole_bytes = link.passed_bytes + LAYERS * LAYER_BYTES
+    passed: list[int] = []
+    with watched(tinylm, lambda _: passed.append(link.passed_bytes)):
+        found = connector.generate(prompt, greedy(1), accuracy=accuracy)
+    assert found.hit_tokens == CHUNKS * TOKENS
+    assert passed[0] >= whole_bytes
