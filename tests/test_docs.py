@@ -37,6 +37,7 @@ OTHER_FLAGS = {
     "--revision": "SGLang",
     "--only": "bench.trust, bench.policy",
     "--trace": "bench.slo",
+    "--seeds": "bench.slo",
     "--backend": "bench.engines_gpu",
     "--budget-s": "bench.engines_gpu",
     "--lengths": "bench.engines_gpu",
