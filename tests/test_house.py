@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from setuptools import find_packages
+from setuptools import find_packages  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
