@@ -57,11 +57,12 @@ COMPILED_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Prompts and their tokens; the model's dtype."""
+    """Prompts and their tokens; the model's dtype; Gbit/s of the links."""
 
     tokens: int
     prompts: int
     dtype: str
+    links: tuple[int, ...] = GBITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ def measure(report: Report, sizes: Sizes, codecs: Sequence[str]) -> None:
     recompute = min(_computed(bench, ids) for ids in bench.prompts[:3])
     what = f"s to the first token of {sizes.tokens} tokens, {sizes.dtype}"
     report.note("recompute", f"{recompute:.3f}", what)
-    for gbits in GBITS:
+    for gbits in sizes.links:
         found = {}
         for codec in codecs:
             with tempfile.TemporaryDirectory() as there:
@@ -252,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--links", default="1,10", help="Gbit/s")
     parser.add_argument("--codecs", default=",".join(CODECS), help="the lossless one first")
     options = parser.parse_args(argv)
     report = Report("lossy_hits")
@@ -259,11 +261,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if missing is None and (os.geteuid() or not shutil.which("tc")):
         missing = "a link of its own needs root and Debian's iproute2"
     codecs = options.codecs.split(",")
+    links = tuple(map(int, options.links.split(",")))
+    sizes = Sizes(options.tokens, options.prompts, options.dtype, links)
     if missing:
-        keys = [f"{codec}_vs_lossless@{gbits}" for gbits in GBITS for codec in codecs[1:]]
+        keys = [f"{codec}_vs_lossless@{gbits}" for gbits in links for codec in codecs[1:]]
         report.skip(keys, missing)
     else:
-        measure(report, Sizes(options.tokens, options.prompts, options.dtype), codecs)
+        measure(report, sizes, codecs)
     report.print(only_json=options.json)
 
 

@@ -233,6 +233,11 @@ class JoinedFeed(LayerFeed):
             if chunk < first + self._limit:
                 feed.drop(max(0, chunk - first))
 
+    @override
+    def end(self) -> None:
+        for feed in self._open:
+            feed.end()
+
 
 class JoinedSink(LayerSink):
     """The sinks of several batches of *limit* chunks as one."""

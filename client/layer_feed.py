@@ -65,6 +65,9 @@ class LayerFeed(ABC):
     def drop(self, chunk: int) -> None:
         """Say that frames from that of *chunk* on are not wanted any more."""
 
+    def end(self) -> None:  # noqa: B027 - what is in reach is not waited for
+        """Say that nothing more is wanted. Who waits in ``take`` gets an error, if that is soon."""
+
 
 class WholeFrames(LayerFeed):
     """Frames that only come whole: what a transport offers that does no better."""

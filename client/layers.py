@@ -117,6 +117,7 @@ class LayerReader:
     def _settle(self, started: list[list[Future[None]]]) -> None:
         """Wait for what still reads shared memory and writes the caller's."""
         self._count = 0
+        self._feed.end()
         for piece in (piece for pieces in started for piece in pieces):
             if not piece.cancel():
                 piece.exception()

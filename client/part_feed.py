@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from typing_extensions import override
@@ -23,14 +23,20 @@ class PartFeed(LayerFeed):
 
     A range that is passed over will not come. Whoever waits for a range reads on for all:
     *replies* are drawn by one thread at a time, and what is here waits for nobody. No header over
-    *limit_bytes* is believed.
+    *limit_bytes* is believed. *end* ends the replies: who waits for one gets an error.
     Raises InvalidFrameError when the parts are not as they should be.
     """
 
     def __init__(
-        self, replies: Iterator[pb.GetResponse], limit_bytes: int, *, is_cut: bool = False
+        self,
+        replies: Iterator[pb.GetResponse],
+        limit_bytes: int,
+        *,
+        is_cut: bool = False,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         self.is_cut = is_cut
+        self._end = end
         self._replies = replies
         self._limit_bytes = limit_bytes
         self._held: pb.GetResponse | None = None
@@ -85,6 +91,10 @@ class PartFeed(LayerFeed):
     @override
     def drop(self, chunk: int) -> None:
         self._wanted_frames = min(self._wanted_frames, chunk)
+
+    @override
+    def end(self) -> None:
+        self._end()
 
     def _draw(self) -> None:
         try:

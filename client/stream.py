@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from typing_extensions import override
@@ -104,8 +105,14 @@ class StreamTransport(Transport):
         if skipped is not None:
             request.skip_rows = skipped.pack()
         limit_bytes, is_cut = self.session.terms.max_frame_bytes, skipped is not None
-        with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
-            yield PartFeed(replies, limit_bytes, is_cut=is_cut)
+        connection = self.session.connection
+        call = connection.begin_stream("Get", request, deadline_ms)
+        end = partial(connection.end_stream, call)
+        try:
+            replies = iter(partial(connection.next_of, call), None)
+            yield PartFeed(replies, limit_bytes, is_cut=is_cut, end=end)
+        finally:
+            end()
 
     @override
     @contextmanager

@@ -68,7 +68,7 @@ from kvstore.client.engines.transformers_identity import (
     cache_shape,
     representation_of,
 )
-from kvstore.client.engines.transformers_layers import LayerLoad, is_compiled, new_link
+from kvstore.client.engines.transformers_layers import LayerLoad, Link, is_compiled
 from kvstore.client.engines.transformers_staging import Staging, device_of
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.prefill import Deadline
@@ -179,7 +179,7 @@ class TransformersConnector(Connector):
         # Guards the three above: the watch, what it led to, and of which weights caches are.
         self._weights = threading.Lock()
         device = device or device_of(model)
-        self._link = new_link()
+        self._link = Link()
         self._staging: Staging | None = None
         if device is not None:
             tokens = client.options.chunk_tokens
@@ -201,7 +201,7 @@ class TransformersConnector(Connector):
         if self._weights.locked():
             self._changed()  # a change may have been seen, and not have been named
         self._weights = threading.Lock()
-        self._link = new_link()
+        self._link = Link()
         if self._staging is not None:
             self._staging.lock = threading.RLock()
 
@@ -334,8 +334,8 @@ class TransformersConnector(Connector):
         elif has_ends:
             prefix = self.load_ends(tokens, by_layout, extra)
         else:
-            can_wait = isinstance(cache, DynamicCache) and not is_compiled(self._model)
-            by = load if load is not None and can_wait else self
+            can_wait = load is not None and isinstance(cache, DynamicCache)
+            by = load if load and can_wait and not is_compiled(self._model) else self
             prefix = by.load_chunks(tokens, self._room(rooms), extra, allowed)
         if prefix.hit_tokens and isinstance(cache, DynamicCache):
             rooms[0].move_into(cache, prefix.hit_tokens)

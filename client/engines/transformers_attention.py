@@ -37,6 +37,8 @@ LAYERS = 8
 Attend = Callable[..., Any]
 _WATCHED: dict[str, Attend] = {}
 """What is registered with transformers in place of its own implementations of attention."""
+_FAULTS = (RuntimeError, MemoryError)
+"""Of torch, which has no memory left for instance: nothing is noted then, and no request fails."""
 _HERE = threading.local()
 """Its ``look`` is that of this thread, if there is one."""
 
@@ -103,21 +105,28 @@ class _Look:
         self._step = step
         self._layers = 0
         self._found: list[torch.Tensor] = []
+        self._is_given_up = False
 
     def note(self, queries: torch.Tensor, keys: torch.Tensor, scale: float | None) -> None:
         """Take *queries*, (1, heads, some, dim), and *keys*, (1, kv_heads, tokens, dim)."""
         if keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] != self._tokens:
             return
         self._layers += 1
-        if (self._layers - 1) % self._step == 0:
-            with torch.no_grad():
-                self._found.append(mean_attention(queries[0, :, -QUERIES:], keys[0], scale))
+        if (self._layers - 1) % self._step == 0 and not self._is_given_up:
+            try:
+                with torch.no_grad():
+                    self._found.append(mean_attention(queries[0, :, -QUERIES:], keys[0], scale))
+            except _FAULTS:
+                self._found, self._is_given_up = [], True
 
     def weights(self) -> Importance | None:
         """Return the weights, f32 (tokens,), positive; None where there is none to be had."""
         if not self._found:
             return None
-        weights: Importance = torch.stack(self._found).mean(0).cpu().numpy()
+        try:
+            weights: Importance = torch.stack(self._found).mean(0).cpu().numpy()
+        except _FAULTS:
+            return None
         if not np.isfinite(weights).all():
             return None
         # 0 would say that a token is of no importance; that it got little does not.
@@ -133,10 +142,13 @@ def mean_attention(
     """
     (heads, count, dim), (kv_heads, tokens, _) = queries.shape, keys.shape
     grouped = queries.reshape(kv_heads, -1, dim) * (dim**-0.5 if scale is None else scale)
-    logits = (grouped @ keys.transpose(1, 2)).view(heads, count, tokens)
     hidden = torch.full((count, count), float("-inf"), dtype=keys.dtype, device=keys.device)
-    logits[:, :, -count:] += hidden.triu(1)
-    given = logits.softmax(-1, dtype=torch.float32).sum((0, 1)) / heads
+    hidden = hidden.triu(1)
+    given = torch.zeros(tokens, dtype=torch.float32, device=keys.device)
+    for own, key in zip(grouped, keys, strict=True):  # all heads at once would take much memory
+        logits = (own @ key.T).view(-1, count, tokens)
+        logits[:, :, -count:] += hidden
+        given += logits.softmax(-1, dtype=torch.float32).sum((0, 1)) / heads
     # The first of the last tokens is seen by all of them, the last by itself alone.
     given[-count:] /= torch.arange(count, 0, -1, device=keys.device)
     given[:-count] /= count

@@ -6,6 +6,7 @@ one is there long before the last one: what is computed meanwhile costs no time.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -23,6 +24,7 @@ from kvstore.client.layers import Layer
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.layers import layer_order
 from kvstore.proto.types import EXACT, ChunkKey, Fidelity, KVLayout, Stated
 
 UNSEEN_BYTES_PER_S = 1e12
@@ -30,6 +32,8 @@ UNSEEN_BYTES_PER_S = 1e12
 LEAST_GAIN_S, LEAST_GAIN = 0.02, 0.125
 """What loading layer by layer has to save, in seconds and as a share of load and forward: less is
 not worth a load that may end in the middle."""
+WAITED_S = 0.001
+"""A layer that took longer than this was waited for: by then the link had brought no more."""
 
 T = TypeVar("T")
 
@@ -43,9 +47,27 @@ def is_compiled(model: torch.nn.Module) -> bool:
     )
 
 
-def new_link() -> LinkMeter:
-    """Return what learns from whole loads how fast chunks come, in bytes of raw frames."""
-    return LinkMeter(UNSEEN_BYTES_PER_S, time.monotonic)
+class Link:
+    """What the loads of one connector share. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self.meter = LinkMeter(UNSEEN_BYTES_PER_S, time.monotonic)
+        """How fast chunks come, in bytes of raw frames."""
+        self.layered = threading.Lock()
+        """Held by the one load that is layer by layer: two would wait for each other's layers."""
+        self.is_doubted = False
+        """Whether a load layer by layer was lost, and none that is whole has been seen since."""
+
+
+def _holding(
+    lock: threading.Lock, layers: Generator[Layer, None, None]
+) -> Generator[Layer, None, None]:
+    """Yield *layers*; release *lock*, which is held, once they end or are closed."""
+    try:
+        with closing(layers):
+            yield from layers
+    finally:
+        lock.release()
 
 
 class _LayerLostError(Exception):
@@ -88,12 +110,13 @@ class LayerLoad:
 
     Layer by layer, where that saves enough by what *link* and the connector's ``learned`` say: as
     much as the transfer and the computing of what is left overlap, the shorter of both. Exact
-    copies alone; not over shared memory, where all is in reach at once. Each layer is verified
-    before the model sees it. When one is late or proves wrong the forward is given up, and done
-    again behind the chunks that are right in all layers.
+    copies alone; one such load at a time; not where the client's deadline may end it, nor over
+    shared memory, where all is in reach at once. Each layer is verified before the model sees it.
+    When one is late or proves wrong the forward is given up, and done again behind the chunks that
+    are right in all layers.
     """
 
-    def __init__(self, connector: Connector, link: LinkMeter) -> None:
+    def __init__(self, connector: Connector, link: Link) -> None:
         self._connector = connector
         self._link = link
         self._layers: Generator[Layer, None, None] | None = None
@@ -103,8 +126,13 @@ class LayerLoad:
         self._spans: Sequence[Span] = ()
         self._prompt_tokens = 0
         self._own: dict[int, Any] = {}
-        """The cache's own layers, which stand aside until all came."""
+        """The cache's own layers, which stand aside until the forward is done."""
+        self._is_complete = False
+        """Whether all of those came, with every chunk."""
         self._waited_s = 0.0
+        self._began_s = 0.0
+        self._size_bytes = 0
+        """Of the chunks that were asked for, as raw frames."""
 
     def load_chunks(
         self, tokens: Sequence[int], room: Room, extra: Sequence[bytes], allowed: Allowed
@@ -115,13 +143,16 @@ class LayerLoad:
         def read(keys: Sequence[ChunkKey], spans: Sequence[Span]) -> Sequence[Stated]:
             self._spans = spans
             sizes = [raw_frame_bytes(self._layout(span)) for span in spans]
-            if allowed.least is Fidelity.exact and self._pays(sum(sizes)):
-                return self._begin(keys, room(spans))
+            self._size_bytes, out = sum(sizes), room(spans)
+            self._began_s = time.monotonic()
+            is_exact = allowed.least is Fidelity.exact
+            if is_exact and self._pays() and self._link.layered.acquire(blocking=False):
+                return self._begin(keys, out)
             stated: list[Stated] = []
-            began_s = time.monotonic()
             client = self._connector.client
-            client.get(keys, room(spans), min_fidelity=allowed.least, stated=stated)
-            self._link.observe(sum(sizes[: len(stated)]), time.monotonic() - began_s)
+            client.get(keys, out, min_fidelity=allowed.least, stated=stated)
+            self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
+            self._link.is_doubted &= not stated
             return stated
 
         self._prefix, self._reason = self._connector.attempt(
@@ -129,39 +160,49 @@ class LayerLoad:
         )
         if self._layers is not None and not self._prefix.hit_tokens:
             self._layers.close()
-            self._layers = None
+            self._layers, self._link.is_doubted = None, True
         return self._count() if self._layers is None else self._prefix
 
     def _layout(self, span: Span) -> KVLayout:
         return KVLayout.of(self._connector.client.representation, span[1] - span[0])
 
-    def _pays(self, size_bytes: int) -> bool:
-        prefill = self._connector.learned.model()
-        if prefill is None:
+    def _pays(self) -> bool:
+        client, prefill = self._connector.client, self._connector.learned.model()
+        transport = client._connected()
+        if transport.name == "shm" or prefill is None or self._link.is_doubted:
             return False
         held = min(self._spans[-1][1], self._prompt_tokens - 1)
         compute_s = prefill.seconds(self._prompt_tokens - held, held)
-        load_s = size_bytes / self._link.estimate().mean_bytes_per_s
-        transport = self._connector.client._connected()
+        load_s = self._size_bytes / self._link.meter.estimate().mean_bytes_per_s
         return (
             min(load_s, compute_s) >= max(LEAST_GAIN_S, LEAST_GAIN * (load_s + compute_s))
-            and transport.name != "shm"
+            # What is late then loses every chunk, of a whole load only those behind.
+            and load_s <= client.options.deadline_ms / 2000
             and len(self._spans) <= transport.session.terms.max_batch_chunks
         )
 
     def _begin(self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors]) -> Sequence[Stated]:
         """Return what the chunks state of which the first layer came."""
-        self._layers = self._connector.client.get_layers(keys, out)
+        layers = self._connector.client.get_layers(keys, out)
+        self._layers = _holding(self._link.layered, layers)
         self._draw()
         return [EXACT] * min(self._counts.values(), default=0)
 
     def _draw(self) -> bool:
         """Wait for the next layer; return whether one came. Raises KVStoreErrors."""
         assert self._layers is not None
-        layer = next(self._layers, None)
-        if layer is not None:
-            self._counts[layer.layer_id] = len(layer.tensors)
-        return layer is not None
+        asked_s = time.monotonic()
+        try:
+            layer = next(self._layers, None)
+            if layer is not None:
+                self._counts[layer.layer_id] = len(layer.tensors)
+            return layer is not None
+        finally:
+            now_s = time.monotonic()
+            if now_s - asked_s > WAITED_S:
+                layers = len(layer_order(self._connector.client.representation))
+                came_bytes = self._size_bytes * len(self._counts) // layers
+                self._link.meter.observe(came_bytes, now_s - self._began_s)
 
     def attach(self, cache: DynamicCache) -> None:
         """Have the layers of *cache*, which holds the prefix, wait until they came."""
@@ -173,12 +214,24 @@ class LayerLoad:
 
     def _wait(self, number: int) -> None:
         """Return once layer *number* came. Raises what ends the forward, where it did not."""
+        if self._is_complete:
+            return
         began_s = time.perf_counter()
         while number not in self._counts and self._connector.ask(self._draw, False):
             pass
         self._waited_s += time.perf_counter() - began_s
         if self._counts.get(number, 0) < len(self._prefix.tiers):
             raise _LayerLostError(number)
+        if all(self._counts.get(own, 0) >= len(self._prefix.tiers) for own in self._own):
+            self._complete()
+
+    def _complete(self) -> None:
+        """Hold nothing twice: what came in all layers is not cut any more."""
+        assert self._layers is not None
+        self._is_complete = True
+        self._connector.ask(self._layers.close, None)
+        for own in self._own.values():
+            own.keys = own.values = None
 
     def note(self, tokens: int, seconds: float) -> None:
         """Tell the connector that *tokens* took so many seconds, some of which were waited."""
@@ -196,6 +249,7 @@ class LayerLoad:
                 found = work()
                 self._finish(cache)
             except _LayerLostError:
+                self._link.is_doubted = True
                 self._cut(cache, self._whole_chunks())
             else:
                 return found, self._count()
@@ -227,6 +281,7 @@ class LayerLoad:
                 keys, values = (part[:, :, : left.hit_tokens] for part in (own.keys, own.values))
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values = keys, values
+        self._own.clear()
         self._prefix, self._reason = left, "lost"
         self._count(len(was.tiers) - chunks)
 

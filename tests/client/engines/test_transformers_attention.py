@@ -10,12 +10,15 @@ import pytest
 import torch
 from local_server import LocalServer
 from lossy_copies import leave_on_disk
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_engine import OPTIONS, greedy, kept, left_padded, plain_tokens, prefill, random_ids
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from kvstore.client import Chunk
+from kvstore.client.engines import transformers_attention
 from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.engines.transformers_attention import QUERIES
+from kvstore.client.engines.transformers_attention import QUERIES, mean_attention
 from kvstore.proto.types import Fidelity, Representation
 
 PROMPT = random_ids(150)
@@ -194,3 +197,46 @@ def test_what_is_computed_is_the_same(connect: Any, tinylm: PreTrainedModel) -> 
     own = kept(prefill(tinylm, PROMPT))
     pairs = zip(kept(output.past_key_values), own, strict=True)
     assert all(torch.equal(part[:, :, :150], wanted) for part, wanted in pairs)
+
+
+def no_memory(_: int) -> torch.Tensor:
+    raise torch.OutOfMemoryError("of the device")
+
+
+@pytest.mark.parametrize(("fault", "looks"), [(no_memory, 1), (torch.zeros, 6)])
+def test_attention_that_cannot_be_noted_fails_no_request(
+    connect: Any, put: Any, tinylm: PreTrainedModel, monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[int], torch.Tensor], looks: int,
+) -> None:  # fmt: skip
+    connector = connect("kvq:2,importance")
+    chunks, asked = put(connector), list[int]()
+
+    def look(*_: Any) -> torch.Tensor:
+        asked.append(0)
+        return fault(len(asked))  # what differs in length cannot be stacked
+
+    monkeypatch.setattr(transformers_attention, "mean_attention", look)
+    found = connector.generate(PROMPT, greedy(2))
+    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)[:152]
+    assert {chunk.importance for chunk in chunks} == {None}
+    assert len(asked) == looks
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that is made within."""
+
+    elements = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_noting_attention_takes_the_memory_of_one_key_value_head() -> None:
+    heads, kv_heads, tokens, dim = 8, 4, 500, 8
+    with Largest() as seen:  # type: ignore[no-untyped-call]
+        mean_attention(torch.ones(heads, QUERIES, dim), torch.ones(kv_heads, tokens, dim))
+    assert seen.elements <= heads // kv_heads * QUERIES * tokens

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.proto.types import Representation
+from kvstore.client.link_meter import LinkMeter
+from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.types import KVLayout, Representation
 
 CHUNKS, TOKENS, SUFFIX = 6, 64, 64
 LAYERS = 6
@@ -90,6 +94,20 @@ def learned(tinylm: PreTrainedModel, identity: Representation) -> Iterator[Calla
     yield connect
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def layered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has the chunks of each load that is layer by layer."""
+    found: list[int] = []
+    own = Client.get_layers
+
+    def counted(self: Client, keys: Any, *args: Any, **more: Any) -> Any:
+        found.append(len(keys))
+        return own(self, keys, *args, **more)
+
+    monkeypatch.setattr(Client, "get_layers", counted)
+    return found
 
 
 class Gate:
@@ -244,3 +262,115 @@ def test_where_nothing_is_to_be_gained_the_prefix_comes_whole(
         found = connector.generate(prompt, greedy(1), accuracy=accuracy)
     assert found.hit_tokens == CHUNKS * TOKENS
     assert passed[0] >= whole_bytes
+
+
+def test_what_the_deadline_may_end_is_loaded_whole_and_keeps_what_came(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor, layered: list[int],
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    load_ms = 1000 * LAYERS * LAYER_BYTES / LINK_BYTES_PER_S
+    client = connector.client
+    client.options = replace(client.options, deadline_ms=int(1.7 * load_ms))
+    link.stop_at_bytes = link.passed_bytes + LAYERS * LAYER_BYTES * 5 // 8
+
+    def go_on(_: int) -> None:
+        link.stop_at_bytes = math.inf
+
+    with watched(tinylm, go_on):
+        found = connector.generate(prompt, greedy(1))
+    assert layered == []
+    assert 0 < found.hit_tokens < CHUNKS * TOKENS
+
+
+def test_after_a_load_that_was_lost_the_next_one_is_whole(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor, layered: list[int],
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    damage(server, connector.client.keys(prompt[0].tolist())[3])
+    prefix = prompt[:, : CHUNKS * TOKENS]
+    loads = []
+    for seed in range(3):
+        link.bytes_per_s = LINK_BYTES_PER_S
+        # What is computed again, with more tokens, must not make the model look fast.
+        with watched(tinylm, lambda _: time.sleep(8 * LAYER_S)):
+            connector.generate(torch.cat([prefix, random_ids(SUFFIX, seed=seed)], 1), greedy(1))
+        loads.append(len(layered))
+    assert loads == [1, 1, 2]
+
+
+def test_loads_layer_by_layer_tell_what_the_link_gives(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor, layered: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    seen: list[int] = []
+    monkeypatch.setattr(LinkMeter, "observe", lambda _, size, seconds: seen.append(size))
+    with watched(tinylm, Gate(link)):
+        connector.generate(prompt, greedy(1))
+    whole_bytes = CHUNKS * raw_frame_bytes(KVLayout.of(connector.client.representation, TOKENS))
+    assert layered == [CHUNKS]
+    assert set(seen) <= {whole_bytes * layers // LAYERS for layers in range(1, LAYERS + 1)}
+    assert whole_bytes in seen  # the gate has every layer waited for
+
+
+def test_one_load_of_a_connector_is_layer_by_layer_at_a_time(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor, layered: list[int],
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    link.bytes_per_s = LINK_BYTES_PER_S
+    inner: list[int] = []
+
+    def ask_again(_: int) -> None:
+        if not inner:
+            inner.append(0)
+            inner.append(connector.generate(prompt, greedy(1)).hit_tokens)
+
+    with watched(tinylm, ask_again):
+        assert connector.generate(prompt, greedy(1)).hit_tokens == CHUNKS * TOKENS
+    assert (inner, len(layered)) == ([0, CHUNKS * TOKENS], 1)
+    with watched(tinylm, lambda _: None):
+        connector.generate(torch.cat([prompt[:, : CHUNKS * TOKENS], random_ids(70)], 1), greedy(1))
+    assert len(layered) == 2
+
+
+def test_a_prefix_that_has_come_is_not_held_beside_the_cache(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor, layered: list[int],
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    held: list[int] = []
+    part_bytes = LAYER_BYTES // 2
+
+    def count(layer: int) -> None:
+        if layer == 0:
+            gc.collect()
+            tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+            held.append(sum(one.untyped_storage().nbytes() == part_bytes for one in tensors))
+
+    with watched(tinylm, Gate(link)), watched(tinylm, count):
+        connector.generate(prompt, greedy(3))
+    assert layered == [CHUNKS]
+    assert held[0] >= 2 * LAYERS
+    assert held[1:] == [0, 0]
+
+
+def test_an_error_of_the_model_does_not_wait_for_layers_on_their_way(
+    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
+    link: SlowLink, prompt: torch.Tensor, layered: list[int],
+) -> None:  # fmt: skip
+    connector = learned(link, prompt)
+    Gate(link)  # lets the first layer through alone
+
+    def fail(_: int) -> None:
+        raise MemoryError("of the engine")
+
+    began_s = time.monotonic()
+    with watched(tinylm, fail), pytest.raises(MemoryError):
+        connector.generate(prompt, greedy(1))
+    assert time.monotonic() - began_s < DEADLINE_MS / 4000
+    assert layered == [CHUNKS]
+    link.stop_at_bytes = math.inf
