@@ -17,8 +17,7 @@ from kvstore.proto.errors import UnknownCodecError
 Score = Callable[[Coded], Quality]
 
 OURS = {
-    "exact": ("raw", "zstd", "zplane", "xans", "xpack"),
-    "fp8": ("fp8",),
+    "exact": ("raw", "zplane"),
     "gq": ("gq8", "gq4", "gq2"),
     "kvq": ("kvq:3", "kvq:2", "kvq:1", "kvq:0"),
     "kvq layered": ("kvq:layered",),

@@ -25,7 +25,7 @@ from kvstore.proto.errors import UnknownCodecError
 
 ROUNDS = 5
 SPEEDS = (
-    "raw", "zstd", "zplane", "xans", "xpack", "fp8", "gq8", "gq4", "gq2", "kvq", "cachegen",
+    "raw", "zplane", "gq8", "gq4", "gq2", "kvq", "cachegen",
 )  # fmt: skip
 
 LINKS_GBPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 12.5)

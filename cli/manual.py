@@ -29,7 +29,7 @@ PAGES: Mapping[str, tuple[str, str]] = {
     "scrub": (_JUDGES, "kvstore scrub --tiers disk --rate 100MiB"),
     "drain": (_JUDGES, "kvstore drain --within 20"),
     "bench": (_JUDGES, "kvstore bench --chunks 16 --json"),
-    "codecs": (_DONE, "kvstore codecs raw zstd:1"),
+    "codecs": (_DONE, "kvstore codecs raw kvq:2"),
     "calibrate": (_DONE, "kvstore calibrate kvt ./my-model --text corpus.txt --out assets"),
     "simulate": (_DONE, "kvstore simulate trace.jsonl --policy all --capacity 5%,10%"),
     "demo": (_JUDGES, "kvstore demo --json demo.json"),

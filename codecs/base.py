@@ -256,13 +256,10 @@ def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
 
 CODECS: Registry[Codec] = Registry("codec")
 
+# Ids are never used again: 1, 3, 4, 5 and 11 were of codecs that are gone.
 _NAMES_BY_ID = {
     0: "raw",
-    1: "zstd",
     2: "zplane",
-    3: "xans",
-    4: "xpack",
-    5: "fp8",
     6: "gq8",
     7: "gq4",
     8: "gq2",
@@ -272,22 +269,24 @@ _NAMES_BY_ID = {
     13: "kvqs",
 }
 
-REPLACED = {"mixed": "kvq:N,importance"}
+REPLACED = {
+    "mixed": "kvq:N,importance",
+    "zstd": "zplane",
+    "xans": "zplane",
+    "xpack": "zplane",
+    "fp8": "kvq:3",
+}
 """Names that are gone, and what to write instead."""
 
 CODECS.register("raw", "kvstore.codecs.raw:RawCodec")
-CODECS.register("zstd", "kvstore.codecs.zstd:ZstdCodec")
 CODECS.register("kvq", "kvstore.codecs.kvq:KvqCodec")
 CODECS.register("zplane", "kvstore.codecs.zplane:ZplaneCodec")
-CODECS.register("fp8", "kvstore.codecs.fp8:Fp8Codec")
 CODECS.register("gq8", "kvstore.codecs.grouped:Gq8Codec")
 CODECS.register("gq4", "kvstore.codecs.grouped:Gq4Codec")
 CODECS.register("gq2", "kvstore.codecs.grouped:Gq2Codec")
 CODECS.register("cachegen", "kvstore.codecs.cachegen:CachegenCodec")
 CODECS.register("kvt", "kvstore.codecs.kvt:KvtCodec")
 CODECS.register("kvqs", "kvstore.codecs.kvqs:KvqsCodec")
-CODECS.register("xans", "kvstore.codecs.xans:XansCodec")
-CODECS.register("xpack", "kvstore.codecs.xpack:XpackCodec")
 
 
 def boundless_codecs() -> list[str]:

@@ -35,7 +35,7 @@ _OUTLIERS = 4
 _KEEP = 0.5
 _ROPE = RopeParameters(500_000.0, HEAD_DIM)
 _NAMED = bytes(16)
-_BY_ENTROPY = ("kvq", "kvqs", "xans", "cachegen", "kvt")
+_BY_ENTROPY = ("kvq", "kvqs", "cachegen", "kvt")
 _BY_PLANES = ("zplane",)
 _BY_GROUPS = ("gq8", "gq4", "gq2")
 
@@ -99,10 +99,6 @@ def backend_of(codec: Codec) -> str:
         from kvstore.codecs.grouped_loops import best_loops
 
         return best_loops().name
-    if codec.name == "xpack":
-        from kvstore.codecs.xpack import best_packer
-
-        return best_packer().name
     return "numpy"
 
 

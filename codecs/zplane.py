@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
+import zstandard
 
 from kvstore.codecs.base import Codec, Part
 from kvstore.codecs.planes import (
@@ -29,7 +30,6 @@ from kvstore.codecs.planes import (
     scatter_rows,
 )
 from kvstore.codecs.sieve import Sieve, best_sieve, pack_sieved, scratch_for, unpack_sieved
-from kvstore.codecs.zstd import deflate, inflate
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import Component, DType, Fidelity
@@ -54,6 +54,26 @@ _MIN_GAIN = 32
 
 Stored: TypeAlias = "tuple[Bytes, bool]"
 """A plane's bytes as they are stored, and whether they are sieved."""
+
+
+_WINDOW_LOG = 17
+
+
+class _Contexts(threading.local):
+    """One pair of contexts a thread: libzstd's must not be shared, and making one is dear."""
+
+    def __init__(self) -> None:
+        # Hashing of seven bytes finds next to no match in noise, which is the point: the
+        # literals then go straight to the entropy coder.
+        parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=_WINDOW_LOG,
+            write_content_size=1,
+        )  # fmt: skip
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
+
+
+_CONTEXTS = _Contexts()
 
 
 class _Rooms(threading.local):
@@ -192,7 +212,7 @@ def _plain_planes(block: Sequence[Stored], items: int, sieve: Sieve) -> list[Byt
             plane = _ROOMS.exponents[:items]
             unpack_sieved(stored, sieve, _ROOMS.sieve, plane)
         else:
-            plane = stored if len(stored) == items else inflate(stored, items)
+            plane = stored if len(stored) == items else _inflate(stored, items)
         planes.append(plane)
     return planes
 
@@ -201,9 +221,9 @@ def _compress(plane: Bytes, is_noise: bool) -> Bytes | None:
     """Return *plane* compressed, or None when that gains too little."""
     if is_noise and len(plane) > 4 * _SAMPLES * _SAMPLE_BYTES:
         rows = plane[: len(plane) // _SAMPLES * _SAMPLES].reshape(_SAMPLES, -1)
-        if deflate(np.ascontiguousarray(rows[:, :_SAMPLE_BYTES]).reshape(-1)) is None:
+        if _deflate(np.ascontiguousarray(rows[:, :_SAMPLE_BYTES]).reshape(-1)) is None:
             return None
-    return deflate(plane)
+    return _deflate(plane)
 
 
 def _blocks(data: Bytes, component: Component) -> Iterator[list[Stored]]:
@@ -230,3 +250,29 @@ def _blocks(data: Bytes, component: Component) -> Iterator[list[Stored]]:
             end += size
         planes.append(block)
     return iter(planes)
+
+
+def _deflate(data: Bytes) -> Bytes | None:
+    """Return *data* as one zstd frame, or None when that gains too little."""
+    packed = _CONTEXTS.compressor.compress(data.data)
+    if len(packed) >= len(data) - len(data) // _MIN_GAIN:
+        return None
+    return np.frombuffer(packed, np.uint8)
+
+
+def _inflate(data: Bytes, size: int) -> Bytes:
+    """Return the *size* bytes in the zstd frame *data*; its own claims are checked first."""
+    try:
+        claim = zstandard.get_frame_parameters(data.data)
+        if claim.content_size != size:
+            raise InvalidFrameError("plane", claim.content_size, f"must declare {size} bytes")
+        if claim.window_size > max(size, 1 << _WINDOW_LOG):
+            raise InvalidFrameError("window", claim.window_size, f"at most 2^{_WINDOW_LOG}")
+        plain = _CONTEXTS.decompressor.decompress(
+            data.data, max_output_size=size, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise InvalidFrameError("plane", len(data), str(error)) from None
+    if len(plain) != size:
+        raise InvalidFrameError("plane", len(plain), f"must hold {size} bytes")
+    return np.frombuffer(plain, np.uint8)

@@ -23,7 +23,7 @@ from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import DEFAULT_TENANT
 
-AUTO_CODECS = ("zplane", "xans", "xpack", "zstd", "gq8", "fp8", "kvq")
+AUTO_CODECS = ("zplane", "gq8", "kvq")
 """What may be chosen, as far as this process has it and the operator allows its loss."""
 CALIBRATION_S = 1.0
 """All measuring of one tier together; the first use of a compiled codec comes on top."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.codecs.asset_codec import AssetCodec
-from kvstore.codecs.base import CODECS, Codec, codec_by_name
+from kvstore.codecs.base import Codec, codec_by_name
 from kvstore.codecs.floats import FLOAT_TYPES
 from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.raw import RawCodec
@@ -37,7 +37,7 @@ def no_terms(_: FrameHeader) -> EncodeTerms | None:
 
 def lossless_codec() -> Codec:
     """Return what takes the place of a lossy codec where that cannot be used."""
-    return codec_by_name("zplane" if "zplane" in CODECS else "zstd")
+    return codec_by_name("zplane")
 
 
 @dataclass(frozen=True, slots=True)

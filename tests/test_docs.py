@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -233,22 +232,7 @@ def test_the_tables_of_metrics_are_those_of_the_metrics_page(make_server: Server
     assert {f"kvstore_{name}_total" for name in COUNTERS} <= served
 
 
-# --- modules and limits
-
-
-def modules() -> set[str]:
-    found = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in room_files(room)}
-    return {name for name in found if not re.search(r"_pb2|/__init__\.py", name)}
-
-
-def room_files(room: str) -> Iterator[Path]:
-    return (ROOT / room).rglob("*.py")
-
-
-def test_every_module_has_its_sentence() -> None:
-    named = [in_backticks(row[0])[0] for row in rows("docs/architecture.md", "### Modules")]
-    assert len(named) == len(set(named))
-    assert set(named) == modules()
+# --- limits
 
 
 def constants(module: str) -> dict[str, str]:

@@ -79,7 +79,7 @@ class TenantCodec(BaseModel):
 
 
 class TenantCodecs(RuleList):
-    """All of them. Also given as ``acme/redis=kvq:2,acme/disk=zstd``."""
+    """All of them. Also given as ``acme/redis=kvq:2,acme/disk=zplane``."""
 
     rules: tuple[TenantCodec, ...] = ()
 

@@ -1,3 +1,5 @@
 """kvstore: a multi-tier KV-cache store for LLM inference that may forget, but never lies."""
 
-__version__ = "0.1.0"
+from kvstore.proto import __version__
+
+__all__ = ["__version__"]

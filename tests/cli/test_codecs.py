@@ -22,10 +22,10 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def test_the_figures_of_a_codec_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "raw", "zstd", "--json")
+    status, out, _ = run(capsys, "raw", "zplane", "--json")
     assert status == 0
     report = json.loads(out)
-    assert [row["codec"] for row in report["codecs"]] == ["raw", "zstd"]
+    assert [row["codec"] for row in report["codecs"]] == ["raw", "zplane"]
     raw, packed = report["codecs"]
     assert (raw["fidelity"], raw["break_even_bytes_per_s"]) == ("exact", 0)
     assert packed["ratio"] > 1.2
@@ -38,16 +38,16 @@ def test_the_table_names_each_codec_and_says_what_it_was_measured_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codecs_module, "BUDGET_S", 0.0)
-    status, out, _ = run(capsys, "zstd", "raw")
+    status, out, _ = run(capsys, "zplane", "raw")
     assert status == 0
-    for word in ("zstd", "raw", "exact", "numpy", "even", "synthetic"):
+    for word in ("zplane", "raw", "exact", "numpy", "even", "synthetic"):
         assert word in out
 
 
 def test_a_codec_that_does_not_exist_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, "zstd:9", "raw")
+    status, out, err = run(capsys, "zplane:9", "raw")
     assert (status, out) == (EXIT_USAGE, "")
-    assert "zstd:9" in err
+    assert "zplane:9" in err
 
 
 def test_a_codec_that_cannot_be_measured_is_named_with_the_reason(
@@ -57,9 +57,9 @@ def test_a_codec_that_cannot_be_measured_is_named_with_the_reason(
         raise UnknownCodecError(name, "no tables for it")
 
     monkeypatch.setattr(codecs_module, "measure", fail)
-    speeds, missing = measure_all(["zstd"])
+    speeds, missing = measure_all(["zplane"])
     assert speeds == []
-    assert "no tables" in missing["zstd"]
+    assert "no tables" in missing["zplane"]
     assert "no tables" in codecs_module.speeds_as_json(speeds, missing)
 
 

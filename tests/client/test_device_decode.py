@@ -177,7 +177,7 @@ def test_who_says_nothing_is_given_nothing_lossy(
     assert watched.frames == 0
 
 
-@pytest.mark.parametrize("codec", ["kvq:layered", "kvq:3", "fp8", "zplane", "raw"])
+@pytest.mark.parametrize("codec", ["kvq:layered", "kvq:3", "gq8", "zplane", "raw"])
 def test_what_has_no_kernels_is_decoded_on_the_host(
     start: Start, connect: Connect, codec: str
 ) -> None:
@@ -268,18 +268,18 @@ def test_memory_that_was_reused_is_said_before_what_is_wrong_in_it(
 def test_a_frame_of_a_codec_to_come_ends_the_prefix_and_stays(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start("fp8")
+    server = start("gq8")
     client = connect(server)
     keys = store(server, client, 2)
 
     def refuse(self: object, header: FrameHeader) -> None:
-        raise UnknownCodecError("5 revision 2", "fp8 is 5 revision 1")
+        raise UnknownCodecError("6 revision 2", "gq8 is 6 revision 1")
 
-    monkeypatch.setattr(CODECS.load("fp8"), "check_header", refuse)
+    monkeypatch.setattr(CODECS.load("gq8"), "check_header", refuse)
     engine = Engine(MODEL, blocks_for(2))
     assert read(client, keys, engine) == 0
     server.settled()
-    assert codecs_on_disk(server, keys) == {CODECS.load("fp8").codec_id}
+    assert codecs_on_disk(server, keys) == {CODECS.load("gq8").codec_id}
 
 
 @pytest.mark.parametrize("readable", [0, 1])
@@ -311,7 +311,7 @@ def test_a_file_that_cannot_be_read_ends_the_prefix_and_is_an_error_at_its_start
 def test_a_frame_that_states_less_than_was_asked_for_is_missing(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start("fp8")
+    server = start("gq8")
     client = connect(server)
     keys = store(server, client, 2)
     transport = client._connected()

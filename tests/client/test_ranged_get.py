@@ -92,7 +92,7 @@ def test_a_header_of_another_kind_has_its_chunk_read_whole() -> None:
 
 
 def smooth() -> ChunkTensors:
-    """Return tensors that zstd makes smaller, so that the server sends what lies on its disk."""
+    """Return tensors that zplane makes smaller, so that the server sends what lies on its disk."""
     out = empty_tensors(LAYOUT)
     for number, parts in enumerate(out[0]):
         for part in parts:
@@ -100,7 +100,7 @@ def smooth() -> ChunkTensors:
     return out
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("codec", ["raw", "zplane"])
 def test_a_stage_is_sent_its_own_layers_where_chunks_lie_raw(tmp_path: Path, codec: str) -> None:
     server = LocalServer(tmp_path, "--disk-codec", codec)
     try:

@@ -155,7 +155,7 @@ BAD_QUESTIONS: dict[str, tuple[str, Wrong]] = {
     "too many segments": ("segments", lambda r: [r.segments.add() for _ in range(257)]),
     "too many variants": ("max_variants", lambda r: setattr(r, "max_variants", 6)),
     "the tag of lossy copies": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate")),
-    "a codec's lossy copies": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate:fp8")),
+    "a codec's lossy copies": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate:kvt")),
     "a long tag": ("tag", lambda r: setattr(r, "tag", "x" * 65)),
     "a far deadline": ("deadline_ms", lambda r: setattr(r, "deadline_ms", 1 << 31)),
     "an unknown fidelity": ("min_fidelity", lambda r: setattr(r, "min_fidelity", 9)),

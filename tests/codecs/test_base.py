@@ -9,13 +9,13 @@ from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
 
 def test_an_unknown_name_is_refused_and_the_known_ones_named() -> None:
-    with pytest.raises(UnknownCodecError, match=r"'gzip': unknown here; known: .*raw, .*zstd"):
+    with pytest.raises(UnknownCodecError, match=r"'gzip': unknown here; known: .*raw, .*zplane"):
         codec_by_name("gzip")
 
 
 @pytest.mark.parametrize("codec_id", [999, 65535, -1])
 def test_an_unknown_number_is_refused_and_the_known_ones_named(codec_id: int) -> None:
-    with pytest.raises(UnknownCodecError, match=f"codec={codec_id}: unknown here; known: 0, 1"):
+    with pytest.raises(UnknownCodecError, match=f"codec={codec_id}: unknown here; known: 0, 2"):
         codec_by_id(codec_id)
 
 

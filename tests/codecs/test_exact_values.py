@@ -46,9 +46,8 @@ FILLS: list[Fill] = [every_word, every_exponent_in_turn, mostly_normal, random_b
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", ["zplane", "xans", "xpack"])
-def test_every_value_comes_back_bit_by_bit(name: str, request: pytest.FixtureRequest) -> None:
-    codec = codec_by_name(name)
+def test_every_value_comes_back_bit_by_bit(request: pytest.FixtureRequest) -> None:
+    codec = codec_by_name("zplane")
     room = np.empty(codec.max_segment_bytes(COMPONENT), np.uint8)
     out = [np.empty(COMPONENT.shape, np.uint16) for _ in range(2)]
     rng = np.random.default_rng(2024)

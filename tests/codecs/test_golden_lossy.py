@@ -16,7 +16,6 @@ from kvstore.proto.frame import FrameTemplate, check_frame
 from kvstore.proto.types import DType, Fidelity
 
 DECODED = {
-    "fp8-r1.frame": "ceef192bb8a4cf1e",
     "gq8-r1.frame": "2e648273fa63d973",
     "gq4-r1.frame": "ed6f164d4af78f14",
     "gq2-r1.frame": "6f00c101325ecc4b",

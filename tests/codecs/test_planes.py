@@ -118,10 +118,9 @@ def test_rows_that_are_no_run_have_no_flat_view() -> None:
     assert flat_rows(np.zeros((4, 6, 2), np.uint16).transpose(1, 0, 2), 0, 3) is None
 
 
-@pytest.mark.parametrize("name", ["zplane", "xans", "xpack"])
-def test_bounds_of_layers_that_no_machine_holds_are_found_at_once(name: str) -> None:
+def test_bounds_of_layers_that_no_machine_holds_are_found_at_once() -> None:
     most = (1 << 24) - 1
     for dim in (1, most):
         component = Component(LayerKind.attention, DType.float32, most, most, dim, most)
-        bound = codec_by_name(name).max_segment_bytes(component)
+        bound = codec_by_name("zplane").max_segment_bytes(component)
         assert component.layer_bytes <= bound < 1.1 * component.layer_bytes

@@ -51,9 +51,8 @@ def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(portion: Portion) -
     assert equal(out, wanted)
 
 
-@pytest.mark.parametrize("name", ["zstd", "zplane", "xans"])
-def test_frames_of_every_lossless_codec_are_cut(name: str) -> None:
-    codec = codec_by_name(name)
+def test_compressed_frames_are_cut() -> None:
+    codec = codec_by_name("zplane")
     frame = np.zeros(max_transcoded_bytes(LAYOUT, codec), np.uint8)
     header = transcode(WHOLE, codec, frame)
     portion = Portion(LAYOUT, (Extent(1, 2, 1, 3), None))

@@ -117,7 +117,7 @@ def test_only_raw_layers_with_a_row_for_each_token_are_cut() -> None:
     assert kept_rows(HEADER, skipped, 0) is not None
     assert kept_rows(HEADER, skipped, 1) is None
     assert kept_rows(HEADER, None, 0) is None
-    coded = parse_header(encoded(codec_by_name("zstd"), TENSORS, LAYOUT))
+    coded = parse_header(encoded(codec_by_name("zplane"), TENSORS, LAYOUT))
     assert kept_rows(coded, skipped, 0) is None
     ended = layouts(DType.bfloat16)["several"]
     header = parse_header(encoded(RAW, filled(ended), ended))

@@ -29,7 +29,7 @@ from kvstore.codecs.base import CODECS, Codec, Part, codec_by_name
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
-from kvstore.codecs.zstd import ZstdCodec
+from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FrameTemplate, FrameWriter, check_frame, parse_header
@@ -206,7 +206,7 @@ def test_moving_holds_no_more_than_a_few_layers(source: str, target: str) -> Non
 
 
 def test_frames_that_cannot_be_written_are_read_where_they_lie() -> None:
-    for codec in (RawCodec(), ZstdCodec()):
+    for codec in (RawCodec(), ZplaneCodec()):
         frame = encoded(codec, filled(SMALL), SMALL)
         frozen = np.frombuffer(b"." + frame.tobytes(), np.uint8)[1:]
         for name in LOSSLESS:

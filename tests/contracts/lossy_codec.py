@@ -23,6 +23,7 @@ from contracts.codec import (
     decoded,
     filled,
     layouts,
+    pairwise,
     peak_bytes,
     random_bits,
     same,
@@ -178,9 +179,7 @@ class LossyCodecContract:
     hostile_cases: ClassVar[int] = HOSTILE_CASES
     """Changed bodies an example; fewer for what is slow."""
 
-    @pytest.mark.parametrize("fill", NUMBERS, ids=lambda fill: fill.__name__)
-    @_every_name
-    @_every_float
+    @pairwise(dtype=FLOATS, name=list(layouts(DType.uint8)), fill=NUMBERS)
     def test_numbers_come_back_as_exactly_as_the_frame_says(
         self, dtype: DType, name: str, fill: Numbers
     ) -> None:

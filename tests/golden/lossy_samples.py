@@ -1,4 +1,4 @@
-"""The chunk and the assets of the golden frames of fp8, the grouped codecs, cachegen and kvt.
+"""The chunk and the assets of the golden frames of the grouped codecs, cachegen and kvt.
 
 Whole numbers make both, so that no library's random numbers or logarithms are in them.
 """
@@ -14,7 +14,6 @@ from kvstore.codecs.asset_shelf import AssetShelf
 from kvstore.codecs.assets import AssetKind, pack_asset, parse_asset
 from kvstore.codecs.base import Part
 from kvstore.codecs.cachegen import CachegenCodec
-from kvstore.codecs.fp8 import Fp8Codec
 from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec
 from kvstore.codecs.kvqs import KvqsCodec
 from kvstore.codecs.kvqs_tables import MIDDLE
@@ -116,6 +115,6 @@ def codecs() -> Iterator[tuple[str, LossyCodec]]:
     shelf = AssetShelf()
     for make in ASSET_FILES.values():
         shelf.add(parse_asset(make()))
-    own = (Fp8Codec(), Gq8Codec(), Gq4Codec(), Gq2Codec())
+    own = (Gq8Codec(), Gq4Codec(), Gq2Codec())
     for codec in (*own, CachegenCodec(1, shelf), KvtCodec(1, shelf), KvqsCodec(1, shelf)):
         yield f"{codec.name}-r{codec.revision}.frame", codec

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore.codecs.raw import RawCodec, raw_header
-from kvstore.codecs.zstd import ZstdCodec
+from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.component_table import MAX_COMPONENTS, pack_components, unpack_components
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
@@ -61,14 +61,14 @@ FIELD_AT = {
 
 
 def test_header_fields_lie_where_the_format_page_says() -> None:
-    frame = encoded(ZstdCodec(), filled(SMALL), SMALL)
+    frame = encoded(ZplaneCodec(), filled(SMALL), SMALL)
     header = parse_header(frame)
     found = {n: struct.unpack_from(f, frame.data, at)[0] for n, (at, f) in FIELD_AT.items()}
     layout = header.layout
     assert frame[:4].tobytes() == b"KVFR"
     assert found == {
         "version": 1, "flags": header.flags, "header_bytes": header.header_bytes,
-        "component_count": 1, "codec_id": 1, "codec_revision": 1, "fidelity": 2,
+        "component_count": 1, "codec_id": 2, "codec_revision": 2, "fidelity": 2,
         "segment_count": 2, "frame_bytes": len(frame), "raw_bytes": layout.raw_bytes,
         "tokens": layout.tokens, "position": 512, "key": header.key, "parent": header.parent,
         "representation": header.representation, "content": header.content,

@@ -94,7 +94,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "tiers": "cpu", "disk": f"5GiB:{tmp_path}/elsewhere", "redis_url": "redis://h:1/0",
         "insecure": "true", "listen": "localhost:1", "http": "127.0.0.1:0", "socket_path": "off",
         "secret_file": write(tmp_path / "secret", text), "disk_write": "evict",
-        "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zstd",
+        "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zplane",
         "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
         "disk_direct": "true", "zmq": "127.0.0.1:7421", "zmq_keys": f"{tmp_path}/keys",
         "redis_connections": "3", "tenant_codecs": "acme/redis=raw",
@@ -245,22 +245,25 @@ BAD_VALUES = [
     (["--disk", "10GiB:"], ["disk='10GiB:'", "100GiB:/var/lib/kvstore"]),
     (["--disk", ""], ["disk=''", "SIZE:PATH"]),
     (["--redis-size", "0"], ["redis_size='0'", "at least 4MiB"]),
-    (["--cpu-codec", "zstd"], ["cpu_codec='zstd'", "use raw"]),
-    (["--disk-codec", "gzip"], ["disk_codec='gzip'", "unknown codec", "auto or one of", "zstd"]),
+    (["--cpu-codec", "zplane"], ["cpu_codec='zplane'", "use raw"]),
+    (["--disk-codec", "gzip"], ["disk_codec='gzip'", "unknown codec", "auto or one of", "zplane"]),
     (["--redis-codec", ""], ["redis_codec=''", "unknown codec", "raw"]),
-    (["--disk-codec", "zstd:9"], ["disk_codec='zstd:9'", "zstd does not know '9'; use zstd"]),
-    (["--disk-codec", "zstd:"], ["disk_codec='zstd:'", "zstd does not know ''; use zstd"]),
+    (
+        ["--disk-codec", "zplane:9"],
+        ["disk_codec='zplane:9'", "zplane does not know '9'; use zplane"],
+    ),
+    (["--disk-codec", "zplane:"], ["disk_codec='zplane:'", "zplane does not know ''; use zplane"]),
     (["--disk-codec", "mixed:1"], ["disk_codec='mixed:1'", "mixed is gone; use kvq:N,importance"]),
     (["--disk-codec", "kvq:1,sinks=5"], ["'1,sinks=5'", ",sinks=0 to ,sinks=4"]),
     (["--redis-codec", "auto:most"], ["redis_codec='auto:most'", "auto:bounded", "auto:none"]),
     (["--cpu-codec", "auto"], ["cpu_codec='auto'", "use raw"]),
     (["--tenant-codecs", "acme"], ["tenant_codecs='acme'", "acme/redis=kvq:2"]),
     (["--tenant-codecs", "acme/disk"], ["tenant_codecs='acme/disk'", "TENANT/TIER=CODEC"]),
-    (["--tenant-codecs", "acme/cpu=zstd"], ["tenant_codecs", "disk, redis", "raw frames"]),
-    (["--tenant-codecs", "a b/disk=zstd"], ["tenant_codecs", "letters, digits"]),
+    (["--tenant-codecs", "acme/cpu=zplane"], ["tenant_codecs", "disk, redis", "raw frames"]),
+    (["--tenant-codecs", "a b/disk=zplane"], ["tenant_codecs", "letters, digits"]),
     (["--tenant-codecs", "a/disk=gzip"], ["tenant_codecs", "unknown codec"]),
     (["--tenant-codecs", "a/disk=auto"], ["tenant_codecs", "whole tiers"]),
-    (["--tenant-codecs", "a/disk=raw,a/disk=zstd"], ["tenant_codecs", "once for each tier"]),
+    (["--tenant-codecs", "a/disk=raw,a/disk=zplane"], ["tenant_codecs", "once for each tier"]),
     (["--policy", "best"], ["policy", "use one of lru", "hit_density"]),
     (["--policy", "lru,gdsf"], ["policy='lru,gdsf'", "NAME,TIER=NAME"]),
     (["--policy", "lru,ssd=gdsf"], ["policy", "gpu, cpu, disk, redis"]),
@@ -661,11 +664,11 @@ def test_disks_that_cannot_be_are_refused(value: str, why: str) -> None:
 
 
 def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
-    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=zstd"
+    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=zplane"
     rules = load_config(["--tenant-codecs", text]).tenant_codecs
     assert rules is not None
     assert str(rules) == text
-    assert rules.of_tier("disk") == {"acme": "raw", "b.c-d_1": "zstd"}
+    assert rules.of_tier("disk") == {"acme": "raw", "b.c-d_1": "zplane"}
     assert rules.of_tier("redis") == {"acme": "kvq:2,sinks=4,importance"}
     assert rules.of_tier("cpu") == {}
 

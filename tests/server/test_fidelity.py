@@ -140,7 +140,7 @@ def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Sessio
 
 
 def test_an_exact_reader_passes_a_lossy_copy_in_memory_by() -> None:
-    with closing(make_core("coarse", "zstd")) as core:
+    with closing(make_core("coarse", "zplane")) as core:
         session = core.open_session()
         versions = lower_twice(core, session, 2)
         read(core, session, versions, Fidelity.bounded)
@@ -286,7 +286,7 @@ class Schedule:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         disk, redis = self.draw.choice(
-            [("coarse", "raw"), ("raw", "coarse"), ("coarse", "coarse"), ("zstd", "coarse")]
+            [("coarse", "raw"), ("raw", "coarse"), ("coarse", "coarse"), ("zplane", "coarse")]
         )
         write_through = self.draw.random() < 0.5
         limits = replace(LIMITS, write_through=write_through)

@@ -73,7 +73,7 @@ def test_decoding_counts_as_it_was_measured(core: Core) -> None:
 
 
 def test_a_frame_that_is_decoded_tells_its_speed() -> None:
-    with closing(Core([SimDisk(DISK_BYTES, no_faults())], codec="zstd")) as core:
+    with closing(Core([SimDisk(DISK_BYTES, no_faults())], codec="zplane")) as core:
         session = core.open_session()
         core.put(session, prompt(4))
         core.put(session, prompt(12, seed=9))

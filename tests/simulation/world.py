@@ -69,7 +69,7 @@ class Plan:
             slabs=draw.choice((2, 2, 3, 4)),
             disk_bytes=draw.randrange(3_000, 24_000) if tiers in ("disk", "both") else 0,
             redis_bytes=draw.randrange(3_000, 24_000) if tiers in ("redis", "both") else 0,
-            disk_codec=draw.choice(("raw", "raw", "zstd")),
+            disk_codec=draw.choice(("raw", "raw", "zplane")),
             lane_limit=1000 if quiet else draw.choice((2, 8, 1000)),
             loose_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
             headroom_percent=draw.choice((0, 5, 40)),
