@@ -38,6 +38,8 @@ OTHER_FLAGS = {
     "--only": "bench.trust, bench.policy",
     "--trace": "bench.slo",
     "--seeds": "bench.slo",
+    "--links": "bench.lossy_hits",
+    "--codecs": "bench.lossy_hits",
     "--backend": "bench.engines_gpu",
     "--budget-s": "bench.engines_gpu",
     "--lengths": "bench.engines_gpu",
