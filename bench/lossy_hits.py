@@ -79,6 +79,7 @@ class Hits:
 def redis_behind(gbits: int, folder: Path) -> Iterator[Redis]:
     """Run a Redis whose answers pass a link of *gbits*."""
     name, link = "kvbench", "kvbench0"
+    _remove(name, link)  # of a run that was killed
     _ip("netns", "add", name)
     try:
         _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -103,10 +104,13 @@ def redis_behind(gbits: int, folder: Path) -> Iterator[Redis]:
             server.kill()
             server.wait()
     finally:
+        _remove(name, link)
+
+
+def _remove(name: str, link: str) -> None:
+    for words in (("link", "del", link), ("netns", "del", name)):
         with suppress(OSError):
-            _ip("link", "del", link)
-        with suppress(OSError):
-            _ip("netns", "del", name)
+            _ip(*words)
 
 
 def _answers(client: Redis) -> bool:

@@ -290,10 +290,10 @@ class Caller:
         """Read under a lease of the call's own. *stated* gets what each copy states."""
 
         def work(_: Transport) -> list[ChunkTensors]:
-            told: list[Stated] = []
-            found = self._read(keys, room, (), least, told)
+            read: list[Stated] = []
+            found = self._read(keys, room, (), least, read)
             if stated is not None:
-                stated[:] = told
+                stated[:] = read
             return found
 
         try:
@@ -314,7 +314,7 @@ class Caller:
 
         What the copy of each chunk that is returned states is appended to *stated*.
         """
-        told = [] if stated is None else stated
+        stated = [] if stated is None else stated
         transport, left_ms = self._connected(), countdown(self.options.deadline_ms)
         digests = self._cut_digests(keys)  # all of them are ours, or nothing is read
         found: list[ChunkTensors] = []
@@ -323,7 +323,7 @@ class Caller:
             lease_id = leases[number] if leases else 0
             try:
                 asked = Asked(digests[first : first + limit], lease_id, left_ms(), least)
-                some_found, some_told = self._read_batch(
+                some_found, some_stated = self._read_batch(
                     transport, some, behind(room, first), asked
                 )
             except (DeadlineError, TierUnavailableError):
@@ -331,7 +331,7 @@ class Caller:
                     raise
                 break
             found += some_found
-            told += some_told
+            stated += some_stated
             if len(found) < first + len(some):
                 break
         return found
