@@ -192,7 +192,7 @@ class CpuTier(Tier):
         # Odd before the room can be handed out: a reader that still copies will notice.
         block.slab.words[block.word] += np.uint64(1)
         size_bytes = self.allocated_bytes(block.size_bytes)
-        block.slab.holes.give_back(block.start, size_bytes)
+        block.slab.holes.free_range(block.start, size_bytes)
         self._used_bytes -= size_bytes
 
     @override

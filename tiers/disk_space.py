@@ -130,14 +130,14 @@ class DiskSpace:
 
     def claim(self, extent: Extent, offset: int, size_bytes: int) -> bool:
         """Take exactly the range of a frame that was found; False if any of it is taken."""
-        is_free = extent.holes.claim(offset, size_bytes)
+        is_free = extent.holes.reserve_at(offset, size_bytes)
         if is_free:
             self._count(extent, extent.holes.rounded(size_bytes))
         return is_free
 
     def free(self, extent: Extent, offset: int, size_bytes: int) -> None:
         """Give back the room of a frame."""
-        extent.holes.give_back(offset, size_bytes)
+        extent.holes.free_range(offset, size_bytes)
         self._count(extent, -extent.holes.rounded(size_bytes))
 
     def _count(self, extent: Extent, size_bytes: int) -> None:

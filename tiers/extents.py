@@ -15,7 +15,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.file_sums import FileGroups
-from kvstore.tiers.arena import Holes
+from kvstore.tiers.allocator import FreeList
 from kvstore.tiers.disk_folder import GRANULE_BYTES, TIER, ExtentFolder
 from kvstore.tiers.disk_io import FileIO, no_direct
 
@@ -56,7 +56,7 @@ class Extent:
         self.number = number
         self.size_bytes = size_bytes
         self.fd = -1
-        self.holes = Holes(size_bytes, GRANULE_BYTES)
+        self.holes = FreeList(size_bytes, GRANULE_BYTES)
         self.owner: str | None = None
         self.is_known = True
         self.is_gone = False

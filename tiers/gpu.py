@@ -16,7 +16,7 @@ from kvstore.proto.device import Device, Event, Stream, tensor_over
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.arena import OffsetAllocator
+from kvstore.tiers.allocator import OffsetAllocator
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 from kvstore.tiers.slab import SlabPlace
 from kvstore.tiers.staging import Staging

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
-from kvstore.tiers.arena import Holes
+from kvstore.tiers.allocator import FreeList
 
 PAGE_BYTES = 4096
 BLOCK_HEADER_BYTES = 64
@@ -48,7 +48,7 @@ class Slab:
     bytes: Bytes
     words: NDArray[np.uint64]
     tenant: str
-    holes: Holes
+    holes: FreeList
     is_told: bool = False
     """Whether a device was told of it; ``forget`` ends that."""
     forget: Callable[[], None] | None = None
@@ -101,5 +101,5 @@ def open_slab(slab_bytes: int, granule_bytes: int, tenant: str) -> Slab:
     with suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, dtype=np.uint8)
-    holes = Holes(slab_bytes, granule_bytes)
+    holes = FreeList(slab_bytes, granule_bytes)
     return Slab(next(_slab_ids), fd, data, data.view("<u8"), tenant, holes)

@@ -14,7 +14,7 @@ from disk_process import EXTENT_BYTES, open_disk
 
 from kvstore.proto.errors import TierFullError
 from kvstore.proto.types import ChunkInfo
-from kvstore.tiers.arena import Holes
+from kvstore.tiers.allocator import FreeList
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_folder import GRANULE_BYTES
 from kvstore.tiers.disk_space import Neighbour, side_by_side
@@ -47,8 +47,8 @@ class Churn:
     def __init__(self, capacity_bytes: int, seed: int, size_of: Callable[[random.Random], int]):
         size = extent_bytes_for(capacity_bytes, 256 << 20)
         full, rest = divmod(capacity_bytes, size)
-        self.extents = [Holes(size, GRANULE_BYTES) for _ in range(full)]
-        self.extents += [Holes(rest, GRANULE_BYTES)] * (rest > 0)
+        self.extents = [FreeList(size, GRANULE_BYTES) for _ in range(full)]
+        self.extents += [FreeList(rest, GRANULE_BYTES)] * (rest > 0)
         self.capacity_bytes = capacity_bytes
         self.chunks: OrderedDict[int, tuple[int, int, ChunkInfo]] = OrderedDict()
         self.frame_bytes = 0
@@ -83,7 +83,7 @@ class Churn:
 
     def _delete(self, seed: int) -> None:
         number, offset, info = self.chunks.pop(seed)
-        self.extents[number].give_back(offset, info.size_bytes)
+        self.extents[number].free_range(offset, info.size_bytes)
         self.frame_bytes -= info.size_bytes
 
     def _in_the_way(self, size_bytes: int) -> list[int]:

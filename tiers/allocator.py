@@ -16,7 +16,7 @@ _Hole: TypeAlias = tuple[int, int]
 """(size_bytes, offset): sorts by size, then by place."""
 
 
-class Holes:
+class FreeList:
     """What is free of 0..capacity_bytes, in multiples of granule_bytes. Owns no memory.
 
     The owner remembers what it took, and how much: see OffsetAllocator for one that does not.
@@ -50,7 +50,7 @@ class Holes:
         self._nonempty = 0
         """Bit i is set while class i has a hole."""
         self._hole_starts: list[int] | None = None
-        """Offsets of the holes, ascending; kept only from one claim to the next."""
+        """Offsets of the holes, ascending; kept only from one reserve_at to the next."""
         self._add_hole(0, capacity_bytes)
 
     @property
@@ -97,11 +97,11 @@ class Holes:
             self._add_hole(offset + size_bytes, hole_bytes - size_bytes)
         return offset
 
-    def claim(self, offset: int, size_bytes: int) -> bool:
+    def reserve_at(self, offset: int, size_bytes: int) -> bool:
         """Take exactly the range that was allocated as *size_bytes* at *offset* before.
 
         False, changing nothing, when any of it is taken or outside, or when no allocation
-        could lie there. Claims made one after the other in ascending order cost O(log n);
+        could lie there. Calls made one after the other in ascending order cost O(log n);
         in any other order each also moves a part of a sorted list of the holes.
         """
         if size_bytes < 1 or offset < 0 or offset % self._granule:
@@ -127,8 +127,8 @@ class Holes:
         self._used_bytes += size_bytes
         return True
 
-    def give_back(self, offset: int, size_bytes: int) -> None:
-        """Free what was allocated as *size_bytes* at *offset*; anything else ruins the books."""
+    def free_range(self, offset: int, size_bytes: int) -> None:
+        """Free what was allocated as *size_bytes* at *offset*; anything else corrupts the list."""
         size_bytes = self.rounded(size_bytes)
         self._used_bytes -= size_bytes
         self._hole_starts = None
@@ -178,8 +178,8 @@ class Holes:
             self._nonempty &= ~(1 << index)
 
 
-class OffsetAllocator(Holes):
-    """Holes that remember each allocation, in one dictionary entry of about 150 bytes."""
+class OffsetAllocator(FreeList):
+    """A free list that remembers each allocation, in one dictionary entry of about 150 bytes."""
 
     def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
         super().__init__(capacity_bytes, granule_bytes)
@@ -194,15 +194,15 @@ class OffsetAllocator(Holes):
         return offset
 
     @override
-    def claim(self, offset: int, size_bytes: int) -> bool:
-        is_free = super().claim(offset, size_bytes)
+    def reserve_at(self, offset: int, size_bytes: int) -> bool:
+        is_free = super().reserve_at(offset, size_bytes)
         if is_free:
             self._used[offset] = size_bytes
         return is_free
 
     def free(self, offset: int) -> None:
         """Give back the allocation at *offset*. Raises KeyError when there is none."""
-        self.give_back(offset, self._used.pop(offset))
+        self.free_range(offset, self._used.pop(offset))
 
 
 def _class_of(granules: int) -> int:

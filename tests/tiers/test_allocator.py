@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.tiers.arena import OffsetAllocator
+from kvstore.tiers.allocator import OffsetAllocator
 
 _SIZES = st.one_of(st.integers(1, 40), st.integers(1, 400))
 
 
-class ArenaAgainstBytes(RuleBasedStateMachine):
+class AllocatorAgainstBytes(RuleBasedStateMachine):
     """The allocator beside a map with one mark per granule."""
 
     @initialize(granules=st.integers(1, 300), granule=st.sampled_from([1, 3, 64]))
     def start(self, granules: int, granule: int) -> None:
         self.granule = granule
-        self.arena = OffsetAllocator(granules * granule, granule)
+        self.space = OffsetAllocator(granules * granule, granule)
         self.taken = bytearray(granules)
         self.live: dict[int, int] = {}
 
@@ -38,7 +38,7 @@ class ArenaAgainstBytes(RuleBasedStateMachine):
     @rule(size_bytes=_SIZES)
     def allocate(self, size_bytes: int) -> None:
         fits = self._granules(size_bytes) <= self._longest_run()
-        offset = self.arena.allocate(size_bytes)
+        offset = self.space.allocate(size_bytes)
         assert (offset is not None) is fits
         if offset is not None:
             assert offset % self.granule == 0
@@ -49,7 +49,7 @@ class ArenaAgainstBytes(RuleBasedStateMachine):
         runs = [len(run) for run in bytes(self.taken).split(b"\x01") if run]
         if runs:
             size_bytes = data.draw(st.sampled_from(runs)) * self.granule
-            offset = self.arena.allocate(size_bytes)
+            offset = self.space.allocate(size_bytes)
             assert offset is not None
             self._mark(offset, size_bytes)
 
@@ -57,7 +57,7 @@ class ArenaAgainstBytes(RuleBasedStateMachine):
     def claim(self, first: int, size_bytes: int) -> None:
         stop = first + self._granules(size_bytes)
         free = first >= 0 and stop <= len(self.taken) and not any(self.taken[first:stop])
-        assert self.arena.claim(first * self.granule, size_bytes) is free
+        assert self.space.reserve_at(first * self.granule, size_bytes) is free
         if free:
             self._mark(first * self.granule, size_bytes)
 
@@ -65,61 +65,61 @@ class ArenaAgainstBytes(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         offset = data.draw(st.sampled_from(sorted(self.live)))
-        self.arena.free(offset)
+        self.space.free(offset)
         first, count = offset // self.granule, self.live.pop(offset)
         self.taken[first : first + count] = bytes(count)
 
     @invariant()
     def counts_agree(self) -> None:
         used = sum(self.taken) * self.granule
-        assert self.arena.used_bytes == used
-        assert self.arena.used_bytes + self.arena.free_bytes == len(self.taken) * self.granule
-        assert self.arena.largest_free_bytes == self._longest_run() * self.granule
+        assert self.space.used_bytes == used
+        assert self.space.used_bytes + self.space.free_bytes == len(self.taken) * self.granule
+        assert self.space.largest_free_bytes == self._longest_run() * self.granule
 
     def teardown(self) -> None:
-        if not hasattr(self, "arena"):
+        if not hasattr(self, "allocator"):
             return
         for offset in self.live:
-            self.arena.free(offset)
+            self.space.free(offset)
         capacity = len(self.taken) * self.granule
-        assert self.arena.largest_free_bytes == self.arena.free_bytes == capacity
-        assert self.arena.allocate(capacity) == 0
+        assert self.space.largest_free_bytes == self.space.free_bytes == capacity
+        assert self.space.allocate(capacity) == 0
 
 
-TestArenaAgainstBytes = ArenaAgainstBytes.TestCase
-TestArenaAgainstBytes.settings = settings(
+TestAllocatorAgainstBytes = AllocatorAgainstBytes.TestCase
+TestAllocatorAgainstBytes.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, print_blob=True
 )
 
 
 @pytest.mark.parametrize(("capacity", "granule"), [(1, 1), (4096, 64), (3 * 7**9, 3), (1 << 45, 1)])
-def test_empty_arena_fits_its_whole_capacity(capacity: int, granule: int) -> None:
-    arena = OffsetAllocator(capacity, granule)
-    assert arena.largest_free_bytes == capacity
-    assert arena.allocate(capacity) == 0
-    assert arena.largest_free_bytes == arena.free_bytes == 0
-    assert arena.allocate(1) is None
-    arena.free(0)
-    assert arena.allocate(capacity + 1) is None
-    assert arena.largest_free_bytes == capacity
+def test_empty_allocator_fits_its_whole_capacity(capacity: int, granule: int) -> None:
+    allocator = OffsetAllocator(capacity, granule)
+    assert allocator.largest_free_bytes == capacity
+    assert allocator.allocate(capacity) == 0
+    assert allocator.largest_free_bytes == allocator.free_bytes == 0
+    assert allocator.allocate(1) is None
+    allocator.free(0)
+    assert allocator.allocate(capacity + 1) is None
+    assert allocator.largest_free_bytes == capacity
 
 
 def test_hole_of_exactly_the_asked_size_is_found_among_near_misses() -> None:
-    arena = OffsetAllocator(1 << 20, 1)
+    allocator = OffsetAllocator(1 << 20, 1)
     sizes = [1_000 + at for at in range(24)]
     held = []
     for size in sizes:
-        held.append(arena.allocate(size))
-        assert arena.allocate(1) is not None
-    rest = arena.allocate(arena.largest_free_bytes)
+        held.append(allocator.allocate(size))
+        assert allocator.allocate(1) is not None
+    rest = allocator.allocate(allocator.largest_free_bytes)
     assert rest is not None
     random.Random(1).shuffle(held)
     for offset in held:
         assert offset is not None
-        arena.free(offset)
+        allocator.free(offset)
     random.Random(2).shuffle(sizes)
-    assert all(arena.allocate(size) is not None for size in sizes)
-    assert arena.free_bytes == 0
+    assert all(allocator.allocate(size) is not None for size in sizes)
+    assert allocator.free_bytes == 0
 
 
 @given(st.integers(1, 1 << 50), st.sampled_from([1, 64, 4096]))
@@ -130,15 +130,15 @@ def test_rounding_is_to_the_next_granule(size_bytes: int, granule: int) -> None:
 
 
 def test_freeing_what_is_not_allocated_raises_and_changes_nothing() -> None:
-    arena = OffsetAllocator(4096, 64)
-    arena.allocate(128)
+    allocator = OffsetAllocator(4096, 64)
+    allocator.allocate(128)
     for offset in (64, 128, -64, 8192):
         with pytest.raises(KeyError):
-            arena.free(offset)
-    arena.free(0)
+            allocator.free(offset)
+    allocator.free(0)
     with pytest.raises(KeyError):
-        arena.free(0)
-    assert arena.largest_free_bytes == 4096
+        allocator.free(0)
+    assert allocator.largest_free_bytes == 4096
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_freeing_what_is_not_allocated_raises_and_changes_nothing() -> None:
     ],
 )
 def test_claim_refuses_what_no_free_range_covers(offset: int, size_bytes: int) -> None:
-    arena = OffsetAllocator(4096, 64)
-    assert arena.claim(1024, 100)
-    assert arena.claim(offset, size_bytes) is False
-    assert arena.used_bytes == 128
-    assert arena.claim(0, 1024)
-    assert arena.claim(1152, 4096 - 1152)
-    assert arena.free_bytes == 0
+    allocator = OffsetAllocator(4096, 64)
+    assert allocator.reserve_at(1024, 100)
+    assert allocator.reserve_at(offset, size_bytes) is False
+    assert allocator.used_bytes == 128
+    assert allocator.reserve_at(0, 1024)
+    assert allocator.reserve_at(1152, 4096 - 1152)
+    assert allocator.free_bytes == 0
 
 
-def test_a_restart_rebuilds_the_same_arena_in_any_order() -> None:
+def test_a_restart_rebuilds_the_same_allocator_in_any_order() -> None:
     draw = random.Random(3)
     before = OffsetAllocator(1 << 20, 64)
     held: dict[int, int] = {}
@@ -180,8 +180,8 @@ def test_a_restart_rebuilds_the_same_arena_in_any_order() -> None:
             del held[gone]
     for order in (sorted(held), draw.sample(list(held), len(held))):
         after = OffsetAllocator(1 << 20, 64)
-        assert all(after.claim(offset, held[offset]) for offset in order)
-        assert not any(after.claim(offset, held[offset]) for offset in order)
+        assert all(after.reserve_at(offset, held[offset]) for offset in order)
+        assert not any(after.reserve_at(offset, held[offset]) for offset in order)
         assert after.used_bytes == before.used_bytes
         assert after.largest_free_bytes == before.largest_free_bytes
 
@@ -201,12 +201,12 @@ def test_empty_allocations_are_refused(size_bytes: int) -> None:
 
 
 def test_an_allocation_costs_little_memory() -> None:
-    arena = OffsetAllocator(1 << 40, 64)
+    allocator = OffsetAllocator(1 << 40, 64)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(50_000):
-            arena.allocate(1 << 20)
+            allocator.allocate(1 << 20)
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
