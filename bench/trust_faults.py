@@ -16,8 +16,7 @@ from bench.workload import TINY, make_chunks
 from kvstore.cli.server_child import ServerChild
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, Component, DType, KVLayout, LayerKind
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_start import DiskOptions
+from kvstore.tiers.disk import DiskOptions, DiskTier
 
 ROOT_FOLDER = Path(__file__).resolve().parents[1]
 MINUTES = 10.0

@@ -16,7 +16,7 @@ from kvstore.server.policy.chunk_classes import OWNS
 from kvstore.server.policy.density import AGE_BINS
 from kvstore.server.policy.history_state import CHUNK, CLASS, HistoryState
 from kvstore.server.space_records import MAX_RECORDS_BYTES, pack_spaces, unpack_spaces
-from kvstore.tiers.disk_folder import write_durably
+from kvstore.tiers.disk_io import write_durably
 
 FILE_NAME = "history.kvh"
 MAX_CHUNKS = 1 << 19

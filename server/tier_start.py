@@ -47,12 +47,11 @@ def open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> lis
 
 
 def _open_disk_tier(config: ServerConfig) -> Tier:
-    from kvstore.tiers.disk import DiskTier
-    from kvstore.tiers.disk_set import DiskShare
-    from kvstore.tiers.disk_start import DiskOptions
+    from kvstore.tiers.disk import DiskOptions, DiskTier
+    from kvstore.tiers.disk_files import DiskConfig
 
     options = DiskOptions(
-        tuple(DiskShare(folder.path, folder.capacity_bytes) for folder in config.disk.others),
+        tuple(DiskConfig(folder.path, folder.capacity_bytes) for folder in config.disk.others),
         is_direct=config.disk_direct,
         largest_frame_bytes=config.max_frame_bytes,
     )

@@ -37,7 +37,7 @@ def open_disk(
     return DiskTier(
         path,
         capacity_bytes,
-        extent_bytes=EXTENT_BYTES,
+        file_bytes=EXTENT_BYTES,
         index_bytes=index_bytes,
         clock=lambda: 0.0,
     )
@@ -125,7 +125,7 @@ class Sealer:
 def main() -> None:
     """Own the folder, say so, and work until killed."""
     tier = DiskTier(
-        Path(sys.argv[1]), SEALER_BYTES, extent_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES
+        Path(sys.argv[1]), SEALER_BYTES, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES
     )
     tell("ready")
     if first := int(sys.argv[2]):

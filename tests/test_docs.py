@@ -22,10 +22,9 @@ from kvstore.server.config import ServerConfig, load_config
 from kvstore.server.metrics import COUNTERS
 from kvstore.server.settings.flags import flag_of
 from kvstore.server.settings.units import format_size, parse_size
-from kvstore.tiers.disk_folder import ExtentFolder
+from kvstore.tiers.disk import DEFAULT_FILE_BYTES
+from kvstore.tiers.disk_files import DirectoryId, DiskConfig, DiskDirectory
 from kvstore.tiers.disk_index import IndexRow, pack_owner, pack_row
-from kvstore.tiers.disk_set import Identity
-from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES
 from kvstore.tiers.redis_manifest import KeyNames, Manifest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -310,7 +309,7 @@ def test_the_vectors_of_the_places_of_frames_are_what_the_code_writes(tmp_path: 
     assert row == v["disk_row_start"] + v["raw_index_row"] + v["disk_row_end"]
     key, owner = pack_owner(1, "default")
     assert (key.hex(), owner.hex()) == (v["owner_key"], v["owner_row"])
-    identity = Identity("00112233445566778899aabbccddeeff", 1, 2)
+    identity = DirectoryId("00112233445566778899aabbccddeeff", 1, 2)
     assert identity.line().decode() == v["disk_set_line"] + "\n"
     write_id = bytes.fromhex("0011223344556677")
     manifest = Manifest.of(info, 1 << 21, write_id, 1_700_000_000_000_000)
@@ -318,7 +317,7 @@ def test_the_vectors_of_the_places_of_frames_are_what_the_code_writes(tmp_path: 
     names = KeyNames("kvs:1:")
     assert names.manifest(info.key).decode() == v["manifest_name"]
     assert names.parts(manifest)[0].decode() == v["part_name"]
-    ExtentFolder(tmp_path, 1 << 20, DEFAULT_EXTENT_BYTES).close()
+    DiskDirectory(DiskConfig(tmp_path, 1 << 20), DEFAULT_FILE_BYTES, 0).close()
     assert (tmp_path / "FORMAT").read_text() == v["format_line"] + "\n"
 
 

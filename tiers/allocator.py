@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import ChunkKey
 
 _SUBCLASS_BITS = 3
 """Each power of two is cut into 2**3 classes, so holes of one class differ by at most 1/8."""
@@ -203,6 +205,45 @@ class OffsetAllocator(FreeList):
     def free(self, offset: int) -> None:
         """Give back the allocation at *offset*. Raises KeyError when there is none."""
         self.free_range(offset, self._used.pop(offset))
+
+
+class Neighbour(NamedTuple):
+    """A chunk among those of its range of bytes: where it lies, and what is allocated for it."""
+
+    offset: int
+    reserved_bytes: int
+    key: ChunkKey
+
+
+def adjacent_run(
+    chunks: Sequence[Neighbour], holes: Mapping[int, int], key: ChunkKey, size_bytes: int
+) -> list[ChunkKey]:
+    """Return *key* and the neighbours that, with the holes between them, are *size_bytes* long.
+
+    *chunks* are all of one free list's range, and *holes* its ``spans``. The run grows towards
+    the smaller neighbour; it may stay too short, between reservations or the range's ends.
+    """
+    found = sorted(chunks)
+    low = high = [chunk.key for chunk in found].index(key)
+    start, end = found[low].offset, found[low].offset + found[low].reserved_bytes
+    ends = {offset + size: offset for offset, size in holes.items()}
+    while True:
+        start, end = ends.get(start, start), end + holes.get(end, 0)
+        if end - start >= size_bytes:
+            break
+        before = found[low - 1] if low else None
+        after = found[high + 1] if high + 1 < len(found) else None
+        if before is not None and before.offset + before.reserved_bytes != start:
+            before = None
+        if after is not None and after.offset != end:
+            after = None
+        if before is not None and (after is None or before.reserved_bytes <= after.reserved_bytes):
+            low, start = low - 1, before.offset
+        elif after is not None:
+            high, end = high + 1, after.offset + after.reserved_bytes
+        else:
+            break
+    return [chunk.key for chunk in found[low : high + 1]]
 
 
 def _class_of(granules: int) -> int:

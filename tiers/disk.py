@@ -1,4 +1,4 @@
-"""The disk tier: frames in preallocated extent files, their places in LMDB."""
+"""The disk tier: frames in preallocated data files, their places in LMDB."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Condition, Lock
-from typing import ClassVar
+from threading import Condition
+from typing import ClassVar, NamedTuple
 
 from typing_extensions import override
 
@@ -17,17 +18,22 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.file_sums import LOOP_FROM_BYTES
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.tiers.allocator import Neighbour, adjacent_run
 from kvstore.tiers.base import DEFAULT_TENANT, FilePlace, Reservation, Tier, TierStats
-from kvstore.tiers.disk_commit import GroupCommit, Seal
-from kvstore.tiers.disk_exchange import exchange
-from kvstore.tiers.disk_folder import GRANULE_BYTES, TIER
-from kvstore.tiers.disk_index import DEFAULT_INDEX_BYTES, DiskIndex, IndexRow, pack_row
-from kvstore.tiers.disk_io import CachedIO, DirectIO, check_range, join_runs
-from kvstore.tiers.disk_set import DiskShare
-from kvstore.tiers.disk_space import DiskSpace, Located, side_by_side
-from kvstore.tiers.disk_start import DiskOptions, own_folders, recover
-from kvstore.tiers.extents import Extent, Extents, extent_bytes_for
+from kvstore.tiers.disk_files import DataFile, DataFiles, DiskConfig
+from kvstore.tiers.disk_index import (
+    DEFAULT_INDEX_BYTES,
+    DiskIndex,
+    GroupCommit,
+    IndexRow,
+    PendingRow,
+    pack_row,
+)
+from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, CachedIO, DirectIO, check_range, join_runs
+from kvstore.tiers.spot_table import NO_AREA, SpotTable
 
+DEFAULT_FILE_BYTES = 4 << 30
+"""Data files of a tier from 64 GiB on; smaller tiers have about sixteen."""
 READ_AHEAD_BYTES = 64 << 20
 """What the kernel is asked to read ahead at a time."""
 STEP_BYTES = 1 << 19
@@ -39,23 +45,56 @@ RUN_BYTES = 2 << 20
 """What is read and summed at once: whoever gives up a load waits for no more."""
 
 
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """What a disk tier need not be told.
+
+    *others* are further folders. *is_direct* reads and writes past the page cache.
+    *largest_frame_bytes* is what a data file of a new tier can hold at least.
+    """
+
+    others: tuple[DiskConfig, ...] = ()
+    is_direct: bool = False
+    largest_frame_bytes: int = 256 << 20
+
+
+def file_bytes_for(capacity_bytes: int, largest_frame_bytes: int) -> int:
+    """Return the size of the data files of a new tier: a power of two and its 32nd.
+
+    Few enough to open, enough of them for several tenants, and the odd 32nd because a frame is
+    a power of two and its header, of which a power of two would hold one less than it could.
+    """
+    near = 1 << max(1, capacity_bytes // 16).bit_length() - 1
+    least = 1 << max(1, largest_frame_bytes - 1).bit_length()
+    near = max(min(near, DEFAULT_FILE_BYTES), least)
+    return near + near // 32
+
+
 class _Place:
     """Where one reservation writes. Compared by identity: each is spent once."""
 
-    __slots__ = ("extent", "offset", "sync_failures")
+    __slots__ = ("file", "offset", "sync_failures")
 
-    def __init__(self, extent: Extent, offset: int) -> None:
-        self.extent = extent
+    def __init__(self, file: DataFile, offset: int) -> None:
+        self.file = file
         self.offset = offset
-        self.sync_failures = extent.sync_failures
+        self.sync_failures = file.sync_failures
+
+
+class _Located(NamedTuple):
+    """Where a sealed chunk lies."""
+
+    file: DataFile
+    offset: int
+    size_bytes: int
 
 
 class DiskTier(Tier):
     """Frames on local file systems, found again after a restart.
 
-    An extent's file has frames of one tenant, from the first to its end, so that a descriptor
-    of it shows nobody else's bytes: TierFullError may come while bytes are free, and evicting
-    the ``residents`` of one extent makes its room anyone's.
+    A data file has frames of one tenant, from the first to its end, so that a descriptor of it
+    shows nobody else's bytes: TierFullError may come while bytes are free, and evicting the
+    ``residents`` of one file makes its room anyone's.
 
     The first folder takes ``index_bytes`` besides its capacity. ``dropped_rows`` counts what was
     unusable in the index at start. When one of several folders fails, what lies there is
@@ -75,44 +114,64 @@ class DiskTier(Tier):
         path: Path,
         capacity_bytes: int,
         *,
-        extent_bytes: int | None = None,
+        file_bytes: int | None = None,
         index_bytes: int = DEFAULT_INDEX_BYTES,
-        options: DiskOptions = DiskOptions(),  # noqa: B008 - it is frozen
+        options: DiskOptions = DiskOptions(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Own the folder *path* and recover what it holds; *clock* gives seconds.
 
-        *extent_bytes* bounds a frame and counts only for a new folder. Raises
-        TierUnavailableError, naming the fix, when a folder is another process's, of another
-        format or tier, not writable or too small. Files of a failed first start are removed.
+        *file_bytes*, the size of the data files, bounds a frame and counts only for a new
+        folder. Raises TierUnavailableError, naming the fix, when a folder is another process's,
+        of another format or tier, not writable or too small. Files of a failed first start are
+        removed.
         """
         self._index = DiskIndex(path / "index", index_bytes)
-        shares = [DiskShare(path, capacity_bytes), *options.others]
-        if extent_bytes is None:
-            total = sum(share.capacity_bytes for share in shares)
-            extent_bytes = extent_bytes_for(total, options.largest_frame_bytes)
-        folders = own_folders(shares, extent_bytes, self._index.missing_bytes)
+        configs = [DiskConfig(path, capacity_bytes), *options.others]
+        if file_bytes is None:
+            total = sum(config.capacity_bytes for config in configs)
+            file_bytes = file_bytes_for(total, options.largest_frame_bytes)
+        io = DirectIO() if options.is_direct else CachedIO()
         self._path = path
-        self._lock = Lock()
+        self._files = DataFiles(configs, file_bytes, self._index.missing_bytes, io, clock)
+        self._lock = self._files.lock
         self._idle = Condition(self._lock)
         self._callers = 0
         self._closed = False
-        io = DirectIO() if options.is_direct else CachedIO()
-        self._extents = Extents(folders, io, self._lock, clock)
-        self._space = DiskSpace(folders, self._extents.by_number, self._extents.is_usable)
-        self.capacity_bytes = self._space.capacity_bytes
+        self.capacity_bytes = self._files.capacity_bytes
         self._reserved: set[_Place] = set()
-        self._sequence = itertools.count(recover(self._index, self._extents, self._space))
-        self._largest_bytes = max(e.size_bytes for e in self._extents.by_number.values())
+        self._chunks = SpotTable()
+        """Areas are the numbers of data files and one: none has the number of no area."""
+        self._sequence = itertools.count(self._recover())
+        self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
         self.dropped_rows = self._index.dropped
-        self._commit = GroupCommit(self._extents, self._index, self._lock, clock, self._forget)
+        self._commit = GroupCommit(self._files, self._index, clock, self._forget)
         with self._lock:
-            for number in self._index.owners.keys() - self._extents.by_number.keys():
+            for number in self._index.owners.keys() - self._files.by_number.keys():
                 self._commit.note_owner(number, None)
+
+    def _recover(self) -> int:
+        """Open index and files and find the chunks again; return the next sequence.
+
+        Raises TierUnavailableError; what this start made is then taken back.
+        """
+        try:
+            rows = self._index.open(self._reserve_again)
+            self._files.open(self._index.owners)
+        except TierUnavailableError:
+            self._index.discard()
+            self._files.discard()
+            raise
+        for row in rows:
+            self._chunks.seal(row.info, row.file + 1, row.offset)
+        return rows[-1].sequence + 1 if rows else 0
+
+    def _reserve_again(self, row: IndexRow) -> bool:
+        return self._files.reserve_at(row.file, row.offset, row.info.size_bytes)
 
     @property
     def commits(self) -> int:
-        """Groups committed since the start."""
+        """Batches committed since the start."""
         return self._commit.commits
 
     @property
@@ -123,13 +182,13 @@ class DiskTier(Tier):
     @property
     def lost_seals(self) -> int:
         """Chunks dropped since the start because their commit failed."""
-        return self._commit.lost_seals
+        return self._commit.lost_rows
 
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
         if size_bytes < 1:
             raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
-        return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
+        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     @override
     def max_frame_bytes(self) -> int:
@@ -145,7 +204,7 @@ class DiskTier(Tier):
         size = self.allocated_bytes(info.size_bytes)
         with self._calling():
             if self._commit.index_full:
-                self._commit.settle_all()
+                self._commit.commit_all()
             if failure := self._commit.write_failure:
                 # What is there can be read all the same.
                 raise TierUnavailableError(TIER, failure, is_partial=True)
@@ -153,21 +212,21 @@ class DiskTier(Tier):
                 raise TierFullError(TIER, size, 0)
             place = self._allocate(tenant, size)
             if place is None:
-                exchange(self._extents, self._space, tenant, size, self._commit.note_owner)
+                self._files.reassign(tenant, size, self._commit.note_owner)
                 place = self._allocate(tenant, size)
             if place is None:
-                raise TierFullError(TIER, size, self.capacity_bytes - self._space.used_bytes)
+                raise TierFullError(TIER, size, self.capacity_bytes - self._files.used_bytes)
         return Reservation(info, tenant, size, place)
 
     def _allocate(self, tenant: str, size_bytes: int) -> _Place | None:
         with self._lock:
-            found = self._space.allocate(tenant, size_bytes)
+            found = self._files.allocate(tenant, size_bytes)
             if found is None:
                 return None
-            extent, offset, is_new = found
+            file, offset, is_new = found
             if is_new:
-                self._commit.note_owner(extent.number, tenant)
-            place = _Place(extent, offset)
+                self._commit.note_owner(file.number, tenant)
+            place = _Place(file, offset)
             self._reserved.add(place)
             return place
 
@@ -177,7 +236,7 @@ class DiskTier(Tier):
         with self._calling():
             with self._lock:
                 place = self._held(reservation)
-            self._extents.write(place.extent, place.offset + offset, data)
+            self._files.write(place.file, place.offset + offset, data)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
@@ -190,22 +249,22 @@ class DiskTier(Tier):
         with self._calling():
             with self._lock:
                 place = self._held(reservation)
-            info, extent = reservation.info, place.extent
-            row = IndexRow(info, extent.number, place.offset, next(self._sequence))
+            info, file = reservation.info, place.file
+            row = IndexRow(info, file.number, place.offset, next(self._sequence))
             packed = pack_row(row)
             with self._lock:
                 self._reserved.remove(place)
-                is_first = info.key not in self._space
-                pending: Seal | None
+                is_first = not self._chunks.find(info.key)
+                pending: PendingRow | None
                 if is_first:
-                    self._space.put(info, extent, place.offset)
-                    pending = self._commit.add(row, packed, place.sync_failures)
+                    self._chunks.seal(info, file.number + 1, place.offset)
+                    pending = self._commit.add(row, packed, file, place.sync_failures)
                 else:
-                    self._space.free(extent, place.offset, info.size_bytes)
+                    self._files.free(file, place.offset, info.size_bytes)
                     pending = self._commit.pending(info.key) if durable else None
                 is_due = durable or self._commit.is_due()
             if pending is not None and is_due:
-                self._commit.settle(pending.group)
+                self._commit.commit(pending.batch)
                 if pending.failure is not None:
                     raise pending.failure
         return is_first
@@ -215,7 +274,7 @@ class DiskTier(Tier):
         with self._lock:
             place = self._held(reservation)
             self._reserved.remove(place)
-            self._space.free(place.extent, place.offset, reservation.info.size_bytes)
+            self._files.free(place.file, place.offset, reservation.info.size_bytes)
 
     @override
     def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
@@ -230,7 +289,7 @@ class DiskTier(Tier):
             for offset, out in ranges:
                 check_range(found.size_bytes, offset, len(out))
             for offset, outs in join_runs(ranges):
-                self._extents.read(found.extent, found.offset + offset, outs)
+                self._files.read(found.file, found.offset + offset, outs)
         return True
 
     @override
@@ -248,13 +307,13 @@ class DiskTier(Tier):
                 return
             check_range(found.size_bytes, 0, len(out))
             done = 0
-            if len(out) >= LOOP_FROM_BYTES and self._extents.can_sum():
+            if len(out) >= LOOP_FROM_BYTES and self._files.io.can_sum():
                 done = check.header_bytes
-                self._extents.read(found.extent, found.offset, [out[:done]])
+                self._files.read(found.file, found.offset, [out[:done]])
                 yield done
             while segments := check.following(done, RUN_BYTES):
                 groups = [(found.offset + a, [out[a:b]]) for a, b in segments]
-                sums = self._extents.read_summed(found.extent, groups)
+                sums = self._files.io.read_summed(found.file.fd, groups)
                 if sums is None:
                     break
                 check.take_sums(sums)
@@ -263,31 +322,26 @@ class DiskTier(Tier):
             if done < len(out):
                 yield from self._steps(found, out, done)
 
-    def _steps(self, found: Located, out: Bytes, first: int) -> Iterator[int]:
+    def _steps(self, found: _Located, out: Bytes, first: int) -> Iterator[int]:
         """Fill *out* from *first* on, step by step."""
         for start in range(first, max(first + 1, len(out) - STEP_BYTES // 2), STEP_BYTES):
             # A short rest comes with the last step: one more read costs more than it is worth.
             stop = start + STEP_BYTES if start + 3 * STEP_BYTES // 2 < len(out) else len(out)
-            self._extents.read(found.extent, found.offset + start, [out[start:stop]])
+            self._files.read(found.file, found.offset + start, [out[start:stop]])
             yield stop
 
     @contextmanager
-    def _reading(self, key: ChunkKey) -> Iterator[Located | None]:
-        """Keep the tier, and the file that *key* lies in, from being closed meanwhile."""
+    def _reading(self, key: ChunkKey) -> Iterator[_Located | None]:
+        """Keep the tier from being closed meanwhile; None when *key* is absent."""
         with self._lock:
             self._check_open()
             self._callers += 1
-            found = self._space.locate(key)
-            if found is not None:
-                found.extent.users += 1
+            found = self._locate(key)
         try:
             yield found
         finally:
             with self._lock:
                 self._end_call()
-                is_last = found is not None and self._extents.release(found.extent)
-            if found is not None and is_last:
-                self._extents.close_gone(found.extent)
 
     @override
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
@@ -300,76 +354,82 @@ class DiskTier(Tier):
                 left -= found.size_bytes
                 if left < 0:
                     return
-                self._extents.read_ahead(found.extent, found.offset, found.size_bytes)
+                self._files.io.read_ahead(found.file.fd, found.offset, found.size_bytes)
 
     @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         with self._lock:
-            return [self._space.info(key) for key in keys]
+            return [self._chunks.info_of(key) for key in keys]
 
     @override
     def delete(self, key: ChunkKey) -> bool:
         """Forget *key* and free its room; the index follows with the next group."""
         with self._lock:
             self._check_open()
-            if not self._space.remove(key):
-                return False
-            self._commit.drop(key)
-        return True
+            is_here = self._remove(key)
+            if is_here:
+                self._commit.drop(key)
+        return is_here
 
     @override
     def scan(self) -> Iterator[ChunkInfo]:
         with self._lock:
-            infos = self._space.infos()
+            infos = self._chunks.infos()
         return iter(infos)
 
     @override
     def stats(self) -> TierStats:
         with self._lock:
-            used, chunks = self._space.used_bytes, len(self._space)
+            used, chunks = self._files.used_bytes, len(self._chunks)
             return TierStats(self.capacity_bytes, used, chunks, len(self._reserved))
 
     @override
     def residents(self, key: ChunkKey) -> list[ChunkKey]:
-        """Return the sealed chunks of the extent that holds *key*; none when absent."""
+        """Return the sealed chunks of the data file that holds *key*; none when absent."""
         with self._lock:
-            found = self._space.locate(key)
-            return [] if found is None else self._space.keys_in(found.extent)
+            found = self._locate(key)
+            return [] if found is None else self._chunks.keys_in(found.file.number + 1)
 
     @override
     def in_the_way(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
         with self._lock:
-            found = self._space.locate(key)
-            if found is None or found.extent.owner != tenant:
+            found = self._locate(key)
+            if found is None or found.file.owner != tenant:
                 return []
-            chunks, holes = self._space.neighbours(found.extent), found.extent.holes.spans()
-        return side_by_side(chunks, holes, key, size_bytes)
+            keys = self._chunks.keys_in(found.file.number + 1)
+            places = [self._chunks.spot(self._chunks.find(one)) for one in keys]
+            holes = found.file.free.spans()
+        chunks = [
+            Neighbour(offset, self.allocated_bytes(size), one)
+            for one, (_, offset, size) in zip(keys, places, strict=True)
+        ]
+        return adjacent_run(chunks, holes, key, size_bytes)
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:
         with self._lock:
-            found = self._space.locate(key)
-            owner = None if found is None else found.extent.owner
+            found = self._locate(key)
+            owner = None if found is None else found.file.owner
         return DEFAULT_TENANT if owner is None else owner
 
     @override
     def file_place(self, key: ChunkKey) -> FilePlace | None:
         with self._lock:
-            found = self._space.locate(key)
-        if found is None or not found.extent.is_known:
+            found = self._locate(key)
+        if found is None or not found.file.is_known:
             return None
-        return FilePlace(found.extent.number, found.offset, found.size_bytes)
+        return FilePlace(found.file.number, found.offset, found.size_bytes)
 
     @override
     def extent_file(self, extent: int, tenant: str) -> int:
         with self._calling():
-            return self._extents.open_shared(extent, tenant)
+            return self._files.open_shared(extent, tenant)
 
     @override
     def flush(self) -> None:
         """Commit every seal and delete. Raises the error of the first seal that failed."""
         with self._calling():
-            failure = self._commit.settle_all()
+            failure = self._commit.commit_all()
         if failure is not None:
             raise failure
 
@@ -384,7 +444,7 @@ class DiskTier(Tier):
                 self._idle.wait()
         self._commit.close()
         self._index.close()
-        self._extents.close()
+        self._files.close()
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
@@ -416,6 +476,20 @@ class DiskTier(Tier):
         return place
 
     def _forget(self, row: IndexRow) -> None:
-        found = self._space.locate(row.info.key)
-        if found is not None and (found.extent.number, found.offset) == (row.extent, row.offset):
-            self._space.remove(row.info.key)
+        found = self._locate(row.info.key)
+        if found is not None and (found.file.number, found.offset) == (row.file, row.offset):
+            self._remove(row.info.key)
+
+    def _locate(self, key: ChunkKey) -> _Located | None:
+        area, offset, size_bytes = self._chunks.spot(self._chunks.find(key))
+        if area == NO_AREA:
+            return None
+        return _Located(self._files.by_number[area - 1], offset, size_bytes)
+
+    def _remove(self, key: ChunkKey) -> bool:
+        """Forget a chunk and free its room. Return whether it was there."""
+        found = self._locate(key)
+        if found is not None:
+            self._chunks.remove(self._chunks.find(key))
+            self._files.free(*found)
+        return found is not None

@@ -1,11 +1,11 @@
-"""Where each frame of the disk tier lies, in LMDB, so that a restart finds it."""
+"""Where each frame of the disk tier lies: rows in LMDB, committed in groups."""
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from threading import Condition, Thread
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import lmdb
@@ -14,17 +14,28 @@ from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
+    KVStoreError,
     LayoutMismatchError,
+    TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkInfo
+from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.wire import pack_info, unpack_info
-from kvstore.tiers.disk_folder import TIER, remove_made, sync_folder
+from kvstore.tiers.disk_files import DataFile, DataFiles
+from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, allocate_file, remove_made, sync_folder
 from kvstore.tiers.lmdb_pages import LmdbReader
 
 DEFAULT_INDEX_BYTES = 256 << 20
-"""Room for about 600,000 rows. Allocated at start, like the extents."""
+"""Room for about 600,000 rows. Allocated at start, like the data files."""
 MIN_INDEX_BYTES = 1 << 20
+MAX_PENDING_ROWS = 256
+"""A seal that finds this many before it commits them, durable or not."""
+COMMIT_AGE_S = 0.2
+"""How long a seal or delete that nobody waits for may stay uncommitted."""
+MAX_SYNC_FAILURES = 3
+"""Commits in a row whose sync failed, after which nothing is put there for a while."""
+SYNC_RETRY_S = 1.0
+"""How long that is."""
 SPARE_SHARE = 4
 """One page in so many is kept from rows: a full index must still be able to delete."""
 _STEP = 8
@@ -38,14 +49,13 @@ _CHECKSUM = struct.Struct("<Q")
 _OWNER_KEY = struct.Struct(">6sI")
 _OWNER_TAG = b"extent"
 _OWNER_VERSION = 1
-_PAGE_BYTES = 4096
 
 
 class IndexRow(NamedTuple):
-    """One sealed frame: what it is, where it lies, and the how-manieth it was to be sealed."""
+    """One sealed frame: what it is, its data file and offset, and its place in order of sealing."""
 
     info: ChunkInfo
-    extent: int
+    file: int
     offset: int
     sequence: int
 
@@ -56,7 +66,7 @@ PackedRow: TypeAlias = tuple[bytes, bytes]
 
 def pack_row(row: IndexRow) -> bytes:
     """Return the LMDB value of *row*; its checksum covers the key too."""
-    body = _PLACE.pack(_ROW_VERSION, row.extent, row.offset, row.sequence) + pack_info(row.info)
+    body = _PLACE.pack(_ROW_VERSION, row.file, row.offset, row.sequence) + pack_info(row.info)
     return body + _CHECKSUM.pack(checksum(row.info.key + body))
 
 
@@ -65,7 +75,7 @@ def unpack_row(key: bytes, value: bytes) -> IndexRow:
     body, tail = value[: -_CHECKSUM.size], value[-_CHECKSUM.size :]
     if len(body) < _PLACE.size or _CHECKSUM.pack(checksum(key + body)) != tail:
         raise InvalidFrameError("row", key.hex(), "the row is damaged")
-    version, extent, offset, sequence = _PLACE.unpack_from(body)
+    version, file, offset, sequence = _PLACE.unpack_from(body)
     if version != _ROW_VERSION:
         raise InvalidFrameError("row", version, f"this reader knows version {_ROW_VERSION}")
     try:
@@ -74,17 +84,17 @@ def unpack_row(key: bytes, value: bytes) -> IndexRow:
         raise InvalidFrameError("row", key.hex(), str(error)) from None
     if info.key != key:
         raise InvalidFrameError("row", key.hex(), "the row is of another key")
-    return IndexRow(info, extent, offset, sequence)
+    return IndexRow(info, file, offset, sequence)
 
 
-def owner_key(extent: int) -> bytes:
-    """Return the LMDB key of the row that says whose *extent* is; no chunk's is as short."""
-    return _OWNER_KEY.pack(_OWNER_TAG, extent)
+def owner_key(file: int) -> bytes:
+    """Return the LMDB key of the row that says whose a data file is; no chunk's is as short."""
+    return _OWNER_KEY.pack(_OWNER_TAG, file)
 
 
-def pack_owner(extent: int, tenant: str) -> PackedRow:
-    """Return the row that says that *tenant* owns *extent*."""
-    key = owner_key(extent)
+def pack_owner(file: int, tenant: str) -> PackedRow:
+    """Return the row that says that *tenant* owns a data file."""
+    key = owner_key(file)
     body = bytes([_OWNER_VERSION]) + tenant.encode()
     return key, body + _CHECKSUM.pack(checksum(key + body))
 
@@ -106,7 +116,7 @@ class DiskIndex:
     """Rows by key, changed in transactions that are durable when they return.
 
     ``dropped`` counts rows and pages that were unusable at start, and ``owners`` says whose
-    each extent was then. One thread at a time.
+    each data file was then. One thread at a time.
     """
 
     def __init__(self, path: Path, index_bytes: int) -> None:
@@ -118,7 +128,7 @@ class DiskIndex:
         self._path = path
         self._made: list[Path] = []
         self._file = path / "data.mdb"
-        self._index_bytes = index_bytes // _PAGE_BYTES * _PAGE_BYTES
+        self._index_bytes = index_bytes // BLOCK_BYTES * BLOCK_BYTES
         self._env: lmdb.Environment | None = None
         self._is_in_doubt = False
 
@@ -234,7 +244,9 @@ class DiskIndex:
             self._made.append(self._file)
             rows = []
         self._env = _open_environment(self._path, self._index_bytes)
-        self._allocate()
+        # All room now, so that no later commit meets a full disk.
+        allocate_file(self._file, max(self._index_bytes, self._file.stat().st_size), is_new=False)
+        sync_folder(self._path)
         return rows
 
     def _recover(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
@@ -243,8 +255,8 @@ class DiskIndex:
         for key, value in reader.rows():
             try:
                 if key.startswith(_OWNER_TAG) and len(key) == _OWNER_KEY.size:
-                    extent, tenant = unpack_owner(key, value)
-                    self.owners[extent] = tenant
+                    file, tenant = unpack_owner(key, value)
+                    self.owners[file] = tenant
                 else:
                     rows.append(unpack_row(key, value))
             except InvalidFrameError:
@@ -265,24 +277,14 @@ class DiskIndex:
         env = _open_environment(draft, max(self._index_bytes, self._file.stat().st_size))
         try:
             with env.begin(write=True) as transaction:
-                for extent, tenant in self.owners.items():
-                    transaction.put(*pack_owner(extent, tenant))
+                for owner in self.owners.items():
+                    transaction.put(*pack_owner(*owner))
                 for row in rows:
                     transaction.put(row.info.key, pack_row(row))
         finally:
             env.close()
         (draft / "data.mdb").rename(self._file)
         draft.rmdir()
-        sync_folder(self._path)
-
-    def _allocate(self) -> None:
-        """Take all room now, so that no later commit meets a full disk."""
-        fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, self._index_bytes)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
         sync_folder(self._path)
 
 
@@ -299,3 +301,250 @@ def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:
     return lmdb.open(
         str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600
     )
+
+
+class Batch:
+    """Rows and deletes that become durable together; deletes come first.
+
+    ``owners`` says of data files that changed hands whose they are now, None for deleted ones.
+    """
+
+    __slots__ = ("born_s", "deletes", "is_done", "owners", "rows")
+
+    def __init__(self) -> None:
+        self.rows: dict[ChunkKey, PendingRow] = {}
+        self.deletes: set[ChunkKey] = set()
+        self.owners: dict[int, str | None] = {}
+        self.born_s = 0.0
+        self.is_done = False
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.deletes or self.owners)
+
+    def owner_changes(self) -> tuple[list[bytes], list[PackedRow]]:
+        """Return the keys to delete and the rows to write for ``owners``."""
+        items = self.owners.items()
+        gone = [owner_key(file) for file, tenant in items if tenant is None]
+        return gone, [pack_owner(file, tenant) for file, tenant in items if tenant is not None]
+
+
+class PendingRow:
+    """A row on its way to the index; it counts as failed until its batch is committed.
+
+    *sync_failures* are those of *file* when the room of the frame was reserved.
+    """
+
+    __slots__ = ("batch", "failure", "file", "packed", "row", "sync_failures")
+
+    def __init__(
+        self, row: IndexRow, packed: bytes, file: DataFile, sync_failures: int, batch: Batch
+    ) -> None:
+        self.row = row
+        self.packed = packed
+        self.file = file
+        self.sync_failures = sync_failures
+        self.batch = batch
+        self.failure: KVStoreError | None = TierUnavailableError(TIER, "the commit broke off")
+
+
+class GroupCommit:
+    """Group commit: rows and deletes join a batch; whoever needs one durable commits it for all.
+
+    Order: the deletes and rows of one batch in one transaction, after a sync of every file
+    they touch, and one batch after the other. So a region freed by a delete never has two
+    rows in the index: the row of its next chunk comes with the delete or after it. Nor is a
+    chunk's row ever there without its file's owner.
+
+    ``add``, ``drop``, ``note_owner``, ``pending`` and *forget* run under the lock of *files*;
+    everything else takes it, and no sync or transaction runs under it.
+    """
+
+    def __init__(
+        self,
+        files: DataFiles,
+        index: DiskIndex,
+        clock: Callable[[], float],
+        forget: Callable[[IndexRow], None],
+    ) -> None:
+        """Commit to *index* what lies in *files*; *forget* is called for each row that failed."""
+        self.commits = 0
+        self.lost_rows = 0
+        self.index_full = False
+        self.index_failure = ""
+        self._sync_failure = ""
+        self._failed_syncs = 0
+        self._sync_retry_at_s = 0.0
+        self._files = files
+        self._index = index
+        self._lock = files.lock
+        self._clock = clock
+        self._forget = forget
+        self._done = Condition(self._lock)
+        self._work = Condition(self._lock)
+        self._open = Batch()
+        self._busy: Batch | None = None
+        self._closed = False
+        self._thread = Thread(target=self._background, name="kvstore-disk-commit", daemon=True)
+        self._thread.start()
+
+    @property
+    def write_failure(self) -> str:
+        """Why nothing should be put now: it would not become durable. Empty while it would."""
+        if self.index_failure:
+            return self.index_failure
+        is_off = self._failed_syncs >= MAX_SYNC_FAILURES and self._clock() < self._sync_retry_at_s
+        return self._sync_failure if is_off else ""
+
+    def add(self, row: IndexRow, packed: bytes, file: DataFile, sync_failures: int) -> PendingRow:
+        """Add *row*, of a frame in *file*, to the open batch."""
+        batch = self._join()
+        pending = PendingRow(row, packed, file, sync_failures, batch)
+        batch.rows[row.info.key] = pending
+        return pending
+
+    def drop(self, key: ChunkKey) -> None:
+        """Delete the row of *key*, or the pending row that has not been written yet."""
+        pending = self._open.rows.pop(key, None)
+        if pending is None:
+            self._join().deletes.add(key)
+        else:
+            pending.failure = None
+
+    def note_owner(self, file: int, tenant: str | None) -> None:
+        """Write down whose a data file is, before or with the rows of what is put there."""
+        self._join().owners[file] = tenant
+
+    def pending(self, key: ChunkKey) -> PendingRow | None:
+        """Return the row of *key* that is still to be written; None once it is."""
+        pending = self._open.rows.get(key)
+        if pending is None and self._busy is not None and key not in self._open.deletes:
+            pending = self._busy.rows.get(key)
+        return pending
+
+    def is_due(self) -> bool:
+        """Whether the open batch is so large that its newest member commits it."""
+        return len(self._open.rows) >= MAX_PENDING_ROWS
+
+    def commit(self, batch: Batch) -> None:
+        """Return once *batch* is committed or has failed; commit it if nobody else does."""
+        with self._lock:
+            while self._busy is not None and not batch.is_done:
+                self._done.wait()
+            if batch.is_done or not batch:
+                return
+            self._busy, self._open = batch, Batch()
+        is_written = False
+        try:
+            is_written = self._write(batch)
+        finally:
+            with self._lock:
+                self._finish(batch, is_written)
+                batch.is_done = True
+                self._busy = None
+                self._done.notify_all()
+
+    def commit_all(self) -> KVStoreError | None:
+        """Commit what has joined by now; return the failure of the first row that has one."""
+        with self._lock:
+            batches = [batch for batch in (self._busy, self._open) if batch is not None]
+        for batch in batches:
+            self.commit(batch)
+        rows = (pending for batch in batches for pending in batch.rows.values())
+        return next((pending.failure for pending in rows if pending.failure is not None), None)
+
+    def close(self) -> None:
+        """Stop the background thread and commit what is left."""
+        with self._lock:
+            self._closed = True
+            self._work.notify()
+        self._thread.join()
+        self.commit_all()
+
+    def _join(self) -> Batch:
+        if not self._open:
+            self._open.born_s = self._clock()
+            self._work.notify()
+        return self._open
+
+    def _write(self, batch: Batch) -> bool:
+        """Write *batch* and mark its rows. False: nobody knows what of it was written."""
+        good = self._sync(list(batch.rows.values()))
+        gone, owners = batch.owner_changes()
+        rows: list[PackedRow] = [(pending.row.info.key, pending.packed) for pending in good]
+        try:
+            done = self._index.commit({*batch.deletes, *gone}, owners + rows)
+        except TierUnavailableError as error:
+            self.index_failure = str(error)
+            for pending in good:
+                pending.failure = TierUnavailableError(TIER, self.index_failure)
+            return False
+        if done >= len(owners):
+            batch.owners.clear()
+        count = max(0, done - len(owners))
+        for pending in good[:count]:
+            pending.failure = None
+        for pending in good[count:]:
+            pending.failure = TierFullError(TIER, len(pending.packed), 0)
+        self.index_failure = ""
+        is_short = done < len(rows) + len(owners)
+        self.index_full = is_short or (self.index_full and not batch.deletes)
+        self.commits += 1
+        return True
+
+    def _sync(self, rows: list[PendingRow]) -> list[PendingRow]:
+        """Make the frames of *rows* durable; return those of which every byte is."""
+        failures: dict[DataFile, TierUnavailableError] = {}
+        for file in dict.fromkeys(pending.file for pending in rows):
+            try:
+                self._files.sync(file)
+            except TierUnavailableError as error:
+                failures[file] = error
+        if rows:
+            self._note_syncs([error for error in failures.values() if not error.is_partial])
+        good: list[PendingRow] = []
+        for pending in rows:
+            if pending.file.sync_failures == pending.sync_failures:
+                good.append(pending)
+            else:
+                lost = TierUnavailableError(TIER, "its bytes were lost when an earlier sync failed")
+                pending.failure = failures.get(pending.file, lost)
+        return good
+
+    def _note_syncs(self, failures: list[TierUnavailableError]) -> None:
+        """Take note of a commit's syncs; failures of one disk of several are not counted."""
+        self._failed_syncs = self._failed_syncs + 1 if failures else 0
+        for error in failures:
+            self._sync_failure = str(error)
+            self._sync_retry_at_s = self._clock() + SYNC_RETRY_S
+
+    def _finish(self, batch: Batch, is_written: bool) -> None:
+        """Forget the rows that failed; what must still be deleted joins the next batch."""
+        for key, pending in batch.rows.items():
+            if pending.failure is None:
+                continue
+            self.lost_rows += 1
+            if key not in self._open.deletes:
+                self._forget(pending.row)
+            if not is_written:
+                self._join().deletes.add(key)
+        if not is_written and batch.deletes:
+            self._join().deletes.update(batch.deletes)
+        if batch.owners:
+            self._join().owners = batch.owners | self._open.owners
+
+    def _background(self) -> None:
+        """Commit what nobody waits for once it is old enough."""
+        while True:
+            with self._lock:
+                while not self._closed and (wait_s := self._wait_s()) != 0:
+                    self._work.wait(wait_s)
+                if self._closed:
+                    return
+                batch = self._open
+            self.commit(batch)
+
+    def _wait_s(self) -> float | None:
+        """Seconds until the open batch is due; None while it is empty."""
+        if not self._open:
+            return None
+        return max(0.0, self._open.born_s + COMMIT_AGE_S - self._clock())

@@ -1,13 +1,14 @@
-"""Reading and writing extent files, through the page cache or past it."""
+"""File I/O of the disk tier: through the page cache or past it, and small files written durably."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Lock
 from typing import ClassVar
@@ -15,27 +16,27 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.buffers import Bytes, checksum, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.file_sums import FileGroups, can_sum, read_summed
-from kvstore.tiers.disk_folder import GRANULE_BYTES, TIER
 
+TIER = "disk"
+BLOCK_BYTES = 4096
+"""Frames start and data files end on this boundary, which is also what O_DIRECT asks for."""
 BOUNCE_BYTES = 1 << 20
 """What one read or write past the page cache takes at a time."""
 BOUNCE_BUFFERS = 8
 """Whoever needs one more waits."""
 PROBE_BYTES = 1 << 20
-"""How far apart the bytes are of which the page cache is asked whether it has them."""
+"""Distance of the bytes that ``is_near`` looks for in the page cache."""
 _MAX_PARTS = 1024
 """IOV_MAX of Linux."""
 
 
 class FileIO(ABC):
-    """How the bytes of extents are read and written. Thread-safe."""
+    """How data files are read and written. Thread-safe."""
 
     open_flags: ClassVar[int]
-    reads_ahead: ClassVar[bool]
-    """Whether the kernel keeps what it is told to read ahead."""
 
     @abstractmethod
     def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
@@ -53,9 +54,8 @@ class FileIO(ABC):
     def write(self, fd: int, offset: int, data: Bytes) -> None:
         """Put *data* at *offset*. Raises OSError, as ``read`` does."""
 
-    def is_near(self, fd: int, offset: int, size_bytes: int) -> bool:
-        """Whether these bytes seem to be in memory, so that to read them ahead is of no use."""
-        return False
+    def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:  # noqa: B027 - it may keep nothing
+        """Have the kernel read these bytes ahead, where it keeps what it reads."""
 
     def check(self, fd: int) -> None:  # noqa: B027 - nothing to check
         """Raise OSError when the file cannot be used like this."""
@@ -68,7 +68,6 @@ class CachedIO(FileIO):
     """Through the page cache: what was written or read lately costs a copy."""
 
     open_flags = 0
-    reads_ahead = True
 
     @override
     def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
@@ -86,7 +85,13 @@ class CachedIO(FileIO):
         return True
 
     @override
+    def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
+        if not self.is_near(fd, offset, size_bytes):
+            with suppress(OSError):
+                os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
+
     def is_near(self, fd: int, offset: int, size_bytes: int) -> bool:
+        """Whether these bytes seem to be in memory, so that to read them ahead is of no use."""
         # The kernel looks at page after page of what it is told to read ahead: 0.1 ms for 8 MiB.
         byte = bytearray(1)
         last = offset + size_bytes - 1
@@ -115,13 +120,12 @@ class CachedIO(FileIO):
 class DirectIO(FileIO):
     """Past the page cache: the device alone, at the price of one copy through aligned memory.
 
-    Reads and writes whole granules. A write that begins or ends within one reads it first, so
-    two writes into one granule must come one after the other: frames begin on granules, and
-    a reservation has one writer. At most ``BOUNCE_BUFFERS`` x ``BOUNCE_BYTES`` of memory.
+    Reads and writes whole blocks. A write that begins or ends within one reads it first, so
+    two writes into one block must come one after the other: frames start on block boundaries,
+    and a reservation has one writer. At most ``BOUNCE_BUFFERS`` x ``BOUNCE_BYTES`` of memory.
     """
 
     open_flags = os.O_DIRECT
-    reads_ahead = False
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
@@ -135,8 +139,8 @@ class DirectIO(FileIO):
         stop = offset + sum(map(len, parts))
         with self._bounce() as bounce:
             while offset < stop:
-                first = offset // GRANULE_BYTES * GRANULE_BYTES
-                size = min(len(bounce), _granules(stop - first))
+                first = offset // BLOCK_BYTES * BLOCK_BYTES
+                size = min(len(bounce), _whole_blocks(stop - first))
                 got = os.preadv(fd, [bounce[:size].data], first) - (offset - first)
                 if got <= 0:
                     return False
@@ -151,22 +155,22 @@ class DirectIO(FileIO):
         done = 0
         with self._bounce() as bounce:
             while done < len(data):
-                first = (offset + done) // GRANULE_BYTES * GRANULE_BYTES
+                first = (offset + done) // BLOCK_BYTES * BLOCK_BYTES
                 start = offset + done - first
                 take = min(len(bounce) - start, len(data) - done)
-                size = _granules(start + take)
+                size = _whole_blocks(start + take)
                 if start:
-                    _fetch(fd, first, bounce[:GRANULE_BYTES])
-                if size > start + take and (size > GRANULE_BYTES or not start):
-                    _fetch(fd, first + size - GRANULE_BYTES, bounce[size - GRANULE_BYTES : size])
+                    _fetch(fd, first, bounce[:BLOCK_BYTES])
+                if size > start + take and (size > BLOCK_BYTES or not start):
+                    _fetch(fd, first + size - BLOCK_BYTES, bounce[size - BLOCK_BYTES : size])
                 copy_bytes(bounce[start : start + take], data[done : done + take])
                 written = 0
                 while written < size:
                     # A short write ends on a sector; what is repeated is the same bytes.
                     step = os.pwritev(fd, [bounce[written:size].data], first + written)
-                    written += step // GRANULE_BYTES * GRANULE_BYTES
-                    if step < GRANULE_BYTES:
-                        raise OSError(errno.EIO, "the device takes less than a granule")
+                    written += step // BLOCK_BYTES * BLOCK_BYTES
+                    if step < BLOCK_BYTES:
+                        raise OSError(errno.EIO, "the device takes less than a block")
                 done += take
 
     @contextmanager
@@ -195,7 +199,7 @@ class DirectIO(FileIO):
     @override
     def check(self, fd: int) -> None:
         with self._bounce() as bounce:
-            _fetch(fd, 0, bounce[:GRANULE_BYTES])
+            _fetch(fd, 0, bounce[:BLOCK_BYTES])
 
 
 def join_runs(ranges: Sequence[tuple[int, Bytes]]) -> Iterator[tuple[int, list[Bytes]]]:
@@ -230,14 +234,14 @@ def no_direct(path: Path, error: OSError) -> TierUnavailableError:
     )
 
 
-def _granules(size_bytes: int) -> int:
-    return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
+def _whole_blocks(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _fetch(fd: int, offset: int, granule: Bytes) -> None:
-    """Read one granule; what lies behind the end of the file is zero."""
-    count = os.preadv(fd, [granule.data], offset)
-    granule[count:] = 0
+def _fetch(fd: int, offset: int, block: Bytes) -> None:
+    """Read one block; what lies behind the end of the file is zero."""
+    count = os.preadv(fd, [block.data], offset)
+    block[count:] = 0
 
 
 def _scatter(data: Bytes, parts: list[Bytes]) -> list[Bytes]:
@@ -259,3 +263,111 @@ def _rest(parts: Sequence[Bytes], count: int) -> list[Bytes]:
             return [part[count:], *parts[at + 1 :]]
         count -= len(part)
     return []
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in the folder *path* durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_durably(file: Path, data: bytes) -> None:
+    """Replace *file* by one that holds *data*, for this user alone whatever the umask.
+
+    A crash leaves the old or the new one. Raises OSError.
+    """
+    draft = file.with_name(f"{file.name}.new")
+    draft.unlink(missing_ok=True)  # one that a crash left may have another mode
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(draft, flags, 0o600), "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.rename(file)
+    sync_folder(file.parent)
+
+
+def remove_made(paths: list[Path]) -> None:
+    """Remove what was created in this order, files and empty folders. Raises OSError."""
+    for path in reversed(paths):
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+
+
+def signed_line(words: str) -> bytes:
+    """Return *words* with their checksum, as a line of a file."""
+    return f"{words} {checksum(words.encode()):016x}\n".encode()
+
+
+def read_signed_line(file: Path, kind: str, version: int) -> list[str] | None:
+    """Return the words that follow ``kvstore KIND VERSION`` in *file*; None where there is none.
+
+    Raises TierUnavailableError when the file is damaged or of another kind or version.
+    """
+    try:
+        with file.open("rb") as stream:
+            line = stream.read(256)
+    except FileNotFoundError:
+        return None
+    words = line.decode(errors="replace").split()
+    if words[:2] != ["kvstore", kind] or len(words) < 3:
+        raise refused(file.parent, f"has a {file.name} that no disk tier wrote")
+    if words[2] != str(version):
+        reason = f"has a {file.name} of format version {words[2]}, this server knows {version}"
+        raise refused(file.parent, reason)
+    if line != signed_line(" ".join(words[:-1])):
+        raise refused(file.parent, f"has a damaged {file.name}")
+    return words[3:-1]
+
+
+def refused(
+    path: Path, reason: str, fix: str = ": move it away, or give another folder"
+) -> TierUnavailableError:
+    """Return the error for a folder that was left as it is."""
+    return TierUnavailableError(TIER, f"{path} {reason}; nothing was changed{fix}")
+
+
+def free_bytes(path: Path) -> int:
+    """Return what the file system of *path* has free for this user. Raises OSError."""
+    room = os.statvfs(path)
+    return room.f_bavail * room.f_frsize
+
+
+def allocate_file(path: Path, size_bytes: int, *, is_new: bool = True) -> None:
+    """Give a file this size with all its blocks, durably but for its name. Raises OSError."""
+    flags = os.O_CREAT | os.O_EXCL if is_new else 0
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    try:
+        os.ftruncate(fd, size_bytes)
+        os.posix_fallocate(fd, 0, size_bytes)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def take_lock(path: Path) -> int:
+    """Lock the folder *path* and return the descriptor that holds the lock.
+
+    Raises OSError, and TierUnavailableError while another process has it.
+    """
+    fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(fd, 20, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise TierUnavailableError(
+            TIER,
+            f"{path} is in use by process {holder}: stop it, or give this server another folder",
+        ) from None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

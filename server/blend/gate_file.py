@@ -15,7 +15,7 @@ from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.server.blend.gates import Gates
 from kvstore.server.policy.blend_gate import MAX_GATES, MAX_RATIO, GateName, GateState
-from kvstore.tiers.disk_folder import write_durably
+from kvstore.tiers.disk_io import write_durably
 
 FILE_NAME = "gates.kvg"
 MAX_MODEL_CHARS = 256

@@ -15,7 +15,7 @@ from kvstore.proto.types import KEY_BYTES, ChunkKey
 from kvstore.server.blend.contents import Contents
 from kvstore.server.policy.content_index import MAX_CONTEXT, MAX_LEARNED, Learned
 from kvstore.server.policy.context_impact import Context
-from kvstore.tiers.disk_folder import write_durably
+from kvstore.tiers.disk_io import write_durably
 
 FILE_NAME = "variants.kvv"
 SAVE_EVERY_S = 60.0

@@ -49,7 +49,7 @@ def flip(path: Path, needle: bytes, at: int) -> int:
 class TestDiskTier(TierContract):
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
         return DiskTier(
-            tmp_path / "disk", capacity_bytes, extent_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES
+            tmp_path / "disk", capacity_bytes, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES
         )
 
     def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
@@ -96,15 +96,15 @@ def test_capacity_beyond_the_disk_is_refused_and_leaves_no_file(tmp_path: Path) 
     open_disk(tmp_path / "disk").close()
 
 
-@pytest.mark.parametrize("field", ["capacity_bytes", "extent_bytes", "index_bytes"])
+@pytest.mark.parametrize("field", ["capacity_bytes", "file_bytes", "index_bytes"])
 def test_sizes_that_hold_nothing_are_refused(tmp_path: Path, field: str) -> None:
-    sizes = {"capacity_bytes": 1 << 20, "extent_bytes": 1 << 20, "index_bytes": 1 << 20}
+    sizes = {"capacity_bytes": 1 << 20, "file_bytes": 1 << 20, "index_bytes": 1 << 20}
     sizes[field] = 4095
     with pytest.raises(InvalidRequestError, match=f"{field}=4095"):
         DiskTier(
             tmp_path,
             sizes["capacity_bytes"],
-            extent_bytes=sizes["extent_bytes"],
+            file_bytes=sizes["file_bytes"],
             index_bytes=sizes["index_bytes"],
         )
     assert os.listdir(tmp_path) == []
@@ -178,7 +178,7 @@ def test_shrunk_tier_drops_the_chunks_beyond_and_their_files(tmp_path: Path) -> 
 
 def test_folder_keeps_the_extent_size_it_was_made_with(tmp_path: Path) -> None:
     open_disk(tmp_path).close()
-    tier = DiskTier(tmp_path, 4 << 20, extent_bytes=2 << 20, index_bytes=INDEX_BYTES)
+    tier = DiskTier(tmp_path, 4 << 20, file_bytes=2 << 20, index_bytes=INDEX_BYTES)
     assert tier.max_frame_bytes() == EXTENT_BYTES
     tier.close()
 

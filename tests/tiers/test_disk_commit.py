@@ -5,9 +5,10 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Lock
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -19,11 +20,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_commit import COMMIT_AGE_S, MAX_PENDING_SEALS, GroupCommit
-from kvstore.tiers.disk_folder import ExtentFolder
-from kvstore.tiers.disk_index import DiskIndex, IndexRow, pack_row
-from kvstore.tiers.disk_io import CachedIO
-from kvstore.tiers.extents import Extents
+from kvstore.tiers.disk_index import COMMIT_AGE_S, MAX_PENDING_ROWS, DiskIndex, PackedRow
 
 
 def found_after_crash(path: Path) -> list[ChunkInfo]:
@@ -124,12 +121,12 @@ def test_seal_nobody_waits_for_is_committed_when_old_enough(tmp_path: Path) -> N
 
 def test_seals_nobody_waits_for_are_committed_when_many(tmp_path: Path) -> None:
     tier = open_disk(tmp_path / "disk")
-    for seed in range(MAX_PENDING_SEALS - 1):
+    for seed in range(MAX_PENDING_ROWS - 1):
         put(tier, make_info(seed, 500), bytes_of(make_info(seed, 500)))
     assert tier.commits == 0
     put(tier, make_info(999, 500), bytes_of(make_info(999, 500)))
     assert tier.commits == 1
-    assert len(found_after_crash(tmp_path / "disk")) == MAX_PENDING_SEALS
+    assert len(found_after_crash(tmp_path / "disk")) == MAX_PENDING_ROWS
     tier.close()
 
 
@@ -140,6 +137,7 @@ def test_chunk_deleted_before_its_commit_never_reaches_the_index(tmp_path: Path)
     kept = put_some(tier, 2, durable=True)
     assert found_after_crash(tmp_path / "disk") == [kept]
     assert_absent(tier, gone)
+    assert tier.lost_seals == 0
     tier.close()
 
 
@@ -219,69 +217,33 @@ def test_bytes_written_before_a_failed_sync_are_never_called_durable(
     tier.close()
 
 
-def open_extents(path: Path, lock: Lock) -> Extents:
-    extents = Extents([ExtentFolder(path, 1 << 20, 1 << 20)], CachedIO(), lock, lambda: 0.0)
-    extents.open([])
-    return extents
+def test_row_of_a_commit_in_doubt_is_deleted_before_its_region_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_disk(tmp_path / "disk", 1 << 20)
+    lost, heir = (make_info(seed, tier.max_frame_bytes()) for seed in (1, 2))
+    commit = DiskIndex.commit
 
+    def unsure(index: DiskIndex, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> int:
+        commit(index, deletes, rows)
+        raise TierUnavailableError("disk", "the commit was lost")
 
-class UnsureIndex(DiskIndex):
-    """Commits, and then does not know it."""
-
-    is_sure = False
-
-    def commit(self, deletes: object, rows: object) -> int:
-        assert isinstance(deletes, set)
-        assert isinstance(rows, list)
-        count = super().commit(deletes, rows)
-        if not self.is_sure:
-            raise TierUnavailableError("disk", "the commit was lost")
-        return count
-
-
-def test_row_of_a_commit_in_doubt_is_deleted_before_its_region_is_used(tmp_path: Path) -> None:
-    lock = Lock()
-    extents = open_extents(tmp_path, lock)
-    index = UnsureIndex(tmp_path / "index", 1 << 20)
-    index.open(lambda row: True)
-    forgotten: list[IndexRow] = []
-    commit = GroupCommit(extents, index, lock, lambda: 0.0, forgotten.append)
-    row = IndexRow(make_info(1, 4_096), 0, 0, 0)
-    with lock:
-        seal = commit.add(row, pack_row(row), 0)
-    commit.settle(seal.group)
-    assert isinstance(seal.failure, TierUnavailableError)
-    assert forgotten == [row]
-    assert commit.index_failure
-    index.is_sure = True
-    heir = IndexRow(make_info(2, 4_096), 0, 0, 1)
-    with lock:
-        seal = commit.add(heir, pack_row(heir), 0)
-    assert commit.settle_all() is None
-    assert (seal.failure, commit.index_failure) == (None, "")
-    commit.close()
-    index.close()
-    again = DiskIndex(tmp_path / "index", 1 << 20)
-    assert again.open(lambda row: True) == [heir]
-    again.close()
-    extents.close()
-
-
-def test_seal_deleted_while_it_waits_has_not_failed(tmp_path: Path) -> None:
-    lock = Lock()
-    extents = open_extents(tmp_path, lock)
-    index = DiskIndex(tmp_path / "index", 1 << 20)
-    index.open(lambda row: True)
-    commit = GroupCommit(extents, index, lock, lambda: 0.0, lambda row: pytest.fail("forgotten"))
-    row = IndexRow(make_info(1, 4_096), 0, 0, 0)
-    with lock:
-        seal = commit.add(row, pack_row(row), 0)
-        commit.drop(row.info.key)
-    commit.settle(seal.group)
-    assert (seal.failure, commit.commits, commit.lost_seals) == (None, 0, 0)
-    commit.close()
-    index.close()
-    extents.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskIndex, "commit", unsure)
+        with pytest.raises(TierUnavailableError, match="the commit was lost"):
+            put(tier, lost, bytes_of(lost), durable=True)
+    assert_absent(tier, lost)
+    assert "the commit was lost" in tier.trouble
+    with pytest.raises(TierUnavailableError, match="the commit was lost"):
+        tier.reserve(heir)
+    tier.flush()
+    assert tier.trouble == ""
+    assert put(tier, heir, bytes_of(heir), durable=True)
+    tier.close()
+    tier = open_disk(tmp_path / "disk", 1 << 20)
+    assert tier.dropped_rows == 0
+    assert list(tier.scan()) == [heir]
+    tier.close()
 
 
 def test_readers_and_durable_sealers_share_the_tier(tmp_path: Path) -> None:

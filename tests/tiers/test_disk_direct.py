@@ -23,10 +23,15 @@ from kvstore.proto.frame import header_bytes
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.tiers import disk_io
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_folder import GRANULE_BYTES
-from kvstore.tiers.disk_io import BOUNCE_BUFFERS, BOUNCE_BYTES, CachedIO, DirectIO, FileIO
-from kvstore.tiers.disk_start import DiskOptions
+from kvstore.tiers.disk import DiskOptions, DiskTier
+from kvstore.tiers.disk_io import (
+    BLOCK_BYTES,
+    BOUNCE_BUFFERS,
+    BOUNCE_BYTES,
+    CachedIO,
+    DirectIO,
+    FileIO,
+)
 
 FILE_BYTES = 3 * BOUNCE_BYTES
 
@@ -35,7 +40,7 @@ def open_direct(path: Path, capacity_bytes: int = 4 << 20) -> DiskTier:
     return DiskTier(
         path,
         capacity_bytes,
-        extent_bytes=EXTENT_BYTES,
+        file_bytes=EXTENT_BYTES,
         index_bytes=INDEX_BYTES,
         options=DiskOptions(is_direct=True),
         clock=lambda: 0.0,
@@ -165,7 +170,7 @@ def test_a_file_system_without_direct_reads_stops_the_start(
 
 def test_no_more_buffers_are_made_than_the_limit(tmp_path: Path) -> None:
     tier = open_direct(tmp_path, 32 << 20)
-    infos = [make_info(seed, EXTENT_BYTES - GRANULE_BYTES) for seed in range(24)]
+    infos = [make_info(seed, EXTENT_BYTES - BLOCK_BYTES) for seed in range(24)]
     for info in infos:
         put(tier, info, bytes_of(info))
 
@@ -177,7 +182,7 @@ def test_no_more_buffers_are_made_than_the_limit(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(3 * BOUNCE_BUFFERS) as pool:
         assert all(pool.map(read, range(96)))
-    io = tier._extents._io
+    io = tier._files.io
     assert isinstance(io, DirectIO)
     assert 1 <= io._made == len(io._free) <= BOUNCE_BUFFERS
     tier.close()

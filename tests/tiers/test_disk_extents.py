@@ -24,9 +24,8 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import FilePlace
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk import DEFAULT_FILE_BYTES, DiskTier, file_bytes_for
 from kvstore.tiers.disk_index import DiskIndex, owner_key
-from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES, extent_bytes_for
 
 FRAME_BYTES = EXTENT_BYTES // 4
 
@@ -314,16 +313,16 @@ def test_reading_a_chunk_while_its_extent_goes_is_a_miss_or_its_bytes(tmp_path: 
 
 @pytest.mark.parametrize("gib", [1, 4, 16, 100, 1024])
 def test_new_tier_has_about_sixteen_extents_that_hold_eight_frames_each(gib: int) -> None:
-    extent = extent_bytes_for(gib << 30, 32 << 20)
-    assert extent <= DEFAULT_EXTENT_BYTES * 33 // 32
+    extent = file_bytes_for(gib << 30, 32 << 20)
+    assert extent <= DEFAULT_FILE_BYTES * 33 // 32
     frames = extent // ((32 << 20) + 8192)
     assert frames * (32 << 20) >= 0.96 * extent or extent < 256 << 20
-    assert extent == DEFAULT_EXTENT_BYTES * 33 // 32 or 15 <= (gib << 30) // extent <= 31
+    assert extent == DEFAULT_FILE_BYTES * 33 // 32 or 15 <= (gib << 30) // extent <= 31
 
 
 def test_extents_hold_the_largest_frame_whatever_the_size_of_the_tier() -> None:
     for frame in (1, 100 << 20, (256 << 20) + 1, 1 << 30):
-        assert extent_bytes_for(4 << 20, frame) > frame
+        assert file_bytes_for(4 << 20, frame) > frame
 
 
 def test_a_crash_after_an_extent_changed_hands_shows_nobody_anothers_bytes(

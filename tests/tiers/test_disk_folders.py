@@ -18,11 +18,9 @@ from disk_process import EXTENT_BYTES, INDEX_BYTES
 from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_folder import write_durably
-from kvstore.tiers.disk_set import DiskShare
-from kvstore.tiers.disk_start import DiskOptions
-from kvstore.tiers.extents import FOLDER_RETRY_S
+from kvstore.tiers.disk import DiskOptions, DiskTier
+from kvstore.tiers.disk_files import FOLDER_RETRY_S, DiskConfig
+from kvstore.tiers.disk_io import write_durably
 
 
 class Clock:
@@ -35,10 +33,10 @@ class Clock:
 
 def open_over(paths: Sequence[Path], mib: Sequence[int], clock: Clock | None = None) -> DiskTier:
     """Open a tier over *paths* of so many MiB each; nothing is committed unless someone asks."""
-    shares = [DiskShare(path, size << 20) for path, size in zip(paths, mib, strict=True)]
+    shares = [DiskConfig(path, size << 20) for path, size in zip(paths, mib, strict=True)]
     return DiskTier(
         *shares[0],
-        extent_bytes=EXTENT_BYTES,
+        file_bytes=EXTENT_BYTES,
         index_bytes=INDEX_BYTES,
         options=DiskOptions(tuple(shares[1:])),
         clock=clock or Clock(),
@@ -63,11 +61,11 @@ def folder_of(tier: DiskTier, info: ChunkInfo, paths: Sequence[Path]) -> int:
 
 class TestSeveralFolders(TierContract):
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
-        share = DiskShare(tmp_path / "b", capacity_bytes // 2)
+        share = DiskConfig(tmp_path / "b", capacity_bytes // 2)
         return DiskTier(
             tmp_path / "a",
             capacity_bytes - capacity_bytes // 2,
-            extent_bytes=EXTENT_BYTES,
+            file_bytes=EXTENT_BYTES,
             index_bytes=INDEX_BYTES,
             options=DiskOptions((share,)),
         )

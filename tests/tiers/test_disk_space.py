@@ -14,11 +14,9 @@ from disk_process import EXTENT_BYTES, open_disk
 
 from kvstore.proto.errors import TierFullError
 from kvstore.proto.types import ChunkInfo
-from kvstore.tiers.allocator import FreeList
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_folder import GRANULE_BYTES
-from kvstore.tiers.disk_space import Neighbour, side_by_side
-from kvstore.tiers.extents import extent_bytes_for
+from kvstore.tiers.allocator import FreeList, Neighbour, adjacent_run
+from kvstore.tiers.disk import DiskTier, file_bytes_for
+from kvstore.tiers.disk_io import BLOCK_BYTES
 
 GIB = 1 << 30
 TOKEN_BYTES = {"8B": 131_072, "70B": 327_680, "MLA": 70_272, "7B": 57_344, "small": 12_288}
@@ -45,10 +43,10 @@ class Churn:
     """
 
     def __init__(self, capacity_bytes: int, seed: int, size_of: Callable[[random.Random], int]):
-        size = extent_bytes_for(capacity_bytes, 256 << 20)
+        size = file_bytes_for(capacity_bytes, 256 << 20)
         full, rest = divmod(capacity_bytes, size)
-        self.extents = [FreeList(size, GRANULE_BYTES) for _ in range(full)]
-        self.extents += [FreeList(rest, GRANULE_BYTES)] * (rest > 0)
+        self.extents = [FreeList(size, BLOCK_BYTES) for _ in range(full)]
+        self.extents += [FreeList(rest, BLOCK_BYTES)] * (rest > 0)
         self.capacity_bytes = capacity_bytes
         self.chunks: OrderedDict[int, tuple[int, int, ChunkInfo]] = OrderedDict()
         self.frame_bytes = 0
@@ -89,12 +87,12 @@ class Churn:
     def _in_the_way(self, size_bytes: int) -> list[int]:
         number, _, oldest = next(iter(self.chunks.values()))
         here = {
-            seed: Neighbour(offset, info.size_bytes, info.key)
+            seed: Neighbour(offset, self.extents[extent].rounded(info.size_bytes), info.key)
             for seed, (extent, offset, info) in self.chunks.items()
             if extent == number
         }
         spans = self.extents[number].spans()
-        keys = side_by_side([*here.values()], spans, oldest.key, size_bytes)
+        keys = adjacent_run([*here.values()], spans, oldest.key, size_bytes)
         seeds = {one.key: seed for seed, one in here.items()}
         return [seeds[key] for key in keys]
 

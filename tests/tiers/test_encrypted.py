@@ -39,7 +39,7 @@ SIZE = 3 * CELL_BYTES
 
 
 def disk(path: Path, capacity_bytes: int = 4 << 20) -> DiskTier:
-    return DiskTier(path, capacity_bytes, extent_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
+    return DiskTier(path, capacity_bytes, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
 
 
 class TestEncryptedDiskTier(TierContract):
@@ -124,6 +124,7 @@ class Medium:
     """A disk tier, encrypted, and what lies in its file for one chunk."""
 
     def __init__(self, path: Path, keys: Callable[[], dict[int, bytes]]) -> None:
+        self._path = path
         self.inner = disk(path)
         self.tier = EncryptedTier(self.inner, AtRestKeys(keys, os.urandom))
 
@@ -136,8 +137,9 @@ class Medium:
         """Put *sealed* where *info* lies, past the tier."""
         place = self.inner.file_place(info.key)
         assert place is not None
-        extent = self.inner._extents.by_number[place.extent]
-        self.inner._extents.write(extent, place.offset, sealed)
+        with (self._path / "extents" / f"{place.extent:04}.kv").open("r+b") as file:
+            file.seek(place.offset)
+            file.write(sealed)
 
 
 @pytest.fixture

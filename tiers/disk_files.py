@@ -1,0 +1,596 @@
+"""Data files of the disk tier: preallocated, each of one tenant, spread over folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+import structlog
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    PermissionDeniedError,
+    TierUnavailableError,
+)
+from kvstore.tiers.allocator import FreeList
+from kvstore.tiers.base import DEFAULT_TENANT
+from kvstore.tiers.disk_io import (
+    BLOCK_BYTES,
+    TIER,
+    FileIO,
+    allocate_file,
+    free_bytes,
+    no_direct,
+    read_signed_line,
+    refused,
+    remove_made,
+    signed_line,
+    sync_folder,
+    take_lock,
+    write_durably,
+)
+
+FOLDER_RETRY_S = 5.0
+"""How long nothing is put into one of several folders after it failed."""
+
+_FILE_NAME = re.compile(r"(\d{4,})\.kv")
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+_GONE = "it is gone: look the chunk up anew"
+
+logger = structlog.get_logger(__name__)
+
+
+class DiskConfig(NamedTuple):
+    """A folder of the tier, and how much of it the tier takes."""
+
+    path: Path
+    capacity_bytes: int
+
+
+class DirectoryId(NamedTuple):
+    """Which folder this is: number ``position``, from 0, of ``folders`` of the set ``set_id``."""
+
+    set_id: str
+    position: int
+    folders: int
+
+    def line(self) -> bytes:
+        """Return what the folder's file ``DISK`` says."""
+        return signed_line(f"kvstore disk-set 1 {self.set_id} {self.position} {self.folders}")
+
+    @classmethod
+    def read(cls, path: Path) -> DirectoryId | None:
+        """Return what the folder *path* says it is; None when it says nothing.
+
+        Raises TierUnavailableError when that is damaged, or of an unknown version.
+        """
+        words = read_signed_line(path / "DISK", "disk-set", 1)
+        return None if words is None else cls(words[0], int(words[1]), int(words[2]))
+
+
+class DataFile:
+    """One file of frames. It has one owner from its first frame until it is deleted.
+
+    The lock of ``DataFiles`` guards ``free`` and ``owner``; nobody owns a blank file, to which
+    nothing was ever written. ``is_known`` is False for a file of which nobody knows whose bytes
+    it ever held: it is never shared. The descriptor is closed with the last reference, so that
+    a read or sync under way never meets a closed one.
+    """
+
+    __slots__ = (
+        "directory", "fd", "free", "is_known", "number", "owner", "size_bytes", "sync_failures",
+    )  # fmt: skip
+
+    def __init__(self, directory: DiskDirectory, number: int, size_bytes: int) -> None:
+        self.directory = directory
+        self.number = number
+        self.size_bytes = size_bytes
+        self.fd = -1
+        self.free = FreeList(size_bytes, BLOCK_BYTES)
+        self.owner: str | None = None
+        self.is_known = True
+        self.sync_failures = 0
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self.directory.path / "extents" / f"{self.number:04d}.kv"
+
+    def is_blank(self) -> bool:
+        """Whether nothing was ever written to it, as far as its file system can tell."""
+        try:
+            os.lseek(self.fd, 0, os.SEEK_DATA)
+        except OSError as error:
+            return error.errno == errno.ENXIO
+        return False
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
+
+
+class DiskDirectory:
+    """The lock, the format and the data files of one folder.
+
+    Each data file has a number that no other file of the tier ever had or will have. ``files``
+    are those there are, by number and with the sizes they are to have; ``wanted`` has the sizes
+    of those that are still to be made. A folder keeps the file size it was created with.
+    ``failure`` says why nothing is put here until ``retry_at_s``.
+    """
+
+    def __init__(self, config: DiskConfig, file_bytes: int, spare_bytes: int) -> None:
+        """Own the folder and plan its capacity there, floored to whole blocks.
+
+        *spare_bytes* must be free besides. A larger capacity than last time adds files, a
+        smaller one deletes those with the highest numbers. Raises TierUnavailableError, taking
+        back what was created.
+        """
+        sizes = (("capacity_bytes", config.capacity_bytes), ("file_bytes", file_bytes))
+        for name, value in sizes:
+            if value < BLOCK_BYTES:
+                raise InvalidRequestError(name, value, f"give at least {BLOCK_BYTES}")
+        self.path = config.path
+        self.capacity_bytes = config.capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self.file_bytes = file_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self.used_bytes = 0
+        self.files: dict[int, DataFile] = {}
+        self.wanted: list[int] = []
+        self.last: dict[str, DataFile] = {}
+        """Where a tenant last found room: a commit then has few files to sync."""
+        self.failure = ""
+        self.retry_at_s = 0.0
+        self._lock_fd = -1
+        self.made: list[Path] = []
+        """What this start created, in order."""
+        self._former_bytes: dict[Path, int] = {}
+        """Sizes of the files that this start enlarged."""
+        try:
+            self._own(spare_bytes)
+        except (OSError, TierUnavailableError) as error:
+            self.discard()
+            if isinstance(error, OSError):
+                raise TierUnavailableError(TIER, self._explain(error)) from error
+            raise
+
+    def _own(self, spare_bytes: int) -> None:
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
+        if self.path.stat().st_mode & stat.S_IRWXO:
+            fix = f"chmod 700 {self.path}"
+            logger.warning("other users can look into the disk's folder", fix=fix)
+        self._lock_fd = take_lock(self.path)
+        words = read_signed_line(self.path / "FORMAT", TIER, 1)
+        if words is not None:
+            self.file_bytes = int(words[0])
+        elif (self.path / "extents").exists() or (self.path / "index").exists():
+            raise refused(self.path, "has no FORMAT beside its extents or index")
+        self._plan(spare_bytes)
+        if words is None:
+            self.made += [self.path / "FORMAT", self.path / "FORMAT.new"]
+            write_durably(self.path / "FORMAT", signed_line(f"kvstore {TIER} 1 {self.file_bytes}"))
+        folder = self.path / "extents"
+        if not folder.is_dir():
+            self.made.append(folder)
+            folder.mkdir(mode=0o700)
+
+    def _plan(self, spare_bytes: int) -> None:
+        """Keep the files of the lowest numbers, grow those that were cut, and want the rest.
+
+        Refuses, before a file is touched, what does not fit: else the disk would fill up.
+        """
+        left, need = self.capacity_bytes, self.capacity_bytes + spare_bytes
+        sizes: dict[int, int] = {}
+        for number, path in self._existing():
+            size = path.stat().st_size // BLOCK_BYTES * BLOCK_BYTES
+            sizes[number] = min(size, self.file_bytes, left)
+            left -= sizes[number]
+        for number, size in sizes.items():
+            grown = min(self.file_bytes - size, left)
+            left -= grown
+            if size + grown:
+                file = self.files[number] = DataFile(self, number, size + grown)
+                need -= min(file.size_bytes, file.path.stat().st_blocks * 512)
+        if need > (free := free_bytes(self.path)):
+            reason = f"{self.path} needs {need} more bytes and has {free} free"
+            fix = "give the tier less capacity, or a larger disk"
+            raise TierUnavailableError(TIER, f"{reason}: {fix}")
+        full, rest = divmod(left, self.file_bytes)
+        self.wanted = [self.file_bytes] * full + [rest] * (rest > 0)
+
+    def fill(self, first_number: int) -> None:
+        """Make every planned file, the new ones with numbers from *first_number* on.
+
+        What is beyond the capacity is deleted last. Raises TierUnavailableError; ``discard``
+        then takes back what was made.
+        """
+        try:
+            for file in self.files.values():
+                former = file.path.stat().st_size
+                if former < file.size_bytes and file.path.is_file():
+                    self._former_bytes[file.path] = former
+                allocate_file(file.path, file.size_bytes, is_new=False)
+            for number, size in enumerate(self.wanted, start=first_number):
+                file = DataFile(self, number, size)
+                self.made.append(file.path)
+                allocate_file(file.path, size)
+                self.files[number] = file
+            for number, path in self._existing():
+                if number not in self.files and path.is_file():
+                    path.unlink()
+            sync_folder(self.path / "extents")
+            sync_folder(self.path)
+        except OSError as error:
+            raise TierUnavailableError(TIER, self._explain(error)) from error
+
+    def discard(self) -> None:
+        """Take back what this start created, then close. The lock file stays.
+
+        Whoever opened the lock file before it was unlinked would hold a lock on nothing.
+        """
+        remove_made(self.made)
+        for path, size in self._former_bytes.items():
+            os.truncate(path, size)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and release the lock. Idempotent."""
+        for file in self.files.values():
+            file.close()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _existing(self) -> list[tuple[int, Path]]:
+        """Return the numbers and paths of the data files there are, ascending."""
+        folder = self.path / "extents"
+        names = os.listdir(folder) if folder.is_dir() else []
+        found = [match for name in names if (match := _FILE_NAME.fullmatch(name))]
+        return sorted((int(match[1]), folder / match[0]) for match in found)
+
+    def _explain(self, error: OSError) -> str:
+        path, reason = self.path, error.strerror
+        if error.errno in _NO_SPACE:
+            what = f"{path} cannot hold {self.capacity_bytes} bytes, {free_bytes(path)} are free"
+            return f"{what} ({reason}): give the tier less capacity, or a larger disk"
+        if error.errno in _NO_DESCRIPTORS:
+            return f"{path}: {reason}: raise the open files limit, or use larger data files"
+        return f"{path}: {reason}: give a folder that this process can create and write"
+
+
+class DataFiles:
+    """The data files of all folders: room in them, and what is done to their bytes.
+
+    Room is handed out so that each file has the frames of one tenant, and folders fill up in
+    proportion to their size. ``lock`` is the one lock of the tier: it guards ``by_number``, what
+    is free and who owns what. Methods that say so run under it; none of those does I/O.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[DiskConfig],
+        file_bytes: int,
+        index_bytes: int,
+        io: FileIO,
+        clock: Callable[[], float],
+    ) -> None:
+        """Own every folder and check that they are those of one tier, in their order.
+
+        *file_bytes* counts only for a new folder. *index_bytes* must be free in the first one
+        besides. *clock* gives monotonic seconds. Raises TierUnavailableError, taking back
+        what was created.
+        """
+        self.lock = Lock()
+        self.by_number: dict[int, DataFile] = {}
+        self.directories: list[DiskDirectory] = []
+        self._next_number = 0
+        self._missing: list[tuple[DiskDirectory, int]] = []
+        """Files that were deleted and could not be made anew yet."""
+        self.io = io
+        self._clock = clock
+        try:
+            for config in configs:
+                if self.directories:
+                    file_bytes, index_bytes = self.directories[0].file_bytes, 0
+                self.directories.append(DiskDirectory(config, file_bytes, index_bytes))
+            _check_ids([directory.path for directory in self.directories])
+        except (KVStoreError, OSError):
+            self.discard()
+            raise
+        self.capacity_bytes = sum(one.capacity_bytes for one in self.directories)
+        for directory in self.directories:
+            # A number that is taken: the folder is new, and its files a broken-off start's.
+            for number in directory.files.keys() & self.by_number.keys():
+                directory.wanted.append(directory.files.pop(number).size_bytes)
+            self.by_number |= directory.files
+
+    @property
+    def used_bytes(self) -> int:
+        """What is taken of ``capacity_bytes``. Under the lock."""
+        return sum(directory.used_bytes for directory in self.directories)
+
+    def open(self, owners: Mapping[int, str]) -> None:
+        """Make the files that are missing, open all, and give those in *owners* to theirs.
+
+        A file that nobody owns is blank, or made anew. One with chunks and no owner is from
+        before files had owners, or its owner's row was lost: it serves them, and is never
+        shared. No number in *owners* is given to a new file. Raises TierUnavailableError.
+        """
+        found = set(self.by_number)
+        self._next_number = 1 + max([*owners, *found], default=-1)
+        for directory in self.directories:
+            directory.fill(self._next_number)
+            self._next_number += len(directory.wanted)
+            self.by_number |= directory.files
+        for file in self.by_number.values():
+            self._open(file)
+        try:
+            for file in list(self.by_number.values()):
+                file.owner = owners.get(file.number)
+                if file.owner is None and file.free.used_bytes:
+                    file.owner, file.is_known = DEFAULT_TENANT, False
+                elif file.owner is None and file.number in found and not file.is_blank():
+                    self._remove(file)
+                    file.path.unlink()
+                    self._make(file.directory, file.size_bytes)
+            self._mark_ids()
+        except OSError as error:
+            reason = f"{self.directories[0].path}: {error.strerror}"
+            raise TierUnavailableError(TIER, reason) from error
+
+    def _mark_ids(self) -> None:
+        """Write into each of several folders which one it is, the first one last."""
+        first = DirectoryId.read(self.directories[0].path)
+        if first is None and len(self.directories) == 1:
+            return
+        set_id = os.urandom(16).hex() if first is None else first.set_id
+        for position, directory in reversed(list(enumerate(self.directories))):
+            wanted = DirectoryId(set_id, position, len(self.directories))
+            found = DirectoryId.read(directory.path)
+            if found is None:
+                directory.made.append(directory.path / "DISK")
+            if found != wanted:
+                write_durably(directory.path / "DISK", wanted.line())
+
+    def _open(self, file: DataFile) -> None:
+        directory = file.directory
+        try:
+            file.fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | self.io.open_flags)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self.io.open_flags:
+                raise no_direct(directory.path, error) from None
+            raise TierUnavailableError(TIER, f"{file.path}: {error.strerror}") from error
+        try:
+            self.io.check(file.fd)
+        except OSError as error:
+            raise no_direct(directory.path, error) from None
+
+    def _make(self, directory: DiskDirectory, size_bytes: int) -> None:
+        """Make a blank file with a number of its own. Raises TierUnavailableError."""
+        with self.lock:
+            file = DataFile(directory, self._next_number, size_bytes)
+            self._next_number += 1
+        try:
+            allocate_file(file.path, size_bytes)
+            sync_folder(file.path.parent)
+        except OSError as error:
+            with suppress(OSError):
+                file.path.unlink(missing_ok=True)
+            reason = f"{file.path} cannot be created: {error.strerror}"
+            raise TierUnavailableError(TIER, reason) from error
+        self._open(file)
+        with self.lock:
+            self.by_number[file.number] = directory.files[file.number] = file
+
+    def _remove(self, file: DataFile) -> None:
+        """Take *file* out of use. Under the lock."""
+        del self.by_number[file.number], file.directory.files[file.number]
+        if file.owner is not None and file.directory.last.get(file.owner) is file:
+            del file.directory.last[file.owner]
+
+    # --- room, under the lock
+
+    def allocate(self, tenant: str, size_bytes: int) -> tuple[DataFile, int, bool] | None:
+        """Take room for a frame: the file, the offset, and whether the file is new to the
+        tenant. None when there is none, however much is free elsewhere.
+        """
+        usable = [one for one in self.directories if self._is_usable(one)]
+        for directory in sorted(usable, key=lambda one: one.used_bytes / one.capacity_bytes):
+            file = _find_room(directory, tenant, size_bytes)
+            if file is not None:
+                is_new, file.owner = file.owner is None, tenant
+                offset = file.free.allocate(size_bytes)
+                assert offset is not None
+                directory.used_bytes += size_bytes
+                directory.last[tenant] = file
+                return file, offset, is_new
+        return None
+
+    def reserve_at(self, number: int, offset: int, size_bytes: int) -> bool:
+        """Take exactly the range of a frame that was found; False if any of it is taken."""
+        file = self.by_number.get(number)
+        if file is None or not file.free.reserve_at(offset, size_bytes):
+            return False
+        file.directory.used_bytes += file.free.rounded(size_bytes)
+        return True
+
+    def free(self, file: DataFile, offset: int, size_bytes: int) -> None:
+        """Free the room of a frame."""
+        file.free.free_range(offset, size_bytes)
+        file.directory.used_bytes -= file.free.rounded(size_bytes)
+
+    def _find_empty(self, tenant: str, size_bytes: int) -> DataFile | None:
+        for file in self.by_number.values():
+            is_theirs = file.owner not in (None, tenant) and not file.free.used_bytes
+            if is_theirs and file.size_bytes >= size_bytes and self._is_usable(file.directory):
+                return file
+        return None
+
+    def _is_usable(self, directory: DiskDirectory) -> bool:
+        """Whether frames may be put there; after a failure only once in a while."""
+        return not directory.failure or self._clock() >= directory.retry_at_s
+
+    # --- files
+
+    def reassign(
+        self, tenant: str, size_bytes: int, note_owner: Callable[[int, str | None], None]
+    ) -> None:
+        """Put a blank file in the place of an empty one of another tenant's, if there is any.
+
+        A new file and not the old one wiped: processes of the former tenant may still have that
+        open, and would see whatever comes next. Until they close it the disk may lack the room
+        for another; then the file is missing, and made when there is. *note_owner* is called
+        under the lock. Raises TierUnavailableError.
+        """
+        with self.lock:
+            empty = self._find_empty(tenant, size_bytes)
+            if empty is not None:
+                self._remove(empty)
+                note_owner(empty.number, None)
+                self._missing.append((empty.directory, empty.size_bytes))
+        if empty is not None:
+            try:
+                empty.path.unlink(missing_ok=True)
+            except OSError as error:
+                reason = f"{empty.directory.path}: {error.strerror}"
+                raise TierUnavailableError(TIER, reason) from error
+            del empty  # its room is free when its descriptor is closed
+        with self.lock:
+            missing, self._missing = self._missing, []
+        try:
+            while missing:
+                self._make(*missing[-1])
+                missing.pop()
+        except TierUnavailableError:
+            with self.lock:
+                self._missing += missing
+
+    def open_shared(self, number: int, tenant: str) -> int:
+        """Return a new descriptor of a data file, read-only and the caller's to close.
+
+        Raises InvalidRequestError for an unknown file or one whose history is unknown,
+        PermissionDeniedError for another tenant's.
+        """
+        with self.lock:
+            file = self.by_number.get(number)
+            owner = None if file is None or not file.is_known else file.owner
+        if file is None or owner is None:
+            raise InvalidRequestError("extent", number, _GONE)
+        if owner != tenant:
+            raise PermissionDeniedError(f"extent {number} belongs to another tenant")
+        try:
+            # By its name, which no other file ever has: a copy of our own could be written to.
+            return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise InvalidRequestError("extent", number, _GONE) from None
+        except OSError as error:
+            raise self._failed(file, "open", error) from error
+
+    def read(self, file: DataFile, offset: int, outs: Sequence[Bytes]) -> None:
+        """Fill *outs* from *offset* on. Raises TierUnavailableError."""
+        try:
+            is_whole = self.io.read(file.fd, offset, outs)
+        except OSError as error:
+            raise self._failed(file, "read", error) from error
+        if not is_whole:
+            is_partial = self._has_others(file.directory)
+            raise TierUnavailableError(TIER, f"{file.path} ends early", is_partial=is_partial)
+
+    def write(self, file: DataFile, offset: int, data: Bytes) -> None:
+        """Put *data* at *offset*. Raises TierUnavailableError."""
+        try:
+            self.io.write(file.fd, offset, data)
+        except OSError as error:
+            raise self._failed(file, "write", error) from error
+        file.directory.failure = ""
+
+    def sync(self, file: DataFile) -> None:
+        """Make what was written to *file* durable.
+
+        Raises TierUnavailableError. After a failure the kernel may have dropped any byte not
+        yet durable, and the next call succeeds all the same: whoever wrote before must compare
+        ``sync_failures``.
+        """
+        try:
+            os.fdatasync(file.fd)
+        except OSError as error:
+            file.sync_failures += 1
+            raise self._failed(file, "sync", error) from error
+
+    def _failed(self, file: DataFile, verb: str, error: OSError) -> TierUnavailableError:
+        """Note the failure, and leave the folder alone for a while if there are others."""
+        reason = f"{verb} of {file.path}: {error.strerror}"
+        is_partial = self._has_others(file.directory)
+        if is_partial:
+            file.directory.failure = reason
+            file.directory.retry_at_s = self._clock() + FOLDER_RETRY_S
+        return TierUnavailableError(TIER, reason, is_partial=is_partial)
+
+    def _has_others(self, directory: DiskDirectory) -> bool:
+        return any(other is not directory and not other.failure for other in self.directories)
+
+    def discard(self) -> None:
+        """Close everything and take back what this start made."""
+        for directory in reversed(self.directories):
+            directory.discard()
+        self.io.close()
+
+    def close(self) -> None:
+        """Close the files, then release the folders. Idempotent."""
+        for directory in self.directories:
+            directory.close()
+        self.io.close()
+
+
+def _find_room(directory: DiskDirectory, tenant: str, size_bytes: int) -> DataFile | None:
+    """Return a file of the tenant's with room for a frame, else a blank one."""
+    last = directory.last.get(tenant)
+    if last is not None and last.free.largest_free_bytes >= size_bytes:
+        return last
+    blank = None
+    for file in directory.files.values():
+        if file.free.largest_free_bytes >= size_bytes:
+            if file.owner == tenant:
+                return file
+            if file.owner is None and blank is None:
+                blank = file
+    return blank
+
+
+def _check_ids(paths: Sequence[Path]) -> None:
+    """Refuse folders that are not those of one tier, in their order.
+
+    New folders may come behind those the tier has. Raises TierUnavailableError, naming the
+    folder that is missing or another's.
+    """
+    first, *others = map(DirectoryId.read, paths)
+    if first is not None and first.position:
+        raise refused(paths[0], f"is disk {first.position} of its tier: give its disk 0 first", "")
+    known = 1 if first is None else first.folders
+    if known > len(paths):
+        reason = f"is the first of {known} folders and {len(paths)} are given: give them all"
+        raise refused(paths[0], reason, "")
+    for position, (path, found) in enumerate(zip(paths[1:], others, strict=True), start=1):
+        is_ours = first is not None and found is not None and found[:2] == (first[0], position)
+        if position < known and not is_ours:
+            what = "empty" if found is None else f"disk {found.position} of tier {found.set_id}"
+            reason = f"should be disk {position} of the tier and is {what}: mount it"
+            raise refused(path, reason, "")
+        is_free = found is None and not (path / "index").exists()
+        if position >= known and not (is_ours or is_free):
+            raise refused(path, "belongs to another disk tier")
