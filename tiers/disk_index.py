@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from threading import Condition, Thread
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import lmdb
+import structlog
 
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import (
@@ -22,8 +24,14 @@ from kvstore.proto.errors import (
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.wire import pack_info, unpack_info
 from kvstore.tiers.disk_files import DataFile, DataFiles
-from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, allocate_file, remove_made, sync_folder
-from kvstore.tiers.lmdb_pages import LmdbReader
+from kvstore.tiers.disk_io import (
+    BLOCK_BYTES,
+    TIER,
+    allocate_file,
+    read_lmdb,
+    remove_made,
+    sync_folder,
+)
 
 DEFAULT_INDEX_BYTES = 256 << 20
 """Room for about 600,000 rows. Allocated at start, like the data files."""
@@ -49,6 +57,9 @@ _CHECKSUM = struct.Struct("<Q")
 _OWNER_KEY = struct.Struct(">6sI")
 _OWNER_TAG = b"extent"
 _OWNER_VERSION = 1
+_FRESH_STEP = 10_000
+
+logger = structlog.get_logger(__name__)
 
 
 class IndexRow(NamedTuple):
@@ -144,8 +155,8 @@ class DiskIndex:
         """Return the usable rows in order of sealing, ready to commit.
 
         *claim* says whether a row's place is free; of two that overlap the one sealed later is
-        asked first. When anything is unusable a new file is written from the other rows, so
-        that LMDB only ever maps pages that were checked. Raises TierUnavailableError.
+        asked first. A child process reads the rows, and a fresh file is written from them: this
+        process never maps a page that it has not written. Raises TierUnavailableError.
         """
         try:
             rows = self._open(claim)
@@ -250,56 +261,86 @@ class DiskIndex:
         return rows
 
     def _recover(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
-        reader = LmdbReader(self._file)
-        rows = []
-        for key, value in reader.rows():
+        packed: dict[bytes, bytes] = {}
+        status = read_lmdb(self._file, "forward", packed)
+        if status not in (0, -signal.SIGKILL):
+            read_lmdb(self._file, "backward", packed)
+        found = len(packed)
+        rows: list[IndexRow] = []
+        for key in list(packed):
             try:
                 if key.startswith(_OWNER_TAG) and len(key) == _OWNER_KEY.size:
-                    file, tenant = unpack_owner(key, value)
+                    file, tenant = unpack_owner(key, packed[key])
                     self.owners[file] = tenant
                 else:
-                    rows.append(unpack_row(key, value))
+                    rows.append(unpack_row(key, packed[key]))
             except InvalidFrameError:
-                self.dropped += 1
+                del packed[key]
         rows.sort(key=lambda row: row.sequence, reverse=True)
-        kept = [row for row in rows if claim(row)]
+        kept: list[IndexRow] = []
+        for row in rows:
+            if claim(row):
+                kept.append(row)
+            else:
+                del packed[row.info.key]
         kept.reverse()
-        self.dropped += reader.damage + len(rows) - len(kept)
-        if self.dropped:
-            self._rewrite(kept)
+        self.dropped += found - len(packed) + (status != 0)
+        if status:
+            left = f"starts with the {len(kept)} chunks it found" if kept else "starts empty"
+            event = f"the disk tier's index is damaged: the tier {left}"
+            logger.warning(event, index=str(self._file), status=status)
+        self._rewrite(sorted(packed.items()))
         return kept
 
-    def _rewrite(self, rows: list[IndexRow]) -> None:
-        """Replace the file by one with just *rows*; a crash leaves the old or the new one."""
+    def _rewrite(self, rows: list[PackedRow]) -> None:
+        """Replace the file by one with just *rows*; a crash leaves the old or the new one.
+
+        Where there is no room for both, the old one goes first.
+        """
         draft = self._path / "draft"
         draft.mkdir(mode=0o700, exist_ok=True)
-        (draft / "data.mdb").unlink(missing_ok=True)
-        env = _open_environment(draft, max(self._index_bytes, self._file.stat().st_size))
+        map_bytes = max(self._index_bytes, self._file.stat().st_size)
         try:
-            with env.begin(write=True) as transaction:
-                for owner in self.owners.items():
-                    transaction.put(*pack_owner(*owner))
-                for row in rows:
-                    transaction.put(row.info.key, pack_row(row))
-        finally:
-            env.close()
+            _write_fresh(draft, map_bytes, rows)
+        except lmdb.Error:
+            self._file.unlink()
+            _write_fresh(draft, map_bytes, rows)
         (draft / "data.mdb").rename(self._file)
         draft.rmdir()
         sync_folder(self._path)
+
+
+def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
+    """Make an index of sorted *rows* in the folder *path*, durably. Raises lmdb.Error."""
+    (path / "data.mdb").unlink(missing_ok=True)
+    env = _open_environment(path, map_bytes, sync=False)
+    try:
+        for start in range(0, len(rows), _FRESH_STEP):
+            with env.begin(write=True) as transaction:
+                transaction.cursor().putmulti(rows[start : start + _FRESH_STEP], append=True)
+        env.sync(True)
+    finally:
+        env.close()
 
 
 def _steps(changes: Sequence[T]) -> Iterator[Sequence[T]]:
     return (changes[start : start + _STEP] for start in range(0, len(changes), _STEP))
 
 
-def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:
+def _open_environment(path: Path, index_bytes: int, *, sync: bool = True) -> lmdb.Environment:
     """Never writemap: a full or shortened file would then be a SIGBUS.
 
     The folder's lock keeps other processes out and the tier commits from one thread at a
     time, so LMDB's own lock file is not needed.
     """
     return lmdb.open(
-        str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600
+        str(path),
+        map_size=index_bytes,
+        writemap=False,
+        lock=False,
+        max_dbs=0,
+        mode=0o600,
+        sync=sync,
     )
 
 

@@ -6,18 +6,21 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Condition, Lock
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Condition, Lock, Timer
 from typing import ClassVar
 
 import numpy as np
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, checksum, copy_bytes
-from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.file_sums import FileGroups, can_sum, read_summed
 
 TIER = "disk"
@@ -29,8 +32,48 @@ BOUNCE_BUFFERS = 8
 """Whoever needs one more waits."""
 PROBE_BYTES = 1 << 20
 """Distance of the bytes that ``is_near`` looks for in the page cache."""
+READ_LIMIT_S = 60.0
+"""How long an index may take to read at start; what was read by then is what is left of it."""
 _MAX_PARTS = 1024
 """IOV_MAX of Linux."""
+_HEAD = struct.Struct("<HI")
+_OTHER_VERSION = 3
+
+_READER = """
+import sys
+sys.path[:] = sys.argv[3:]
+import lmdb, mmap, os, resource, signal, struct
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+path, is_backward = sys.argv[1], sys.argv[2] == "backward"
+file = open(path, "rb")
+try:
+    env = lmdb.open(path, subdir=False, readonly=True, lock=False)
+except lmdb.Error:
+    head = file.read(2 * mmap.PAGESIZE)
+    first, second = head[16:24], head[mmap.PAGESIZE + 16 :][:8]
+    is_whole = first == second and first[:4] == bytes.fromhex("dec0efbe")
+    sys.exit(3 if is_whole and first[4] != 1 else 1)
+used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+os.posix_fadvise(file.fileno(), 0, used, os.POSIX_FADV_WILLNEED)
+last, count, out = None, 0, sys.stdout.buffer
+with env.begin(buffers=True) as transaction:
+    cursor = transaction.cursor()
+    for key, value in cursor.iterprev() if is_backward else cursor.iternext():
+        key, value = bytes(key), value[:8192]
+        if last is not None and (key >= last if is_backward else key <= last):
+            sys.exit(1)
+        out.write(struct.pack("<HI", len(key), len(value)) + key)
+        out.write(value)
+        last, count = key, count + 1
+sys.exit(count != env.stat()["entries"])
+"""
+"""Writes out the rows of an LMDB file, in order of keys, and exits with 0 if it met no damage,
+with ``_OTHER_VERSION`` where both meta pages are of another version of LMDB.
+
+LMDB trusts its pages: a zeroed one aborts the process, a missing one is a SIGBUS. Keys out of
+order are damage too, and could make a walk endless. Values are cut to 8 KiB.
+"""
 
 
 class FileIO(ABC):
@@ -371,3 +414,37 @@ def take_lock(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
+    """Add the rows of an LMDB file that may be damaged to *rows*, read by a child process.
+
+    *direction* is forward or backward. Return the child's exit status: 0 when it read all,
+    -SIGKILL when it took too long. Raises OSError, and InvalidFrameError when the file is of
+    another version of LMDB.
+    """
+    with file.open("rb") as stream:
+        left = os.fstat(stream.fileno()).st_size
+    command = [sys.executable, "-c", _READER, str(file), direction, *sys.path]
+    # In a session of its own: a Ctrl-C that is meant for the server would look like damage.
+    with Popen(  # noqa: S603 - no shell, and a program of our own
+        command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+    ) as child:
+        assert child.stdout is not None
+        limit = Timer(READ_LIMIT_S, child.kill)
+        limit.start()
+        try:
+            while len(head := child.stdout.read(_HEAD.size)) == _HEAD.size:
+                key_bytes, value_bytes = _HEAD.unpack(head)
+                row = child.stdout.read(key_bytes + value_bytes)
+                rows[row[:key_bytes]] = row[key_bytes:]
+                left -= len(row)
+                if left < 0:  # more than the file can hold
+                    child.kill()
+                    break
+            child.wait()
+        finally:
+            limit.cancel()
+    if child.returncode == _OTHER_VERSION:
+        raise InvalidFrameError("index", str(file), "it is of another version of LMDB")
+    return child.returncode

@@ -154,7 +154,7 @@ def test_no_edit_of_a_value_in_redis_is_ever_wrong_bytes(
     assert server.counter("corrupt_chunks") + server.counter("lost_chunks")
 
 
-@pytest.mark.parametrize("damage", ["flips", "gone"])
+@pytest.mark.parametrize("damage", ["flips", "gone", "cut", "zeros"])
 def test_a_damaged_index_costs_chunks_and_never_right_ones(
     make_server: ServerMaker, tmp_path: Path, damage: str
 ) -> None:
@@ -169,6 +169,10 @@ def test_a_damaged_index_costs_chunks_and_never_right_ones(
         used = len(bytes(data).rstrip(b"\0"))
         for _ in range(200):
             data[draw.randrange(used)] ^= 1 << draw.randrange(8)
+    if damage == "cut":
+        del data[3 * 4096 :]
+    if damage == "zeros":
+        data[2 * 4096 :] = bytes(len(data) - 2 * 4096)
     index.unlink()
     if damage != "gone":
         index.write_bytes(data)

@@ -47,7 +47,6 @@ from kvstore.tiers.disk_index import (
     unpack_owner,
     unpack_row,
 )
-from kvstore.tiers.lmdb_pages import LmdbReader
 from kvstore.tiers.redis_manifest import Manifest, parse_manifest
 from kvstore.tiers.redis_reply import parse_reply
 
@@ -128,16 +127,6 @@ def lmdb_row(data: bytes) -> None:
 def lmdb_owner(data: bytes) -> None:
     """A row that says whose an extent is."""
     unpack_owner(owner_key(1), data)
-
-
-def lmdb_file(data: bytes) -> None:
-    """The index's file itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "data.mdb"
-        path.write_bytes(data)
-        for key, value in LmdbReader(path).rows():
-            assert isinstance(key, bytes)
-            assert isinstance(value, bytes)
 
 
 def peer_wanted(data: bytes) -> None:
@@ -275,7 +264,6 @@ TARGETS: dict[str, Target] = {
     "redis_reply": redis_reply,
     "lmdb_row": lmdb_row,
     "lmdb_owner": lmdb_owner,
-    "lmdb_file": lmdb_file,
     "chunk_info": chunk_info,
     "config": config,
     "peer_wanted": peer_wanted,
@@ -301,7 +289,6 @@ SEEDS: dict[str, list[bytes]] = {
     "redis_reply": [b"*2\r\n$3\r\nabc\r\n:1\r\n"],
     "lmdb_row": [pack_row(IndexRow(_INFO, 1, 0, 7))],
     "lmdb_owner": [pack_owner(1, "default")[1]],
-    "lmdb_file": [],
     "chunk_info": [],
     "config": [b"cpu_size: 8GiB\ntiers: cpu,disk\n"],
     "peer_wanted": [pack_wanted([_INFO.key] * 3)],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import lmdb
 import pytest
 from contracts.chunks import make_info
 from hypothesis import given
@@ -143,6 +144,25 @@ def test_rewritten_index_survives_a_leftover_of_a_broken_off_rewrite(tmp_path: P
     index.close()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.mdb"]
     assert index.open(lambda row: True) == [kept]
+    index.close()
+
+
+def test_index_is_read_again_where_there_is_no_room_for_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row_of(seed, sequence=seed) for seed in range(200)]
+    store(tmp_path, [(row.info.key, pack_row(row)) for row in rows])
+    opened = lmdb.open
+
+    def full(path: str, **options: object) -> lmdb.Environment:
+        if path.endswith("draft") and (tmp_path / "data.mdb").exists():
+            raise lmdb.DiskError("No space left on device")
+        return opened(path, **options)
+
+    monkeypatch.setattr(lmdb, "open", full)
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    assert index.open(lambda row: True) == rows
+    assert index.dropped == 0
     index.close()
 
 
