@@ -488,8 +488,10 @@ class DiskTier(Tier):
 
     def _remove(self, key: ChunkKey) -> bool:
         """Forget a chunk and free its room. Return whether it was there."""
-        found = self._locate(key)
-        if found is not None:
-            self._chunks.remove(self._chunks.find(key))
-            self._files.free(*found)
-        return found is not None
+        row = self._chunks.find(key)
+        area, offset, size_bytes = self._chunks.spot(row)
+        if area == NO_AREA:
+            return False
+        self._chunks.remove(row)
+        self._files.free(self._files.by_number[area - 1], offset, size_bytes)
+        return True
