@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -154,7 +155,7 @@ def test_index_is_read_again_where_there_is_no_room_for_two(
     store(tmp_path, [(row.info.key, pack_row(row)) for row in rows])
     opened = lmdb.open
 
-    def full(path: str, **options: object) -> lmdb.Environment:
+    def full(path: str, **options: Any) -> lmdb.Environment:
         if path.endswith("draft") and (tmp_path / "data.mdb").exists():
             raise lmdb.DiskError("No space left on device")
         return opened(path, **options)

@@ -139,7 +139,7 @@ class Medium:
         assert place is not None
         with (self._path / "extents" / f"{place.extent:04}.kv").open("r+b") as file:
             file.seek(place.offset)
-            file.write(sealed)
+            file.write(sealed.tobytes())
 
 
 @pytest.fixture
