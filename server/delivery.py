@@ -138,28 +138,42 @@ class Delivery:
 
         As PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered:
         hundreds at the price of a few through ``get``. Call ``were_told`` when the reader knows
-        them. None where there is GPU memory to which a second read would promote them.
+        them. Where there is GPU memory, to which a second read would promote others, only those
+        that are there.
         """
         transfers = self._transfers
         if transfers.gpu is not None:
-            return np.empty(0, PLACE_ROW)
+            return self._in_gpu(keys, least) if Reach.device in reach else np.empty(0, PLACE_ROW)
         in_cpu, *in_files = self._catalog.held(self.place_names(reach), keys, least)
         rows = np.frombuffer(transfers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
         rows["reach"][~in_cpu] = Reach.none
         held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
         rows = rows[: self._add_others(keys, rows, held, least, peers)]
         rows["tier"][rows["reach"] == Reach.peer] = len(self.place_names(reach))
+        return self._counted(rows)
+
+    def _in_gpu(self, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[Any]:
+        """Do what ``in_place`` does, of GPU memory alone."""
+        gpu, tier = self._transfers.gpu, self._transfers.gpu_tier
+        assert gpu is not None
+        assert tier is not None
+        (held,) = self._catalog.held([gpu.name], keys, least)
+        count = len(held) if held.all() else int(held.argmin())
+        return self._counted(np.frombuffer(tier.place_rows(keys[:count]), PLACE_ROW))
+
+    def _counted(self, rows: NDArray[Any]) -> NDArray[Any]:
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
 
     def place_names(self, reach: Collection[Reach], peers: Collection[int] = ()) -> list[str]:
-        """Return the tiers that a reader of *reach* and *peers* reads in place, but for a device's.
+        """Return the tiers that a reader of *reach* and *peers* reads in place.
 
-        That of peers is the last.
+        That of a device is the first, that of peers the last.
         """
+        gpu = self._transfers.gpu if Reach.device in reach else None
         filed = self._transfers.filed if Reach.file in reach else None
-        there = (self._transfers.cpu, filed, self._transfers.peers if peers else None)
+        there = (gpu, self._transfers.cpu, filed, self._transfers.peers if peers else None)
         return [shelf.name for shelf in there if shelf is not None]
 
     def _add_others(
