@@ -244,6 +244,7 @@ _SENTENCES = {
     Fate.evicted: "evicted{where} {ago}",
     Fate.corrupt: "found damaged and dropped{where} {ago}",
     Fate.unreadable: "dropped{where} {ago}, as only a server with other codecs can read it",
+    Fate.codec_removed: "dropped{where} {ago}, as its codec was removed from kvstore",
     Fate.lost: "gone{where} without our doing, found out {ago}",
     Fate.deleted: "deleted {ago}, by request or because a client found it damaged",
     Fate.expired: "dropped{where} {ago}, as its time to live was up",

@@ -33,7 +33,7 @@ FAULTS: Mapping[str, str] = {
     "shed_calls": "calls refused, as too many waited",
     "expired_leases": "leases that ended by their time",
     "peer_failures": "requests that another server did not answer",
-    "unreadable_chunks": "shared copies that only others can read",
+    "unreadable_chunks": "copies of a removed codec, or that only others can read",
 }
 """Counters that say that something is wrong, or full."""
 
