@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.prospects import Sighting
+from kvstore.server.index.queries import Sighting
 from kvstore.server.known_spaces import Differing, KnownSpaces, Space, nearest
 from kvstore.server.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.policy.state_admission import StateAdmission
@@ -153,7 +153,7 @@ class Explainer:
 
     def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> Facts:
         """Return what is known of a chunk now, in some microseconds."""
-        seen = self._catalog.sighting(key)
+        seen = self._catalog.queries.sighting(key)
         outcome = None if seen.copies else self._outcomes.of(key)
         down = {}
         for name in seen.copies:
@@ -209,7 +209,7 @@ class Explainer:
         found.sort(key=lambda one: not one[2])
         # Counting goes through the whole index, so few are counted.
         counted = [
-            Near(other, differing, self._catalog.count_in(other.namespace), has_tokens)
+            Near(other, differing, self._catalog.queries.count_in(other.namespace), has_tokens)
             for other, differing, has_tokens in found[:_COUNTED]
         ]
         return [near for near in counted if near.chunks][:MAX_NEAR]

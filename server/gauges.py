@@ -69,7 +69,7 @@ def _peers(manager: TierManager) -> list[Gauge]:
 
 
 def _directory(manager: TierManager) -> list[Gauge]:
-    directory = manager.catalog.directory
+    directory = manager.directory
     if directory is None:
         levels = (0, 0, 0, 0)
     else:
@@ -93,7 +93,7 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
         ("known_chunks", "chunks in the index", "", len(catalog)),
         ("ghost_chunks", "evicted chunks that policies remember", "", catalog.ghost_count()),
     ]
-    contents, variants, left_out, priority_bytes = catalog.content_counts()
+    contents, variants, left_out, priority_bytes = manager.blends.contents.counts()
     gates = manager.blends.gates.open_count()
     rows += [
         ("blend_contents", "contents that blending finds chunks by", "", contents),
@@ -119,6 +119,6 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
             ("tier_up", "0 while the tier is left alone", name, float(not status.reason)),
             ("tier_load_bytes_per_second", "mean speed of loads", name, status.load_bytes_per_s),
             ("tier_codec", "number of the codec in frames", name, status.codec_id),
-            *_policy(name, catalog.policy_report(name)),
+            *_policy(name, catalog.eviction.policy_report(name)),
         ]
     return rows

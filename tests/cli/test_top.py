@@ -120,5 +120,5 @@ def test_hints_reach_the_server_by_every_way_to_connect(make_server: ServerMaker
         assert known.mortal_count == before + 3, transport
         with client.lease(keys) as lease:
             lease.release(Hints(priority=7))
-        row = server.node.manager.catalog._index.row(keys[0])
+        row = server.node.manager.catalog.state.index.row(keys[0])
         assert known.priority(row) == 7, transport
