@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.queries import Sighting
+from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.known_spaces import Differing, KnownSpaces, Space, nearest
 from kvstore.server.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.policy.state_admission import StateAdmission
@@ -42,7 +42,7 @@ class Facts(NamedTuple):
     key: ChunkKey
     least: Fidelity
     at_s: float
-    seen: Sighting
+    seen: ChunkStatus
     outcome: Outcome | None
     down: Mapping[str, str]
 
@@ -153,7 +153,7 @@ class Explainer:
 
     def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> Facts:
         """Return what is known of a chunk now, in some microseconds."""
-        seen = self._catalog.queries.sighting(key)
+        seen = self._catalog.queries.status(key)
         outcome = None if seen.copies else self._outcomes.of(key)
         down = {}
         for name in seen.copies:

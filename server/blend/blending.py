@@ -18,7 +18,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.layers import layer_order
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import ChunkKey, Fidelity, LayerKind
-from kvstore.server.blend.contents import Contents, Likenesses
+from kvstore.server.blend.contents import Contents, Matches
 from kvstore.server.blend.gates import Gates
 from kvstore.server.blend.variant_choice import AskedSegment, ChoiceTerms, VariantChoice
 from kvstore.server.index.finder import Finder
@@ -134,11 +134,11 @@ class Blending:
 
     def _found(
         self, session: Session, question: Question, asked: AskedSegment, *, approximate: bool
-    ) -> list[Likenesses]:
+    ) -> list[Matches]:
         tiers = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
-        found: list[Likenesses] = []
+        found: list[Matches] = []
         for start in range(0, len(asked.chunks), CHUNKS_AT_ONCE):
-            found += self.contents.likenesses(
+            found += self.contents.matches(
                 session.namespace,
                 asked.chunks[start : start + CHUNKS_AT_ONCE],
                 question.least,

@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
     fidelity: Fidelity
 
 
-class Likenesses(NamedTuple):
+class Matches(NamedTuple):
     """What there is of one chunk: itself, or others with its content, and its priorities."""
 
     is_exact: bool
@@ -92,7 +92,7 @@ class Contents:
 
     # --- what is there
 
-    def likenesses(
+    def matches(
         self,
         space: Namespace,
         chunks: Sequence[AskedChunk],
@@ -100,7 +100,7 @@ class Contents:
         tiers: Sequence[str | None],
         *,
         approximate: bool,
-    ) -> list[Likenesses]:
+    ) -> list[Matches]:
         """Return what there is of each chunk on *tiers*, the best first, of *least* or better.
 
         None stands for a tier that is not to be read. Without *approximate* only the chunks
@@ -117,7 +117,7 @@ class Contents:
                 priority = b""
                 if others:
                     priority = self._state.knowledge.priorities.levels(space + chunk.content)
-                found.append(Likenesses(exact is not None, [exact] if exact else others, priority))
+                found.append(Matches(exact is not None, [exact] if exact else others, priority))
             return found
 
     def _itself(

@@ -10,13 +10,13 @@ from itertools import chain, islice
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.index.found import Turn
+from kvstore.server.index.found import EvictionRank
 from kvstore.server.index.state import CatalogState
 from kvstore.server.policy.partitions import PartitionedEviction, Quota
 from kvstore.server.policy_report import PolicyReport
 
 LOOKED_AT = 4096
-"""Victims that are gone through for one chunk's turn."""
+"""Victims that are gone through for one chunk's rank."""
 EXPIRED_AT_ONCE = 256
 
 
@@ -145,16 +145,16 @@ class EvictionState:
             rows = policy.victims_for(wanted.partition, stays, now)
         return self._state.knowledge.hints.in_order(rows, self._state.index.parent, len(policy))
 
-    def turn(self, tier: str, key: ChunkKey) -> Turn:
+    def rank(self, tier: str, key: ChunkKey) -> EvictionRank:
         """Return how many others *tier* would evict before *key*; nobody is."""
         with self._state.lock:
             self._state.journal.settle()
             row, before = self._state.index.row(key), 0
             for victim in islice(self._candidates(tier, EVERYBODY), LOOKED_AT):
                 if victim == row:
-                    return Turn(before)
+                    return EvictionRank(before)
                 before += 1
-            return Turn(before, is_at_least=True)
+            return EvictionRank(before, is_at_least=True)
 
     def unclaim(self, keys: Iterable[ChunkKey]) -> None:
         """The eviction is over, whatever became of it."""

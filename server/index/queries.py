@@ -26,7 +26,7 @@ _SAME_USE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
+class ReuseEstimate:
     """A chunk as an Offer needs it; ``context_tokens`` are those of the chunks before it.
 
     ``is_needed``: chunks with copies continue it and are of no use without it.
@@ -41,7 +41,7 @@ class Prospect:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class ChunkStatus:
     """What is known of one chunk now: its copies by tier, and what it is where it has none."""
 
     copies: Mapping[str, ChunkInfo]
@@ -132,7 +132,7 @@ class CatalogQueries:
                 if index.holders(row)
             ]  # fmt: skip
 
-    def prospect(self, key: ChunkKey, *, ahead: bool = True) -> Prospect | None:
+    def reuse_estimate(self, key: ChunkKey, *, ahead: bool = True) -> ReuseEstimate | None:
         """Return what is to be expected of a chunk; None when no tier has it.
 
         Hits and chance are told *ahead* only, as they take time.
@@ -145,7 +145,7 @@ class CatalogQueries:
             if not row:
                 return None
             forecast = known.forecast
-            return Prospect(
+            return ReuseEstimate(
                 index.size_bytes(index.holders(row)[0], row),
                 index.tokens(row),
                 index.context_tokens(row),
@@ -161,11 +161,11 @@ class CatalogQueries:
         with self._state.lock:
             return [self._state.index.tokens(self._state.index.row(key)) for key in keys]
 
-    def sighting(self, key: ChunkKey) -> Sighting:
+    def status(self, key: ChunkKey) -> ChunkStatus:
         """Return what is known of a chunk; nobody's use of it is counted."""
         with self._state.lock:
             index, row = self._state.index, self._state.index.row(key)
-            return Sighting(
+            return ChunkStatus(
                 index.copies(row),
                 self._in_flight.is_written(key),
                 self._in_flight.is_promised(key),

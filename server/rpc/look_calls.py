@@ -55,7 +55,7 @@ class LookCalls:
     def _rank(self, key: ChunkKey, chunk: pb.ChunkStat) -> None:
         catalog = self._manager.catalog
         for copy in chunk.copies:
-            turn = catalog.eviction.turn(copy.tier, key)
+            turn = catalog.eviction.rank(copy.tier, key)
             copy.before, copy.at_least = turn.before, turn.is_at_least
             copy.policy = catalog.eviction.policy_report(copy.tier).follows
 

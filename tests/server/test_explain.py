@@ -46,7 +46,7 @@ from kvstore.proto.types import (
 )
 from kvstore.proto.wire import REFUSED, fidelity_number
 from kvstore.server.explain import Facts
-from kvstore.server.index.queries import Sighting
+from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.miss_log import (
     MAX_COUNTS,
     MAX_MISSES,
@@ -402,7 +402,7 @@ def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: Local
 
 def test_the_log_of_misses_and_reports_is_bounded() -> None:
     log = MissLog(FakeClock())
-    seen = Sighting({}, is_pending=False, is_promised=False, is_ghost=False, is_expired=False)
+    seen = ChunkStatus({}, is_pending=False, is_promised=False, is_ghost=False, is_expired=False)
     facts = Facts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
     for number in range(MAX_MISSES + 20):
         one = session_of(number)

@@ -40,7 +40,7 @@ def state(catalog: Catalog, keys: int) -> list[object]:
     saved = catalog.save().state.chunks
     saved = saved[np.argsort(saved["key"])][["key", "flops", "hits", "turns", "own", "priority"]]
     told: list[object] = [
-        (catalog.copies(key(n)), catalog.eviction.turn("peer", key(n)), catalog.is_held(key(n)))
+        (catalog.copies(key(n)), catalog.eviction.rank("peer", key(n)), catalog.is_held(key(n)))
         for n in range(keys)
     ]
     return [*told, catalog.eviction.count_on("peer"), saved.tolist()]
