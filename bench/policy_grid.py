@@ -15,10 +15,9 @@ CONVERSATION = "mooncake_conversation_trace"
 SIZES = ("1%", "5%", "10%", "25%")
 """Of the trace's footprint."""
 
-SINGLE = ("hit_density", "lru", "gdsf", "lfu", "s3fifo")
-"""What adaptive is held to: the default first. The others of the registry hit less everywhere."""
+POLICIES = ("hit_density", "lru", "gdsf", "lfu", "s3fifo")
+"""The default first."""
 
-ADAPTIVE = "adaptive"
 WORKERS = 2
 
 
@@ -46,8 +45,7 @@ def replay(cell: Cell) -> Outcome:
 
 def all_cells(traces: Iterable[str], sizes: Sequence[str] = SIZES) -> list[Cell]:
     """Return a cell for each trace, size and policy, the longest first."""
-    policies = (ADAPTIVE, *SINGLE)
-    return [Cell(trace, size, name) for trace in traces for name in policies for size in sizes]
+    return [Cell(trace, size, name) for trace in traces for name in POLICIES for size in sizes]
 
 
 def fill(cells: Sequence[Cell], workers: int = WORKERS) -> Grid:

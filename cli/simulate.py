@@ -18,7 +18,7 @@ from kvstore.cli.trace_files import SegmentLine, TraceLines, read_trace
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.registry import POLICIES, make_policy
+from kvstore.server.policy.registry import POLICIES, instead_of, make_policy
 from kvstore.server.policy.replay import BlockReplay
 from kvstore.server.settings.units import parse_size
 
@@ -88,7 +88,7 @@ def names_of(policies: str, model: str) -> list[str]:
     names = list(known) if policies == "all" else policies.split(",")
     for name in names:
         if name not in known:
-            raise InvalidRequestError("policy", name, f"one of {', '.join(known)}, or all")
+            raise InvalidRequestError("policy", name, instead_of(name, (*known, "or all")))
     return names
 
 

@@ -320,7 +320,7 @@ class Copies:
             return len(self._policies[tier])
 
     def policy_report(self, tier: str) -> PolicyReport:
-        """Return what the policy of *tier* does, and why."""
+        """Return whom *tier* evicts by, and what its partitions take."""
         known, policy = self.knowledge, self._policies[tier]
         name = known.policy_names.get(tier, type(policy).__name__)
         with self._lock:

@@ -46,7 +46,6 @@ class HitDensityEviction(LeafFirstEviction):
         history: History,
         *,
         weighs_flops: bool = False,
-        is_guarded: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class HitDensityEviction(LeafFirstEviction):
         self._tick = 0
         self._flops = self._flops_bytes = 0.0
         self.fallbacks = 0
-        self._guard = RegretGuard(has_budget=is_guarded)
+        self._guard = RegretGuard()
         self._is_full = False
         history.followers.append(self._requeue)
         history.watchers.append(self._compare)
@@ -205,10 +204,6 @@ class HitDensityEviction(LeafFirstEviction):
             count = len(self) / self._guard.share
             self._guard.lru_age_s = self._history.table.recency_s(report.time_s, count)
 
-    def decide_as(self, other: HitDensityEviction) -> None:
-        """Do as LRU does when *other* does: one like this, that sees what its own choices hit."""
-        self._guard.prefers_lru = other._guard.prefers_lru
-
     # --- questions
 
     def promise(self, row: int, time_s: float) -> float:
@@ -222,15 +217,6 @@ class HitDensityEviction(LeafFirstEviction):
         self._is_full = True
         choice = VictimChoice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
         return self._named(choice, keep)
-
-    def victims_by_use(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """Yield whom LRU would evict, in order; else as ``victims``."""
-        return self._named(VictimChoice(self, self._history.time_s(now_s), is_lru=True), keep)
-
-    def victims_unguarded(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """Yield whom to evict by hit density even while LRU would hit more; else as ``victims``."""
-        is_lru = not self._guard.is_warm
-        return self._named(VictimChoice(self, self._history.time_s(now_s), is_lru=is_lru), keep)
 
     @override
     def first_victims(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
@@ -374,14 +360,3 @@ class HitDensityEviction(LeafFirstEviction):
                 and last_s[parent] == since_s
             )
             row = parent if is_same else choice.take_after(row)
-
-
-class UnguardedHitDensityEviction(HitDensityEviction):
-    """As HitDensityEviction, but for the guard that does as LRU does while LRU would hit more.
-
-    For who compares it with LRU himself, and knows what it would hit while it is not followed:
-    the guard knows that of LRU alone, and so is slow to let go.
-    """
-
-    def __init__(self, history: History) -> None:
-        super().__init__(history, is_guarded=False)

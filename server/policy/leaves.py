@@ -292,22 +292,6 @@ class LeafFirstEviction(EvictionPolicy):
             else:
                 heapq.heappush(bared, (rank(parent), parent))
 
-    def in_order(self, rows: Iterator[int], keep: Callable[[int], bool]) -> Iterator[int]:
-        """Yield those of *rows*, each named once, that are here and may go in that order.
-
-        Left out are those that are kept, and those that come before what continues them.
-        """
-        left: dict[int, int] = {}
-        for row in rows:
-            if not row < len(self._here) or not self._here[row]:
-                continue
-            if left.get(row, self._children[row]) or keep(row):
-                continue
-            yield row
-            parent = self._parents[row]
-            if parent:
-                left[parent] = left.get(parent, self._children[parent]) - 1
-
     @override
     def __len__(self) -> int:
         return self._count

@@ -14,7 +14,6 @@ from kvstore.server.policy.checkpoint_ghosts import NO_GHOSTS, GhostLimits
 from kvstore.server.policy.checkpoint_ranks import GdsfRank, LeafLruRank, LruRank
 from kvstore.server.policy.checkpoints import Tokens
 from kvstore.server.policy.hybrid_model import HybridModel
-from kvstore.server.policy.state_adaptive import AdaptiveStates
 from kvstore.server.policy.state_cache import MakeRank, StateCache, States
 from kvstore.server.policy.state_tuning import MarconiStates
 
@@ -65,9 +64,6 @@ _MAKERS: dict[str, Callable[[HybridModel, int], States]] = {
     "marconi": MarconiStates,
     "gdsf": lambda model, size: _ranked(model, size, GdsfRank),
     "hit_density": lambda model, size: _ranked(model, size, HitDensityRank),
-    "adaptive": lambda model, size: AdaptiveStates(
-        model, size, {"hit_density": HitDensityRank, "lru": LruRank}
-    ),
 }
 
 HYBRID_POLICIES = tuple(_MAKERS)

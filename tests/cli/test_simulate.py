@@ -102,7 +102,7 @@ def test_leaf_lru_hits_what_was_published_of_the_conversation_trace(
 
 
 def test_the_same_trace_gives_the_same_hits(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = (str(SMALL), "--policy", "adaptive,s3fifo", "--capacity", "5%")
+    argv = (str(SMALL), "--policy", "hit_density,s3fifo", "--capacity", "5%")
     runs = [as_json(capsys, *argv) for _ in range(2)]
     for one in (row for rows in runs for row in rows):
         del one["requests_per_s"]
@@ -133,6 +133,7 @@ def test_a_hybrid_model_is_simulated_on_token_traces(capsys: pytest.CaptureFixtu
     ("argv", "words"),
     [
         (("--policy", "best"), "policy='best'"),
+        (("--policy", "adaptive"), "policy='adaptive': hit_density, which replaces adaptive"),
         (("--policy", "lru,"), "policy=''"),
         (("--capacity", "-1"), "capacity='-1'"),
         (("--capacity", "5 %%"), "5% of the trace"),

@@ -101,7 +101,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "assets": str(tmp_path), "policy": "lru,disk=gdsf", "tenant_quotas": "acme=1GiB:1MiB",
         "category_terms": "batch=10min:1GiB", "redis_write": "auto", "disk_copies": "exclusive",
         "blend_ratio": "0.4", "blend_agreement": "0.9", "blend_divergence": "0.1",
-        "state_admission": "judicious", "adapt_tenants": "acme,zeta",
+        "state_admission": "judicious",
         "blend_shadows": "0.1", "auth_keys": write(tmp_path / "api-keys", ""),
         "jwt_algorithm": "RS256", "jwt_issuer": "https://issuer",
         "open_pages": "true", "http_tls": "true",
@@ -371,6 +371,17 @@ def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
     message = refused("--config", both)
     assert f"is {name} too; give one of the two" in message
     assert "redis://" not in message
+
+
+def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_wherever_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix = "use --policy hit_density, which replaces it"
+    assert f"flags='--adapt-tenants': {fix}" in refused("--adapt-tenants=acme")
+    path = write(tmp_path / "g.yaml", "adapt_tenants: acme\n")
+    assert f"adapt_tenants='***': {fix} (from {path})" in refused("--config", path)
+    monkeypatch.setenv("KVSTORE_ADAPT_TENANTS", "acme")
+    assert f"{fix} (from KVSTORE_ADAPT_TENANTS)" in refused()
 
 
 def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

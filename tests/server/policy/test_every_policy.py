@@ -59,7 +59,7 @@ class TestHitDensity(NamedPolicyContract):
     name = "hit_density"
 
 
-ELSEWHERE = {"adaptive", "lru"}
+ELSEWHERE = {"lru"}
 """Held to the contract in files of their own."""
 
 

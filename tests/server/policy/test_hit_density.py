@@ -236,30 +236,6 @@ def test_who_falls_behind_lru_does_as_lru_until_the_budget_has_grown() -> None:
     assert not guard.prefers_lru
 
 
-def test_without_a_budget_only_what_is_to_be_learnt_from_is_waited_for() -> None:
-    guard = RegretGuard(has_budget=False)
-    guard.lru_age_s = 50.0
-    guard.judge(*report([], 1000, WARM_REQUESTS - 1))
-    assert guard.prefers_lru
-    guard.judge(*report([], 1000, 1))
-    guard.judge(*report([1.0] * 900, 1000))
-    assert not guard.prefers_lru
-
-
-def test_its_own_victims_can_be_asked_for_while_the_guard_prefers_lru() -> None:
-    tier = Tier()
-    for chunk in (1, 2):
-        tier.store(chunk, NO_ROW, float(chunk))
-    tier.ask(4.0, 1)
-    tier.promise(1, 0.001)
-    tier.promise(2, 0.5)
-    tier.policy._guard.prefers_lru = True
-    for is_warm, named in ((False, [2, 1]), (True, [1, 2])):
-        tier.policy._guard.is_warm = is_warm
-        assert list(tier.policy.victims_unguarded(keep_none, 5.0)) == named
-        assert tier.victims(5.0) == [2, 1]
-
-
 def test_who_hits_more_than_lru_is_let_be() -> None:
     guard = RegretGuard()
     guard.lru_age_s = 50.0
