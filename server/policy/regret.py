@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from kvstore.server.policy.asked_report import Report
 
-BUDGET = 0.002
+BUDGET = 0.005
 """Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds
-gone is lost besides, and not known before: so there is nothing on top of that share."""
+gone is lost besides, and not known before: so there is nothing on top of that share. A smaller
+share is used up by less than one prompt of a small cache, and then nothing more is learnt."""
 
 WARM_REQUESTS = 100
 """Requests from which to learn before anything is done otherwise than LRU does it."""

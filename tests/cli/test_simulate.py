@@ -16,6 +16,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.registry import POLICIES
 
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
+AGENTS = TRACES / "dev_agentappend_sps0.25_art7.5_n60.jsonl"
 CONVERSATION = TRACES / "mooncake_conversation_trace.jsonl"
 SMALL = TRACES / "dev_chat_lmsyslike_sps1_n100.jsonl"
 
@@ -99,6 +100,14 @@ def test_leaf_lru_hits_what_was_published_of_the_conversation_trace(
     assert [round(100 * one["block_hit_rate"], 2) for one in found] == [5.25, 19.58]
     (half,) = [as_json(capsys, str(CONVERSATION), "--policy", "lru", "--from", "half")]
     assert round(100 * half["block_hit_rate"], 2) == 20.00
+
+
+def test_a_few_early_losses_do_not_keep_hit_density_from_hitting_more_than_lru(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = (str(AGENTS), "--policy", "lru,hit_density", "--capacity", "5%")
+    lru, ours = (one["block_hit_rate"] for one in as_json(capsys, *argv))
+    assert ours > lru + 0.08
 
 
 def test_the_same_trace_gives_the_same_hits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from kvstore.server.policy.density import AGE_BINS
 from kvstore.server.policy.history import NO_FACTS, Facts, History
 from kvstore.server.policy.hit_density import CAP_S, HitDensityEviction
 from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.regret import WARM_REQUESTS, RegretGuard
+from kvstore.server.policy.regret import BUDGET, WARM_REQUESTS, RegretGuard
 
 
 class Tier:
@@ -225,15 +225,16 @@ def test_who_falls_behind_lru_does_as_lru_until_the_budget_has_grown() -> None:
     guard = RegretGuard()
     guard.lru_age_s = 50.0
     guard.judge(*report([], 1000, WARM_REQUESTS))
-    guard.judge(*report([1.0] * 4 + [90.0] * 40, 1000))
-    assert not guard.prefers_lru  # four of two thousand
-    guard.judge(*report([1.0] * 12, 1000))
+    share = round(1000 * BUDGET)
+    guard.judge(*report([1.0] * 2 * share + [90.0] * 40, 1000))
+    assert not guard.prefers_lru  # all of the budget of two thousand, and no more
+    guard.judge(*report([1.0] * 6 * share, 1000))
     assert guard.prefers_lru
     for _ in range(4):
         guard.judge(*report([], 1000))
         assert guard.prefers_lru
     guard.judge(*report([], 1000))
-    assert not guard.prefers_lru
+    assert not guard.prefers_lru  # eight shares of eight thousand
 
 
 def test_who_hits_more_than_lru_is_let_be() -> None:
