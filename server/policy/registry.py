@@ -11,11 +11,7 @@ from kvstore.server.policy.history import History
 
 _PLACES = {
     "lru": "lru:LruEviction",
-    "lfu": "lfu:LfuEviction",
-    "gdsf": "gdsf:GdsfEviction",
-    "s3fifo": "s3fifo:S3FifoEviction",
     "marconi": "marconi:MarconiEviction",
-    "marconi_linear": "marconi:MarconiLinearEviction",
     "hit_density": "hit_density:HitDensityEviction",
     "discard_bit": "discard_bit:DiscardBitEviction",
     "learned": "learned:LearnedEviction",
@@ -24,7 +20,13 @@ _PLACES = {
 POLICIES = tuple(_PLACES)
 """The names there are."""
 
-REPLACED = {"adaptive": "hit_density"}
+REPLACED = {
+    "adaptive": "hit_density",
+    "gdsf": "hit_density",
+    "lfu": "hit_density",
+    "marconi_linear": "hit_density",
+    "s3fifo": "hit_density",
+}
 """Names that are gone, and what to write instead."""
 
 _HAVE_DEADLINES = {"hit_density", "learned"}

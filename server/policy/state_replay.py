@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.checkpoint_density import HitDensityRank
 from kvstore.server.policy.checkpoint_ghosts import NO_GHOSTS, GhostLimits
-from kvstore.server.policy.checkpoint_ranks import GdsfRank, LeafLruRank, LruRank
+from kvstore.server.policy.checkpoint_ranks import LeafLruRank, LruRank
 from kvstore.server.policy.checkpoints import Tokens
 from kvstore.server.policy.hybrid_model import HybridModel
 from kvstore.server.policy.state_cache import MakeRank, StateCache, States
@@ -62,7 +62,6 @@ _MAKERS: dict[str, Callable[[HybridModel, int], States]] = {
     "lru": lambda model, size: _ranked(model, size, LruRank),
     "sglang": lambda model, size: StateCache(model, size, NO_GHOSTS, LeafLruRank),
     "marconi": MarconiStates,
-    "gdsf": lambda model, size: _ranked(model, size, GdsfRank),
     "hit_density": lambda model, size: _ranked(model, size, HitDensityRank),
 }
 

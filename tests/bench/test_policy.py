@@ -13,10 +13,9 @@ from bench.policy_costs import (
     bare_loop_per_s,
     bytes_per_node,
     eviction_us,
-    read_blocks,
     state_bytes_per_node,
 )
-from bench.policy_grid import POLICIES, Cell, all_cells, fill, worst_gap
+from bench.policy_grid import POLICIES, Cell, all_cells, fill, read_blocks, worst_gap
 from bench.report import Report
 
 from kvstore.cli.simulate import Outcome
@@ -56,7 +55,7 @@ def test_the_worst_gap_is_to_the_best_of_the_others_where_it_is_widest() -> None
 def test_the_grid_has_every_policy_at_every_size_and_each_is_replayed_alike() -> None:
     cells = all_cells([SMALL], ["1%", "5%"])
     assert {cell.policy for cell in cells} == set(POLICIES)
-    assert len(cells) == 2 * 5
+    assert len(cells) == 2 * 6
     some = [cell for cell in cells if cell.policy in ("lru", "hit_density")]
     ours, others = fill(some, 1), fill(some, 2)
     assert [one.block_hit_rate for one in ours.values()] == [

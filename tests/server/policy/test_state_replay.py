@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.checkpoint_density import HitDensityRank
 from kvstore.server.policy.checkpoint_ghosts import NO_GHOSTS, GhostLimits
-from kvstore.server.policy.checkpoint_ranks import GdsfRank, LeafLruRank, LruRank
+from kvstore.server.policy.checkpoint_ranks import LeafLruRank, LruRank
 from kvstore.server.policy.hybrid_model import HYBRID_7B, HybridModel
 from kvstore.server.policy.state_cache import MakeRank, StateCache, States
 from kvstore.server.policy.state_replay import (
@@ -129,7 +129,7 @@ def test_pinned_states_are_not_evicted_and_what_does_not_fit_beside_them_is_refu
     assert [node.held for node in leased] == [False, True]
 
 
-@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, GdsfRank, HitDensityRank])
+@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, HitDensityRank])
 def test_with_everything_leased_all_is_refused_and_nothing_moves(make_rank: MakeRank) -> None:
     capacity = 3 * SMALL.state_bytes + 12 * SMALL.kv_bytes_per_token
     cache = StateCache(SMALL, capacity, GhostLimits(99, 999), make_rank)
@@ -270,8 +270,8 @@ def test_marconi_tunes_alpha_once_after_five_times_the_requests_of_its_first_evi
 
 
 def test_a_policy_without_a_form_for_states_is_refused_with_those_that_have_one() -> None:
-    with pytest.raises(InvalidRequestError, match=r"policy='s3fifo'.*lru, sglang.*hit_density"):
-        StateReplay(HYBRID_7B, "s3fifo", 1)
+    with pytest.raises(InvalidRequestError, match=r"policy='learned'.*lru, sglang.*hit_density"):
+        StateReplay(HYBRID_7B, "learned", 1)
 
 
 def test_a_capacity_below_zero_is_refused() -> None:
