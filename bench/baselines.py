@@ -8,7 +8,6 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import ClassVar
 
 import numpy as np
 from typing_extensions import override
@@ -123,8 +122,6 @@ class GdsfEviction(HeapedEviction):
     moves to the least priority there is when one does: a deletion cannot push it ahead.
     """
 
-    ranks_by_history: ClassVar[bool] = False
-
     def __init__(self, history: History) -> None:
         self._keys: list[int] = [0]
         """The priority of each row, then when it was used, in one number: what orders the heap."""
@@ -133,11 +130,6 @@ class GdsfEviction(HeapedEviction):
         self._uses = array("H", [0])
         self._densities = array("f", [0.0])
         self._clock = 0
-
-    @property
-    @override
-    def ranks_by_flops(self) -> bool:
-        return True
 
     @override
     def _extend(self, count: int) -> None:

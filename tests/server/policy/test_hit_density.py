@@ -24,9 +24,9 @@ from kvstore.server.policy.regret import BUDGET, WARM_REQUESTS, RegretGuard
 class Tier:
     """A policy that has learnt what the test says, and a history that tells it of events."""
 
-    def __init__(self, *, weighs_flops: bool = False, clock: Callable[[], float] | None = None):
+    def __init__(self, *, clock: Callable[[], float] | None = None):
         self.history = History()
-        self.policy = HitDensityEviction(self.history, weighs_flops=weighs_flops, clock=clock)
+        self.policy = HitDensityEviction(self.history, clock=clock)
         self.policy._guard.prefers_lru = False
 
     def store(
@@ -105,14 +105,6 @@ def test_an_end_of_few_tokens_is_worth_what_a_whole_chunk_is_by_byte() -> None:
     tier.store(1, NO_ROW, 1.0, size_bytes=400)
     tier.store(2, 1, 1.0, Facts(tokens_full=False), size_bytes=10)
     assert tier.policy._worth[2] == tier.policy._worth[1]
-
-
-def test_prefill_counts_where_it_is_asked_to() -> None:
-    for weighs_flops, order in ((False, [1, 2]), (True, [2, 1])):
-        tier = Tier(weighs_flops=weighs_flops)
-        tier.store(1, NO_ROW, 1.0, Facts(flops=9e9))
-        tier.store(2, NO_ROW, 2.0, Facts(flops=1e9))
-        assert tier.victims(2.5) == order
 
 
 def test_a_hint_moves_a_chunk_among_those_that_had_it() -> None:
