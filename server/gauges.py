@@ -9,7 +9,7 @@ from kvstore.proto.blend import GateView
 from kvstore.server.manager import TierManager
 from kvstore.server.metrics import Gauge
 from kvstore.server.policy.partitions import Quota
-from kvstore.server.policy_report import PartitionUse, PolicyReport, known_ratios
+from kvstore.server.policy_report import PartitionUse, PolicyReport
 
 if TYPE_CHECKING:  # its file loads zmq
     from kvstore.server.cluster.peer_tier import PeerTier
@@ -19,15 +19,11 @@ SHOWN_GATES = 64
 
 
 def _policy(tier: str, report: PolicyReport) -> list[Gauge]:
-    named = {"tier": tier, "policy": report.follows}
+    named = {"tier": tier, "policy": report.name}
     rows: list[Gauge] = [
         ("tier_policy", "1 for the policy that says whom to evict", named, 1.0),
-        ("tier_policy_switches", "times that the policy followed another", tier, report.switches),
         ("tier_policy_fallbacks", "rankings that took too long", tier, report.fallbacks),
     ]
-    for name, ratio in (report.hit_ratios or {report.follows: math.nan}).items():
-        labels = {"tier": tier, "policy": name}
-        rows.append(("candidate_hit_ratio", "chunks a policy would hit, lately", labels, ratio))
     for scale, ratio in (report.curve or {1.0: math.nan}).items():
         labels = {"tier": tier, "scale": f"{scale:g}"}
         rows.append(("what_if_hit_ratio", "hit ratio at so many times the size", labels, ratio))
@@ -37,12 +33,6 @@ def _policy(tier: str, report: PolicyReport) -> list[Gauge]:
             ("partition_used_bytes", "bytes of a tenant or category", labels, one.used_bytes),
             ("partition_quota_bytes", "its quota, 0 for none", labels, one.quota.limit_bytes),
         ]
-        ratios = known_ratios(one.choice) if one.choice else {}
-        for name, ratio in (ratios or {report.follows: math.nan}).items():
-            more = labels | {"policy": name}
-            rows.append(("partition_hit_ratio", "chunks a policy would hit for it", more, ratio))
-        followed = labels | {"policy": one.choice.policy if one.choice else report.follows}
-        rows.append(("partition_policy", "1 for the policy it is evicted by", followed, 1.0))
     return rows
 
 

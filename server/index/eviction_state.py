@@ -184,7 +184,7 @@ class EvictionState:
             return len(self._state.policies[tier])
 
     def policy_report(self, tier: str) -> PolicyReport:
-        """Return what the policy of *tier* does, and why."""
+        """Return which policy *tier* evicts by, and what its partitions take."""
         known, policy = self._state.knowledge, self._state.policies[tier]
         name = known.policy_names.get(tier, type(policy).__name__)
         with self._state.lock:

@@ -57,7 +57,7 @@ class LookCalls:
         for copy in chunk.copies:
             turn = catalog.eviction.rank(copy.tier, key)
             copy.before, copy.at_least = turn.before, turn.is_at_least
-            copy.policy = catalog.eviction.policy_report(copy.tier).follows
+            copy.policy = catalog.eviction.policy_report(copy.tier).name
 
     def List(
         self, request: pb.ListRequest, context: grpc.ServicerContext

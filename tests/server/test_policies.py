@@ -15,8 +15,8 @@ from kvstore.server.config import load_config
 from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.policies import Policies
 from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.gdsf import GdsfEviction
 from kvstore.server.policy.lru import LruEviction
+from kvstore.server.policy.marconi import MarconiEviction
 from kvstore.server.policy.partitions import PartitionedEviction
 from kvstore.server.policy.registry import POLICIES, make_policy
 from kvstore.server.settings.units import GIB, MIB
@@ -29,10 +29,10 @@ CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
 
 
 def test_each_tier_has_the_policy_that_was_named_for_it() -> None:
-    policies = Policies(load_config(["--policy", "gdsf,disk=lru"]), CAPACITIES)
-    assert isinstance(policies.by_tier["cpu"], GdsfEviction)
+    policies = Policies(load_config(["--policy", "marconi,disk=lru"]), CAPACITIES)
+    assert isinstance(policies.by_tier["cpu"], MarconiEviction)
     assert isinstance(policies.by_tier["disk"], LruEviction)
-    assert policies.knowledge.policy_names == {"cpu": "gdsf", "disk": "lru"}
+    assert policies.knowledge.policy_names == {"cpu": "marconi", "disk": "lru"}
 
 
 def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:

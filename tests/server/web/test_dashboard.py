@@ -78,7 +78,7 @@ def test_the_page_has_what_the_server_did(served: LocalServer) -> None:
     assert client.representation.model_id in body
     assert '<dd id="now-hit-ratio">' in body
     assert "hit_density" in body
-    for name in ("now", "tiers", "hits", "flows", "latency", "policy", "prefixes", "faults"):
+    for name in ("now", "tiers", "hits", "flows", "latency", "prefixes", "faults"):
         assert f'<section id="{name}"' in body
     finds = served.node.counters.finds.snapshot()
     assert finds.tiers == {"cpu": 12}
