@@ -81,6 +81,6 @@ def load(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    threading.Lock = WatchedLock  # type: ignore[misc,assignment]
+    threading.Lock = WatchedLock  # type: ignore[assignment]
     load(Path(sys.argv[1]))
     print(*sorted(" -> ".join(places) for places in _nested), "done", sep="\n")

@@ -131,6 +131,8 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ended = False
         shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*_LEFT_OUT))
 
     def try_out(self, mutant: Mutant, until: float) -> str:
@@ -148,6 +150,12 @@ class Copy:
         unchanged = self._run(mutant, "without", until)
         return KILLED if unchanged is SURVIVED else FAILS_ANYWAY
 
+    def end(self) -> None:
+        """End the run that is under way, and begin no other."""
+        self._is_ended = True
+        if self._process is not None:
+            _end_group(self._process)
+
     def _write(self, file: Path, text: str) -> None:
         """Write *file* and forget its compiled form, which may look as new as the text."""
         file.write_text(text)
@@ -158,7 +166,7 @@ class Copy:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
         path = os.pathsep.join((str(self._folder / "src"), str(self._folder / "tests")))
         with (KEPT / f"{mutant.id}-{how}.txt").open("wb") as output:
-            process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [*command, *mutant.tests],
                 cwd=self._folder,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -170,9 +178,11 @@ class Copy:
             try:
                 status = process.wait(max(0.0, limit_s))
             except subprocess.TimeoutExpired:
-                return TIMED_OUT
+                return TIMED_OUT if limit_s == EACH_S else NOT_RUN
             finally:
                 _end_group(process)
+        if self._is_ended:
+            return NOT_RUN
         if status in _NO_TESTS:
             return BROKEN
         return KILLED if status else SURVIVED
@@ -191,9 +201,10 @@ def run_all(
     until = time.monotonic() + ALL_S
     KEPT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvstore-mutation-") as folder:
+        every = [Copy(Path(folder, str(number))) for number in range(workers)]
         copies: SimpleQueue[Copy] = SimpleQueue()
-        for number in range(workers):
-            copies.put(Copy(Path(folder, str(number))))
+        for one in every:
+            copies.put(one)
 
         def work(mutant: Mutant) -> tuple[str, Result]:
             copy, started = copies.get(), time.monotonic()
@@ -201,7 +212,8 @@ def run_all(
                 outcome = copy.try_out(mutant, until) if started < until else NOT_RUN
             finally:
                 copies.put(copy)
-            return mutant.id, Result(outcome, time.monotonic() - started, mutant.digest())
+            digest = "" if outcome is NOT_RUN else mutant.digest()
+            return mutant.id, Result(outcome, time.monotonic() - started, digest)
 
         with ThreadPoolExecutor(workers) as pool:
             waiting = [pool.submit(work, mutant) for mutant in mutants]
@@ -212,8 +224,9 @@ def run_all(
                     _keep(results)
                     yield name, result
             finally:
-                for one in waiting:
-                    one.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
+                for copy in every:
+                    copy.end()
 
 
 def _keep(results: Mapping[str, Result]) -> None:
@@ -263,6 +276,7 @@ def main(argv: list[str] | None = None) -> int:
         for one in chosen
         if not given.resume or results.get(one.id, Result("", 0.0)).digest != one.digest()
     ]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name, result in run_all(due, results, given.workers):
         print(f"{name}: {result.outcome}", file=sys.stderr, flush=True)
     print(table(chosen, results))
