@@ -100,6 +100,7 @@ class Delivery:
         passed over, as if they were not there.
         """
         near = _Near(self._near(reach), least, peers)
+        plan = self._catalog.read_plan(keys, least)
         delivered = 0
         origins: list[str] = []
         try:
@@ -108,15 +109,16 @@ class Delivery:
                     told = index + READ_AHEAD_CHUNKS if index else 1
                     self._read_ahead(keys[told : index + 2 * READ_AHEAD_CHUNKS])
                 if len(origins) <= index + LOADS_AHEAD_CHUNKS // 2:
-                    ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
-                    origins += [self._load(session, key_ahead, near)[0] for key_ahead in ahead]
-                arrival = self._arrive(session, index, key, deadline, near)
+                    ahead = range(len(origins), min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS))
+                    origins += [self._load(session, keys[at], near, plan[at])[0] for at in ahead]
+                arrival = self._leased(index, key, near, plan[index])
+                arrival = arrival or self._arrive(session, index, key, deadline, near)
                 if arrival is None:
                     break
                 delivered += 1
                 self._on_read(key)
                 self._counters.add("get_bytes", arrival.size_bytes)
-                self._promote_if_due(session, key, arrival.tier)
+                self._promote_if_due(session, key, arrival.tier, plan[index])
                 try:
                     yield replace(arrival, tier=origins[index] or arrival.tier)
                 finally:
@@ -249,12 +251,17 @@ class Delivery:
         filed = transfers.filed if Reach.file in reach else None
         return [shelf for shelf in (gpu, transfers.cpu, filed) if shelf is not None]
 
-    def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
-        """Copy a chunk up, in the background, when it is read a second time and worth its room."""
+    def _promote_if_due(
+        self, session: Session, key: ChunkKey, name: str, holders: Container[str] = ()
+    ) -> None:
+        """Copy a chunk up, in the background, when it is read a second time and worth its room.
+
+        *holders* had it when the get began.
+        """
         gpu = self._transfers.gpu
         elsewhere = (self._transfers.filed, self._transfers.peers)
         source = next((shelf for shelf in elsewhere if shelf and shelf.name == name), None)
-        wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
+        wants_gpu = gpu is not None and gpu.name not in holders
         if not (source or wants_gpu):
             return
         with self._lock:
@@ -292,9 +299,10 @@ class Delivery:
             if name in self._catalog.holders(key):
                 self._transfers.load(key, self._transfers.shelves[name], tenant)
 
-    def _load(self, session: Session, key: ChunkKey, near: _Near) -> tuple[str, Ticket | None]:
+    def _load(
+        self, session: Session, key: ChunkKey, near: _Near, holders: Sequence[str]
+    ) -> tuple[str, Ticket | None]:
         """Start loading *key* unless it is on a shelf of *near*; return the best holder's name."""
-        holders = self._catalog.holders(key, near.least)
         for shelf in near.shelves:
             if _is_in_place(shelf, key, holders):
                 return shelf.name, None
@@ -306,6 +314,15 @@ class Delivery:
             return shelf.name, ticket
         return "", None
 
+    def _leased(
+        self, index: int, key: ChunkKey, near: _Near, holders: Sequence[str]
+    ) -> Arrival | None:
+        """Return a chunk that was in place when the get began, and is as it is leased."""
+        for shelf in near.shelves:
+            if _is_in_place(shelf, key, holders):
+                return self._in_place(index, key, shelf.name, near.peers)
+        return None
+
     def _arrive(
         self,
         session: Session,
@@ -316,7 +333,8 @@ class Delivery:
     ) -> Arrival | None:
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._transfers.shelves)):
-            name, ticket = self._load(session, key, near)
+            holders = self._catalog.holders(key, near.least)
+            name, ticket = self._load(session, key, near, holders)
             if ticket is None:
                 return self._in_place(index, key, name, near.peers) if name else None
             try:

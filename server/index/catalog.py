@@ -315,6 +315,12 @@ class Catalog:
             rows = self.state.index.longest_prefix(keys, least)
             return [self.state.index.sizes(tier, rows, least)[0] for tier in tiers]
 
+    def read_plan(self, keys: Sequence[ChunkKey], least: Fidelity) -> list[list[str]]:
+        """Return, for each of leased *keys*, the tiers with such a copy of it now."""
+        index = self.state.index
+        with self.state.lock:
+            return [index.holders(index.row(key), least) for key in keys]
+
     def _readable(self, known: Rows, least: Fidelity, now_s: float) -> Rows:
         """Return the prefix of *known* rows that may be a hit."""
         return self.state.index.readable(self.knowledge.hints.unexpired(known, now_s), least)
