@@ -26,7 +26,7 @@ CHART_STAMP := $(CHART)/.installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long bench proto format format-check lint types floors redis chromium clean
+.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long mutants bench proto format format-check lint types floors redis chromium clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -154,6 +154,9 @@ soak-long: $(STAMP) redis ## what takes an hour: a million hostile frames, 10^9 
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_exact_values.py --exact-values 1000000000
 	$(BIN)/pytest -o timeout=7200 tests/e2e/test_kill9.py --kill-loops 50
+
+mutants: $(STAMP) redis ## break the code in 100 places and see that tests notice: 75 minutes at most; ARGS=... goes to it
+	$(BIN)/python -m tests.mutation $(ARGS)
 
 bench: $(STAMP) redis ## measure this machine's data paths, alone and beside peers, and print the tables
 	$(BIN)/python -m bench.local

@@ -81,11 +81,11 @@ class Control:
 
     def evict(self, tier: str, chunks: int) -> int:
         """Choose and forget *chunks* victims of *tier* as making room does; return how many."""
-        victims = self.catalog.claim_victims(tier, chunks * FRAME_BYTES, chunks)
+        victims = self.catalog.eviction.claim_victims(tier, chunks * FRAME_BYTES, chunks)
         for key in victims:
             self.catalog.cast_out(tier, key, even_if_held=False)
             self.catalog.swept(tier, key)
-        self.catalog.unclaim(victims)
+        self.catalog.eviction.unclaim(victims)
         return len(victims)
 
 

@@ -12,19 +12,18 @@ from bench.policy_costs import (
     bare_loop_per_s,
     bytes_per_node,
     eviction_us,
-    read_blocks,
     state_bytes_per_node,
 )
 from bench.policy_grid import (
-    ADAPTIVE,
     CONVERSATION,
-    SINGLE,
+    POLICIES,
     SIZES,
     TRACES,
     Cell,
     Grid,
     all_cells,
     fill,
+    read_blocks,
     replay,
     worst_gap,
 )
@@ -34,22 +33,20 @@ from bench.policy_tiers import BlockRequest, two_tier_keys, two_tier_table
 from bench.report import Report, parse_flags
 from kvstore.cli.trace_files import BlockLine, read_trace
 
-DEFAULT = SINGLE[0]
+DEFAULT = POLICIES[0]
 COSTS_SIZE = "5%"
 
 
 def compare(report: Report, traces: Sequence[str]) -> None:
-    """The grid: the default beside LRU, adaptive beside the best, and every cell in the table."""
+    """The grid: the default beside LRU, and every cell in the table."""
     grid = fill(all_cells(traces))
     if CONVERSATION in traces:
         add_conversation(report, grid)
     gap = worst_gap(grid, DEFAULT, ("lru",))
     report.add("worst_vs_lru", gap.points, gap.where, "at least -0.5")
-    gap = worst_gap(grid, ADAPTIVE, SINGLE)
-    report.add("adaptive_vs_best", gap.points, gap.where, "at least -0.5")
     for trace in traces:
         for size in SIZES:
-            found = {name: grid[Cell(trace, size, name)] for name in (*SINGLE, ADAPTIVE)}
+            found = {name: grid[Cell(trace, size, name)] for name in POLICIES}
             hits = ", ".join(f"{name} {one.block_hit_rate:.2%}" for name, one in found.items())
             report.note(trace, size, hits)
 
@@ -72,15 +69,16 @@ def add_costs(report: Report, trace: str) -> None:
     report.add("evict_us_mean", mean_us, where, "at most 20")
     report.add("evict_us_p99", p99_us, "the same", "at most 500")
     report.add(
-        "bytes_per_node", max(bytes_per_node(name) for name in (DEFAULT, ADAPTIVE)),
-        f"of the larger of {DEFAULT} and {ADAPTIVE}, with what is remembered", "at most 200",
+        "bytes_per_node", bytes_per_node(DEFAULT), f"of {DEFAULT}, with what is remembered",
+        "at most 200",
     )  # fmt: skip
     found = {held: state_bytes_per_node(DEFAULT, held) for held in (True, False)}
     report.add(
         "state_bytes_per_node", max(found.values()),
         f"of a cache of states, token ids left out; evicted ones {found[False]:.0f}", "at most 200",
     )  # fmt: skip
-    speeds = {name: replay(Cell(trace, COSTS_SIZE, name)).requests_per_s for name in SINGLE[:3]}
+    cells = {name: Cell(trace, COSTS_SIZE, name) for name in (DEFAULT, "lru")}
+    speeds = {name: replay(cell).requests_per_s for name, cell in cells.items()}
     measured = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
     measured += f"; a dictionary asked once a block, nothing else: {bare_loop_per_s(blocks):.0f}"
     report.add("blocks_per_s", min(speeds.values()), measured, "at least 200000")

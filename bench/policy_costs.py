@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from typing_extensions import override
 
-from bench.policy_grid import TRACES
 from kvstore.cli.simulate import Terms, replay_blocks
-from kvstore.cli.trace_blocks import BlockTrace, make_blocks
-from kvstore.cli.trace_files import read_trace
+from kvstore.cli.trace_blocks import BlockTrace
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
@@ -77,11 +75,6 @@ class TimedEviction(EvictionPolicy):
     @override
     def __len__(self) -> int:
         return len(self._policy)
-
-
-def read_blocks(trace: str) -> BlockTrace:
-    """Return a trace of the checkout by its file's stem."""
-    return make_blocks(read_trace(TRACES / f"{trace}.jsonl"))
 
 
 def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float, int]:

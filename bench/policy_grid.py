@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from kvstore.cli.simulate import Outcome, Simulator, Terms
+from bench.baselines import BASELINES, make_any
+from kvstore.cli.simulate import Outcome, Terms, replay_blocks
+from kvstore.cli.trace_blocks import BlockTrace, make_blocks
+from kvstore.cli.trace_files import read_trace
+from kvstore.server.policy.history import History
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 CONVERSATION = "mooncake_conversation_trace"
 SIZES = ("1%", "5%", "10%", "25%")
 """Of the trace's footprint."""
 
-SINGLE = ("hit_density", "lru", "gdsf", "lfu", "s3fifo")
-"""What adaptive is held to: the default first. The others of the registry hit less everywhere."""
+POLICIES = ("hit_density", "lru", *BASELINES)
+"""The default first."""
 
-ADAPTIVE = "adaptive"
 WORKERS = 2
 
 
@@ -35,19 +38,22 @@ Grid = dict[Cell, Outcome]
 
 
 @lru_cache(maxsize=2)
-def _simulator(trace: str) -> Simulator:
-    return Simulator(TRACES / f"{trace}.jsonl")
+def read_blocks(trace: str) -> BlockTrace:
+    """Return a trace of the checkout by its file's stem."""
+    return make_blocks(read_trace(TRACES / f"{trace}.jsonl"))
 
 
 def replay(cell: Cell) -> Outcome:
     """Replay one cell, in this process."""
-    return _simulator(cell.trace).run(Terms(cell.policy, cell.size))
+    trace = read_blocks(cell.trace)
+    history = History(trace.block_tokens)
+    policy = make_any(cell.policy, history), history
+    return replay_blocks(trace, Terms(cell.policy, cell.size), policy)
 
 
 def all_cells(traces: Iterable[str], sizes: Sequence[str] = SIZES) -> list[Cell]:
     """Return a cell for each trace, size and policy, the longest first."""
-    policies = (ADAPTIVE, *SINGLE)
-    return [Cell(trace, size, name) for trace in traces for name in policies for size in sizes]
+    return [Cell(trace, size, name) for trace in traces for name in POLICIES for size in sizes]
 
 
 def fill(cells: Sequence[Cell], workers: int = WORKERS) -> Grid:

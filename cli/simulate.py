@@ -18,7 +18,7 @@ from kvstore.cli.trace_files import SegmentLine, TraceLines, read_trace
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.registry import POLICIES, make_policy
+from kvstore.server.policy.registry import POLICIES, instead_of, make_policy
 from kvstore.server.policy.replay import BlockReplay
 from kvstore.server.settings.units import parse_size
 
@@ -88,7 +88,7 @@ def names_of(policies: str, model: str) -> list[str]:
     names = list(known) if policies == "all" else policies.split(",")
     for name in names:
         if name not in known:
-            raise InvalidRequestError("policy", name, f"one of {', '.join(known)}, or all")
+            raise InvalidRequestError("policy", name, instead_of(name, (*known, "or all")))
     return names
 
 
@@ -157,14 +157,12 @@ def replay_blocks(
     is_full = (trace.tokens == trace.block_tokens).tolist()
     hits = [0] * trace.requests
     flops = flops_by_place(int(np.diff(trace.starts).max(initial=0)), trace.block_tokens)
-    by_flops = policy[0].ranks_by_flops
     started = time.perf_counter()
     for at, (now_s, start, end) in enumerate(zip(times, starts, starts[1:], strict=False)):
         chain = rows[start:end]
         if chain:
             facts = _facts(is_full[chain[-1]], len(chain))
-            costs = flops[: len(chain)] if by_flops else None
-            hits[at] = replay.request(chain, block_bytes, now_s, facts, costs)
+            hits[at] = replay.request(chain, block_bytes, now_s, facts, flops[: len(chain)])
     spent_s = time.perf_counter() - started
     first = trace.requests // 2 if terms.from_half else 0
     hit_blocks = np.minimum(np.array(hits, np.int64), trace.known)[first:]

@@ -60,7 +60,6 @@ def status_as_json(address: str, reply: pb.StatusResponse) -> str:
         "socket_path": None if hidden else reply.socket_path,
         "tiers": [
             {name: None if name in secret else getattr(tier, name) for name in fields}
-            | {"follows": {one.name: one.follows for one in tier.partitions if one.follows}}
             for tier in reply.tiers
         ],
         "directory": _directory_as_dict(reply),
@@ -103,10 +102,6 @@ def print_status(address: str, reply: pb.StatusResponse) -> None:
             f"{tier.state}: {tier.reason}" if tier.reason else tier.state,
         )
     console.print(tiers)
-    for tier in reply.tiers:
-        followed = [f"{one.name} {one.follows}" for one in tier.partitions if one.follows]
-        if followed:
-            console.print(f"{tier.name} evicts by: {', '.join(followed)}")
     if reply.HasField("directory"):
         console.print(directory_line(reply.directory))
     if hidden:

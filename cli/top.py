@@ -72,10 +72,7 @@ def _tier_as_json(tier: pb.TierStatus) -> dict[str, object]:
         "used_bytes": tier.used_bytes,
         "chunks": tier.chunks,
         "state": tier.state,
-        "policy": tier.policy.name,
-        "follows": tier.policy.follows,
-        "why": tier.policy.why,
-        "candidates": dict(sorted(tier.policy.hit_ratios.items())),
+        "policy": tier.policy,
         "what_if": {f"{point.scale:g}": point.hit_ratio for point in tier.what_if},
         "partitions": [
             {
@@ -83,9 +80,6 @@ def _tier_as_json(tier: pb.TierStatus) -> dict[str, object]:
                 "used_bytes": one.used_bytes,
                 "quota_bytes": one.quota_bytes,
                 "guaranteed_bytes": one.guaranteed_bytes,
-                "follows": one.follows,
-                "why": one.why,
-                "candidates": dict(sorted(one.hit_ratios.items())),
             }
             for one in tier.partitions
         ],
@@ -99,14 +93,7 @@ def top_as_tables(address: str, reply: pb.StatusResponse, rates: Rates) -> Group
         parts.append(_what_if(reply))
     if any(tier.partitions for tier in reply.tiers):
         parts.append(_partitions(reply))
-    reasons = [f"{tier.name}: {tier.policy.why}" for tier in reply.tiers if tier.policy.why]
-    reasons += [
-        f"{tier.name}, {one.name}: {one.why}"
-        for tier in reply.tiers
-        for one in tier.partitions
-        if one.why
-    ]
-    return Group(*parts, *(Text(printable(reason)) for reason in reasons))
+    return Group(*parts)
 
 
 def _head(address: str, reply: pb.StatusResponse, rates: Rates) -> str:
@@ -123,15 +110,12 @@ def _head(address: str, reply: pb.StatusResponse, rates: Rates) -> str:
 def _tiers(reply: pb.StatusResponse) -> Grid:
     table = Grid("tier", "used", "of", "chunks", "policy", "state")
     for tier in reply.tiers:
-        policy = tier.policy.name
-        if tier.policy.follows not in ("", policy):
-            policy = f"{policy}: {tier.policy.follows}"
         table.add_row(
             tier.name,
             readable_size(tier.used_bytes),
             readable_size(tier.capacity_bytes),
             str(tier.chunks),
-            policy,
+            tier.policy,
             f"{tier.state}: {tier.reason}" if tier.reason else tier.state,
         )
     return table
@@ -147,7 +131,7 @@ def _what_if(reply: pb.StatusResponse) -> Grid:
 
 
 def _partitions(reply: pb.StatusResponse) -> Grid:
-    table = Grid("tier", "partition", "used", "quota", "guaranteed", "policy")
+    table = Grid("tier", "partition", "used", "quota", "guaranteed")
     for tier in reply.tiers:
         for one in tier.partitions:
             table.add_row(
@@ -156,7 +140,6 @@ def _partitions(reply: pb.StatusResponse) -> Grid:
                 readable_size(one.used_bytes),
                 readable_size(one.quota_bytes) if one.quota_bytes else "-",
                 readable_size(one.guaranteed_bytes) if one.guaranteed_bytes else "-",
-                one.follows or "-",
             )
     return table
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from threading import Lock
 from typing import TypeVar
 
-import numpy as np
 import structlog
 import torch
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.client.arena import Arena, open_arena
@@ -29,6 +29,7 @@ from kvstore.client.device_puts import DevicePutting
 from kvstore.client.device_reads import (
     DeviceReader,
     InArena,
+    InMemory,
     Reading,
     Registration,
     frame_count,
@@ -38,23 +39,20 @@ from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrived, Assembly, Transport
-from kvstore.codecs.frame_kernels import brought, device_table
 from kvstore.codecs.paged import Paged
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.device import Device, Event, Stream, open_device
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.device import Device, Event, open_device
 from kvstore.proto.errors import (
-    InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import FIDELITY_OFFSET, header_bytes, raw_frame_bytes
+from kvstore.proto.frame import header_bytes, raw_frame_bytes
 from kvstore.proto.places import Place, Reach, unpack_places
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
 
 T = TypeVar("T")
-
-_WORD_BYTES = 8
 
 logger = structlog.get_logger(__name__)
 
@@ -90,7 +88,8 @@ class CudaTransport(ShmTransport):
             super().close()
             raise
         whole = KVLayout.of(session.representation, session.options.chunk_tokens)
-        self._head_bytes = header_bytes(whole)  # the same for shorter chunks
+        self.head_bytes = header_bytes(whole)
+        """Of a raw frame, whatever its tokens."""
 
     def shares(self, device: torch.device) -> bool:
         """Whether the server's gpu tier is on *device*."""
@@ -103,14 +102,14 @@ class CudaTransport(ShmTransport):
         deadline_ms: int,
         reader: DeviceReader,
         least: Fidelity = Fidelity.exact,
-    ) -> Iterator[Iterator[InArena | Arrived]]:
-        """Enter to iterate frames as ``get`` does, those on the device where they lie."""
+    ) -> Iterator[Iterator[InArena | InMemory | Arrived]]:
+        """Enter to iterate frames as ``get`` does, those in memory where they lie."""
         is_shared = self.shares(reader.ring.device)
         via = pb.VIA_DEVICE if is_shared else pb.VIA_SHARED_MEMORY
         request = self.get_request(digests, 0, deadline_ms, via, least)
         with self._mapped(), self._leased_replies(request) as (replies, leases):
             try:
-                yield _as_true(self._arriving_near(replies, leases, reader), least)
+                yield self._arriving_near(replies, leases, reader)
             finally:
                 # What is queued may read memory of the lease, and writes into the caller's.
                 reader.wait()
@@ -146,7 +145,7 @@ class CudaTransport(ShmTransport):
 
     def _arriving_near(
         self, replies: Iterator[pb.GetResponse], leases: set[int], reader: DeviceReader
-    ) -> Iterator[InArena | Arrived]:
+    ) -> Iterator[InArena | InMemory | Arrived]:
         assembly = Assembly(self.session.terms.max_frame_bytes)
         registration = self.registration_for(reader.device)
         for reply in replies:
@@ -154,72 +153,31 @@ class CudaTransport(ShmTransport):
             names = reply.places.tier_names
             places = unpack_places(reply.places.rows)
             index = reply.index
-            for is_near, run in groupby(places, lambda place: place.reach == Reach.device):
+            for reach, run in groupby(places, key=attrgetter("reach")):
                 some = list(run)
                 first, index = index, index + len(some)
-                if is_near:
-                    yield InArena(first, some, self._heads(some, reader.copies))
-                    continue
-                for at, place in enumerate(some, first):
-                    if place.reach == Reach.memory:
-                        registration.note(place.number, self.slabs.reach(place).data)
-                    yield self._arrived(at, names[place.tier], place)
+                if reach == Reach.device:
+                    yield InArena(first, some)
+                elif reach == Reach.memory:
+                    yield self._in_memory(first, some, registration)
+                else:
+                    for at, place in enumerate(some, first):
+                        yield self._arrived(at, names[place.tier], place)
             whole = assembly.add(reply.part) if reply.HasField("part") else None
             if whole is not None:
                 yield Arrived(reply.index, reply.tier, whole, lambda: None)
 
-    def _heads(self, places: Sequence[Place], stream: Stream) -> NDArray[np.uint8]:
-        """Return the first bytes of each frame in the arena, brought to the host in one go.
-
-        Raises LeaseExpiredError for a place that was reused, InvalidRequestError for one outside.
-        """
-        assert self.arena is not None
-        memory = self.arena.memory
+    def _in_memory(
+        self, index: int, places: Sequence[Place], registration: Registration
+    ) -> InMemory:
+        frames: list[Bytes] = []
+        confirms: list[Callable[[], None]] = []
         for place in places:
-            start, stop = place.offset - _WORD_BYTES, place.offset + place.size_bytes
-            if start < 0 or place.offset % 16 or stop > len(memory):
-                raise InvalidRequestError(
-                    "place", (place.offset, place.size_bytes), f"arena has {len(memory)} bytes"
-                )
-        words = 1 + -(-self._head_bytes // _WORD_BYTES)
-        found = self._words(places, words, stream)()
-        _check_generations(found[:, 0].tolist(), places)
-        return np.ascontiguousarray(found[:, 1:]).view(np.uint8)
-
-    def _words(
-        self, places: Sequence[Place], count: int, stream: Stream
-    ) -> Callable[[], NDArray[np.int64]]:
-        """Queue reading *count* words of the arena, from the one before each place on.
-
-        The returned function waits for them.
-        """
-        assert self.arena is not None
-        words = self.arena.memory[: len(self.arena.memory) // 8 * 8].view(torch.int64)
-        starts = np.array([place.offset // _WORD_BYTES - 1 for place in places])
-        at = starts[:, None] + np.arange(count)
-        np.minimum(at, len(words) - 1, out=at)  # past the last frame's end nobody looks
-        found: list[Callable[[], NDArray[np.int64]]] = []
-
-        def launch() -> None:
-            (there,) = device_table(words.device, at.ravel())
-            found.append(brought(words[there]))
-
-        stream.launch(launch)
-        done = stream.record()
-
-        def wait() -> NDArray[np.int64]:
-            done.synchronize()
-            return found[0]().reshape(at.shape)
-
-        return wait
-
-    def confirming(self, places: Sequence[Place], stream: Stream) -> Callable[[], None]:
-        """Queue a look at *places* behind what *stream* has to do.
-
-        The returned function raises LeaseExpiredError if the memory of one was reused until then.
-        """
-        found = self._words(places, 1, stream)
-        return lambda: _check_generations(found()[:, 0].tolist(), places)
+            slab = self.slabs.reach(place)
+            registration.note(place.number, slab.data)
+            frames.append(slab.data[place.offset : place.offset + place.size_bytes])
+            confirms.append(partial(slab.confirm, place.offset, place.generation))
+        return InMemory(index, frames, confirms)
 
     @override
     def close(self) -> None:
@@ -298,8 +256,8 @@ class CudaClient(DevicePutting, Client):
             if not isinstance(transport, CudaTransport):
                 raise TierUnavailableError("cuda", "the server is not on this host")
             with reader.lock:
-                reading = Reading(transport, reader, keys, paged, after)
-                return self._read_with(transport, reading, arrived, min_fidelity)
+                reading = Reading(transport, reader, keys, paged, after, min_fidelity)
+                return self._read_with(transport, reading, arrived)
 
         try:
             return self._with_session(work)
@@ -312,11 +270,10 @@ class CudaClient(DevicePutting, Client):
         transport: CudaTransport,
         reading: Reading,
         arrived: Callable[[], None],
-        least: Fidelity,
     ) -> int:
         try:
             with ExitStack() as stack:
-                reading.run(_noted(self._arriving(stack, transport, reading, least), arrived))
+                reading.run(_noted(self._arriving(stack, transport, reading), arrived))
         except RuntimeError as error:  # what torch and cupy raise
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
@@ -325,15 +282,15 @@ class CudaClient(DevicePutting, Client):
         return reading.done
 
     def _arriving(
-        self, stack: ExitStack, transport: CudaTransport, reading: Reading, least: Fidelity
-    ) -> Iterator[InArena | Arrived]:
+        self, stack: ExitStack, transport: CudaTransport, reading: Reading
+    ) -> Iterator[InArena | InMemory | Arrived]:
         """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
         digests = self._cut_digests(reading.keys)
         left_ms, count = countdown(self.options.deadline_ms), 0
         for first, some in batches(digests, transport.session.terms.max_batch_chunks):
             if count < first:
                 return
-            arriving = transport.get_on_device(some, left_ms(), reading.reader, least)
+            arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)
             for one in stack.enter_context(arriving):
                 count += frame_count(one)
                 yield replace(one, index=first + one.index) if first else one
@@ -350,25 +307,6 @@ class CudaClient(DevicePutting, Client):
         if self._pages_reader is not None:
             self._pages_reader.close()
             self._pages_reader = None
-
-
-def _check_generations(found: Sequence[int], places: Sequence[Place]) -> None:
-    if found != [place.generation for place in places]:
-        raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
-
-
-def _as_true(arriving: Iterator[InArena | Arrived], least: Fidelity) -> Iterator[InArena | Arrived]:
-    """Do what ``as_true`` does, of frames in the arena too."""
-    for arrived in arriving:
-        if isinstance(arrived, InArena):
-            is_true = arrived.heads[:, FIDELITY_OFFSET] >= least
-            if not is_true.all():
-                first = int(is_true.argmin())
-                yield replace(arrived, places=arrived.places[:first], heads=arrived.heads[:first])
-                return
-        elif int(arrived.frame[FIDELITY_OFFSET : FIDELITY_OFFSET + 1][0]) < least:
-            return
-        yield arrived
 
 
 def _noted(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:

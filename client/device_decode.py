@@ -12,7 +12,6 @@ from functools import cached_property
 
 import torch
 
-from kvstore.client.transport import Arrived
 from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.kvq_kernels import KvqKernels, open_kvq_kernels
 from kvstore.codecs.paged import RAW, SKIPPED_BLOCK, FrameAt, FrameKernels, Paged, Sums
@@ -50,41 +49,51 @@ class DeviceDecoder:
         """
         return None if self._device.type == "cpu" else open_kvq_kernels(self._device)
 
-    def begin(self, frame: FrameAt, data: Bytes, arrived: Arrived, paged: Paged) -> Begun:
-        """Begin to decode what *arrived*, *data* in host memory, into the pages.
+    def begin(
+        self, frame: FrameAt, data: Bytes, confirm: Callable[[], None], paged: Paged
+    ) -> Begun:
+        """Begin to decode *data*, a frame in host memory, into the pages. *confirm* is called when
+        it was read: it raises LeaseExpiredError for memory that was reused.
 
-        Raises LeaseExpiredError before all that *data* would be blamed for: ChunkCorruptError,
+        Raises that before all that *data* would be blamed for: ChunkCorruptError,
         InvalidFrameError, RepresentationError, UnknownCodecError. LayoutMismatchError and
         InvalidRequestError for pages that are not the chunk's.
         """
         header = frame.header
         try:
             if header.codec_id == KvqCodec.codec_id and _has_kernels(frame, paged) and self.kvq:
-                return self._on_device(self.kvq, frame, data, arrived, paged)
-            return self._on_host(frame, data, arrived, paged)
+                return self._on_device(self.kvq, frame, data, confirm, paged)
+            return self._on_host(frame, data, confirm, paged)
         finally:
-            arrived.confirm()
+            confirm()
 
     def _on_device(
-        self, kvq: KvqKernels, frame: FrameAt, data: Bytes, arrived: Arrived, paged: Paged
+        self,
+        kvq: KvqKernels,
+        frame: FrameAt,
+        data: Bytes,
+        confirm: Callable[[], None],
+        paged: Paged,
     ) -> Begun:
         host = tensor_over(data)
         memory = self._upload(host)
         sums = self._kernels.sums(memory, [frame])
         decoded = kvq.decode(memory, [frame], paged, host=host)
 
-        def confirm() -> None:
-            arrived.confirm()
+        def confirm_all() -> None:
+            confirm()
             decoded()
 
-        return Begun(frame, memory, sums, confirm)
+        return Begun(frame, memory, sums, confirm_all)
 
-    def _on_host(self, frame: FrameAt, data: Bytes, arrived: Arrived, paged: Paged) -> Begun:
+    def _on_host(
+        self, frame: FrameAt, data: Bytes, confirm: Callable[[], None], paged: Paged
+    ) -> Begun:
         size = max_transcoded_bytes(frame.header.layout, RAW)
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         raw = FrameAt(0, transcode(data, RAW, host.numpy()), frame.first_token)
         memory = self._upload(host)
-        return Begun(raw, memory, self._kernels.scatter(memory, [raw], paged), arrived.confirm)
+        return Begun(raw, memory, self._kernels.scatter(memory, [raw], paged), confirm)
 
     def _upload(self, host: torch.Tensor) -> torch.Tensor:
         memory = torch.empty(len(host), dtype=torch.uint8, device=self._device)

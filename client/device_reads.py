@@ -6,12 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvstore.client.device_decode import Begun, DeviceDecoder
@@ -19,20 +20,30 @@ from kvstore.client.layer_feed import in_time
 from kvstore.client.reader import check_header
 from kvstore.client.transport import Arrived
 from kvstore.codecs.frame_kernels import open_kernels
-from kvstore.codecs.paged import RAW, FrameAt, FrameKernels, Paged, Sums, check_sums
+from kvstore.codecs.paged import (
+    RAW,
+    DeviceTables,
+    FrameAt,
+    FrameKernels,
+    Paged,
+    Sums,
+    check_sums,
+)
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.device import Device, Event, tensor_over
+from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
+    InvalidRequestError,
     KVStoreError,
+    LeaseExpiredError,
     RepresentationError,
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import KEY_OFFSET, FrameHeader, like_header
+from kvstore.proto.frame import FIDELITY_OFFSET, KEY_OFFSET, FrameHeader, like_header
 from kvstore.proto.places import Place
-from kvstore.proto.types import ChunkKey, KVLayout
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 if TYPE_CHECKING:
     from kvstore.client.cuda import CudaTransport
@@ -40,43 +51,49 @@ if TYPE_CHECKING:
 BATCHES_AHEAD = 4
 """Batches of frames that the device works on while the host prepares the next."""
 MAX_BATCH_FRAMES = 32
-FIRST_BATCH_FRAMES = 8
-"""Of an idle device, which would wait while the host prepares more."""
-READ_SLOTS = 8
+READ_SLOTS = 16
 """Frames of host memory on their way at once: half of them are copied while the device is at work
 on the others."""
+RING_BYTES = 256 << 20
+"""Device memory for them."""
 PIECE_BYTES = 64 << 20
 """What is registered in one call. CUDA holds up other work of the process meanwhile: 4 ms."""
 MAX_SLABS = 64
 """Registered for one session. A server has fewer at once; those it gave up stay until the end."""
 _ALIGN_BYTES = 256
+_WORD_BYTES = 8
 _BROKEN = (ChunkCorruptError, InvalidFrameError, RepresentationError)
 """What says that a chunk is wrong, and is to be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class InArena:
-    """Frames of consecutive chunks from number ``index`` on, in the mapped memory of the device.
-
-    ``heads``: a row for each place, on the host: as many of its first bytes as the header of a
-    whole chunk has. Like ``Arrived``, with places instead of ``frame``.
-    """
+    """Frames of consecutive chunks from number ``index`` on, in the mapped memory of the device."""
 
     index: int
-    places: list[Place]
-    heads: NDArray[np.uint8]
+    places: Sequence[Place]
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """The same in CPU memory of the server. ``confirms``: as ``Arrived.confirm``, one a frame."""
+
+    index: int
+    frames: Sequence[Bytes]
+    confirms: Sequence[Callable[[], None]]
 
 
 class DeviceReader:
     """Reads frames into pages on *device*, one get at a time. Frames of host memory pass a ring of
-    *slots* slots for frames of up to *frame_bytes* bytes.
+    *least_slots* slots or more for frames of up to *frame_bytes* bytes.
 
     Raises TierUnavailableError when the device has no memory for it, or no kernels.
     """
 
-    def __init__(self, device: Device, frame_bytes: int, slots: int = READ_SLOTS) -> None:
+    def __init__(self, device: Device, frame_bytes: int, least_slots: int = 2) -> None:
         self.device = device
         self.frame_bytes = -(-frame_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        slots = max(least_slots, min(READ_SLOTS, RING_BYTES // self.frame_bytes))
         self.ring = device.allocate(slots * self.frame_bytes)
         try:
             self.kernels: FrameKernels = open_kernels(self.ring.device)
@@ -159,24 +176,40 @@ class Registration:
 
 
 @dataclass(slots=True)
-class _Batch:
-    """Frames that the device works on. ``memory`` is theirs, kept until it is done."""
+class _Run:
+    """Frames of consecutive chunks from number ``index`` on, where they lie, and their heads: a row
+    each, on the host, as many of its first bytes as the header of a whole chunk has.
+    """
 
-    frames: list[FrameAt]
-    confirm: Callable[[], None]
-    done: Event
-    held: list[Bytes]
-    """Host memory that is copied from."""
+    index: int
+    heads: NDArray[np.uint8]
+    sizes: Sequence[int]
+    places: Sequence[Place] = ()
+    """In the memory of the device, with their ``tables``; else ``frames`` of host memory."""
+    tables: DeviceTables | None = None
+    frames: Sequence[Bytes] = ()
+    confirms: Sequence[Callable[[], None]] = ()
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Frames that the device works on. ``held`` is host memory that is copied from."""
+
+    frames: Sequence[FrameAt]
+    sums: list[Sums]
+    """One, once the device came to it."""
     stated: list[list[int]]
     """The checksums that each frame's header states."""
-    sums: list[Sums] = field(default_factory=list)
-    """One, once the device came to it."""
+    done: Event
+    confirm: Callable[[], None] = lambda: None
+    held: Sequence[Bytes] = ()
 
 
 class Reading:
     """One get at work: what has arrived is put on the device's queue, and proved behind it.
 
-    Nothing is written to the pages before *after*, an event of the engine's stream.
+    Nothing is written to the pages before *after*, an event of the engine's stream. Frames that
+    state less than *least* end the prefix.
     """
 
     def __init__(
@@ -186,21 +219,20 @@ class Reading:
         keys: Sequence[ChunkKey],
         paged: Paged,
         after: Event | None = None,
+        least: Fidelity = Fidelity.exact,
     ) -> None:
         self._transport = transport
         self.reader = reader
         self.keys = keys
+        self.least = least
         self._paged = paged
         self._chunk_tokens = transport.session.options.chunk_tokens
-        self._frames: list[FrameAt] = []
-        self._stated: list[list[int]] = []
-        self._places: list[Place] = []
         self._parsed: tuple[Bytes, FrameHeader] | None = None
-        """The last header in the arena that was parsed, and its bytes."""
-        self._confirms: list[Callable[[], None]] = []
-        self._held: list[Bytes] = []
-        self._slots: list[int] = []
-        self._next_slot = 0
+        """The last header that was parsed, and its bytes."""
+        self._ring_tables: list[DeviceTables] = []
+        """Of all frames that come by way of the ring: each has a slot by its number."""
+        self._has_ring_tables = False
+        self._in_arena: list[_Run] = []
         self._checked: set[tuple[KVLayout, int]] = set()
         """Frames that fit the pages. All of a get have places of their own in memory and pages."""
         self._queue: deque[_Batch] = deque()
@@ -209,173 +241,258 @@ class Reading:
         if after is not None:
             reader.work.wait(after)
 
-    def run(self, arriving: Iterator[InArena | Arrived]) -> None:
-        """Read until the end of the prefix; ``done`` and ``broken`` then say how it went."""
+    def run(self, arriving: Iterator[InArena | InMemory | Arrived]) -> None:
+        """Read until the end of the prefix; ``done`` and ``broken`` then say how it went.
+
+        Raises LeaseExpiredError where memory of the device was reused meanwhile: that says nothing
+        of the chunks.
+        """
         try:
             for arrived in in_time(arriving, frame_count):
-                if isinstance(arrived, InArena):
-                    self._add(arrived)
-                else:
-                    self._upload(arrived)
-            self._flush()
-            while self._queue:
-                self._prove(self._queue.popleft())
+                if not self._take(self._run_of(arrived)):
+                    break
+            confirm = self._confirming()
+            self._prove_all()
         except _BROKEN:
             self._end()
+            confirm = self._confirming()
         except UnknownCodecError:
             self._end()
             self.broken = None  # right for all we know, to a newer client
+            confirm = self._confirming()
         except TierUnavailableError:  # a file that cannot be read
-            self._flush()
             self._end()
             self.broken = None
             if not self.done:
                 raise
+            confirm = self._confirming()
+        confirm()
+
+    def _prove_all(self) -> None:
+        while self._queue:
+            self._prove(self._queue.popleft())
 
     def _end(self) -> None:
         """Prove what was queued before the chunk that is wrong."""
         with suppress(*_BROKEN):
-            while self._queue:
-                self._prove(self._queue.popleft())
+            self._prove_all()
         self.broken = self.keys[self.done]
 
-    def _frame(self, index: int, head: Bytes, size_bytes: int, offset: int) -> FrameAt:
-        try:
-            header = check_header(self._transport.session, self.keys[index], head, size_bytes)
-            if header.codec_id == RAW.codec_id:
-                RAW.check_header(header)
-            if header.layout.tokens > self._chunk_tokens:
-                raise InvalidFrameError("tokens", header.layout.tokens, f"<= {self._chunk_tokens}")
-        except (*_BROKEN, UnknownCodecError):
-            self._flush()  # those before it are to be proved
-            raise
-        return FrameAt(offset, header, index * self._chunk_tokens)
+    # --- what arrived
 
-    def _follows(self, frame: FrameAt, *, in_arena: bool) -> None:
-        """Flush the run of frames at hand unless *frame* goes with them."""
-        run = self._frames
-        most = len(self.reader.busy) // 2
-        if in_arena:
-            most = MAX_BATCH_FRAMES if self._queue else FIRST_BATCH_FRAMES
-        is_other = bool(run) and (
-            in_arena != bool(self._places) or _like(run[0].header) != _like(frame.header)
-        )
-        if is_other or len(run) >= most:
-            self._flush()
+    def _run_of(self, arrived: InArena | InMemory | Arrived) -> _Run:
+        if isinstance(arrived, InArena):
+            return self._run_in_arena(arrived)
+        if isinstance(arrived, InMemory):
+            frames, confirms = arrived.frames, arrived.confirms
+        else:
+            frames, confirms = [arrived.frame[:]], [arrived.confirm]
+        heads = np.zeros((len(frames), self._transport.head_bytes), np.uint8)
+        for head, frame in zip(heads, frames, strict=True):
+            start = frame[: len(head)]
+            head[: len(start)] = start
+        sizes = [len(frame) for frame in frames]
+        return _Run(arrived.index, heads, sizes, frames=frames, confirms=confirms)
 
-    def _add(self, run: InArena) -> None:
-        """Queue frames where they lie. One is parsed, those like it are compared with it."""
+    def _run_in_arena(self, arrived: InArena) -> _Run:
+        """Bring the heads of frames in the arena to the host, in one go."""
+        places, memory = arrived.places, self._arena()
+        for place in places:
+            start, stop = place.offset - _WORD_BYTES, place.offset + place.size_bytes
+            if start < 0 or place.offset % 16 or stop > len(memory):
+                raise InvalidRequestError(
+                    "place", (place.offset, place.size_bytes), f"arena has {len(memory)} bytes"
+                )
+        firsts = self._chunk_tokens * (arrived.index + np.arange(len(places)))
+        starts = np.stack([np.array([place.offset for place in places]), firsts], 1)
+        kernels, copies = self.reader.kernels, self.reader.copies
+        words = 1 + -(-self._transport.head_bytes // _WORD_BYTES)
+        found: list[tuple[DeviceTables, Callable[[], NDArray[np.int64]]]] = []
+
+        def launch() -> None:
+            tables = kernels.tables(starts, self._paged)
+            found.append((tables, kernels.words(memory, tables, _WORD_BYTES, words)))
+
+        copies.launch(launch)
+        copies.record().synchronize()
+        ((tables, wait),) = found
+        rows = wait()
+        _check_generations(rows[:, 0], places)
+        heads = np.ascontiguousarray(rows[:, 1:]).view(np.uint8)
+        sizes = [place.size_bytes for place in places]
+        run = _Run(arrived.index, heads, sizes, places=places, tables=tables)
+        self._in_arena.append(run)
+        return run
+
+    def _arena(self) -> torch.Tensor:
+        assert self._transport.arena is not None
+        return self._transport.arena.memory
+
+    def _confirming(self) -> Callable[[], None]:
+        """Queue a look at the places in the arena behind all that reads them.
+
+        The returned function raises LeaseExpiredError if the memory of one was reused until then.
+        """
+        waits: list[tuple[Callable[[], NDArray[np.int64]], Sequence[Place]]] = []
+        kernels, work = self.reader.kernels, self.reader.work
+        for run in self._in_arena:
+
+            def launch(run: _Run = run) -> None:
+                assert run.tables is not None
+                words = kernels.words(self._arena(), run.tables, _WORD_BYTES, 1)
+                waits.append((words, run.places))
+
+            work.launch(launch)
+        done = work.record()
+
+        def confirm() -> None:
+            if self._in_arena:
+                done.synchronize()
+            for wait, places in waits:
+                _check_generations(wait()[:, 0], places)
+
+        return confirm
+
+    def _take(self, run: _Run) -> bool:
+        """Queue what is to be read of *run*; whether that is all of it.
+
+        One header is parsed, those like it are compared with it.
+        """
+        is_true = run.heads[:, FIDELITY_OFFSET] >= self.least
+        count = len(is_true) if is_true.all() else int(is_true.argmin())
         number = 0
-        while number < len(run.places):
-            alike = self._alike(run, number)
-            for at, stated in enumerate(alike, number):
-                self._add_one(run, at, stated)
-            number += len(alike)
-            if alike:
-                continue
-            place, head = run.places[number], run.heads[number]
-            frame = self._frame(run.index + number, head, place.size_bytes, place.offset)
-            if frame.header.codec_id != RAW.codec_id:
-                self._flush()
-                raise UnknownCodecError(frame.header.codec_id, "raw, in a device's memory")
-            self._parsed = head, frame.header
-            self._add_one(run, number, frame.header.segments["checksum"].tolist())
-            number += 1
+        while number < count:
+            stated = self._alike(run, number, count)
+            if not stated:
+                header = self._header(run, number)
+                if header.codec_id != RAW.codec_id:
+                    self._decode(run, number, header)
+                    number += 1
+                    continue
+                self._parsed = run.heads[number].copy(), header
+                stated = self._alike(run, number, count)
+                stated = stated or [header.segments["checksum"].tolist()]
+            frames = self._queued_in_arena if run.places else self._queued_in_ring
+            frames(run, number, stated)
+            number += len(stated)
+        return count == len(is_true)
 
-    def _alike(self, run: InArena, first: int) -> list[list[int]]:
+    def _alike(self, run: _Run, first: int, count: int) -> list[list[int]]:
         """Return the checksums that headers from number *first* on state, of a batch at most, up
         to the first that is not right, or not like the last that was parsed.
         """
         if self._parsed is None:
             return []
         head, header = self._parsed
-        stop = first + MAX_BATCH_FRAMES
-        places, heads = run.places[first:stop], run.heads[first:stop]
+        most = MAX_BATCH_FRAMES if run.places else len(self.reader.busy) // 2
+        stop = min(count, first + most)
+        heads = run.heads[first:stop]
         is_alike, stated = like_header(head, header, heads)
-        keys = b"".join(self.keys[run.index + first : run.index + first + len(places)])
-        wanted = np.frombuffer(keys, np.uint8).reshape(len(places), -1)
+        keys = b"".join(self.keys[run.index + first : run.index + stop])
+        wanted = np.frombuffer(keys, np.uint8).reshape(len(heads), -1)
         found = heads[:, KEY_OFFSET : KEY_OFFSET + wanted.shape[1]]
         is_alike &= (found == wanted).all(1)
-        is_alike &= [place.size_bytes == header.frame_bytes for place in places]
-        count = len(places) if is_alike.all() else int(is_alike.argmin())
-        rows: list[list[int]] = stated[:count].tolist()
+        is_alike &= np.array(run.sizes[first:stop]) == header.frame_bytes
+        alike = len(heads) if is_alike.all() else int(is_alike.argmin())
+        rows: list[list[int]] = stated[:alike].tolist()
         return rows
 
-    def _add_one(self, run: InArena, number: int, stated: list[int]) -> None:
-        """Add a frame that is right and like the last that was parsed."""
-        assert self._parsed is not None
-        place = run.places[number]
-        first_token = (run.index + number) * self._chunk_tokens
-        frame = FrameAt(place.offset, self._parsed[1], first_token)
-        self._follows(frame, in_arena=True)
-        self._frames.append(frame)
-        self._stated.append(stated)
-        self._places.append(place)
+    def _header(self, run: _Run, number: int) -> FrameHeader:
+        """Parse a header that is not like the last one."""
+        data = run.heads[number] if run.places else run.frames[number]
+        key, session = self.keys[run.index + number], self._transport.session
+        try:
+            header = check_header(session, key, data, run.sizes[number])
+            if header.codec_id == RAW.codec_id:
+                RAW.check_header(header)
+            if header.layout.tokens > self._chunk_tokens:
+                raise InvalidFrameError("tokens", header.layout.tokens, f"<= {self._chunk_tokens}")
+        except _BROKEN:
+            if not run.places:
+                run.confirms[number]()  # first of all: reused memory says nothing of the chunk
+            raise
+        return header
 
-    def _upload(self, arrived: Arrived) -> None:
-        """Queue the copy of a frame of host memory into the ring."""
-        reader = self.reader
-        data = arrived.frame[:]
-        frame = self._frame(arrived.index, data, len(data), self._next_slot * reader.frame_bytes)
-        if frame.header.codec_id != RAW.codec_id:
-            self._decode(replace(frame, offset=0), data, arrived)
-            return
-        if len(data) > reader.frame_bytes:
-            self._flush()
-            raise InvalidFrameError("frame_bytes", len(data), f"<= {reader.frame_bytes}")
-        self._follows(frame, in_arena=False)
-        busy = reader.busy[self._next_slot]
-        if busy is not None:
-            reader.copies.wait(busy)
-        slot = reader.ring[frame.offset : frame.offset + len(data)]
-        for cut in self._transport.registration_for(reader.device).cuts(data):
-            reader.copies.copy(slot[cut], tensor_over(data[cut]))
-        self._held.append(data)
-        self._frames.append(frame)
-        self._stated.append(frame.header.segments["checksum"].tolist())
-        self._confirms.append(arrived.confirm)
-        self._slots.append(self._next_slot)
-        self._next_slot = (self._next_slot + 1) % len(reader.busy)
+    # --- onto the device's queue
 
-    def _decode(self, frame: FrameAt, data: Bytes, arrived: Arrived) -> None:
+    def _decode(self, run: _Run, number: int, header: FrameHeader) -> None:
         """Queue the decoding of a frame of another codec as a batch of its own."""
-        self._flush()
+        if run.places:
+            raise UnknownCodecError(header.codec_id, "raw, in a device's memory")
         self._make_room()
-        reader = self.reader
+        reader, data, confirm = self.reader, run.frames[number], run.confirms[number]
+        frame = FrameAt(0, header, (run.index + number) * self._chunk_tokens)
         found: list[Begun] = []
 
         def launch() -> None:
-            found.append(reader.decoder.begin(frame, data, arrived, self._paged))
+            found.append(reader.decoder.begin(frame, data, confirm, self._paged))
 
         reader.work.launch(launch)
         done = reader.work.record()
         (begun,) = found
         stated = [begun.frame.header.segments["checksum"].tolist()]
-        self._queue.append(_Batch([begun.frame], begun.confirm, done, [data], stated, [begun.sums]))
+        self._queue.append(_Batch([begun.frame], [begun.sums], stated, done, begun.confirm, [data]))
 
-    def _make_room(self) -> None:
-        while len(self._queue) >= BATCHES_AHEAD:
-            self._prove(self._queue.popleft())
+    def _queued_in_arena(self, run: _Run, first: int, stated: list[list[int]]) -> None:
+        """Queue frames where they lie, from number *first* of *run* on."""
+        tables = run.tables
+        assert tables is not None
+        places = run.places[first : first + len(stated)]
+        frames = self._frames(run.index + first, [place.offset for place in places])
+        cut = tables.cut(first, first + len(stated))
+        sums = self._start(self._arena(), frames, lambda: cut)
+        self._queue.append(_Batch(frames, sums, stated, self.reader.work.record()))
 
-    def _flush(self) -> None:
-        """Queue the run of frames at hand as one batch."""
-        if not self._frames:
+    def _queued_in_ring(self, run: _Run, first: int, stated: list[list[int]]) -> None:
+        """Queue the copies of frames of host memory into the ring, and what is done there."""
+        reader, start = self.reader, run.index + first
+        held = run.frames[first : first + len(stated)]
+        if len(held[0]) > reader.frame_bytes:  # all are as long
+            raise InvalidFrameError("frame_bytes", len(held[0]), f"<= {reader.frame_bytes}")
+        self._bring_ring_tables()
+        slots = [number % len(reader.busy) for number in range(start, start + len(held))]
+        for event in {id(event): event for slot in slots if (event := reader.busy[slot])}.values():
+            reader.copies.wait(event)
+        offsets = [slot * reader.frame_bytes for slot in slots]
+        cuts = self._transport.registration_for(reader.device).cuts
+        reader.copies.upload(
+            reader.ring,
+            [
+                (offset + cut.start, data[cut])
+                for offset, data in zip(offsets, held, strict=True)
+                for cut in cuts(data)
+            ],
+        )
+        reader.work.wait(reader.copies.record())
+        frames, made = self._frames(start, offsets), self._ring_tables
+        sums = self._start(reader.ring, frames, lambda: made[0].cut(start, start + len(held)))
+        done = reader.work.record()
+        for slot in slots:
+            reader.busy[slot] = done
+        confirm = partial(_each, run.confirms[first : first + len(stated)])
+        self._queue.append(_Batch(frames, sums, stated, done, confirm, held))
+
+    def _bring_ring_tables(self) -> None:
+        """Bring the tables of all frames at once: one behind copies of frames would be late."""
+        if self._has_ring_tables:
             return
-        frames, self._frames = self._frames, []
-        stated, self._stated = self._stated, []
-        places, self._places = self._places, []
-        confirms, self._confirms = self._confirms, []
-        held, self._held = self._held, []
-        slots, self._slots = self._slots, []
+        self._has_ring_tables = True
+        reader, numbers = self.reader, np.arange(len(self.keys))
+        offsets = numbers % len(reader.busy) * reader.frame_bytes
+        starts, made = np.stack([offsets, numbers * self._chunk_tokens], 1), self._ring_tables
+        reader.copies.launch(lambda: made.append(reader.kernels.tables(starts, self._paged)))
+
+    def _frames(self, index: int, offsets: Sequence[int]) -> list[FrameAt]:
+        assert self._parsed is not None
+        header, tokens = self._parsed[1], self._chunk_tokens
+        return [FrameAt(at, header, number * tokens) for number, at in enumerate(offsets, index)]
+
+    def _start(
+        self, memory: torch.Tensor, frames: list[FrameAt], tables: Callable[[], DeviceTables]
+    ) -> list[Sums]:
+        """Queue the way of *frames* into the pages; the sums come when the device is told so."""
         self._make_room()
-        reader, arena = self.reader, self._transport.arena
-        if places:
-            assert arena is not None
-            memory = arena.memory
-        else:
-            memory = reader.ring
-            reader.work.wait(reader.copies.record())
-        like = _like(frames[0].header)
+        reader, like = self.reader, _like(frames[0].header)
         if like not in self._checked:
             reader.kernels.check(memory, frames, self._paged)
             self._checked.add(like)
@@ -383,15 +500,14 @@ class Reading:
         sums: list[Sums] = []
 
         def launch() -> None:
-            sums.append(reader.kernels.start(memory, frames, self._paged))
+            sums.append(reader.kernels.start(memory, frames, self._paged, tables()))
 
         reader.work.launch(launch)
-        if places:
-            confirms = [self._transport.confirming(places, reader.work)]
-        done = reader.work.record()
-        for slot in slots:
-            reader.busy[slot] = done
-        self._queue.append(_Batch(frames, partial(_each, confirms), done, held, stated, sums))
+        return sums
+
+    def _make_room(self) -> None:
+        while len(self._queue) >= BATCHES_AHEAD:
+            self._prove(self._queue.popleft())
 
     def _prove(self, batch: _Batch) -> None:
         """Wait for a batch and count its frames, up to the first that is wrong."""
@@ -400,6 +516,9 @@ class Reading:
             (sums,) = batch.sums
             found = sums()
             batch.confirm()  # first of all: memory that was reused says nothing of the chunk
+            if found == batch.stated:
+                self.done += len(found)
+                return
             for frame, stated, those in zip(batch.frames, batch.stated, found, strict=True):
                 if stated != those:
                     segments = frame.header.segments.copy()
@@ -412,9 +531,11 @@ class Reading:
             raise
 
 
-def frame_count(arrived: InArena | Arrived) -> int:
+def frame_count(arrived: InArena | InMemory | Arrived) -> int:
     """Return of how many chunks *arrived* is."""
-    return len(arrived.places) if isinstance(arrived, InArena) else 1
+    if isinstance(arrived, Arrived):
+        return 1
+    return len(arrived.places if isinstance(arrived, InArena) else arrived.frames)
 
 
 def _like(header: FrameHeader) -> tuple[KVLayout, int]:
@@ -425,3 +546,8 @@ def _like(header: FrameHeader) -> tuple[KVLayout, int]:
 def _each(works: Sequence[Callable[[], None]]) -> None:
     for work in works:
         work()
+
+
+def _check_generations(found: NDArray[np.int64], places: Sequence[Place]) -> None:
+    if found.tolist() != [place.generation for place in places]:
+        raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")

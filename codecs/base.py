@@ -256,7 +256,8 @@ def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
 
 CODECS: Registry[Codec] = Registry("codec")
 
-# Ids are never used again: 1, 3, 4, 5 and 11 were of codecs that are gone.
+REMOVED = {1: "zstd", 3: "xans", 4: "xpack", 5: "fp8", 11: "mixed"}
+"""Ids that are never used again: of codecs that are gone. A frame of one is a miss."""
 _NAMES_BY_ID = {
     0: "raw",
     2: "zplane",
@@ -316,4 +317,4 @@ def codec_by_id(codec_id: int) -> Codec:
 
 def codec_name(codec_id: int) -> str:
     """Return what the codec of *codec_id* is called, be it known or not."""
-    return _NAMES_BY_ID.get(codec_id, f"unknown-{codec_id}")
+    return _NAMES_BY_ID.get(codec_id) or REMOVED.get(codec_id, f"unknown-{codec_id}")

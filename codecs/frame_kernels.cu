@@ -7,7 +7,8 @@
 // Its long form adds up the sixteen 64-byte stripes of a 1 KiB block into eight accumulators
 // and scrambles them after each block. The sums do not depend on what was accumulated before,
 // so all blocks are summed side by side (sum_blocks, which reads the memory) and only one
-// addition and one scramble a block are done in order (finish_segments, on a sixteenth of it).
+// addition and one scramble a block are done in order (chain_blocks, on a sixteenth of it), for
+// each accumulator by a thread of its own; finish_segments makes the checksum of them.
 // Rows that go to pages in words of 16 bytes are summed as they pass (scatter_and_sum).
 
 typedef unsigned char u8;
@@ -195,28 +196,43 @@ __device__ static void add_stripe(u64* values, const u8* p, const u8* secret) {
     }
 }
 
-// The accumulators behind all blocks. Each waits for itself alone, so a thread has all eight under way.
-__device__ static void chain_blocks(u64* values, const u64* sums, u64 blocks) {
-    const u64 starts[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
-    u64 keys[LANES];
+__device__ const u64 STARTS[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+static const u32 BLOCKS_AHEAD = 32;
+
+// One thread a lane of a segment of all frames, *total* segments: what an accumulator is behind all
+// blocks takes the place of its first sum. So many sums are on their way to a thread at once.
+extern "C" __global__ void chain_blocks(
+    const Segment* segments, u64* sums, u32 segment_count, u32 frame_blocks, u32 total
+) {
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const u32 number = thread / LANES, lane = thread % LANES;
+    if (number >= total) return;
+    const Segment segment = segments[number % segment_count];
+    const u64 blocks = full_blocks(segment.size);
+    if (!blocks) return;
+    const u64 frame = number / segment_count;
+    u64* mine = sums + (frame * frame_blocks + segment.first_block) * LANES + lane;
+    const u64 key = secret_word(128 / 8 + lane);
+    u64 value = STARTS[lane];
+    for (u64 block = 0; block < blocks; block += BLOCKS_AHEAD) {
+        u64 next[BLOCKS_AHEAD];
 #pragma unroll
-    for (u32 lane = 0; lane < LANES; ++lane) {
-        values[lane] = starts[lane];
-        keys[lane] = secret_word(128 / 8 + lane);
-    }
-#pragma unroll 4
-    for (u64 block = 0; block < blocks; ++block) {
+        for (u32 i = 0; i < BLOCKS_AHEAD; ++i)
+            next[i] = block + i < blocks ? mine[(block + i) * LANES] : 0;
 #pragma unroll
-        for (u32 lane = 0; lane < LANES; ++lane) {
-            const u64 value = values[lane] + sums[block * LANES + lane];
-            values[lane] = (value ^ value >> 47 ^ keys[lane]) * P32_1;
+        for (u32 i = 0; i < BLOCKS_AHEAD; ++i) {
+            if (block + i >= blocks) break;
+            value += next[i];
+            value = (value ^ value >> 47 ^ key) * P32_1;
         }
     }
+    mine[0] = value;
 }
 
 __device__ static u64 hash_of_long(const u8* p, u64 size, const u64* sums) {
     u64 values[LANES];
-    chain_blocks(values, sums, full_blocks(size));
+    for (u32 lane = 0; lane < LANES; ++lane)
+        values[lane] = full_blocks(size) ? sums[lane] : STARTS[lane];
     const u8* rest = p + full_blocks(size) * BLOCK_BYTES;
     const u32 stripes = (p + size - 1 - rest) / STRIPE_BYTES;
     for (u32 i = 0; i < stripes; ++i) add_stripe(values, rest + i * STRIPE_BYTES, SECRET + 8 * i);
@@ -229,7 +245,7 @@ __device__ static u64 hash_of_long(const u8* p, u64 size, const u64* sums) {
     return avalanche(hash);
 }
 
-// One thread a segment of all frames. *total*: how many these are.
+// One thread a segment of all frames, behind chain_blocks. *total*: how many these are.
 extern "C" __global__ void finish_segments(
     const u8* memory, const u64* frames, const Segment* segments, const u64* sums,
     u64* hashes, u32 segment_count, u32 frame_blocks, u32 total
@@ -247,6 +263,19 @@ extern "C" __global__ void finish_segments(
     else if (size > 16) hash = hash_up_to_128(p, size);
     else hash = hash_up_to_16(p, size);
     hashes[number] = hash;
+}
+
+// Grid: (any, frames). *count* words of eight bytes from *before* bytes before each frame on, and
+// zeros for those past the end of memory.
+extern "C" __global__ void read_words(
+    const u8* memory, const u64* frames, u64* out, u64 memory_bytes, u32 before, u32 count
+) {
+    const u64 first = frames[2 * blockIdx.y] - before;
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += gridDim.x * blockDim.x) {
+        const u64 place = first + 8 * (u64)at;
+        const bool is_there = place + 8 <= memory_bytes;
+        out[(u64)blockIdx.y * count + at] = is_there ? *(const u64*)(memory + place) : 0;
+    }
 }
 
 // --- rows of head_dim elements between a raw frame and an engine's pages

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.codecs.paged import (
+    DeviceTables,
     FrameAt,
     FrameKernels,
     HostKernels,
     Paged,
     Pages,
     Sums,
+    frame_starts,
 )
 from kvstore.proto.cuda import import_cupy
 from kvstore.proto.errors import TierUnavailableError
@@ -130,12 +132,18 @@ class LaunchedKernels(FrameKernels):
         """Make checksums of the sums of blocks; *counts* says how many segments a frame has."""
         memory, frames, sums = summed
         total = sum(counts)
+        chained: list[Argument] = [
+            segments.table, sums, np.uint32(segments.count), np.uint32(segments.blocks),
+            np.uint32(total),
+        ]  # fmt: skip
+        if segments.blocks:
+            self._launch("chain_blocks", (-(-_LANES * total // THREADS), 1), chained)
         hashes = self._empty(total)
         given: list[Argument] = [
             memory, frames, segments.table, sums, hashes, np.uint32(segments.count),
             np.uint32(segments.blocks), np.uint32(total),
         ]  # fmt: skip
-        self._launch("finish_segments", (grid_of(total), 1), given)
+        self._launch("finish_segments", (-(-total // THREADS), 1), given)
         there = brought(hashes)
 
         def wait() -> list[list[int]]:
@@ -149,14 +157,21 @@ class LaunchedKernels(FrameKernels):
         return torch.empty(length, dtype=torch.int64, device=self._device)
 
     @override
-    def start(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
+    def start(
+        self,
+        memory: torch.Tensor,
+        frames: Sequence[FrameAt],
+        paged: Paged,
+        tables: DeviceTables | None = None,
+    ) -> Sums:
         """Sum words as they are copied, where all rows are made of the largest and all are copied:
         each is read once, and what was copied is what was summed.
         """
         plan = self._plan(frames[0].header, paged)
         if paged.portion is not None or self._word(plan, memory, frames) != _WORD_BYTES:
-            return super().start(memory, frames, paged)
-        starts, blocks = self._places(frames, paged)
+            return super().start(memory, frames, paged, tables)
+        there = tables or self.tables(frame_starts(frames), paged)
+        starts, blocks = there.starts, there.blocks
         segments, counts = plan.segments, [plan.segments.count] * len(frames)
         sums = self._empty(_LANES * segments.blocks * len(frames))
         threads = 4 * -(-plan.most_row_bytes * 2 // _BLOCK_BYTES)
@@ -173,10 +188,17 @@ class LaunchedKernels(FrameKernels):
 
     @override
     def move(
-        self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, to_pages: bool
+        self,
+        memory: torch.Tensor,
+        frames: Sequence[FrameAt],
+        paged: Paged,
+        tables: DeviceTables | None = None,
+        *,
+        to_pages: bool,
     ) -> None:
         plan = self._plan(frames[0].header, paged)
-        starts, blocks = self._places(frames, paged)
+        there = tables or self.tables(frame_starts(frames), paged)
+        starts, blocks = there.starts, there.blocks
         word = self._word(plan, memory, frames)
         name = f"{'scatter' if to_pages else 'gather'}_{word}"
         for cut in _frame_cuts(len(frames), plan.row_count):
@@ -187,12 +209,25 @@ class LaunchedKernels(FrameKernels):
             words = -(-plan.most_row_bytes // word // _WORDS_AHEAD)
             self._launch(name, (grid_of(words), plan.row_count * (cut.stop - cut.start)), given)
 
-    def _places(self, frames: Sequence[FrameAt], paged: Paged) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where each frame begins, with its first slot, and the block tables."""
-        starts = [number for frame in frames for number in (frame.offset, frame.first_token)]
-        tables = np.concatenate([np.asarray(table, np.int64) for table in paged.tables])
-        found, blocks = device_table(self._device, starts, tables)
-        return found, blocks
+    @override
+    def tables(self, starts: NDArray[np.int64], paged: Paged) -> DeviceTables:
+        blocks = np.concatenate([np.asarray(table, np.int64) for table in paged.tables])
+        return DeviceTables(*device_table(self._device, starts.ravel(), blocks))
+
+    @override
+    def words(
+        self, memory: torch.Tensor, tables: DeviceTables, before: int, count: int
+    ) -> Callable[[], NDArray[np.int64]]:
+        frames = len(tables.starts) // 2
+        found = self._empty(frames * count)
+        for cut in grid_cuts(frames):
+            given: list[Argument] = [
+                memory, tables.starts[2 * cut.start :], found[count * cut.start :],
+                np.uint64(len(memory)), np.uint32(before), np.uint32(count),
+            ]  # fmt: skip
+            self._launch("read_words", (grid_of(count), cut.stop - cut.start), given)
+        there = brought(found)
+        return lambda: there().reshape(frames, count)
 
     def _word(self, plan: _Plan, memory: torch.Tensor, frames: Sequence[FrameAt]) -> int:
         starts = [memory.data_ptr(), *(frame.offset for frame in frames)]
@@ -278,7 +313,7 @@ def device_table(
     device: torch.device, *columns: Sequence[int] | NDArray[Any]
 ) -> list[torch.Tensor]:
     """Return *columns* as int64 on *device*, sent in one copy that the host does not wait for."""
-    arrays = [np.asarray(column).astype(np.int64) for column in columns]
+    arrays = [np.asarray(column, np.int64) for column in columns]
     stops = np.cumsum([len(array) for array in arrays]).tolist()
     # From pageable memory torch would wait for all that is queued. It keeps pinned memory until
     # the copy out of it is done.

@@ -168,6 +168,25 @@ class FrameAt:
             yield cut, [start + first for start in layers for first in firsts]
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceTables:
+    """Where frames are and a request's blocks, int64 on the device: brought there once for many
+    calls. ``starts`` as of ``frame_starts``, ``blocks`` all tables one behind the other.
+    """
+
+    starts: torch.Tensor
+    blocks: torch.Tensor
+
+    def cut(self, first: int, stop: int) -> DeviceTables:
+        """Return those of frames *first* to *stop*."""
+        return DeviceTables(self.starts[2 * first : 2 * stop], self.blocks)
+
+
+def frame_starts(frames: Sequence[FrameAt]) -> NDArray[np.int64]:
+    """Return a row for each frame: its offset in memory, and its first token."""
+    return np.array([(frame.offset, frame.first_token) for frame in frames], np.int64)
+
+
 Sums = Callable[[], list[list[int]]]
 """Waits for checksums that were begun; returns those of each frame, in order of segments."""
 
@@ -184,10 +203,36 @@ class FrameKernels(ABC):
         """Begin to compute xxh3_64 of every segment of *frames*, of which there is one at least."""
 
     @abstractmethod
+    def tables(self, starts: NDArray[np.int64], paged: Paged) -> DeviceTables:
+        """Bring to the device where frames are, as of ``frame_starts``, and the tables of *paged*.
+
+        Kept by the caller until all that reads them is done.
+        """
+
+    @abstractmethod
+    def words(
+        self, memory: torch.Tensor, tables: DeviceTables, before: int, count: int
+    ) -> Callable[[], NDArray[np.int64]]:
+        """Begin to read *count* words of eight bytes, from *before* bytes before each frame on.
+
+        The returned function waits for them, a row for each frame; zeros past the end of memory.
+        Frames and *before* are at multiples of eight.
+        """
+
+    @abstractmethod
     def move(
-        self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, to_pages: bool
+        self,
+        memory: torch.Tensor,
+        frames: Sequence[FrameAt],
+        paged: Paged,
+        tables: DeviceTables | None = None,
+        *,
+        to_pages: bool,
     ) -> None:
-        """Copy all rows to the pages, or from them. What is given was checked."""
+        """Copy all rows to the pages, or from them. What is given was checked.
+
+        *tables* are those of *frames* and *paged*, where they were brought before.
+        """
 
     def scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
         """Copy frames of one layout into the pages and begin to sum them: as they are copied, or
@@ -207,9 +252,15 @@ class FrameKernels(ABC):
             if not np.array_equal(frame.header.segments["offset"], offsets):
                 raise InvalidFrameError("segments", "offset", "the same in all frames of a call")
 
-    def start(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
-        """Do what ``scatter`` does with what was checked."""
-        self.move(memory, frames, paged, to_pages=True)
+    def start(
+        self,
+        memory: torch.Tensor,
+        frames: Sequence[FrameAt],
+        paged: Paged,
+        tables: DeviceTables | None = None,
+    ) -> Sums:
+        """Do what ``scatter`` does with what was checked; *tables* as in ``move``."""
+        self.move(memory, frames, paged, tables, to_pages=True)
         return self.sums(memory, frames)
 
     def gather(
@@ -272,10 +323,31 @@ class HostKernels(FrameKernels):
         return lambda: found
 
     @override
+    def tables(self, starts: NDArray[np.int64], paged: Paged) -> DeviceTables:
+        blocks = np.concatenate([np.asarray(table, np.int64) for table in paged.tables])
+        return DeviceTables(torch.from_numpy(starts.ravel()), torch.from_numpy(blocks))
+
+    @override
+    def words(
+        self, memory: torch.Tensor, tables: DeviceTables, before: int, count: int
+    ) -> Callable[[], NDArray[np.int64]]:
+        data = as_bytes(memory.numpy())
+        firsts = tables.starts[::2].tolist()
+        rows = [data[first - before :][: 8 * count].tobytes() for first in firsts]
+        whole = b"".join(row.ljust(8 * count, b"\0") for row in rows)
+        return lambda: np.frombuffer(whole, np.int64).reshape(len(rows), count)
+
+    @override
     def move(
-        self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, to_pages: bool
+        self,
+        memory: torch.Tensor,
+        frames: Sequence[FrameAt],
+        paged: Paged,
+        tables: DeviceTables | None = None,
+        *,
+        to_pages: bool,
     ) -> None:
-        tables = [torch.tensor([*table]) for table in paged.tables]
+        ids_of = [torch.tensor([*table]) for table in paged.tables]
         for frame in frames:
             offsets = frame.part_offsets(paged.portion)
             for pages, (component, starts) in zip(paged.pages, offsets, strict=True):
@@ -286,7 +358,7 @@ class HostKernels(FrameKernels):
                 numbers = [n for n in pages.tables for _ in range(component.parts)]
                 views = [view.view(torch.uint8) for parts in pages.views for view in parts]
                 for view, start, number in zip(views, starts, numbers, strict=True):
-                    blocks = tables[number][slots // block_tokens]
+                    blocks = ids_of[number][slots // block_tokens]
                     kept = blocks != SKIPPED_BLOCK
                     part = memory[start : start + component.part_bytes]
                     rows = part.view(component.kv_heads, component.tokens, -1).transpose(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -89,12 +89,13 @@ class CudaDevice(Device):
     @override
     def stream(self) -> Stream:
         with _device_errors():
-            return CudaStream(torch.cuda.Stream(self._device))
+            return CudaStream(torch.cuda.Stream(self._device), lambda: self._cupy.cuda.runtime)
 
     @override
     def current_stream(self) -> Stream:
         with _device_errors():
-            return CudaStream(torch.cuda.current_stream(self._device))
+            stream = torch.cuda.current_stream(self._device)
+            return CudaStream(stream, lambda: self._cupy.cuda.runtime)
 
     @override
     def export(self, arena: torch.Tensor) -> int:
@@ -151,15 +152,29 @@ class CudaDevice(Device):
 
 
 class CudaStream(Stream):
-    """One torch.cuda.Stream."""
+    """One torch.cuda.Stream. *runtime* returns CUDA's, as cupy has it."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, runtime: Callable[[], Any]) -> None:
         self._stream = stream
+        self._runtime = runtime
 
     @override
     def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
         with _device_errors(), torch.cuda.stream(self._stream):
             out.copy_(data, non_blocking=True)
+
+    @override
+    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        # A call of torch's takes longer than the copy of a small chunk.
+        with _device_errors():
+            runtime = self._runtime()
+            first, pointer = out.data_ptr(), self._stream.cuda_stream
+            for start, data in pieces:
+                if start < 0 or start + len(data) > len(out):
+                    raise TierUnavailableError("gpu", f"{start} + {len(data)} > {len(out)} bytes")
+                runtime.memcpyAsync(
+                    first + start, data.ctypes.data, len(data), runtime.memcpyHostToDevice, pointer
+                )
 
     @override
     def fill(self, out: torch.Tensor, value: int) -> None:

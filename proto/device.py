@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
@@ -67,6 +67,13 @@ class Stream(ABC):
         """Queue a copy of *data* to *out*: uint8, one-dimensional, of one length.
 
         Either may be host memory; both stay alive and unchanged until it is done.
+        """
+
+    @abstractmethod
+    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        """Queue copies of host bytes to *out*, uint8: each from the byte on that stands before it.
+
+        They stay alive and unchanged until it is done.
         """
 
     @abstractmethod
@@ -268,6 +275,11 @@ class _HostStream(Stream):
     @override
     def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
         out.copy_(data)
+
+    @override
+    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        for start, data in pieces:
+            out.numpy()[start : start + len(data)] = data
 
     @override
     def fill(self, out: torch.Tensor, value: int) -> None:

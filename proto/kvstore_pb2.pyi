@@ -837,29 +837,10 @@ class TierStatus(_message.Message):
     codec: str
     state: str
     reason: str
-    policy: PolicyStatus
+    policy: str
     what_if: _containers.RepeatedCompositeFieldContainer[SizeRatio]
     partitions: _containers.RepeatedCompositeFieldContainer[PartitionStatus]
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., codec: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., policy: _Optional[_Union[PolicyStatus, _Mapping]] = ..., what_if: _Optional[_Iterable[_Union[SizeRatio, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ...) -> None: ...
-
-class PolicyStatus(_message.Message):
-    __slots__ = ("name", "follows", "why", "hit_ratios")
-    class HitRatiosEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
-    WHY_FIELD_NUMBER: _ClassVar[int]
-    HIT_RATIOS_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    follows: str
-    why: str
-    hit_ratios: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., follows: _Optional[str] = ..., why: _Optional[str] = ..., hit_ratios: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., codec: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., policy: _Optional[str] = ..., what_if: _Optional[_Iterable[_Union[SizeRatio, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ...) -> None: ...
 
 class SizeRatio(_message.Message):
     __slots__ = ("scale", "hit_ratio")
@@ -870,29 +851,16 @@ class SizeRatio(_message.Message):
     def __init__(self, scale: _Optional[float] = ..., hit_ratio: _Optional[float] = ...) -> None: ...
 
 class PartitionStatus(_message.Message):
-    __slots__ = ("name", "used_bytes", "quota_bytes", "guaranteed_bytes", "follows", "why", "hit_ratios")
-    class HitRatiosEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("name", "used_bytes", "quota_bytes", "guaranteed_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     GUARANTEED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
-    WHY_FIELD_NUMBER: _ClassVar[int]
-    HIT_RATIOS_FIELD_NUMBER: _ClassVar[int]
     name: str
     used_bytes: int
     quota_bytes: int
     guaranteed_bytes: int
-    follows: str
-    why: str
-    hit_ratios: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., follows: _Optional[str] = ..., why: _Optional[str] = ..., hit_ratios: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts", "gates", "directory")

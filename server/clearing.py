@@ -67,16 +67,16 @@ def keys_of_tenant(manager: TierManager, tenant: str) -> list[ChunkKey]:
     """
     catalog = manager.catalog
     if tenant == EVERY_TENANT:
-        return catalog.keys_from(b"")
-    spaces = [one for one in catalog.spaces() if _tenant_of(manager, one) == tenant]
-    return [key for space in spaces for key in catalog.keys_from(space)]
+        return catalog.queries.keys_from(b"")
+    spaces = [one for one in catalog.queries.spaces() if _tenant_of(manager, one) == tenant]
+    return [key for space in spaces for key in catalog.queries.keys_from(space)]
 
 
 def _tenant_of(manager: TierManager, space: Namespace) -> str | None:
     known = manager.spaces.of(space)
     if known is not None:
         return known.tenant
-    for key in manager.catalog.keys_from(space):
+    for key in manager.catalog.queries.keys_from(space):
         for name in manager.catalog.holders(key):
             tier = manager.transfers.shelves[name].tier
             if not tier.shared:

@@ -100,6 +100,7 @@ class Delivery:
         passed over, as if they were not there.
         """
         near = _Near(self._near(reach), least, peers)
+        plan = self._catalog.read_plan(keys, least)
         delivered = 0
         origins: list[str] = []
         try:
@@ -108,15 +109,16 @@ class Delivery:
                     told = index + READ_AHEAD_CHUNKS if index else 1
                     self._read_ahead(keys[told : index + 2 * READ_AHEAD_CHUNKS])
                 if len(origins) <= index + LOADS_AHEAD_CHUNKS // 2:
-                    ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
-                    origins += [self._load(session, key_ahead, near)[0] for key_ahead in ahead]
-                arrival = self._arrive(session, index, key, deadline, near)
+                    ahead = range(len(origins), min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS))
+                    origins += [self._load(session, keys[at], near, plan[at])[0] for at in ahead]
+                arrival = self._leased(index, key, near, plan[index])
+                arrival = arrival or self._arrive(session, index, key, deadline, near)
                 if arrival is None:
                     break
                 delivered += 1
                 self._on_read(key)
                 self._counters.add("get_bytes", arrival.size_bytes)
-                self._promote_if_due(session, key, arrival.tier)
+                self._promote_if_due(session, key, arrival.tier, plan[index])
                 try:
                     yield replace(arrival, tier=origins[index] or arrival.tier)
                 finally:
@@ -138,28 +140,42 @@ class Delivery:
 
         As PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered:
         hundreds at the price of a few through ``get``. Call ``were_told`` when the reader knows
-        them. None where there is GPU memory to which a second read would promote them.
+        them. Where there is GPU memory, to which a second read would promote others, only those
+        that are there.
         """
         transfers = self._transfers
         if transfers.gpu is not None:
-            return np.empty(0, PLACE_ROW)
+            return self._in_gpu(keys, least) if Reach.device in reach else np.empty(0, PLACE_ROW)
         in_cpu, *in_files = self._catalog.held(self.place_names(reach), keys, least)
         rows = np.frombuffer(transfers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
         rows["reach"][~in_cpu] = Reach.none
         held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
         rows = rows[: self._add_others(keys, rows, held, least, peers)]
         rows["tier"][rows["reach"] == Reach.peer] = len(self.place_names(reach))
+        return self._counted(rows)
+
+    def _in_gpu(self, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[Any]:
+        """Do what ``in_place`` does, of GPU memory alone."""
+        gpu, tier = self._transfers.gpu, self._transfers.gpu_tier
+        assert gpu is not None
+        assert tier is not None
+        (held,) = self._catalog.held([gpu.name], keys, least)
+        count = len(held) if held.all() else int(held.argmin())
+        return self._counted(np.frombuffer(tier.place_rows(keys[:count]), PLACE_ROW))
+
+    def _counted(self, rows: NDArray[Any]) -> NDArray[Any]:
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
 
     def place_names(self, reach: Collection[Reach], peers: Collection[int] = ()) -> list[str]:
-        """Return the tiers that a reader of *reach* and *peers* reads in place, but for a device's.
+        """Return the tiers that a reader of *reach* and *peers* reads in place.
 
-        That of peers is the last.
+        That of a device is the first, that of peers the last.
         """
+        gpu = self._transfers.gpu if Reach.device in reach else None
         filed = self._transfers.filed if Reach.file in reach else None
-        there = (self._transfers.cpu, filed, self._transfers.peers if peers else None)
+        there = (gpu, self._transfers.cpu, filed, self._transfers.peers if peers else None)
         return [shelf.name for shelf in there if shelf is not None]
 
     def _add_others(
@@ -235,12 +251,17 @@ class Delivery:
         filed = transfers.filed if Reach.file in reach else None
         return [shelf for shelf in (gpu, transfers.cpu, filed) if shelf is not None]
 
-    def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
-        """Copy a chunk up, in the background, when it is read a second time and worth its room."""
+    def _promote_if_due(
+        self, session: Session, key: ChunkKey, name: str, holders: Container[str] = ()
+    ) -> None:
+        """Copy a chunk up, in the background, when it is read a second time and worth its room.
+
+        *holders* had it when the get began.
+        """
         gpu = self._transfers.gpu
         elsewhere = (self._transfers.filed, self._transfers.peers)
         source = next((shelf for shelf in elsewhere if shelf and shelf.name == name), None)
-        wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
+        wants_gpu = gpu is not None and gpu.name not in holders
         if not (source or wants_gpu):
             return
         with self._lock:
@@ -278,9 +299,10 @@ class Delivery:
             if name in self._catalog.holders(key):
                 self._transfers.load(key, self._transfers.shelves[name], tenant)
 
-    def _load(self, session: Session, key: ChunkKey, near: _Near) -> tuple[str, Ticket | None]:
+    def _load(
+        self, session: Session, key: ChunkKey, near: _Near, holders: Sequence[str]
+    ) -> tuple[str, Ticket | None]:
         """Start loading *key* unless it is on a shelf of *near*; return the best holder's name."""
-        holders = self._catalog.holders(key, near.least)
         for shelf in near.shelves:
             if _is_in_place(shelf, key, holders):
                 return shelf.name, None
@@ -292,6 +314,15 @@ class Delivery:
             return shelf.name, ticket
         return "", None
 
+    def _leased(
+        self, index: int, key: ChunkKey, near: _Near, holders: Sequence[str]
+    ) -> Arrival | None:
+        """Return a chunk that was in place when the get began, and is as it is leased."""
+        for shelf in near.shelves:
+            if _is_in_place(shelf, key, holders):
+                return self._in_place(index, key, shelf.name, near.peers)
+        return None
+
     def _arrive(
         self,
         session: Session,
@@ -302,7 +333,8 @@ class Delivery:
     ) -> Arrival | None:
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._transfers.shelves)):
-            name, ticket = self._load(session, key, near)
+            holders = self._catalog.holders(key, near.least)
+            name, ticket = self._load(session, key, near, holders)
             if ticket is None:
                 return self._in_place(index, key, name, near.peers) if name else None
             try:

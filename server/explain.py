@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.prospects import Sighting
+from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.known_spaces import Differing, KnownSpaces, Space, nearest
 from kvstore.server.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.policy.state_admission import StateAdmission
@@ -42,7 +42,7 @@ class Facts(NamedTuple):
     key: ChunkKey
     least: Fidelity
     at_s: float
-    seen: Sighting
+    seen: ChunkStatus
     outcome: Outcome | None
     down: Mapping[str, str]
 
@@ -153,7 +153,7 @@ class Explainer:
 
     def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> Facts:
         """Return what is known of a chunk now, in some microseconds."""
-        seen = self._catalog.sighting(key)
+        seen = self._catalog.queries.status(key)
         outcome = None if seen.copies else self._outcomes.of(key)
         down = {}
         for name in seen.copies:
@@ -209,7 +209,7 @@ class Explainer:
         found.sort(key=lambda one: not one[2])
         # Counting goes through the whole index, so few are counted.
         counted = [
-            Near(other, differing, self._catalog.count_in(other.namespace), has_tokens)
+            Near(other, differing, self._catalog.queries.count_in(other.namespace), has_tokens)
             for other, differing, has_tokens in found[:_COUNTED]
         ]
         return [near for near in counted if near.chunks][:MAX_NEAR]
@@ -244,6 +244,7 @@ _SENTENCES = {
     Fate.evicted: "evicted{where} {ago}",
     Fate.corrupt: "found damaged and dropped{where} {ago}",
     Fate.unreadable: "dropped{where} {ago}, as only a server with other codecs can read it",
+    Fate.codec_removed: "dropped{where} {ago}, as its codec was removed from kvstore",
     Fate.lost: "gone{where} without our doing, found out {ago}",
     Fate.deleted: "deleted {ago}, by request or because a client found it damaged",
     Fate.expired: "dropped{where} {ago}, as its time to live was up",

@@ -9,7 +9,7 @@ from kvstore.proto.blend import GateView
 from kvstore.server.manager import TierManager
 from kvstore.server.metrics import Gauge
 from kvstore.server.policy.partitions import Quota
-from kvstore.server.policy_report import PartitionUse, PolicyReport, known_ratios
+from kvstore.server.policy_report import PartitionUse, PolicyReport
 
 if TYPE_CHECKING:  # its file loads zmq
     from kvstore.server.cluster.peer_tier import PeerTier
@@ -19,15 +19,11 @@ SHOWN_GATES = 64
 
 
 def _policy(tier: str, report: PolicyReport) -> list[Gauge]:
-    named = {"tier": tier, "policy": report.follows}
+    named = {"tier": tier, "policy": report.name}
     rows: list[Gauge] = [
         ("tier_policy", "1 for the policy that says whom to evict", named, 1.0),
-        ("tier_policy_switches", "times that the policy followed another", tier, report.switches),
         ("tier_policy_fallbacks", "rankings that took too long", tier, report.fallbacks),
     ]
-    for name, ratio in (report.hit_ratios or {report.follows: math.nan}).items():
-        labels = {"tier": tier, "policy": name}
-        rows.append(("candidate_hit_ratio", "chunks a policy would hit, lately", labels, ratio))
     for scale, ratio in (report.curve or {1.0: math.nan}).items():
         labels = {"tier": tier, "scale": f"{scale:g}"}
         rows.append(("what_if_hit_ratio", "hit ratio at so many times the size", labels, ratio))
@@ -37,12 +33,6 @@ def _policy(tier: str, report: PolicyReport) -> list[Gauge]:
             ("partition_used_bytes", "bytes of a tenant or category", labels, one.used_bytes),
             ("partition_quota_bytes", "its quota, 0 for none", labels, one.quota.limit_bytes),
         ]
-        ratios = known_ratios(one.choice) if one.choice else {}
-        for name, ratio in (ratios or {report.follows: math.nan}).items():
-            more = labels | {"policy": name}
-            rows.append(("partition_hit_ratio", "chunks a policy would hit for it", more, ratio))
-        followed = labels | {"policy": one.choice.policy if one.choice else report.follows}
-        rows.append(("partition_policy", "1 for the policy it is evicted by", followed, 1.0))
     return rows
 
 
@@ -69,7 +59,7 @@ def _peers(manager: TierManager) -> list[Gauge]:
 
 
 def _directory(manager: TierManager) -> list[Gauge]:
-    directory = manager.catalog.directory
+    directory = manager.directory
     if directory is None:
         levels = (0, 0, 0, 0)
     else:
@@ -93,7 +83,7 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
         ("known_chunks", "chunks in the index", "", len(catalog)),
         ("ghost_chunks", "evicted chunks that policies remember", "", catalog.ghost_count()),
     ]
-    contents, variants, left_out, priority_bytes = catalog.content_counts()
+    contents, variants, left_out, priority_bytes = manager.blends.contents.counts()
     gates = manager.blends.gates.open_count()
     rows += [
         ("blend_contents", "contents that blending finds chunks by", "", contents),
@@ -119,6 +109,6 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
             ("tier_up", "0 while the tier is left alone", name, float(not status.reason)),
             ("tier_load_bytes_per_second", "mean speed of loads", name, status.load_bytes_per_s),
             ("tier_codec", "number of the codec in frames", name, status.codec_id),
-            *_policy(name, catalog.policy_report(name)),
+            *_policy(name, catalog.eviction.policy_report(name)),
         ]
     return rows

@@ -26,14 +26,14 @@ class HandOver:
 
         No longer than *deadline*, and not at all where as many wait as may.
         """
-        if not self._catalog.is_any_coming(keys):
+        if not self._catalog.in_flight.is_any_coming(keys):
             return
         if not self._waiters.acquire(blocking=False):
             self._counters.add("refused_waits")
             return
         try:
             self._counters.add("waited_lookups")
-            self._catalog.await_arrivals(keys, deadline)
+            self._catalog.in_flight.await_arrivals(keys, deadline)
         finally:
             self._waiters.release()
 
@@ -44,9 +44,9 @@ class HandOver:
         """
         if ttl_ms > MAX_HANDOVER_MS:
             raise InvalidRequestError("ttl_ms", ttl_ms, f"use 0 to {MAX_HANDOVER_MS}")
-        count = self._catalog.promise(session.session_id, keys, ttl_ms / 1000)
+        count = self._catalog.in_flight.promise(session.session_id, keys, ttl_ms / 1000)
         if session.is_closed:  # its promises were already ended; these came too late for that
-            self._catalog.promise(session.session_id, keys, 0.0)
+            self._catalog.in_flight.promise(session.session_id, keys, 0.0)
         if not ttl_ms:
             return 0
         self._counters.add("promised_chunks", count)
@@ -54,4 +54,4 @@ class HandOver:
 
     def end(self) -> None:
         """Answer all who wait: the server drains."""
-        self._catalog.end_waits()
+        self._catalog.in_flight.end_waits()

@@ -94,7 +94,7 @@ class Landing:
         room = Room(info, session.tenant, deadline, self._headroom_bytes, category)
         reserved = self._reserve(self._transfers.cpu, room)
         if isinstance(reserved, Reservation):
-            partition = self._catalog.partition(info.key, session.tenant, category)
+            partition = self._catalog.eviction.partition(info.key, session.tenant, category)
             self._reserved.note(reserved, partition)
             if bare is not None:
                 self._bare[id(reserved)] = bare
@@ -121,7 +121,7 @@ class Landing:
         if self._catalog.is_outgrown(key, kept.layout) and not self._transfers.replace(kept):
             return self._refused(key, "somebody reads it as it is, without its checkpoint")
         self._forget_hearsay(key)
-        if not self._catalog.begin_put(key):
+        if not self._catalog.in_flight.begin(key):
             self.counters.add("put_existing_chunks")
             self._hint(key, hints)
             for refill in self._refills:
@@ -134,10 +134,10 @@ class Landing:
         try:
             return self._transfers.reserve_for_put(shelf, room)
         except TierFullError as error:
-            self._catalog.end_put(key)
+            self._catalog.in_flight.end(key)
             return self._refused(key, str(error))
         except KVStoreError as error:
-            self._catalog.end_put(key)
+            self._catalog.in_flight.end(key)
             self.note_refused(key, str(error))
             raise
 
@@ -200,7 +200,7 @@ class Landing:
     def give_back_on(self, shelf: Shelf, reservation: Reservation) -> None:
         """The same on *shelf*."""
         shelf.tier.abort(reservation)
-        self._catalog.end_put(reservation.info.key)
+        self._catalog.in_flight.end(reservation.info.key)
 
     def seal(
         self, reservation: Reservation, header: FrameHeader, tenant: str, hints: Hints
@@ -213,7 +213,7 @@ class Landing:
             try:
                 reservation, header = self._trim(reservation, header, bare, hints)
             except KVStoreError as error:
-                self._catalog.end_put(key)
+                self._catalog.in_flight.end(key)
                 return self._refused(key, str(error))
             reason = WITHOUT_STATE
         return self.seal_on(self._transfers.cpu, reservation, header, tenant, hints, reason)
@@ -236,7 +236,7 @@ class Landing:
                 self._catalog.note_sealed(shelf.name, header.info(), origin)
                 self._hint(key, hints)
         finally:
-            self._catalog.end_put(key)
+            self._catalog.in_flight.end(key)
         if not sealed:
             self.counters.add("put_existing_chunks")
             return PutResult(PutOutcome.exists)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -19,9 +20,8 @@ from kvstore.server.blend.blending import Blending
 from kvstore.server.blend.gates import Gates
 from kvstore.server.delivery import Delivery
 from kvstore.server.hand_over import HandOver
-from kvstore.server.index.catalog import Holding, LeaseTerms
 from kvstore.server.index.finder import Finder
-from kvstore.server.index.found import Leasing
+from kvstore.server.index.found import Holding, LeaseTerms, Leasing
 from kvstore.server.index.knowledge import Origin
 from kvstore.server.intake import Intake, PutResult
 from kvstore.server.known_spaces import KnownSpaces
@@ -39,6 +39,9 @@ from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import TierStats
+
+if TYPE_CHECKING:  # its file loads redis
+    from kvstore.server.cluster.directory import Directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class TierManager:
             self.counters,
         )
         self._mover = transfers.mover
+        self.directory: Directory | None = None
+        """Of the nodes and what they hold in memory, where there is one."""
         self._lease_ttl_ms = limits.lease_ttl_ms
         self._new_id = new_id
         lower = transfers.lower_shelves()
@@ -299,15 +304,15 @@ class TierManager:
 
     def clear(self, space: Namespace, deadline: float) -> tuple[int, int]:
         """Forget every chunk of a namespace that this node knows and nobody reads."""
-        return self.delete(self.catalog.keys_from(space), deadline)
+        return self.delete(self.catalog.queries.keys_from(space), deadline)
 
     def stat(self, keys: Sequence[ChunkKey]) -> list[Holding]:
         """Return what is known of the chunks that exist."""
-        return [held for key in keys if (held := self.catalog.holding(key)) is not None]
+        return [held for key in keys if (held := self.catalog.queries.holding(key)) is not None]
 
     def holdings(self, space: Namespace) -> list[Holding]:
         """Return every chunk of a namespace that this node knows."""
-        return self.catalog.holdings(space)
+        return self.catalog.queries.holdings(space)
 
     # --- life
 
@@ -383,14 +388,14 @@ class TierManager:
         self.hand_over.end()
         self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
         volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]
-        alone = self.catalog.only_on(*volatile)
+        alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:
             return not alone
         shelf = self._keepers[0]
         reasons = self._copied(alone, shelf, deadline)
         failure, lost = self._flushed(alone, shelf, deadline)
         # A copy that came later may have pushed an earlier one out.
-        return not (any(reasons) or failure or lost or self.catalog.only_on(*volatile))
+        return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))
 
     def is_alive(self) -> bool:
         """Whether the Mover's workers live."""

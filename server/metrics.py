@@ -50,7 +50,7 @@ COUNTERS: Mapping[str, str] = {
     "replaced_copies": "lossy copies that gave way to better ones",
     "lossless_instead": "copies kept without loss: not for the tier's codec, or of several prompts",
     "corrupt_chunks": "copies that failed verification and were quarantined",
-    "unreadable_chunks": "shared copies that only a server with other codecs or tables can read",
+    "unreadable_chunks": "copies of a removed codec, or that only servers with other codecs read",
     "scrubbed_chunks": "copies read and verified by scrubbing",
     "scrubbed_bytes": "frame bytes read by scrubbing",
     "scrub_passes": "passes of scrubbing that came to their end",

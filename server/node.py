@@ -121,7 +121,8 @@ class Node:
         )
         if self.directory is not None:
             self._closers.append(self.directory.close)
-            self.manager.catalog.directory = self.directory
+            self.manager.directory = self.directory
+            self.manager.catalog.listeners.append(self.directory)
         me = Me(self.port, identity.boot_id)
         self._begin_peers = ready_peers(config, self.manager, self.directory, me)
         self._serve(checks, identity)

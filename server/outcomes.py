@@ -24,6 +24,7 @@ class Fate(Enum):
     evicted = "evicted"
     corrupt = "corrupt"
     unreadable = "unreadable"
+    codec_removed = "codec_removed"
     lost = "lost"
     deleted = "deleted"
     expired = "expired"

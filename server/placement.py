@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.prospects import Prospect
+from kvstore.server.index.queries import ReuseEstimate
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover
 from kvstore.server.policy.admission import (
@@ -76,7 +76,7 @@ class Placement:
         if engine is None and not rule.looks_ahead and budget is None:
             return rule.admits(Offer(moment, 0), 0.0)
         looks_ahead = rule.looks_ahead or (budget is not None and moment is Moment.leaving)
-        prospect = self._catalog.prospect(key, ahead=looks_ahead)
+        prospect = self._catalog.queries.reuse_estimate(key, ahead=looks_ahead)
         if prospect is None:
             return False
         offer = self._offer(moment, prospect, shelf, engine)
@@ -85,7 +85,7 @@ class Placement:
         return budget is None or self._affords(budget, key, offer)
 
     def _offer(
-        self, moment: Moment, prospect: Prospect, shelf: Shelf, engine: PrefillModel | None
+        self, moment: Moment, prospect: ReuseEstimate, shelf: Shelf, engine: PrefillModel | None
     ) -> Offer:
         load_s = compute_s = 0.0
         if engine is not None:
@@ -139,7 +139,7 @@ class Placement:
 
     def _value(self, key: ChunkKey, source: Shelf) -> float:
         """Return the seconds that a byte of *key* in memory saves, against a load from *source*."""
-        prospect = self._catalog.prospect(key)
+        prospect = self._catalog.queries.reuse_estimate(key)
         if prospect is None:
             return 0.0
         saved_s = float(source.load_s(np.array([prospect.size_bytes]))[0])

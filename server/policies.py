@@ -43,7 +43,7 @@ class Policies:
         self._limits = (config.tenant_limits or TenantLimitRules()).limits
         limited = [tenant for tenant, limits in self._limits.items() if limits.chunks]
         self._has_quotas = bool(self._tenants.tenants or self._categories or limited)
-        tenants = tuple(dict.fromkeys((*self._tenants.tenants, *limited, *config.adapt_tenants)))
+        tenants = tuple(dict.fromkeys((*self._tenants.tenants, *limited)))
         partitions = PartitionTable(tenants, tuple(self._categories))
         self.knowledge = Knowledge(
             partitions=partitions,
@@ -65,8 +65,7 @@ class Policies:
 
     def _policy(self, tier: str) -> EvictionPolicy:
         partitions = self.knowledge.partitions
-        adapts = len(partitions.names) > 1 and self.name(tier) == "adaptive"
-        if not (self._has_quotas or adapts) or not self._capacities[tier]:
+        if not self._has_quotas or not self._capacities[tier]:
             return self._plain(tier)
         by_tenant = self._tenants.of_tier(tier)
         for tenant, limits in self._limits.items():

@@ -21,7 +21,8 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.importance import ImportanceTable
-from kvstore.server.index.catalog import Catalog, Wanted
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.eviction_state import Wanted
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
 from kvstore.server.outcomes import Fate, Outcomes
@@ -95,7 +96,7 @@ class Reclaim(ABC):
             )
         need = tier.allocated_bytes(size)
         limit = tier.capacity_bytes - room.headroom_bytes
-        partition = self.catalog.partition(room.info.key, room.tenant, room.category)
+        partition = self.catalog.eviction.partition(room.info.key, room.tenant, room.category)
         self._free_own(shelf, Wanted(partition, is_own=True), room)
         for attempt in range(MAX_RECLAIM_ROUNDS):
             missing = tier.stats().used_bytes + need - limit
@@ -119,10 +120,12 @@ class Reclaim(ABC):
         waits = self.reserved.of(own.partition) if shelf is self.cpu else NOTHING
         for _ in range(MAX_RECLAIM_ROUNDS):
             need_bytes, need_chunks = size + waits.size_bytes, 1 + waits.chunks
-            owed = catalog.owed_bytes(shelf.name, own.partition, need_bytes, need_chunks)
+            owed = catalog.eviction.owed_bytes(shelf.name, own.partition, need_bytes, need_chunks)
             if not owed:
                 return
-            victims = catalog.claim_victims(shelf.name, owed, VICTIMS_PER_ROUND, wanted=own)
+            victims = catalog.eviction.claim_victims(
+                shelf.name, owed, VICTIMS_PER_ROUND, wanted=own
+            )
             self._evict(shelf, victims, owed, room.deadline)
             self.counters.add("evicted_for_quota_chunks", len(victims))
         raise TierFullError(shelf.name, size, 0)
@@ -132,11 +135,13 @@ class Reclaim(ABC):
 
         Threads that reserve side by side look before each other's room counts.
         """
-        partition = self.catalog.partition(key, "", "")
-        owed = self.catalog.owed_bytes(shelf.name, partition, 0)
+        partition = self.catalog.eviction.partition(key, "", "")
+        owed = self.catalog.eviction.owed_bytes(shelf.name, partition, 0)
         if owed:
             own = Wanted(partition, is_own=True)
-            victims = self.catalog.claim_victims(shelf.name, owed, VICTIMS_PER_ROUND, wanted=own)
+            victims = self.catalog.eviction.claim_victims(
+                shelf.name, owed, VICTIMS_PER_ROUND, wanted=own
+            )
             if victims:
                 with suppress(TierFullError):  # their demotions go on
                     self._evict(shelf, victims, owed, self.clock())
@@ -146,13 +151,13 @@ class Reclaim(ABC):
         self, shelf: Shelf, need_bytes: int, room: Room | None, attempt: int, wanted: Wanted
     ) -> list[ChunkKey]:
         """Claim a round of victims; for *room* that is free but scattered, ones side by side."""
-        claim, tier = self.catalog.claim_victims, shelf.tier
+        claim, tier = self.catalog.eviction.claim_victims, shelf.tier
         victims = claim(shelf.name, need_bytes, VICTIMS_PER_ROUND, wanted=wanted)
         victims = self._enough(shelf, victims, need_bytes)
         if victims and room is not None:
             near = tier.in_the_way(victims[0], room.info.size_bytes, room.tenant)
             if near:
-                self.catalog.unclaim(victims[1:])
+                self.catalog.eviction.unclaim(victims[1:])
                 return [victims[0], *claim(shelf.name, 0, 0, near)]
         if victims and attempt % 4 == 3:
             victims += claim(shelf.name, 0, 0, tier.residents(victims[0]))
@@ -175,7 +180,7 @@ class Reclaim(ABC):
             # Demotions go on; their victims stay until they have a copy elsewhere.
             raise TierFullError(shelf.name, need_bytes, 0) from None
         finally:
-            self.catalog.unclaim(victims)
+            self.catalog.eviction.unclaim(victims)
 
     def _enough(self, shelf: Shelf, victims: list[ChunkKey], need_bytes: int) -> list[ChunkKey]:
         """Spare the last victims when the slack of the first frees enough: policies see frames."""
@@ -184,7 +189,7 @@ class Reclaim(ABC):
             size_bytes = self.catalog.size_bytes(shelf.name, key)
             freed_bytes += shelf.tier.allocated_bytes(size_bytes) if size_bytes else 0
             if freed_bytes >= need_bytes:
-                self.catalog.unclaim(victims[at:])
+                self.catalog.eviction.unclaim(victims[at:])
                 return victims[:at]
         return victims
 
@@ -194,7 +199,7 @@ class Reclaim(ABC):
         Only evictions from this shelf and moves to lower ones count, as only these end
         without our help.
         """
-        if self.catalog.await_unclaimed(shelf.name, deadline):
+        if self.catalog.eviction.await_unclaimed(shelf.name, deadline):
             return True
         lanes = [f"store-{target.name}" for target in self._below(shelf)]
         return self.mover.await_any(lanes, deadline)

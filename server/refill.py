@@ -56,7 +56,7 @@ class Refill:
         again, self._again = self._again, {}
         asked, row = dict(again), self._row
         if walks:
-            held, row = self._transfers.catalog.held_from(row)
+            held, row = self._transfers.catalog.queries.held_from(row)
             for one in held:
                 if one.tier == self._shelf.name:
                     asked.setdefault(one.key, False)

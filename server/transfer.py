@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from kvstore.codecs.base import REMOVED, codec_name
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
@@ -321,7 +322,7 @@ class Transfers(Reclaim):
             verify(out, stored.key)
             source.note_decode(stored.size_bytes, self.clock() - started)
         except UnknownCodecError as error:
-            self._turn_away(source, stored.key)
+            self._turn_away(source, stored)
             raise ChunkCorruptError(stored.key, str(error)) from None
         except (ChunkCorruptError, InvalidFrameError, RepresentationError) as error:
             # Its checksums are right, and yet its codec cannot read it: it never will.
@@ -329,14 +330,19 @@ class Transfers(Reclaim):
             raise ChunkCorruptError(stored.key, str(error)) from None
         return True
 
-    def _turn_away(self, source: Shelf, key: ChunkKey) -> None:
-        """Part with a copy that only a server with other codecs or tables can read."""
+    def _turn_away(self, source: Shelf, stored: ChunkInfo) -> None:
+        """Drop a copy that no server reads any more, or only one with other codecs or tables."""
+        is_removed, key = stored.codec_id in REMOVED, stored.key
+        if not (is_removed or source.tier.shared):
+            self.quarantine(source, key)
+            return
+        fate = Fate.codec_removed if is_removed else Fate.unreadable
+        self.outcomes.note(key, fate, source.name, codec_name(stored.codec_id))
+        self.counters.add("unreadable_chunks")
         if source.tier.shared:  # not ours alone to delete
             self.catalog.forget(source.name, key)
-            self.outcomes.note(key, Fate.unreadable, source.name)
-            self.counters.add("unreadable_chunks")
-        else:
-            self.quarantine(source, key)
+        elif self.catalog.cast_out(source.name, key):
+            self.delete_from(source, key)
 
     def read_loose(self, stored: ChunkInfo, source: Shelf) -> Bytes | None:
         """Return the verified frame in memory of its own; None when *source* lost it."""

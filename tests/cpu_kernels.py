@@ -17,7 +17,7 @@ import torch
 
 from kvstore.codecs.frame_kernels import SOURCE, THREADS, Argument, Launch
 
-_NAMES = ["sum_blocks", "finish_segments", "scatter_and_sum"]
+_NAMES = ["sum_blocks", "chain_blocks", "finish_segments", "scatter_and_sum", "read_words"]
 _NAMES += [f"{way}_{size}" for way in ("scatter", "gather") for size in (1, 2, 4, 8, 16)]
 
 _SHIM = r"""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
+from kvstore.proto.cuda import import_cupy
 from kvstore.proto.cuda_device import CudaDevice, CudaStream
 
 _CYCLES_A_MS = 2_000_000
@@ -17,7 +18,7 @@ class DelayedStream(CudaStream):
     """What is launched begins ``late_ms`` after all that is before it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        super().__init__(stream)
+        super().__init__(stream, lambda: import_cupy("gpu").cuda.runtime)
         self.late_ms = 8
 
     @override

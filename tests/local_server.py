@@ -124,7 +124,7 @@ class LocalServer:
             tuple((status.name, status.stats) for status in manager.shelf_statuses()),
             manager.catalog.lease_count(),
             manager.catalog.held_count(),
-            manager.catalog.pending_count(),
+            manager.catalog.in_flight.count(),
             len(manager.puts),
         )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import RLock
 
 import torch
 from typing_extensions import override
 
-from kvstore.proto.device import Event, HostDevice, SharedEvent, Stream
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.device import Event, HostDevice, SharedEvent, Stream, tensor_over
 from kvstore.proto.errors import TierUnavailableError
 
 
@@ -116,6 +117,11 @@ class SlowStream(Stream):
     def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
         self.copied.append(len(out))
         self._add(lambda: out.copy_(data))
+
+    @override
+    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        for start, data in pieces:
+            self.copy(out[start : start + len(data)], tensor_over(data))
 
     @override
     def fill(self, out: torch.Tensor, value: int) -> None:

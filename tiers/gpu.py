@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from threading import Lock
 
 import torch
@@ -14,6 +14,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, Stream, tensor_over
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.places import Place, Reach, pack_places
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.allocator import OffsetAllocator
@@ -252,6 +253,18 @@ class GpuTier(Tier):
         """Return where clients of the device find the sealed frame; None when absent."""
         block = self._block(key)
         return None if block is None else block.place()
+
+    def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
+        """Return where clients of the device find the frames up to the first that is absent, as
+        rows of proto/places.
+        """
+        with self._lock:
+            blocks = [self._sealed.get(key) for key in keys]
+        return pack_places(
+            Place(ARENA_SLAB, Reach.device, 0, b.first, b.info.size_bytes, b.generation)
+            for b in takewhile(lambda block: block is not None, blocks)
+            if b is not None
+        )
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:

@@ -26,7 +26,7 @@ from typing_extensions import override
 from kvstore.client.chunk import Chunk, DeviceChunk
 from kvstore.client.cuda import CudaClient
 from kvstore.client.device_puts import DeviceRing
-from kvstore.client.device_reads import READ_SLOTS, DeviceReader
+from kvstore.client.device_reads import DeviceReader
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm_copies import BATCH_BYTES, Copy, LoadWork, Side
 from kvstore.client.engines.vllm_layout import NULL_BLOCK, BlockWriter, packings_of
@@ -58,8 +58,6 @@ LOAD_SLOTS = 4
 """Chunks of a load in host memory at once, where they have to pass it."""
 LEAST_SLOTS = 2
 """Chunks of a step that there must be room for."""
-LOAD_RING_BYTES = 256 << 20
-"""Device memory for chunks of a load; LOAD_SLOTS of them may take more."""
 _ALIGN_BYTES = 256
 _THERE = (PutOutcome.stored, PutOutcome.exists)
 
@@ -288,8 +286,7 @@ class DeviceSide(Side):
         self._is_straight = isinstance(client, CudaClient) and not pages.shape.has_ends
         # A rank's too: what is read straight into the pages is verified as a whole.
         frame_bytes = raw_frame_bytes(whole) if self._is_straight else self.chunk_bytes
-        slots = max(LOAD_SLOTS, min(READ_SLOTS, LOAD_RING_BYTES // frame_bytes))
-        self.reader = DeviceReader(self.device, frame_bytes, slots)
+        self.reader = DeviceReader(self.device, frame_bytes, LOAD_SLOTS)
         self._ring, slots = self._allocated(ring_bytes)
         self._puts = DeviceRing(self.device, self._ring)
         self._slots = list(range(slots))

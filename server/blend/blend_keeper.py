@@ -30,12 +30,13 @@ class BlendKeeper:
         self._gates = GateKeeper(manager.blends.gates, folder) if folder is not None else None
         self._variants: VariantKeeper | None = None
         if folder is not None and content_limit:
-            self._variants = VariantKeeper(manager.catalog, folder, clock)
+            self._variants = VariantKeeper(manager.blends.contents, folder, clock)
             self._variants.load()
         if self._gates is not None:
             self._gates.load()
         limit = content_limit if folder is not None else 0
-        self._reader = ContentReader(manager.catalog, kept, limit, clock)
+        contents = manager.blends.contents
+        self._reader = ContentReader(manager.catalog, contents, kept, limit, clock)
 
     def step(self) -> None:
         """Read on for a short time, and write what changed."""

@@ -18,7 +18,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.layers import layer_order
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import ChunkKey, Fidelity, LayerKind
-from kvstore.server.blend.contents import Likenesses
+from kvstore.server.blend.contents import Contents, Matches
 from kvstore.server.blend.gates import Gates
 from kvstore.server.blend.variant_choice import AskedSegment, ChoiceTerms, VariantChoice
 from kvstore.server.index.finder import Finder
@@ -72,6 +72,8 @@ class Blending:
         self, transfers: Transfers, finder: Finder, lease_ttl_ms: int, gates: Gates
     ) -> None:
         self.gates = gates
+        self.contents = Contents(transfers.catalog.state)
+        transfers.catalog.listeners.append(self.contents)
         self._catalog = transfers.catalog
         self._counters = transfers.counters
         self._sources = transfers.sources
@@ -132,11 +134,11 @@ class Blending:
 
     def _found(
         self, session: Session, question: Question, asked: AskedSegment, *, approximate: bool
-    ) -> list[Likenesses]:
+    ) -> list[Matches]:
         tiers = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
-        found: list[Likenesses] = []
+        found: list[Matches] = []
         for start in range(0, len(asked.chunks), CHUNKS_AT_ONCE):
-            found += self._catalog.likenesses(
+            found += self.contents.matches(
                 session.namespace,
                 asked.chunks[start : start + CHUNKS_AT_ONCE],
                 question.least,
@@ -151,7 +153,7 @@ class Blending:
         every = [chunk for one in resolution.segments for chunk in one.chunks]
         keys = [ChunkKey(space + variant.digest) for chunk in every for variant in chunk.variants]
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000)
-        lease = self._catalog.lease_any(keys, terms)
+        lease = self.contents.lease_any(keys, terms)
         held = set(lease.keys) if lease is not None else set()
         segments = tuple(
             replace(one, chunks=tuple(_kept(chunk, held, space) for chunk in one.chunks))
@@ -165,7 +167,7 @@ class Blending:
             if chunk.variants and not chunk.is_exact
         ]
         if best:
-            self._catalog.chose(best)
+            self.contents.chose(best)
         if lease is None:
             return replace(resolution, segments=segments)
         return replace(
@@ -188,7 +190,7 @@ class Blending:
 
     def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Return the tokens of each of *keys*; 0 for what is no variant here."""
-        return self._catalog.variant_tokens(keys)
+        return self.contents.variant_tokens(keys)
 
     def report(self, session: Session, report: Report) -> GateView:
         """Take in what an engine says; return the gate as it is then.
@@ -197,7 +199,7 @@ class Blending:
         """
         if report.tag == ACCURACY_TAG:
             return self.gates.of_codecs(session)
-        self._catalog.reported(report.chunks)
+        self.contents.reported(report.chunks)
         self._counters.add("blend_reports")
         shadow = None
         if report.shadow is not None:

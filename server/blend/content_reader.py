@@ -9,6 +9,7 @@ import numpy as np
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FIXED_BYTES, header_bytes, parse_header, stated_header_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.blend.contents import Contents
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.policy.content_index import Named
 from kvstore.server.shelf import Shelf
@@ -26,18 +27,24 @@ class ContentReader:
     """
 
     def __init__(
-        self, catalog: Catalog, shelves: Sequence[Shelf], limit: int, clock: Callable[[], float]
+        self,
+        catalog: Catalog,
+        contents: Contents,
+        shelves: Sequence[Shelf],
+        limit: int,
+        clock: Callable[[], float],
     ) -> None:
         self._catalog = catalog
+        self._contents = contents
         self._shelves = shelves
         self._clock = clock
-        self._left = catalog.unnamed(shelves[-1].name, limit) if limit else []
+        self._left = contents.unnamed(shelves[-1].name, limit) if limit else []
 
     def step(self) -> bool:
         """Read some headers; False once there are none left."""
         until = self._clock() + STEP_S
         while self._clock() < until:
-            key = self._catalog.next_unread()
+            key = self._contents.next_unread()
             if key is None:
                 if not self._left:
                     return False
@@ -55,7 +62,7 @@ class ContentReader:
         finally:
             self._catalog.let_go(key)
         if named is not None:
-            self._catalog.name(named)
+            self._contents.name(named)
 
     def _named(self, shelf: Shelf, info: ChunkInfo) -> Named | None:
         """Return what the frame's header says. Raises KVStoreErrors."""

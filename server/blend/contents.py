@@ -1,19 +1,28 @@
-"""Contents: the part of the Catalog that knows chunks by what they say."""
+"""Contents: finds chunks by what they say, and keeps what engines reported of them."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Namespace
+from kvstore.proto.hints import NO_PRIORITY
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.found import LeaseTerms
-from kvstore.server.index.prospects import Prospects
+from kvstore.server.index.knowledge import Origin
+from kvstore.server.index.state import CatalogState
 from kvstore.server.leases import Lease
 from kvstore.server.policy.content_index import Facts, Learned, Measured, Named
 from kvstore.server.policy.journal import Asked
 from kvstore.server.policy.token_priority import Scores
+
+MAX_UNREAD = 4096
+"""Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
+GAVE_WAY_PRIORITY = NO_PRIORITY // 2
+"""Of a variant that gave way to better ones; engines' words come before it."""
+_MEMORY = "cpu"
 
 
 class AskedChunk(NamedTuple):
@@ -33,7 +42,7 @@ class Candidate(NamedTuple):
     fidelity: Fidelity
 
 
-class Likenesses(NamedTuple):
+class Matches(NamedTuple):
     """What there is of one chunk: itself, or others with its content, and its priorities."""
 
     is_exact: bool
@@ -41,13 +50,49 @@ class Likenesses(NamedTuple):
     priority: bytes
 
 
-class Contents(Prospects):
-    """Finds chunks by content, and keeps what engines reported of them."""
+class Contents:
+    """A listener of the catalog. Shares the lock of *state*. Thread-safe but for what the catalog
+    calls, which has the lock.
+    """
 
-    report_count = 0
-    """Reports that were taken in."""
+    def __init__(self, state: CatalogState) -> None:
+        self._state = state
+        self.report_count = 0
+        """Reports that were taken in."""
+        self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
+        """Chunks that others put and that came into memory: their frames say what they hold."""
 
-    def likenesses(
+    # --- as a listener of the catalog
+
+    def covers(self, tier: str) -> bool:
+        """Frames are looked at in memory only."""
+        return tier == _MEMORY
+
+    def stored(self, tier: str, info: ChunkInfo, origin: Origin | None) -> None:
+        """Know a chunk by its content, or note that its frame is to be looked at."""
+        if origin is not None:
+            tokens = info.layout.tokens
+            self._take_in(Named(info.key, info.parent, origin.content, tokens, origin.position))
+        elif tier == _MEMORY and info.key not in self._state.knowledge.contents:
+            self.unread.append(info.key)
+
+    def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
+        """Forget a chunk that is nowhere any more."""
+        if is_last:
+            self._state.knowledge.contents.forget(key)
+
+    def _take_in(self, chunk: Named) -> None:
+        """Know a chunk by its content. A variant that gives way to it goes early: before others
+        that are next to go, unless an engine ranked it.
+        """
+        key = self._state.knowledge.contents.note(chunk)
+        row = self._state.index.row(key) if key is not None else 0
+        if row and self._state.knowledge.hints.priority(row) == NO_PRIORITY:
+            self._state.knowledge.hints.rank(row, GAVE_WAY_PRIORITY)
+
+    # --- what is there
+
+    def matches(
         self,
         space: Namespace,
         chunks: Sequence[AskedChunk],
@@ -55,14 +100,14 @@ class Contents(Prospects):
         tiers: Sequence[str | None],
         *,
         approximate: bool,
-    ) -> list[Likenesses]:
+    ) -> list[Matches]:
         """Return what there is of each chunk on *tiers*, the best first, of *least* or better.
 
         None stands for a tier that is not to be read. Without *approximate* only the chunks
         themselves are looked for.
         """
-        with self._lock:
-            now_s = self._clock()
+        with self._state.lock:
+            now_s = self._state.clock()
             found = []
             for chunk in chunks:
                 exact = self._itself(chunk, least, tiers, now_s)
@@ -71,8 +116,8 @@ class Contents(Prospects):
                     others = self._others(space, chunk, least, tiers, now_s)
                 priority = b""
                 if others:
-                    priority = self.knowledge.priorities.levels(space + chunk.content)
-                found.append(Likenesses(exact is not None, [exact] if exact else others, priority))
+                    priority = self._state.knowledge.priorities.levels(space + chunk.content)
+                found.append(Matches(exact is not None, [exact] if exact else others, priority))
             return found
 
     def _itself(
@@ -84,11 +129,11 @@ class Contents(Prospects):
         if placed is None:
             return None
         source, size, fidelity, row = placed
-        if self._index.tokens(row) != chunk.tokens:
+        if self._state.index.tokens(row) != chunk.tokens:
             return None
-        known = self.knowledge.contents.facts(chunk.key)
+        known = self._state.knowledge.contents.facts(chunk.key)
         if known is None:
-            parent = self._index.info(self._index.holders(row)[0], row).parent
+            parent = self._state.index.info(self._state.index.holders(row)[0], row).parent
             known = Facts(chunk.key, parent, chunk.tokens, 0, 0.0, -1.0, 0, ())
         return Candidate(known, source, size, fidelity)
 
@@ -101,7 +146,7 @@ class Contents(Prospects):
         now_s: float,
     ) -> list[Candidate]:
         found = []
-        for facts in self.knowledge.contents.variants(space, chunk.content):
+        for facts in self._state.knowledge.contents.variants(space, chunk.content):
             placed = self._placed(facts.key, least, tiers, now_s)
             if placed is not None and facts.tokens == chunk.tokens:
                 found.append(Candidate(facts, *placed[:3]))
@@ -111,13 +156,13 @@ class Contents(Prospects):
         self, key: ChunkKey, least: Fidelity, tiers: Sequence[str | None], now_s: float
     ) -> tuple[int, int, Fidelity, int] | None:
         """Return the first of *tiers* that has the chunk, its bytes there, and its row."""
-        row = self._index.row(key)
-        if not row or self.knowledge.hints.is_expired(row, now_s):
+        row = self._state.index.row(key)
+        if not row or self._state.knowledge.hints.is_expired(row, now_s):
             return None
-        holders = self._index.holders(row, least)
+        holders = self._state.index.holders(row, least)
         for source, tier in enumerate(tiers):
             if tier in holders:
-                info = self._index.info(tier, row)
+                info = self._state.index.info(tier, row)
                 return source, info.size_bytes, info.fidelity, row
         return None
 
@@ -126,30 +171,32 @@ class Contents(Prospects):
 
         Raises QuotaExceededError.
         """
-        with self._lock:
-            known = list(dict.fromkeys(key for key in keys if self._index.row(key)))
+        with self._state.lock:
+            known = list(dict.fromkeys(key for key in keys if self._state.index.row(key)))
             if not known:
                 return None
-            return self._leases.grant(terms.session_id, known, self._clock() + terms.ttl_s)
+            return self._state.holds.leases.grant(
+                terms.session_id, known, self._state.clock() + terms.ttl_s
+            )
 
     def chose(self, chosen: Sequence[tuple[ChunkKey, float]]) -> None:
         """Variants were given out, each with how much of its context was there, too."""
-        with self._lock:
+        with self._state.lock:
             for key, overlap in chosen:
-                self.knowledge.contents.used(key, overlap)
+                self._state.knowledge.contents.used(key, overlap)
             keys = [key for key, _ in chosen]
-            rows = [row for key in keys if (row := self._index.row(key))]
+            rows = [row for key in keys if (row := self._state.index.row(key))]
             # The policies are told that they were used, the history not: it counts prompts.
-            event = Asked(np.array(rows, np.intp), keys, self._clock(), is_again=True)
-            self._journal.note(event)
-        self._news.set()
+            event = Asked(np.array(rows, np.intp), keys, self._state.clock(), is_again=True)
+            self._state.journal.note(event)
+        self._state.news.set()
 
     # --- reports
 
     def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Return the tokens of each of *keys*; 0 for what is no variant."""
-        with self._lock:
-            found = [self.knowledge.contents.facts(key) for key in keys]
+        with self._state.lock:
+            found = [self._state.knowledge.contents.facts(key) for key in keys]
         return [0 if one is None else one.tokens for one in found]
 
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
@@ -157,8 +204,8 @@ class Contents(Prospects):
 
         Scores: (tokens), -1 for those that were not measured.
         """
-        with self._lock:
-            contents, priorities = self.knowledge.contents, self.knowledge.priorities
+        with self._state.lock:
+            contents, priorities = self._state.knowledge.contents, self._state.knowledge.priorities
             self.report_count += 1
             for key, measured, scores in reports:
                 if contents.report(key, measured) and scores is not None:
@@ -168,38 +215,38 @@ class Contents(Prospects):
 
     def learned(self) -> list[Learned]:
         """Return what engines reported of variants, of those reported on last."""
-        with self._lock:
-            return self.knowledge.contents.learned()
+        with self._state.lock:
+            return self._state.knowledge.contents.learned()
 
     def recall(self, rows: Sequence[Learned]) -> None:
         """Take in what an earlier run learned of variants."""
-        with self._lock:
-            self.knowledge.contents.recall(rows)
+        with self._state.lock:
+            self._state.knowledge.contents.recall(rows)
 
     def name(self, chunk: Named) -> None:
         """A frame was read that says what its chunk is; no word of one that is gone."""
-        with self._lock:
-            if self._index.row(chunk.key):
+        with self._state.lock:
+            if self._state.index.row(chunk.key):
                 self._take_in(chunk)
 
     def next_unread(self) -> ChunkKey | None:
         """Return a chunk in memory whose frame nobody has looked at, once; None without one."""
-        with self._lock:
+        with self._state.lock:
             return self.unread.popleft() if self.unread else None
 
     def unnamed(self, tier: str, limit: int) -> list[ChunkKey]:
         """Return chunks on *tier* whose content is not known, at most *limit*."""
-        with self._lock:
-            contents, index = self.knowledge.contents, self._index
+        with self._state.lock:
+            contents, index = self._state.knowledge.contents, self._state.index
             return [
                 key
                 for row in index.known_rows()
                 if tier in index.holders(row) and (key := index.key(row)) not in contents
             ][-limit:]
 
-    def content_counts(self) -> tuple[int, int, int, int]:
+    def counts(self) -> tuple[int, int, int, int]:
         """Return how many contents and variants there are, contents left out, priorities' bytes."""
-        with self._lock:
-            contents = self.knowledge.contents
-            size = self.knowledge.priorities.size_bytes
+        with self._state.lock:
+            contents = self._state.knowledge.contents
+            size = self._state.knowledge.priorities.size_bytes
             return contents.content_count, len(contents), contents.left_out, size

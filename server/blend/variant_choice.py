@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.proto.blend import UNKNOWN, ResolvedChunk, ResolvedSegment, Variant
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey
-from kvstore.server.blend.contents import AskedChunk, Candidate, Likenesses
+from kvstore.server.blend.contents import AskedChunk, Candidate, Matches
 from kvstore.server.policy.context_impact import NO_IMPACT, fix_overhead, prefix_overlap
 from kvstore.server.shelf import Shelf
 
@@ -58,7 +58,7 @@ class VariantChoice:
         self._chunks_before = 0
         self._chosen = ChunkKey(b"")
 
-    def segment(self, asked: AskedSegment, found: Sequence[Likenesses]) -> ResolvedSegment:
+    def segment(self, asked: AskedSegment, found: Sequence[Matches]) -> ResolvedSegment:
         """Return what to name of one segment.
 
         With the engine's speed, no variants where loading and repairing them takes as long as
@@ -92,7 +92,7 @@ class VariantChoice:
             start += chunk.tokens
         return ResolvedSegment(tuple(chunks), ratio, load_ms, recompute_ms)
 
-    def _scored(self, found: Likenesses) -> list[_Scored]:
+    def _scored(self, found: Matches) -> list[_Scored]:
         """Return the candidates, the one of which least has to be recomputed first.
 
         Behind all others those that began their prompts, which carry its attention sink. Of equal
@@ -153,7 +153,7 @@ class VariantChoice:
             for source, size in sizes.items()
         )
 
-    def _resolved(self, found: Likenesses, scored: Sequence[_Scored], start: int) -> ResolvedChunk:
+    def _resolved(self, found: Matches, scored: Sequence[_Scored], start: int) -> ResolvedChunk:
         variants = []
         for candidate, overlap, overhead, load_ms in scored:
             facts = candidate.facts

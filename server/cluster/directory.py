@@ -19,7 +19,7 @@ from redis.exceptions import OutOfMemoryError
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.directory_entries import ENTRY_TTL_S, MAX_PENDING, Entries, Word
 from kvstore.server.cluster.directory_roster import NodeAddress as NodeAddress
@@ -39,6 +39,7 @@ MAX_ANSWER_BYTES = 1 << 17
 BATCH_WORDS = 1024
 """Entries written in one round trip."""
 BEATS_PER_TTL = 4
+_MEMORY = "cpu"
 FLUSH_S = 0.05
 """Words wait so long for others to go with."""
 
@@ -184,6 +185,20 @@ class Directory:
         return self._stems[key[-1] % BUCKETS] + key.hex().encode()
 
     # --- saying
+
+    def covers(self, tier: str) -> bool:
+        """Only what is in memory is said."""
+        return tier == _MEMORY
+
+    def stored(self, tier: str, info: ChunkInfo, origin: object = None) -> None:
+        """A copy became visible on *tier*."""
+        if tier == _MEMORY:
+            self.sealed((info.key,))
+
+    def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
+        """A copy is gone from *tier*."""
+        if tier == _MEMORY:
+            self.gone((key,))
 
     def sealed(self, keys: Sequence[ChunkKey]) -> None:
         """This node holds *keys* in memory from now on. Never blocks."""

@@ -45,9 +45,9 @@ class NodeEvents:
             return
         shelves = manager.transfers.shelves.values()
         log = EventLog([one.name for one in shelves if not one.tier.shared], config.events_kept)
-        manager.catalog.events = log
+        manager.catalog.listeners.append(log)
         restarted = partial(manager.counters.add, "event_restarts")
-        self.desk = EventDesk(log, manager.catalog.held_from, holds, restarted)
+        self.desk = EventDesk(log, manager.catalog.queries.held_from, holds, restarted)
         if (config.events, config.events_replay) != ("off", "off"):
             self._publish(config, manager, boot_id, self.desk)
             closers.append(self.close)

@@ -60,12 +60,12 @@ class EventLog:
 
     # --- who writes
 
-    def stored(self, tier: str, info: ChunkInfo) -> None:
+    def stored(self, tier: str, info: ChunkInfo, origin: object = None) -> None:
         """A copy became visible on *tier*."""
         if tier in self._tiers:
             self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
 
-    def removed(self, tier: str, key: ChunkKey) -> None:
+    def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""
         if tier in self._tiers:
             self._note(key, tier, 0, ROOT, Fidelity.none)

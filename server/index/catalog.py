@@ -2,50 +2,275 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.hints import Hints
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.index.found import Found as Found
-from kvstore.server.index.found import Holding as Holding
-from kvstore.server.index.found import LeaseTerms as LeaseTerms
-from kvstore.server.index.found import Turn
-from kvstore.server.index.hearsay import Hearsay
-from kvstore.server.leases import Lease
-from kvstore.server.policy.journal import Asked
-from kvstore.server.policy.partitions import PartitionedEviction
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
+from kvstore.server.history_file import MAX_CHUNKS, SavedHistory
+from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
+from kvstore.server.index.found import Found, LeaseTerms
+from kvstore.server.index.in_flight import InFlightPuts
+from kvstore.server.index.knowledge import Knowledge, Origin
+from kvstore.server.index.queries import CatalogQueries
+from kvstore.server.index.state import CatalogListener, CatalogState
+from kvstore.server.leases import Lease, LeaseTable, TenantOf
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.history_state import HistoryState
+from kvstore.server.policy.journal import Asked, Stored, StoredChain
+from kvstore.server.policy.prefix_ends import EndNeeds
 from kvstore.server.policy.radix import Rows
 
-LOOKED_AT = 4096
-"""Victims that are gone through for one chunk's turn."""
-_EXPIRED_AT_ONCE = 256
+QUIET_S = 0.004
+"""Requests have paused when none came for so long."""
+_LOOKS_FOR_QUIET = 64
+SPARED = 4
+"""Events told behind one answer: what a lookup comes to that learned a chain, and one more."""
+AT_ONCE = 32
+"""Chunks noted, or told of, without letting go of the lock."""
+_UNKNOWN = Origin()
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """For which partition victims are: others' above their guarantee, or its own alone."""
+class Catalog:
+    """The index, the eviction policies and who holds what, kept in step under one lock.
 
-    partition: int = 0
-    is_own: bool = False
-
-
-EVERYBODY = Wanted()
-
-
-class Catalog(Hearsay):
-    """The RadixIndex, the eviction policies, leases and pins, kept in step under one lock.
-
-    Invariants: a policy knows exactly the rows of the copies on its tier; a key with a lease,
-    a pin or a running move is never handed out as a victim; *knowledge* is told of an event
-    before the policies, which rank by it. Rows never leave this file: a row may be another
-    chunk's as soon as the lock is let go.
+    *knowledge* is told of an event before the policies, which rank by it. ``listeners`` are told
+    of copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock.
     """
+
+    def __init__(
+        self,
+        policies: Mapping[str, EvictionPolicy],
+        leases: LeaseTable,
+        pin_limit_bytes: int,
+        clock: Callable[[], float],
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self.knowledge = knowledge or Knowledge()
+        self.state = CatalogState(policies, leases, pin_limit_bytes, clock, self.knowledge)
+        self.in_flight = InFlightPuts(self.state)
+        self.eviction = EvictionState(self.state)
+        self.queries = CatalogQueries(self.state, self.in_flight)
+        self.listeners: list[CatalogListener] = []
+        self._strays: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
+        """Copies that were forgotten and that their tier has not freed yet."""
+
+    # --- copies
+
+    def needs_ends(self, space: Namespace, needs: EndNeeds) -> None:
+        """Prefixes of *space* are of a model that goes on only where it has what it *needs*."""
+        with self.state.lock:
+            self.state.index.needs_ends(space, needs)
+
+    def is_outgrown(self, key: ChunkKey, layout: KVLayout) -> bool:
+        """Whether the chunk is here with less of its end than *layout* has."""
+        with self.state.lock:
+            row = self.state.index.row(key)
+            return bool(row) and self.state.index.lacks(row, layout)
+
+    def is_absent_or_outgrown(self, key: ChunkKey, layout: KVLayout) -> bool:
+        """Whether a chunk of *layout* would be news."""
+        with self.state.lock:
+            row = self.state.index.row(key)
+            return not row or self.state.index.lacks(row, layout)
+
+    def note_sealed(self, tier: str, info: ChunkInfo, origin: Origin | None = None) -> None:
+        """A copy became visible on *tier*; *origin* says where it came from, if it was put."""
+        with self.state.lock:
+            if self._contradicts(info):
+                self._strays[tier].add(info.key)
+                return
+            self._sealed(tier, info, origin)
+        self.state.news.set()
+
+    def _sealed(self, tier: str, info: ChunkInfo, origin: Origin | None) -> None:
+        state, known = self.state, self.knowledge
+        self._strays[tier].discard(info.key)
+        is_new = not state.index.row(info.key)
+        row = state.index.add(tier, info)
+        parent, now = state.index.parent(row), state.clock()
+        facts = known.facts(row, info, origin or _UNKNOWN) if is_new else None
+        known.hints.arrived(row)
+        if is_new and state.holds.uses:
+            if origin is not None:  # whoever put it has used it
+                state.holds.uses.used([info.key])
+            state.holds.keep(info.key, info.size_bytes)
+        number = state.index.tiers.index(tier)
+        state.journal.note(Stored(number, row, parent, info.size_bytes, facts, now))
+        for listener in self.listeners:
+            listener.stored(tier, info, origin)
+
+    def _contradicts(self, info: ChunkInfo) -> bool:
+        """Whether there are copies with another layout: all copies of a chunk are alike."""
+        row = self.state.index.row(info.key)
+        return bool(row) and self.state.index.layout(row) != info.layout
+
+    def forget(self, tier: str, key: ChunkKey) -> bool:
+        """A copy is gone from *tier*. False if it was not known."""
+        with self.state.lock:
+            return self._forget(tier, key)
+
+    def _forget(self, tier: str, key: ChunkKey) -> bool:
+        state = self.state
+        row = state.index.row(key)
+        if not row:
+            return False
+        state.journal.settle()
+        state.policies[tier].remove(row)
+        known = state.index.discard(tier, row)
+        is_last = not state.index.holders(row)
+        if is_last:
+            self.knowledge.hints.forget(row)
+            state.holds.uses.gone(key)
+        if known:
+            for listener in self.listeners:
+                listener.removed(tier, key, is_last=is_last)
+        return known
+
+    def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
+        """A copy is about to leave *tier*, and a stray until ``swept``.
+
+        False if it was not there, or is held.
+        """
+        with self.state.lock:
+            if not even_if_held and self.state.holds.is_held(key):
+                return False
+            known = self._forget(tier, key)
+            if known:
+                self._strays[tier].add(key)
+            return known
+
+    def leave(self, tier: str, key: ChunkKey, other: str) -> bool:
+        """A copy may leave *tier* as *other* has one, nobody holds it and it is not evicted there.
+
+        It is a stray then, until ``swept``.
+        """
+        with self.state.lock:
+            holders = self.state.index.holders(self.state.index.row(key))
+            if other not in holders or self.eviction.stays(key):
+                return False
+            known = self._forget(tier, key)
+            if known:
+                self._strays[tier].add(key)
+            return known
+
+    def strays(self, tier: str) -> set[ChunkKey]:
+        """Return what was cast out of *tier* and may still lie there."""
+        with self.state.lock:
+            return set(self._strays[tier])
+
+    def is_stray(self, tier: str, key: ChunkKey) -> bool:
+        """Whether the chunk was cast out of *tier* and may still lie there."""
+        with self.state.lock:
+            return key in self._strays[tier]
+
+    def swept(self, tier: str, key: ChunkKey) -> None:
+        """The tier has freed a stray."""
+        with self.state.lock:
+            self._strays[tier].discard(key)
+
+    def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
+        """Return the chunk's copies by tier name; empty when there is none."""
+        with self.state.lock:
+            return self.state.index.copies(self.state.index.row(key))
+
+    def holders(self, key: ChunkKey, least: Fidelity = Fidelity.none) -> list[str]:
+        """Return the tiers with such a copy of the chunk: less to ask for than ``copies``."""
+        with self.state.lock:
+            return self.state.index.holders(self.state.index.row(key), least)
+
+    def is_common(self, key: ChunkKey) -> bool:
+        """Whether several prompts have the chunk: two went on from it or from one behind it."""
+        with self.state.lock:
+            return self.state.index.is_common(self.state.index.row(key))
+
+    def size_bytes(self, tier: str, key: ChunkKey) -> int:
+        """Return the size of the chunk's frame on *tier*; 0 when it is not there."""
+        with self.state.lock:
+            row = self.state.index.row(key)
+            return (
+                self.state.index.size_bytes(tier, row)
+                if tier in self.state.index.holders(row)
+                else 0
+            )
+
+    def any_size_bytes(self, key: ChunkKey) -> int:
+        """Return the size of the chunk's frame on the fastest tier that has it; 0 without one."""
+        with self.state.lock:
+            row = self.state.index.row(key)
+            return self.state.index.size_bytes(self.state.index.holders(row)[0], row) if row else 0
+
+    def ghost_count(self) -> int:
+        """Chunks without a copy that are remembered."""
+        return self.state.index.ghost_count
+
+    def __len__(self) -> int:
+        return len(self.state.index)
+
+    # --- copies that others made, a chain at a time: somebody waits for it
+
+    def note_found(self, tier: str, infos: Sequence[ChunkInfo]) -> list[ChunkInfo]:
+        """Others have copies on *tier*: note those that are not known, return those that say
+        otherwise than what is here does.
+        """
+        others: list[ChunkInfo] = []
+        for start in range(0, len(infos), AT_ONCE):
+            with self.state.lock:
+                for chain in _chains(infos[start : start + AT_ONCE]):
+                    others += self._note(tier, chain)
+        self.state.news.set()
+        return others
+
+    def _note(self, tier: str, chain: Sequence[ChunkInfo]) -> list[ChunkInfo]:
+        """Note a chain at once if nobody knows any of it, else its chunks one by one."""
+        index = self.state.index
+        is_told = self.state.holds.uses or any(one.covers(tier) for one in self.listeners)
+        if len(chain) > 1 and not is_told and not any(index.row(info.key) for info in chain):
+            self._note_chain(tier, chain)
+            return []
+        others = []
+        for info in chain:
+            if self._contradicts(info):
+                others.append(info)
+            elif tier not in index.holders(index.row(info.key)):
+                self._sealed(tier, info, None)
+        return others
+
+    def _note_chain(self, tier: str, chain: Sequence[ChunkInfo]) -> None:
+        """As ``_sealed`` of each chunk of a chain that nobody knows."""
+        index, known = self.state.index, self.knowledge
+        if self._strays[tier]:
+            self._strays[tier].difference_update([info.key for info in chain])
+        rows = index.add_chain(tier, chain)
+        facts, flops = known.facts_of_chain(rows, chain, _UNKNOWN)
+        for row in rows:
+            known.hints.arrived(row)
+        number, parent = index.tiers.index(tier), index.parent(rows[0])
+        size_bytes = chain[0].size_bytes
+        stored = StoredChain(number, rows, parent, size_bytes, facts, flops, self.state.clock())
+        self.state.journal.note(stored)
+
+    def infos_on(self, tier: str, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        """Return what *tier* has of each of *keys*, of one namespace; None where it has nothing."""
+        found: list[ChunkInfo | None] = []
+        for start in range(0, len(keys), AT_ONCE):
+            with self.state.lock:
+                found += self._infos(tier, keys[start : start + AT_ONCE])
+        return found
+
+    def _infos(self, tier: str, keys: Sequence[ChunkKey]) -> Iterator[ChunkInfo | None]:
+        index = self.state.index
+        rows = index.known_prefix(keys)
+        held, _ = index.sizes(tier, rows, Fidelity.none)
+        for row, is_here in zip(rows.tolist(), held.tolist(), strict=True):
+            yield index.info(tier, row) if is_here else None
+        for key in keys[len(rows) :]:
+            row = index.row(key)
+            yield index.info(tier, row) if row and tier in index.holders(row) else None
 
     # --- lookups and leases
 
@@ -64,42 +289,41 @@ class Catalog(Hearsay):
         unless it is the same lookup *again*. With *lease* what was found is leased. Raises
         QuotaExceededError.
         """
-        with self._lock:
-            now_s = self._clock()
-            known = self._index.known_prefix(keys)
+        with self.state.lock:
+            now_s = self.state.clock()
+            known = self.state.index.known_prefix(keys)
             rows = self._readable(known, min_fidelity, now_s)
             if not again:
-                self._index.count_hits(rows)
-            self._journal.note(Asked(known, keys, now_s, again))
+                self.state.index.count_hits(rows)
+            self.state.journal.note(Asked(known, keys, now_s, again))
             pending = self._count_pending(keys, len(rows), now_s)
-            shared = len(known) if self._index.has_ends(keys) else 0
-            ghosts = self._index.count_ghosts(known[len(rows) :])
+            shared = len(known) if self.state.index.has_ends(keys) else 0
+            ghosts = self.state.index.count_ghosts(known[len(rows) :])
             sources, sizes = self._choose(rows, min_fidelity, tiers)
             lease_id = 0
             if lease is not None and len(sources):
-                lease_id = self._lease(keys[: len(sources)], lease).lease_id
-        self._news.set()
+                held = keys[: len(sources)]
+                lease_id = self.state.holds.lease(held, lease, now_s).lease_id
+        self.state.news.set()
         return Found(len(rows), pending, sources, sizes, lease_id, ghosts, shared)
-
-    def _lease(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> Lease:
-        if self.uses:
-            self.uses.used(keys, terms.session_id)
-        if self._handed_over:
-            for key in keys:
-                self._handed_over.unpin(key)
-        return self._leases.grant(terms.session_id, keys, self._clock() + terms.ttl_s)
 
     def held(
         self, tiers: Sequence[str], keys: Sequence[ChunkKey], least: Fidelity
     ) -> list[NDArray[np.bool_]]:
         """Return, for each of *tiers*, which of the known prefix of *keys* it has at *least*."""
-        with self._lock:
-            rows = self._index.longest_prefix(keys, least)
-            return [self._index.sizes(tier, rows, least)[0] for tier in tiers]
+        with self.state.lock:
+            rows = self.state.index.longest_prefix(keys, least)
+            return [self.state.index.sizes(tier, rows, least)[0] for tier in tiers]
+
+    def read_plan(self, keys: Sequence[ChunkKey], least: Fidelity) -> list[list[str]]:
+        """Return, for each of leased *keys*, the tiers with such a copy of it now."""
+        index = self.state.index
+        with self.state.lock:
+            return [index.holders(index.row(key), least) for key in keys]
 
     def _readable(self, known: Rows, least: Fidelity, now_s: float) -> Rows:
         """Return the prefix of *known* rows that may be a hit."""
-        return self._index.readable(self.knowledge.hints.unexpired(known, now_s), least)
+        return self.state.index.readable(self.knowledge.hints.unexpired(known, now_s), least)
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
         """Return how many chunks after the known ones are being written, or are there already
@@ -107,10 +331,10 @@ class Catalog(Hearsay):
         """
         at, is_any = known, False
         while at < len(keys):
-            if self._is_coming(keys[at]):
+            if self.in_flight.is_coming(keys[at]):
                 is_any = True
             else:
-                row = self._index.row(keys[at])
+                row = self.state.index.row(keys[at])
                 if not row or self.knowledge.hints.is_expired(row, now_s):
                     break
             at += 1
@@ -125,13 +349,13 @@ class Catalog(Hearsay):
         open_rows = np.ones(len(rows), np.bool_)
         for number, tier in enumerate(tiers):
             if tier is not None and open_rows.any():
-                held, there = self._index.sizes(tier, rows, min_fidelity)
+                held, there = self.state.index.sizes(tier, rows, min_fidelity)
                 held &= open_rows
                 sources[held] = number
                 np.copyto(sizes, there, where=held)
                 open_rows ^= held
         end = int(open_rows.argmax()) if open_rows.any() else len(rows)
-        end = len(self._index.usable(rows[:end]))
+        end = len(self.state.index.usable(rows[:end]))
         return sources[:end], sizes[:end]
 
     def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
@@ -139,233 +363,228 @@ class Catalog(Hearsay):
 
         Raises QuotaExceededError.
         """
-        with self._lock:
-            rows = self._index.known_prefix(keys)
-            known = len(self._readable(rows, Fidelity.none, self._clock()))
-            return self._lease(keys[:known], terms), known
+        with self.state.lock:
+            rows = self.state.index.known_prefix(keys)
+            known = len(self._readable(rows, Fidelity.none, self.state.clock()))
+            return self.state.holds.lease(keys[:known], terms, self.state.clock()), known
 
     def lease(self, lease_id: int, session_id: int) -> Lease:
         """Return a live lease. Raises LeaseExpiredError."""
-        with self._lock:
-            return self._leases.get(lease_id, session_id, self._clock())
+        with self.state.lock:
+            return self.state.holds.leases.get(lease_id, session_id, self.state.clock())
 
     def leased(self, lease_id: int, session_id: int) -> list[ChunkKey]:
         """Return the chunks of a lease, be its time up or not; none if there is no such lease."""
-        with self._lock:
-            return self._leases.keys_of(lease_id, session_id)
+        with self.state.lock:
+            return self.state.holds.leases.keys_of(lease_id, session_id)
 
     def release(self, lease_id: int, session_id: int) -> bool:
         """End a lease."""
-        with self._lock:
-            return self._leases.release(lease_id, session_id)
+        with self.state.lock:
+            return self.state.holds.leases.release(lease_id, session_id)
 
     def release_session(self, session_id: int) -> int:
         """End all leases of a session, and what it announced."""
-        with self._lock:
-            self.uses.end(session_id)
-            if self._promises.end(session_id):
-                self._arrived.notify_all()
-            return self._leases.release_session(session_id)
+        with self.state.lock:
+            self.state.holds.uses.end(session_id)
+            self.in_flight.end_session(session_id)
+            return self.state.holds.leases.release_session(session_id)
 
     def expire(self) -> int:
         """End leases and pins whose time is up; return how many leases."""
-        with self._lock:
-            now = self._clock()
-            self._pinned.expire(now)
-            self._handed_over.expire(now)
-            if self._promises.expire(now):
-                self._arrived.notify_all()
-            self.uses.expire(now)
-            return self._leases.expire(now)
+        with self.state.lock:
+            now = self.state.clock()
+            self.in_flight.expire(now)
+            return self.state.holds.expire(now)
 
     def is_leased(self, lease_id: int) -> bool:
         """Whether there is such a lease; its time may be up."""
-        with self._lock:
-            return lease_id in self._leases
+        with self.state.lock:
+            return lease_id in self.state.holds.leases
 
     def lease_count(self) -> int:
         """Live leases."""
-        return len(self._leases)
+        return len(self.state.holds.leases)
 
     def held_count(self) -> int:
         """Sum of all pins that leases and moves hold; 0 when nothing is read or moved."""
-        with self._lock:
-            return sum(self._leases.pins.values())
+        with self.state.lock:
+            return sum(self.state.holds.leases.pins.values())
 
-    # --- pins
+    def limit_leases(self, tenant_of: TenantOf) -> None:
+        """Have *tenant_of* say whose sessions are and how many leases each tenant may have."""
+        with self.state.lock:
+            self.state.holds.leases.tenant_of = tenant_of
+
+    def leases_of(self, tenant: str) -> int:
+        """Return how many leases *tenant* has."""
+        with self.state.lock:
+            return self.state.holds.leases.by_tenant[tenant]
+
+    # --- pins, hints and announced uses
 
     def pin(self, keys: Iterable[ChunkKey], ttl_s: float) -> int:
         """Keep known chunks for *ttl_s* seconds; return how many. Raises QuotaExceededError."""
-        with self._lock:
-            until = self._clock() + ttl_s
+        with self.state.lock:
+            until = self.state.clock() + ttl_s
             count = 0
             for key in keys:
-                row = self._index.row(key)
+                row = self.state.index.row(key)
                 if row:
-                    self._pinned.pin(key, self._any_size(row), until)
+                    self.state.holds.pinned.pin(key, self.state.any_size(row), until)
                     count += 1
             return count
 
-    def _any_size(self, row: int) -> int:
-        return self._index.size_bytes(self._index.holders(row)[0], row)
-
     def unpin(self, keys: Iterable[ChunkKey]) -> int:
         """End explicit pins; return how many there were."""
-        with self._lock:
-            return sum(self._pinned.unpin(key) for key in keys)
-
-    # --- hints
+        with self.state.lock:
+            return sum(self.state.holds.pinned.unpin(key) for key in keys)
 
     def hint(self, keys: Iterable[ChunkKey], hints: Hints) -> int:
         """An engine spoke of chunks; return how many pins are over the limit, and ignored."""
-        with self._lock:
-            now = self._clock()
-            self._journal.settle()
-            rows = [row for key in keys if (row := self._index.row(key))]
+        with self.state.lock:
+            now = self.state.clock()
+            self.state.journal.settle()
+            rows = [row for key in keys if (row := self.state.index.row(key))]
             self.knowledge.hinted(np.array(rows, np.intp), hints, now)
             return sum(
-                not table.extend(self._index.key(row), self._any_size(row), now + ms / 1000)
+                not table.extend(
+                    self.state.index.key(row), self.state.any_size(row), now + ms / 1000
+                )
                 for table, ms in (
-                    (self._pinned, hints.pin_ms),
-                    (self._handed_over, hints.handover_ms),
+                    (self.state.holds.pinned, hints.pin_ms),
+                    (self.state.holds.handed_over, hints.handover_ms),
                 )
                 for row in (rows if ms else ())
             )
 
     def expired_keys(self) -> list[ChunkKey]:
         """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
-        with self._lock:
-            return [self._index.key(row) for row in self._expired()]
-
-    def _expired(self) -> list[int]:
-        return self.knowledge.hints.expired(self._clock(), _EXPIRED_AT_ONCE)
-
-    # --- moves and victims
+        with self.state.lock:
+            rows = self.knowledge.hints.expired(self.state.clock(), EXPIRED_AT_ONCE)
+            return [self.state.index.key(row) for row in rows]
 
     def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Keep *key* from eviction while it is moved; return its copies. Pair with ``let_go``."""
-        with self._lock:
-            self._leases.pin(key)
-            return self._index.copies(self._index.row(key))
+        with self.state.lock:
+            self.state.holds.leases.pin(key)
+            return self.state.index.copies(self.state.index.row(key))
 
     def let_go(self, key: ChunkKey) -> None:
         """Undo one ``hold``."""
-        with self._lock:
-            self._leases.unpin(key)
+        with self.state.lock:
+            self.state.holds.leases.unpin(key)
 
-    def partition(self, key: ChunkKey, tenant: str, category: str) -> int:
-        """Return the partition that a chunk counts against, be it here or only to come."""
-        with self._lock:
-            row = self._index.row(key)
-            known = self.knowledge
-            return known.hints.partition(row) if row else known.partitions.number(tenant, category)
+    def is_held(self, key: ChunkKey) -> bool:
+        """Whether somebody reads or pinned the chunk, so that it cannot be forgotten."""
+        with self.state.lock:
+            return self.state.holds.is_held(key)
 
-    def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
-        """Return what a partition has to free of its own on *tier* to take *need_bytes* more, in
-        so many chunks.
+    def announce(self, session_id: int, uses: Mapping[ChunkKey, int], ttl_s: float) -> int:
+        """Keep chunks for the uses that a batch will make of them, for *ttl_s* at most.
+
+        Return how many are here and kept; those that come later are kept as they come.
         """
-        policy = self._policies[tier]
-        if not isinstance(policy, PartitionedEviction):
-            return 0
-        with self._lock:
-            self._journal.settle()
-            return policy.owed_bytes(partition, need_bytes, need_chunks)
+        with self.state.lock:
+            self.state.holds.uses.announce(session_id, uses, self.state.clock() + ttl_s)
+            for key in uses:
+                row = self.state.index.row(key)
+                if row:
+                    self.state.holds.keep(key, self.state.any_size(row))
+            return sum(key in self.state.holds.uses for key in uses)
 
-    def claim_victims(
-        self,
-        tier: str,
-        need_bytes: int,
-        limit: int,
-        among: Sequence[ChunkKey] | None = None,
-        wanted: Wanted = EVERYBODY,
-    ) -> list[ChunkKey]:
-        """Choose whom to evict and keep others from choosing the same. Pair with ``unclaim``.
+    def take_unkept(self) -> int:
+        """Return how many announced chunks came since the last time that found no room."""
+        with self.state.lock:
+            holds = self.state.holds
+            count, holds.unkept = holds.unkept, 0
+            return count
 
-        *wanted* says for which partition. With *among* every chunk of it that may go is chosen,
-        whatever the policy says.
+    def gave_up(self, key: ChunkKey) -> None:
+        """A lower tier is about to evict a chunk: it tells how long they stay there."""
+        with self.state.lock:
+            forecast, row = self.knowledge.forecast, self.state.index.row(key)
+            if forecast is not None and row:
+                forecast.gave_up(row, self.state.clock())
+
+    # --- what policies learn, between requests
+
+    def catch_up(self, timeout_s: float) -> bool:
+        """Wait until requests pause, and tell the policies what happened; a thread that does so
+        spares the next requests the time. Return whether there was anything.
         """
-        with self._lock:
-            self._journal.settle()
-            if among is None:
-                victims = self._victims(tier, need_bytes, limit, wanted)
-            else:
-                victims = [key for key in among if not self._stays(key)]
-            self._leaving.update(dict.fromkeys(victims, tier))
-            return victims
-
-    def _victims(self, tier: str, need_bytes: int, limit: int, wanted: Wanted) -> list[ChunkKey]:
-        """Return as many victims as free *need_bytes*, or *limit*, or all that may go."""
-        index = self._index
-        victims: dict[int, ChunkKey] = {}
-        for row in self._candidates(tier, wanted):
-            if need_bytes <= 0 or len(victims) == limit:
+        is_any = self.state.news.wait(timeout_s)
+        for _ in range(_LOOKS_FOR_QUIET):
+            if not self.state.news.is_set():
                 break
-            if row not in victims:
-                victims[row] = index.key(row)
-                need_bytes -= index.size_bytes(tier, row)
-        return list(victims.values())
+            self.state.news.clear()
+            time.sleep(QUIET_S)
+        while not self.state.news.is_set() and self._step():
+            time.sleep(0)  # lets go of the interpreter, which a request may be waiting for
+        return is_any
 
-    def _candidates(self, tier: str, wanted: Wanted) -> Iterator[int]:
-        index = self._index
+    def spare_next(self) -> None:
+        """Tell the policies of what came first, if more waits behind it.
 
-        def stays(row: int) -> bool:
-            return self._stays(index.key(row))
+        For who has just answered a lookup, whose asker now looks at the answer: of many lookups in
+        a row, each would otherwise have to tell of an earlier one before it can be answered.
+        """
+        for _ in range(SPARED):
+            if len(self.state.journal) <= 1:
+                break
+            self._step()
 
-        rows = self._ordered(tier, wanted, stays)
-        if tier == index.tiers[-1] != index.tiers[0]:
-            rows = chain(self._sparing(tier, wanted, stays), rows)
-        late = (row for row in self._expired() if tier in index.holders(row) and not stays(row))
-        return rows if wanted.is_own else chain(late, rows)
+    def _step(self) -> bool:
+        with self.state.lock:
+            return self.state.journal.step()
 
-    def _sparing(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
-        """Yield those candidates without which no chunk of a faster tier would be orphaned."""
-        index = self._index
-        named: Counter[int] = Counter()
+    # --- over a restart
 
-        def spares(row: int) -> bool:
-            is_way = index.continued(row) > named[row] and index.is_alone_on(tier, row)
-            return is_way or stays(row)
+    def save(self) -> SavedHistory:
+        """Return what is remembered of chunks, here or evicted, those that left first first."""
+        known = self.knowledge
+        with self.state.lock:
+            self.state.journal.settle()
+            now = self.state.clock()
+            rows = np.fromiter(filter(known.history.knows, self.state.index.known_rows()), np.intp)
+            state = HistoryState.of(known.history, rows[-MAX_CHUNKS:], now)
+            rows = rows[-MAX_CHUNKS:]
+            state.chunks["key"] = self.state.index.keys(rows)
+            known.hints.write(rows, state.chunks, now)
+            return SavedHistory(known.groups.names(), state)
 
-        for row in self._ordered(tier, wanted, spares):
-            named[index.parent(row)] += 1
-            yield row
+    def restore(self, saved: SavedHistory) -> int:
+        """Remember what an earlier run did; return how many chunks. Before any other event.
 
-    def _ordered(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
-        """Yield who may go, as the tier's policy and the engines' priorities have it."""
-        policy, now = self._policies[tier], self._clock()
-        if not isinstance(policy, PartitionedEviction):
-            rows = policy.victims(stays, now)
-        elif wanted.is_own:
-            rows = policy.victims_of(wanted.partition, stays, now)
-        else:
-            rows = policy.victims_for(wanted.partition, stays, now)
-        return self.knowledge.hints.in_order(rows, self._index.parent, len(policy))
+        What engines said of chunks counts from ``note_sealed`` on. Raises InvalidRequestError.
+        """
+        known = self.knowledge
+        with self.state.lock:
+            for names in saved.groups:
+                known.groups.number(*names)
+            chunks = saved.state.chunks[-max(1, known.ghost_limit) :]
+            keys = [ChunkKey(key) for key in chunks["key"].tolist()]
+            rows = np.array([self.state.index.add_ghost(key) for key in keys], np.intp)
+            state = replace(saved.state, chunks=chunks[rows > 0])
+            state.fill(known.history, rows[rows > 0], self.state.clock())
+            known.hints.await_rows(rows[rows > 0], state.chunks, self.state.clock())
+            return len(state.chunks)
 
-    def turn(self, tier: str, key: ChunkKey) -> Turn:
-        """Return how many others *tier* would evict before *key*; nobody is."""
-        with self._lock:
-            self._journal.settle()
-            row, before = self._index.row(key), 0
-            for victim in islice(self._candidates(tier, EVERYBODY), LOOKED_AT):
-                if victim == row:
-                    return Turn(before)
-                before += 1
-            return Turn(before, is_at_least=True)
 
-    def unclaim(self, keys: Iterable[ChunkKey]) -> None:
-        """The eviction is over, whatever became of it."""
-        with self._lock:
-            for key in keys:
-                del self._leaving[key]
-            self._unclaimed.notify_all()
+def _chains(infos: Sequence[ChunkInfo]) -> Iterator[list[ChunkInfo]]:
+    """Cut *infos* where one does not continue the one before, or is of another layout or size."""
+    chain: list[ChunkInfo] = []
+    seen: set[ChunkKey] = set()
+    for info in infos:
+        if chain and not (_continues(chain[-1], info) and info.key not in seen):
+            yield chain
+            chain, seen = [], set()
+        chain.append(info)
+        seen.add(info.key)
+    if chain:
+        yield chain
 
-    def await_unclaimed(self, tier: str, deadline: float) -> bool:
-        """Wait until an eviction from *tier* is over; False if none runs or time is up."""
-        with self._unclaimed:
-            left_s = deadline - self._clock()
-            if tier not in self._leaving.values() or left_s <= 0:
-                return False
-            return self._unclaimed.wait(left_s)
 
-    def _stays(self, key: ChunkKey) -> bool:
-        return key in self._leaving or self._is_held(key)
+def _continues(last: ChunkInfo, info: ChunkInfo) -> bool:
+    is_next = info.parent_key == last.key and info.size_bytes == last.size_bytes
+    return is_next and (info.layout is last.layout or info.layout == last.layout)

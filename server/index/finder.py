@@ -15,8 +15,7 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
 from kvstore.server.index.absent import AbsentKeys
-from kvstore.server.index.catalog import Found, LeaseTerms
-from kvstore.server.index.found import Leasing
+from kvstore.server.index.found import Found, LeaseTerms, Leasing
 from kvstore.server.mover import Ticket
 from kvstore.server.policy.admission import Moment
 from kvstore.server.policy.planner import PlanQuestion, plan_loads
@@ -124,7 +123,7 @@ class Finder:
     def _after(self, keys: Sequence[ChunkKey]) -> None:
         """Copy what was asked for again to tiers whose admission looks for that."""
         for shelf in self._watching:
-            for key in self._catalog.asked_again(keys, shelf.name):
+            for key in self._catalog.queries.asked_again(keys, shelf.name):
                 placement = self._transfers.placement
                 if not placement.admits(shelf, key, Moment.asked):
                     continue
@@ -141,7 +140,7 @@ class Finder:
     ) -> LoadPlan:
         """Plan the loads of the *ready* chunks by the speed of their tiers and of the *engine*."""
         self._transfers.placement.note_engine(session.namespace, engine.prefill)
-        tokens = self._catalog.tokens(keys[:ready])
+        tokens = self._catalog.queries.tokens(keys[:ready])
         ready = tokens.index(0) if 0 in tokens else ready  # one may be gone again
         load_s, decode_s = np.zeros(ready), np.zeros(ready)
         sources, sizes = found.sources[:ready], found.sizes[:ready]
@@ -324,7 +323,7 @@ class Finder:
     def _learn(self, shelf: Shelf, infos: Sequence[ChunkInfo]) -> None:
         """Index what others have on *shelf*; of what contradicts what is here, the better."""
         if shelf is not self._peers:
-            infos = infos[: max(0, MAX_SHARED_CHUNKS - self._catalog.count_on(shelf.name))]
+            infos = infos[: max(0, MAX_SHARED_CHUNKS - self._catalog.eviction.count_on(shelf.name))]
         others = self._catalog.note_found(shelf.name, infos)
         if shelf is self._peers:  # on whose word nothing of ours is changed
             return

@@ -33,7 +33,7 @@ class Holding:
     context_tokens: int = 0
 
 
-class Turn(NamedTuple):
+class EvictionRank(NamedTuple):
     """How many others go before a chunk; at least so many where no more were looked at."""
 
     before: int

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import ClassVar
-
-import numpy as np
 
 from kvstore.server.policy.radix import Rows
 
@@ -20,18 +16,8 @@ class EvictionPolicy(ABC):
     made with. Its caller holds a lock, and keeps the row of a chunk's parent for as long as the
     chunk is known. ``victims`` only answers: nothing changes until ``remove`` is called.
 
-    One that does not ``ranks_by_history`` needs no History to be told of events, and one that
-    does not ``ranks_by_flops`` no FLOPs of chunks.
-
     ``now_s`` is in seconds on a clock of the caller's; a policy bears one that jumps, either way.
     """
-
-    ranks_by_history: ClassVar[bool] = True
-
-    @property
-    def ranks_by_flops(self) -> bool:
-        """Whether the FLOPs of a chunk's prefill matter here."""
-        return self.ranks_by_history
 
     @abstractmethod
     def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
@@ -48,15 +34,6 @@ class EvictionPolicy(ABC):
         for row in rows.tolist():
             self.insert(row, parent, size_bytes, now_s)
             parent = row
-
-    def insert_run(
-        self, first: int, count: int, parent: int, size_bytes: int, now_s: float
-    ) -> None:
-        """Insert *count* chunks, 1 or more, whose rows lie side by side from *first* on.
-
-        The same as ``insert_chain``, of rows that were never here before.
-        """
-        self.insert_chain(np.arange(first, first + count), parent, size_bytes, now_s)
 
     @abstractmethod
     def touch(self, rows: Rows, now_s: float) -> None:
@@ -78,16 +55,6 @@ class EvictionPolicy(ABC):
         *keep* says which chunks cannot go now (leased, pinned, on their way out). A chunk comes
         after all that continue it. Nothing may change before the iterator is dropped.
         """
-
-    def first_victims(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
-        """Return the first *count* of ``victims``, or as many as there are."""
-        return list(islice(self.victims(keep, now_s), count))
-
-    def evict(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
-        """Forget the ``first_victims``, and return them."""
-        victims = self.first_victims(count, keep, now_s)
-        self.remove_all(victims)
-        return victims
 
     @abstractmethod
     def __len__(self) -> int:

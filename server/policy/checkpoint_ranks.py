@@ -1,4 +1,4 @@
-"""Which resident state goes next: ranks by recency and by greedy-dual size and frequency."""
+"""Which resident state goes next: ranks by recency and by what a state saves."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ class CheckpointRank(ABC):
     def walked(self, path: Sequence[Node], now_s: float) -> None:  # noqa: B027
         """These are the nodes of the request, its new ones included."""
 
-    def dropped(self, node: Node, score: float) -> None:  # noqa: B027
-        """The state at *node* is given up at this score."""
-
     def forgot(self, node: Node, now_s: float) -> None:  # noqa: B027
         """A position without a state is not remembered any longer."""
 
@@ -63,11 +60,8 @@ class CheckpointRank(ABC):
             return None
         slots = self.candidates(slots)
         scores = self.scores(slots, now_s)
-        least = scores.min()
-        equal = slots[scores == least]
-        node = self.tree.state(int(equal[held.ticks[equal].argmin()]))
-        self.dropped(node, float(least))
-        return node
+        equal = slots[scores == scores.min()]
+        return self.tree.state(int(equal[held.ticks[equal].argmin()]))
 
     def candidates(self, slots: Slots) -> Slots:
         """Return those of *slots*, at least one, that may go now."""
@@ -118,44 +112,6 @@ class LeafLruRank(LruRank):
     def candidates(self, slots: Slots) -> Slots:
         leaves = slots[self.tree.held.branches[slots] == 0]
         return leaves if len(leaves) else slots
-
-
-class GdsfRank(CheckpointRank):
-    """Greedy-dual size frequency (Cherkasova, HP Labs 98-69): clock + uses x tokens / bytes.
-
-    The clock is the score of the last state that went, so that what is not used ages.
-    """
-
-    def __init__(self, tree: CheckpointTree) -> None:
-        super().__init__(tree)
-        self._clock = 0.0
-        self._values: Scores = np.zeros(0)
-
-    @override
-    def used(self, node: Node, path: Sequence[Node]) -> None:
-        self.tree.use(node)
-        self._appraise(node)
-
-    @override
-    def kept(self, node: Node, now_s: float) -> None:
-        self.tree.use(node)
-        self._appraise(node)
-
-    def _appraise(self, node: Node) -> None:
-        held, slot = self.tree.held, node.slot
-        if slot >= len(self._values):
-            spare = np.zeros(len(held.ticks) - len(self._values))
-            self._values = np.concatenate([self._values, spare])
-        worth = float(held.marginal[slot] / held.freed[slot])
-        self._values[slot] = self._clock + (node.hits + 1) * worth
-
-    @override
-    def dropped(self, node: Node, score: float) -> None:
-        self._clock = max(self._clock, score)
-
-    @override
-    def scores(self, slots: Slots, now_s: float) -> Scores:
-        return self._values[slots]
 
 
 class MarconiRank(LruRank):

@@ -69,7 +69,7 @@ class ClassQueues:
 
     def place(self, row: int, kind: int) -> None:
         """Put a row that is in no queue where it belongs in one."""
-        if self.place_near(row, kind):
+        if self._place_near(row, kind):
             return
         self._classes[row] = kind
         late = self._late.get(kind)
@@ -78,7 +78,7 @@ class ClassQueues:
         late.push(row)
         self.changed.add(2 * kind)
 
-    def place_near(self, row: int, kind: int) -> bool:
+    def _place_near(self, row: int, kind: int) -> bool:
         """Do as ``place`` where that is near an end of the queue, and else nothing; say which."""
         order = self._order
         rank = order[row]
@@ -144,10 +144,6 @@ class ClassQueues:
     def tail(self, kind: int) -> int:
         """Return the last row of a queue but for late ones; NO_ROW where there is none."""
         return self.newest[kind]
-
-    def end(self, end: int) -> int:
-        """Return ``head`` of a class for twice its number, ``tail`` for one more."""
-        return self.newest[end >> 1] if end & 1 else self.head(end >> 1)
 
     def ends(self, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
         """Return the classes below *count* that have rows, and the first and last row of each.

@@ -132,11 +132,7 @@ class History:
         the next turn of the prompt that the last of them was asked for in, if it begins with all
         of that but its end. Now and then the table is refreshed.
         """
-        self.asked_known(self._known(rows), chunks, now_s)
-
-    def asked_known(self, rows: Rows, chunks: int, now_s: float) -> None:
-        """As ``asked`` of rows that are all known, each named once: for who knows that."""
-        time_s = self.time_s(now_s)
+        time_s, rows = self.time_s(now_s), self._known(rows)
         if len(rows):
             self._ask(rows, min(chunks, _MOST_CHUNKS), time_s)
         self._requests += 1
@@ -269,29 +265,15 @@ class History:
                 self.hint(rows[known], facts.reuse)
             fresh = rows[~known]
         if len(fresh):
-            fresh = _distinct(fresh)
-            self._meet(fresh, int(fresh[-1]), len(fresh), parent, (facts, time_s))
+            self._meet(_distinct(fresh), parent, facts, time_s)
 
-    def meet(self, first: int, count: int, parent: int, facts: Facts, now_s: float) -> None:
-        """As ``seen_chain`` of rows that are side by side from *first* on, and all unknown."""
-        time_s = self.time_s(now_s)
-        last = first + count - 1
-        self.reach(max(last, parent))
-        places = slice(first, last + 1)
-        if facts.flops:
-            self._seen.flops[places] = facts.flops
-        self._meet(places, last, count, parent, (facts, time_s))
-
-    def _meet(
-        self, rows: Rows | slice, last: int, count: int, parent: int, said: tuple[Facts, float]
-    ) -> None:
-        """Begin to remember chunks that came in the context of *parent*: what was said, when."""
-        facts, time_s = said
+    def _meet(self, rows: Rows, parent: int, facts: Facts, time_s: float) -> None:
+        """Begin to remember chunks that came in the context of *parent*."""
         kinds, seen, turn = self.kinds, self._seen, self.turns[parent]
         own = 0
         if facts.group or facts.reuse:
             own = pack_own(kinds.group(facts.group), facts.reuse)
-        chunks = min(facts.prompt_chunks or self.chunks[parent] or count, _MOST_CHUNKS)
+        chunks = min(facts.prompt_chunks or self.chunks[parent] or len(rows), _MOST_CHUNKS)
         context = kinds.context(turn, chunks)
         kind = end = kinds.of_one(own, 1, context)
         # Of what is unknown every column is 0.
@@ -302,9 +284,10 @@ class History:
         seen.hits[rows], seen.classes[rows] = 1, kind
         seen.last_s[rows], seen.chunks[rows] = time_s, chunks
         if not facts.tokens_full:
+            last = int(rows[-1])
             self.own[last] = own + 1
             end = self.classes[last] = kinds.of_one(own + 1, 1, context)
-        self.table.wait_run(kind, end, count, time_s)
+        self.table.wait_run(kind, end, len(rows), time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
         """An engine says of chunks that they are of no more use (1) or will be (2).

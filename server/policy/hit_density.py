@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from typing_extensions import override
 
-from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.chunk_classes import MAX_CLASSES
 from kvstore.server.policy.class_queues import ClassQueues
 from kvstore.server.policy.density import EDGES_S
 from kvstore.server.policy.history import History
-from kvstore.server.policy.leaves import FEW, FEW_SIDE_BY_SIDE, LeafFirstEviction
+from kvstore.server.policy.leaves import FEW, LeafFirstEviction
 from kvstore.server.policy.queue_ranks import QueueRanks
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.regret import RegretGuard
@@ -31,7 +30,7 @@ class HitDensityEviction(LeafFirstEviction):
     """Evict the leaf whose hits per second of residency, by class and age, are fewest a byte.
 
     The table of the History says what a chunk of a class promises at an age; what it promises
-    here is that times its worth by byte: tokens, or prefill FLOPs with *weighs_flops*. Leaves of
+    here is that times its worth by byte: tokens. Leaves of
     a class are queued by their last use, and the first of each queue is a candidate: O(classes)
     for the first victim, O(log) of them for each that follows. Where two promise the same, the
     one used longest ago goes, so what knows nothing yet is leaf-LRU.
@@ -44,14 +43,10 @@ class HitDensityEviction(LeafFirstEviction):
     def __init__(
         self,
         history: History,
-        *,
-        weighs_flops: bool = False,
-        is_guarded: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
         self._history = history
-        self._weighs_flops = weighs_flops
         self._clock = clock
         self._used = array("Q", [0])
         """When each chunk was last used, as the number of the use."""
@@ -61,17 +56,11 @@ class HitDensityEviction(LeafFirstEviction):
         self._ranks = QueueRanks(history, self._queues, self._used, self._worth)
         self._see()
         self._tick = 0
-        self._flops = self._flops_bytes = 0.0
         self.fallbacks = 0
-        self._guard = RegretGuard(has_budget=is_guarded)
+        self._guard = RegretGuard()
         self._is_full = False
         history.followers.append(self._requeue)
         history.watchers.append(self._compare)
-
-    @property
-    @override
-    def ranks_by_flops(self) -> bool:
-        return self._weighs_flops
 
     def _see(self) -> None:
         """Look at the columns as numpy does; they cannot grow until this is given up."""
@@ -96,21 +85,13 @@ class HitDensityEviction(LeafFirstEviction):
         self._worth[row] = self._worth_of(row, max(size_bytes, 1))
 
     def _worth_of(self, row: int, size_bytes: int) -> float:
-        flops = self._history.flops_of(row) if self._weighs_flops else 0.0
-        if flops:
-            self._flops += flops
-            self._flops_bytes += size_bytes
-            return flops / size_bytes
         parent = self._parents[row]
         if self._history.is_partial(row) and self._here[parent]:
             return self._worth[parent]  # fewer tokens, and fewer bytes
-        return self._flops / self._flops_bytes if self._flops else 1.0 / size_bytes
+        return 1.0 / size_bytes
 
     @override
     def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        if self._weighs_flops:
-            super()._came_chain(rows, size_bytes, now_s)
-            return
         size_bytes = max(size_bytes, 1)
         worth = 1.0 / size_bytes
         if len(rows) < FEW:
@@ -123,19 +104,6 @@ class HitDensityEviction(LeafFirstEviction):
             self._worth_seen[rows] = worth
         self._tick += len(rows)
         last = int(rows[-1])
-        self._worth[last] = self._worth_of(last, size_bytes)
-
-    @override
-    def _came_run(self, first: int, count: int, size_bytes: int, now_s: float) -> None:
-        if self._weighs_flops:
-            super()._came_run(first, count, size_bytes, now_s)
-            return
-        size_bytes = max(size_bytes, 1)
-        last, tick = first + count - 1, self._tick
-        if count > 1:
-            self._used_seen[first:last] = np.arange(tick + 1, tick + count)
-            self._worth_seen[first:last] = 1.0 / size_bytes
-        self._tick = self._used[last] = tick + count
         self._worth[last] = self._worth_of(last, size_bytes)
 
     def _stamp(self, rows: Rows) -> None:
@@ -205,10 +173,6 @@ class HitDensityEviction(LeafFirstEviction):
             count = len(self) / self._guard.share
             self._guard.lru_age_s = self._history.table.recency_s(report.time_s, count)
 
-    def decide_as(self, other: HitDensityEviction) -> None:
-        """Do as LRU does when *other* does: one like this, that sees what its own choices hit."""
-        self._guard.prefers_lru = other._guard.prefers_lru
-
     # --- questions
 
     def promise(self, row: int, time_s: float) -> float:
@@ -222,125 +186,6 @@ class HitDensityEviction(LeafFirstEviction):
         self._is_full = True
         choice = VictimChoice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
         return self._named(choice, keep)
-
-    def victims_by_use(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """Yield whom LRU would evict, in order; else as ``victims``."""
-        return self._named(VictimChoice(self, self._history.time_s(now_s), is_lru=True), keep)
-
-    def victims_unguarded(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """Yield whom to evict by hit density even while LRU would hit more; else as ``victims``."""
-        is_lru = not self._guard.is_warm
-        return self._named(VictimChoice(self, self._history.time_s(now_s), is_lru=is_lru), keep)
-
-    @override
-    def first_victims(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
-        if self._clock is not None:
-            return super().first_victims(count, keep, now_s)
-        self._is_full = True
-        choice = VictimChoice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
-        return self._first_of(choice, count, keep)
-
-    def _first_of(self, choice: VictimChoice, count: int, keep: Callable[[int], bool]) -> list[int]:
-        named: list[int] = []
-        row = choice.take() if count > 0 else NO_ROW
-        while row:
-            if keep(row):
-                row = choice.take()
-                continue
-            row = self._climb(row, named, count, keep)
-            if len(named) == count:
-                break
-            row = choice.take() if keep(row) else choice.take_after(row)
-        return named
-
-    @override
-    def evict(self, count: int, keep: Callable[[int], bool], now_s: float) -> list[int]:
-        if self._clock is not None or self._guard.prefers_lru:
-            return super().evict(count, keep, now_s)
-        self._is_full = True
-        time_s = self._history.time_s(now_s)
-        gone, bared = self._evict_plain(count, keep, time_s)
-        rest: list[int] = []
-        if len(gone) < count:
-            choice = VictimChoice(self, time_s, is_lru=False, bared=bared)
-            rest = self._first_of(choice, count - len(gone), keep)
-        if bared:
-            self._queues.place(bared, self._history.classes[bared])
-        if rest:
-            self.remove_all(rest)
-            gone += rest
-        return gone
-
-    def _evict_plain(
-        self, count: int, keep: Callable[[int], bool], time_s: float
-    ) -> tuple[list[int], int]:
-        """Evict as long as nothing is in the way: who is kept, or a leaf whose place is far.
-
-        Return who went, and that leaf, which is in no queue. Each end is ranked once, where a
-        choice that changes nothing ranks it, and again when it has been changed.
-        """
-        ranks, queues, classes = self._ranks, self._queues, self._history.classes
-        ranks.bring_up(time_s)
-        gone: list[int] = []
-        missing = count
-        while missing and (row := ranks.first_row()):
-            chain: list[int] = []
-            after = self._climb(row, chain, missing, keep)
-            missing -= len(chain)
-            if keep(row) or (missing and keep(after)):
-                break
-            queues.remove(row)
-            gone += chain
-            bared = self._cut(chain)
-            if bared and not queues.place_near(bared, classes[bared]):
-                return gone, bared
-            if missing:
-                ranks.rank_changed(time_s)
-        return gone, NO_ROW
-
-    def _climb(self, row: int, named: list[int], count: int, keep: Callable[[int], bool]) -> int:
-        """Name *row* and the parents that go right after it; return the last, or who is kept."""
-        parents, children, here = self._parents, self._children, self._here
-        used, worth = self._used, self._worth
-        classes, last_s = self._history.classes, self._history.last_s
-        kind, value, since_s, when = classes[row], worth[row], last_s[row], used[row]
-        for _ in range(count - len(named)):
-            named.append(row)
-            parent = parents[row]
-            before, when = when, used[parent]
-            if not (
-                children[parent] == 1
-                and -2 < before - when < 2
-                and classes[parent] == kind
-                and last_s[parent] == since_s
-                and here[parent] == 1
-                and worth[parent] == value
-            ):
-                break
-            row = parent
-            if keep(row):
-                break
-        return row
-
-    def _cut(self, chain: list[int]) -> int:
-        """Take out a leaf and its ancestors; return whom they leave as a leaf, or NO_ROW."""
-        here, parents, children = self._here, self._parents, self._children
-        parent = parents[chain[-1]]
-        first, last = chain[-1], chain[0]
-        if len(chain) > FEW_SIDE_BY_SIDE and chain == list(range(last, first - 1, -1)):
-            self._here_seen[first : last + 1] = 0
-            self._parents_seen[first : last + 1] = NO_ROW
-            self._children_seen[first : last + 1] = 0
-        else:
-            for row in chain:
-                here[row] = 0
-                parents[row] = NO_ROW
-                children[row] = 0
-        self._count -= len(chain)
-        if not parent:
-            return NO_ROW
-        left = children[parent] = children[parent] - 1
-        return NO_ROW if left or not here[parent] else parent
 
     def _named(self, choice: VictimChoice, keep: Callable[[int], bool]) -> Iterator[int]:
         clock = self._clock
@@ -374,14 +219,3 @@ class HitDensityEviction(LeafFirstEviction):
                 and last_s[parent] == since_s
             )
             row = parent if is_same else choice.take_after(row)
-
-
-class UnguardedHitDensityEviction(HitDensityEviction):
-    """As HitDensityEviction, but for the guard that does as LRU does while LRU would hit more.
-
-    For who compares it with LRU himself, and knows what it would hit while it is not followed:
-    the guard knows that of LRU alone, and so is slow to let go.
-    """
-
-    def __init__(self, history: History) -> None:
-        super().__init__(history, is_guarded=False)

@@ -19,10 +19,6 @@ FEW = 24
 """Rows from which on numpy is faster than Python."""
 
 
-FEW_SIDE_BY_SIDE = 8
-"""The same where they lie side by side."""
-
-
 class LeafFirstEviction(EvictionPolicy):
     """What all policies share that evict leaves first; what follows the tree is done here.
 
@@ -64,10 +60,6 @@ class LeafFirstEviction(EvictionPolicy):
         """Chunks came of which each continues the one before: ``_came`` for each, in order."""
         for row in rows.tolist():
             self._came(row, size_bytes, now_s)
-
-    def _came_run(self, first: int, count: int, size_bytes: int, now_s: float) -> None:
-        """As ``_came_chain`` of rows that lie side by side."""
-        self._came_chain(np.arange(first, first + count), size_bytes, now_s)
 
     @abstractmethod
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
@@ -148,29 +140,6 @@ class LeafFirstEviction(EvictionPolicy):
         self._count += len(rows)
         self._came_chain(rows, size_bytes, now_s)
         self._add_leaf(listed[-1], is_new=True)
-        if parent:
-            self._adopt(parent)
-
-    @override
-    def insert_run(
-        self, first: int, count: int, parent: int, size_bytes: int, now_s: float
-    ) -> None:
-        last = first + count - 1
-        self._reach(max(parent, last))
-        if count < FEW_SIDE_BY_SIDE:
-            here, parents, children = self._here, self._parents, self._children
-            here[first] = 1
-            for row in range(first, last):
-                here[row + 1] = children[row] = 1
-                parents[row + 1] = row
-        else:
-            self._here_seen[first : last + 1] = 1
-            self._parents_seen[first + 1 : last + 1] = np.arange(first, last)
-            self._children_seen[first:last] = 1
-        self._parents[first] = parent
-        self._count += count
-        self._came_run(first, count, size_bytes, now_s)
-        self._add_leaf(last, is_new=True)
         if parent:
             self._adopt(parent)
 
@@ -291,22 +260,6 @@ class LeafFirstEviction(EvictionPolicy):
                 row = parent
             else:
                 heapq.heappush(bared, (rank(parent), parent))
-
-    def in_order(self, rows: Iterator[int], keep: Callable[[int], bool]) -> Iterator[int]:
-        """Yield those of *rows*, each named once, that are here and may go in that order.
-
-        Left out are those that are kept, and those that come before what continues them.
-        """
-        left: dict[int, int] = {}
-        for row in rows:
-            if not row < len(self._here) or not self._here[row]:
-                continue
-            if left.get(row, self._children[row]) or keep(row):
-                continue
-            yield row
-            parent = self._parents[row]
-            if parent:
-                left[parent] = left.get(parent, self._children[parent]) - 1
 
     @override
     def __len__(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 import numpy as np
 from typing_extensions import override
@@ -21,8 +20,6 @@ class LruEviction(LeafFirstEviction):
     3.1), over chunks instead of tokens. All leaves are in one queue, so that every event costs
     O(1), or O(log n) of the leaves that came into it late. 31 bytes a row, in columns.
     """
-
-    ranks_by_history: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,6 @@ EFFICIENCIES: list[float] = [2.0 ** ((kind - _MIDDLE) / _STEPS) for kind in rang
 
 assert EFFICIENCIES[0] == LEAST_DENSITY, "the classes reach as far as densities do"
 
-LINEAR_ALPHA = 0.25
 DEFAULT_TERMS = TunerTerms()
 
 
@@ -233,10 +232,7 @@ class MarconiEviction(ScoredEviction):
         self._bytes = 0
         self._tuner: AlphaTuner | None = None
         if alpha is None:
-            self._tuner = AlphaTuner(self._make_shadow, EFFICIENCIES, terms)
-
-    def _make_shadow(self, kinds: Sequence[int], alpha: float) -> ScoredEviction:
-        return ScoredEviction(lambda row, _: kinds[row], alpha)
+            self._tuner = AlphaTuner(_make_shadow, EFFICIENCIES, terms)
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
@@ -263,31 +259,5 @@ class MarconiEviction(ScoredEviction):
             self._tuner = None
 
 
-class ScoredLinearEviction(ScoredEviction):
-    """The same with a recency that is the time of the last use itself."""
-
-    @override
-    def _recency(self, used: int) -> float:
-        return float(used)
-
-
-class MarconiLinearEviction(ScoredLinearEviction, MarconiEviction):
-    """Marconi's score with a linear recency: norm(last use) + alpha x norm(FLOPs / byte).
-
-    Ours. 1 / (now - last use) is nearly 0 for all but the newest, so that any alpha above 0
-    ranks by efficiency alone where there are many candidates. Alpha is 1/4, or what is given,
-    or tuned if None is.
-    """
-
-    def __init__(
-        self,
-        history: History,
-        alpha: float | None = LINEAR_ALPHA,
-        terms: TunerTerms = DEFAULT_TERMS,
-    ) -> None:
-        """As MarconiEviction. Raises InvalidRequestError."""
-        super().__init__(history, alpha, terms)
-
-    @override
-    def _make_shadow(self, kinds: Sequence[int], alpha: float) -> ScoredEviction:
-        return ScoredLinearEviction(lambda row, _: kinds[row], alpha)
+def _make_shadow(kinds: Sequence[int], alpha: float) -> ScoredEviction:
+    return ScoredEviction(lambda row, _: kinds[row], alpha)

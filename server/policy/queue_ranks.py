@@ -129,17 +129,6 @@ class QueueRanks:
             heappop(ranks)
         return None
 
-    def first_row(self) -> int:
-        """Return the row at the end that promises least; NO_ROW where all were taken."""
-        ranks, current = self._ranks, self._current
-        while ranks:
-            rank = ranks[0]
-            end = rank[2]
-            if current[end] is rank:
-                return self._queues.end(end)
-            heappop(ranks)
-        return NO_ROW
-
     def take(self) -> Rank:
         """Return what ``least`` just did, which counts no more until ``bring_up``."""
         rank = heappop(self._ranks)

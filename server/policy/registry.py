@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from kvstore.proto.errors import InvalidRequestError
@@ -11,27 +11,32 @@ from kvstore.server.policy.history import History
 
 _PLACES = {
     "lru": "lru:LruEviction",
-    "lfu": "lfu:LfuEviction",
-    "gdsf": "gdsf:GdsfEviction",
-    "s3fifo": "s3fifo:S3FifoEviction",
     "marconi": "marconi:MarconiEviction",
-    "marconi_linear": "marconi:MarconiLinearEviction",
     "hit_density": "hit_density:HitDensityEviction",
     "discard_bit": "discard_bit:DiscardBitEviction",
     "learned": "learned:LearnedEviction",
-    "adaptive": "adaptive:AdaptiveEviction",
 }
 
 POLICIES = tuple(_PLACES)
 """The names there are."""
 
-UNGUARDED = "hit_density_unguarded"
-"""Nobody's policy by itself, as it may hit less than LRU: one of those that are chosen among."""
-
-_PLACES[UNGUARDED] = "hit_density:UnguardedHitDensityEviction"
-
+REPLACED = {
+    "adaptive": "hit_density",
+    "gdsf": "hit_density",
+    "lfu": "hit_density",
+    "marconi_linear": "hit_density",
+    "s3fifo": "hit_density",
+}
+"""Names that are gone, and what to write instead."""
 
 _HAVE_DEADLINES = {"hit_density", "learned"}
+
+
+def instead_of(name: str, known: Sequence[str] = POLICIES) -> str:
+    """Return what to write for *name*, which is none of *known*: its successor, or one of them."""
+    if name in REPLACED:
+        return f"{REPLACED[name]}, which replaces {name}"
+    return f"one of {', '.join(known)}"
 
 
 def make_policy(
@@ -41,11 +46,11 @@ def make_policy(
 
     Decisions that may take long end in the order of LRU where *clock*, in seconds, says that
     they do; without one they take the time they take, and are the same in every run.
-    ``UNGUARDED`` is made too. Raises InvalidRequestError.
+    Raises InvalidRequestError.
     """
     place = _PLACES.get(name)
     if place is None:
-        raise InvalidRequestError("policy", name, f"one of {', '.join(POLICIES)}")
+        raise InvalidRequestError("policy", name, instead_of(name))
     module, _, noun = place.partition(":")
     kind = getattr(import_module(f"kvstore.server.policy.{module}"), noun)
     policy: EvictionPolicy

@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from kvstore.server.policy.asked_report import Report
 
-BUDGET = 0.002
+BUDGET = 0.005
 """Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds
-gone is lost besides, and not known before: so there is nothing on top of that share."""
+gone is lost besides, and not known before: so there is nothing on top of that share. A smaller
+share is used up by less than one prompt of a small cache, and then nothing more is learnt."""
 
 WARM_REQUESTS = 100
 """Requests from which to learn before anything is done otherwise than LRU does it."""
@@ -25,12 +26,10 @@ class RegretGuard:
     no longer than the one that is just among them: its stack distance (Mattson, Gecsei, Slutz
     and Traiger, IBM Systems Journal 9(2), 1970), with the counts of those who wait for a stack.
     While the policy is behind by more than the budget it is to do as LRU does, which costs no
-    more hits, until the budget has grown by what was asked for since. Without a budget, for who
-    holds the policy against LRU himself, that is only until there was something to learn from.
+    more hits, until the budget has grown by what was asked for since.
     """
 
-    def __init__(self, *, has_budget: bool = True) -> None:
-        self._has_budget = has_budget
+    def __init__(self) -> None:
         self.hits = 0
         """Chunks that were here when asked for, since the last ``judge``."""
         self.lru_age_s = np.inf
@@ -39,7 +38,7 @@ class RegretGuard:
         """How much of what is asked for and known was ever here."""
         self.prefers_lru = True
         self._requests = 0.0
-        self.is_warm = False
+        self._is_warm = False
         """Whether there was something to learn from."""
         self._asked = 0.0
         self._behind = 0.0
@@ -58,6 +57,5 @@ class RegretGuard:
             self._asked /= 2
             self._behind /= 2
             self._requests /= 2
-        self.is_warm = self.is_warm or self._requests >= WARM_REQUESTS
-        is_behind = self._has_budget and self._behind > BUDGET * self._asked
-        self.prefers_lru = is_behind or not self.is_warm
+        self._is_warm = self._is_warm or self._requests >= WARM_REQUESTS
+        self.prefers_lru = not self._is_warm or self._behind > BUDGET * self._asked

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import islice, repeat
-from typing import NamedTuple
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +19,6 @@ LEAST_ROWS = 1 << 18
 """Blocks that are remembered, here or evicted, whatever the size of the cache."""
 
 _FORGOTTEN_SHARE = 8
-
-
-class _Prompt(NamedTuple):
-    """A prompt as rows: all of them, and those that are known; or those of all.
-
-    With *first*, those that are not known lie side by side from there on, and came just now.
-    """
-
-    names: list[int]
-    rows: Rows
-    first: int
 
 
 class BlockReplay:
@@ -58,7 +46,6 @@ class BlockReplay:
         self._policy = policy
         self._history = history
         self._capacity_bytes = capacity_bytes
-        self._ranks_by_history = policy.ranks_by_history
         self._rows: dict[int, int] = {}
         self._ids: list[int] = [NO_ROW]
         """The block of each row."""
@@ -66,8 +53,6 @@ class BlockReplay:
         """The bytes of the blocks that are here, by row."""
         self._free: list[int] = []
         self._row_limit = least_rows
-        self._largest_bytes = 1
-        self._smallest_bytes = 0
         self.used_bytes = 0
         self.requests = 0
         self.blocks = 0
@@ -89,79 +74,43 @@ class BlockReplay:
         """
         if block_bytes < 1:
             raise InvalidRequestError("block_bytes", block_bytes, "at least 1")
-        names = list(map(self._rows.get, blocks, repeat(NO_ROW)))
         self.requests += 1
-        self.blocks += len(names)
-        if not names:
+        self.blocks += len(blocks)
+        if not len(blocks):
             return 0
+        history = self._history
+        names = list(map(self._rows.get, blocks, repeat(NO_ROW)))
         known = names.index(NO_ROW) if NO_ROW in names else len(names)
-        rows = np.array(names[:known], np.intp)
-        if self._ranks_by_history:
-            self._note_asked(rows, names[:known], len(names), now_s, facts)
-        first = NO_ROW
         if known < len(names):
-            parent = names[known - 1] if known else NO_ROW
-            first = self._name(blocks[known:], names, known)
-            if self._ranks_by_history and first:
-                self._history.meet(first, len(names) - known, parent, facts, now_s)
-            elif self._ranks_by_history:
-                fresh = np.array(names[known:], np.intp)
-                self._history.seen_chain(fresh, parent, facts, now_s)
-        if not first and known < len(names):
-            rows = np.array(names, np.intp)
-        if flops is not None and self._policy.ranks_by_flops:
-            self._history.reach(len(self._ids))
-            np.frombuffer(self._history.flops)[names] = flops
-        hit = self._store(_Prompt(names, rows, first), block_bytes, now_s)
+            self._name(blocks, names)
+        rows = np.array(names, np.intp)
+        history.asked(rows[:known], len(names), now_s)
+        if facts.reuse:
+            history.hint(rows[:known], facts.reuse)
+        history.seen_chain(rows[known:], names[known - 1] if known else NO_ROW, facts, now_s)
+        if flops is not None:
+            history.reach(len(self._ids))
+            np.frombuffer(history.flops)[rows] = flops
+        hit = self._store(names, rows, block_bytes, now_s)
         self.hit_blocks += hit
         return hit
 
-    def _note_asked(
-        self, rows: Rows, names: list[int], blocks: int, now_s: float, facts: Facts
-    ) -> None:
-        if len(set(names)) == len(names):
-            self._history.asked_known(rows, blocks, now_s)
-        else:
-            self._history.asked(rows, blocks, now_s)
-        if facts.reuse:
-            self._history.hint(rows, facts.reuse)
-
-    def _name(self, blocks: Sequence[int], names: list[int], known: int) -> int:
-        """Name the *blocks* behind the *known* ones of a prompt, whose *names* are filled in.
-
-        Return the row of the first where all are new and have rows side by side, else NO_ROW.
-        """
+    def _name(self, blocks: Sequence[int], names: list[int]) -> None:
+        """Give rows to those *blocks* of a prompt that have none, and fill in their *names*."""
         rows, ids, free = self._rows, self._ids, self._free
         if len(rows) + len(blocks) > self._row_limit:
             self._forget(set(names))
-        if not free and not any(names[known:]):
-            first = len(ids)
-            fresh = range(first, first + len(blocks))
-            before = len(rows)
-            rows.update(zip(blocks, fresh, strict=True))
-            if len(rows) - before == len(blocks):
-                ids += blocks
-                names[known:] = fresh
-                if len(ids) > len(self._sizes):
-                    self._reach()
-                return first
-            for block in blocks:  # one is named twice
-                rows.pop(block, None)
-        new = [block for block in dict.fromkeys(blocks) if block not in rows]
-        numbers: list[int] = []
-        if free:
-            numbers = free[max(len(free) - len(new), 0) :]
-            del free[len(free) - len(numbers) :]
-            for row, block in zip(numbers, new, strict=False):
+        for at, block in enumerate(blocks):
+            row = rows.get(block, NO_ROW)
+            if not row and free:
+                row = rows[block] = free.pop()
                 ids[row] = block
-        behind = new[len(numbers) :]
-        numbers += range(len(ids), len(ids) + len(behind))
-        ids += behind
-        rows.update(zip(new, numbers, strict=True))
+            elif not row:
+                row = rows[block] = len(ids)
+                ids.append(block)
+            names[at] = row
         if len(ids) > len(self._sizes):
             self._reach()
-        names[known:] = [rows[block] for block in blocks]
-        return NO_ROW
 
     def _reach(self) -> None:
         """Let there be a size for each row, and for some to come."""
@@ -187,51 +136,30 @@ class BlockReplay:
             del self._rows[self._ids[row]]
             self._free.append(row)
 
-    def _store(self, prompt: _Prompt, block_bytes: int, now_s: float) -> int:
+    def _store(self, names: list[int], rows: Rows, block_bytes: int, now_s: float) -> int:
         """Touch and insert the blocks of a prompt; return how many of the first were here."""
-        policy, sizes, names = self._policy, self._sizes, prompt.names
-        rows, first = prompt.rows, prompt.first
-        held = list(map(sizes.__getitem__, names[: len(rows)]))
+        policy, sizes = self._policy, self._sizes
+        held = list(map(sizes.__getitem__, names))
         hit = held.index(0) if 0 in held else len(held)
         has_gaps = any(held[hit:])
         policy.touch(rows[np.array(held) > 0] if has_gaps else rows[:hit], now_s)
         if hit == len(names) or block_bytes > self._capacity_bytes:
             return hit
-        kept = set(names)
-        is_plain = not has_gaps and len(kept) == len(names)
-        missing = names[hit:]
-        if not is_plain:
-            missing = list(dict.fromkeys(row for row in missing if not sizes[row]))
-        count = self._make_room(len(missing), block_bytes, kept, now_s)
-        del missing[count:]
-        parent = names[hit - 1] if hit else NO_ROW
-        if has_gaps:
-            self._take_in(missing, block_bytes)
-            self._fill_gaps(names, set(missing), block_bytes, now_s)
-        elif is_plain and first and hit == len(rows):
-            sizes[first : first + count] = array("Q", [block_bytes]) * count
-            if count:
-                policy.insert_run(first, count, parent, block_bytes, now_s)
-        else:
-            self._take_in(missing, block_bytes)
-            policy.insert_chain(np.array(missing, np.intp), parent, block_bytes, now_s)
-        return hit
-
-    def _make_room(self, count: int, block_bytes: int, kept: set[int], now_s: float) -> int:
-        """Evict what must go for *count* blocks; return for how many there is room then."""
-        need_bytes = self.used_bytes + count * block_bytes - self._capacity_bytes
+        missing = list(dict.fromkeys(row for row in names[hit:] if not sizes[row]))
+        need_bytes = self.used_bytes + len(missing) * block_bytes - self._capacity_bytes
         if need_bytes > 0:
-            self._evict(need_bytes, kept, now_s)
-            count = min(count, (self._capacity_bytes - self.used_bytes) // block_bytes)
-        self._largest_bytes = max(self._largest_bytes, block_bytes)
-        self._smallest_bytes = min(self._smallest_bytes or block_bytes, block_bytes)
-        self.used_bytes += count * block_bytes
-        return count
-
-    def _take_in(self, rows: list[int], block_bytes: int) -> None:
-        sizes = self._sizes
-        for row in rows:
+            self._evict(need_bytes, set(names), now_s)
+            del missing[(self._capacity_bytes - self.used_bytes) // block_bytes :]
+        for row in missing:
             sizes[row] = block_bytes
+        self.used_bytes += len(missing) * block_bytes
+        if has_gaps:
+            self._fill_gaps(names, set(missing), block_bytes, now_s)
+        else:
+            parent = names[hit - 1] if hit else NO_ROW
+            fresh = rows[hit:] if len(missing) == len(names) - hit else np.array(missing, np.intp)
+            policy.insert_chain(fresh, parent, block_bytes, now_s)
+        return hit
 
     def _fill_gaps(
         self, names: list[int], missing: set[int], block_bytes: int, now_s: float
@@ -244,25 +172,14 @@ class BlockReplay:
             parent = row
 
     def _evict(self, need_bytes: int, kept: set[int], now_s: float) -> None:
-        sizes = self._sizes
-        keep = kept.__contains__
-        # No more than are needed, however large they are.
-        least = -(-need_bytes // self._largest_bytes)
-        if self._smallest_bytes == self._largest_bytes:
-            victims = self._policy.evict(least, keep, now_s)
-            for row in victims:
-                sizes[row] = 0
-            self.used_bytes -= self._largest_bytes * len(victims)
-            self.evictions += len(victims)
-            return
-        victims = self._policy.first_victims(least, keep, now_s)
-        freed_bytes = sum(map(sizes.__getitem__, victims))
-        if freed_bytes < need_bytes and len(victims) == least:
-            for row in islice(self._policy.victims(keep, now_s), least, None):
-                victims.append(row)
-                freed_bytes += sizes[row]
-                if freed_bytes >= need_bytes:
-                    break
+        """Evict until *need_bytes* are free or none but those of *kept* are left."""
+        sizes, freed_bytes = self._sizes, 0
+        victims = []
+        for row in self._policy.victims(kept.__contains__, now_s):
+            victims.append(row)
+            freed_bytes += sizes[row]
+            if freed_bytes >= need_bytes:
+                break
         for row in victims:
             sizes[row] = 0
         self._policy.remove_all(victims)

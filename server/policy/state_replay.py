@@ -11,10 +11,9 @@ import numpy as np
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.checkpoint_density import HitDensityRank
 from kvstore.server.policy.checkpoint_ghosts import NO_GHOSTS, GhostLimits
-from kvstore.server.policy.checkpoint_ranks import GdsfRank, LeafLruRank, LruRank
+from kvstore.server.policy.checkpoint_ranks import LeafLruRank, LruRank
 from kvstore.server.policy.checkpoints import Tokens
 from kvstore.server.policy.hybrid_model import HybridModel
-from kvstore.server.policy.state_adaptive import AdaptiveStates
 from kvstore.server.policy.state_cache import MakeRank, StateCache, States
 from kvstore.server.policy.state_tuning import MarconiStates
 
@@ -63,11 +62,7 @@ _MAKERS: dict[str, Callable[[HybridModel, int], States]] = {
     "lru": lambda model, size: _ranked(model, size, LruRank),
     "sglang": lambda model, size: StateCache(model, size, NO_GHOSTS, LeafLruRank),
     "marconi": MarconiStates,
-    "gdsf": lambda model, size: _ranked(model, size, GdsfRank),
     "hit_density": lambda model, size: _ranked(model, size, HitDensityRank),
-    "adaptive": lambda model, size: AdaptiveStates(
-        model, size, {"hit_density": HitDensityRank, "lru": LruRank}
-    ),
 }
 
 HYBRID_POLICIES = tuple(_MAKERS)

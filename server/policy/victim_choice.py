@@ -21,13 +21,10 @@ class VictimChoice:
     """Whom to evict, one after the other, as far as it is asked for. Changes nothing.
 
     The ends of all queues are ranked already; what lies behind one that was taken is ranked when
-    the next is asked for, as most often it is the taken one's parent that goes next. *bared* is a
-    leaf that is in no queue yet, if there is one.
+    the next is asked for, as most often it is the taken one's parent that goes next.
     """
 
-    def __init__(
-        self, policy: HitDensityEviction, time_s: float, *, is_lru: bool, bared: int = NO_ROW
-    ) -> None:
+    def __init__(self, policy: HitDensityEviction, time_s: float, *, is_lru: bool) -> None:
         self._policy = policy
         self._time_s = time_s
         self._used, self._here = policy._used, policy._here
@@ -48,8 +45,6 @@ class VictimChoice:
             self.fall_back()
         else:
             self._ranks.bring_up(time_s)
-        if bared:
-            self._bring_in(bared)
 
     def take(self) -> int:
         """Return whom to evict next, who is not named again; NO_ROW where nobody is left."""

@@ -22,7 +22,7 @@ from kvstore.proto.frame import FrameHeader, raw_frame_bytes
 from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
 from kvstore.server.assembly import Piece
-from kvstore.server.index.catalog import Holding
+from kvstore.server.index.found import Holding
 from kvstore.server.intake import PutResult
 from kvstore.server.manager import ShelfStatus
 from kvstore.server.sessions import Session

@@ -94,7 +94,7 @@ class ExplainDesk:
         return Namespace(request.key_namespace)
 
     def _known(self, space: Space) -> pb.KnownSpace:
-        return _space_message(space, self._catalog.count_in(space.namespace))
+        return _space_message(space, self._catalog.queries.count_in(space.namespace))
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
         for miss in misses:

@@ -54,7 +54,7 @@ class KeepCalls:
             raise InvalidRequestError("tenant", request.tenant, fix)
         if request.session_id:
             space = self._sessions.get(request.session_id).namespace
-            keys = self._manager.catalog.keys_from(space)
+            keys = self._manager.catalog.queries.keys_from(space)
         else:
             tenant = request.tenant or principal_of(context).tenant
             keys = keys_of_tenant(self._manager, tenant)

@@ -55,9 +55,9 @@ class LookCalls:
     def _rank(self, key: ChunkKey, chunk: pb.ChunkStat) -> None:
         catalog = self._manager.catalog
         for copy in chunk.copies:
-            turn = catalog.turn(copy.tier, key)
+            turn = catalog.eviction.rank(copy.tier, key)
             copy.before, copy.at_least = turn.before, turn.is_at_least
-            copy.policy = catalog.policy_report(copy.tier).follows
+            copy.policy = catalog.eviction.policy_report(copy.tier).name
 
     def List(
         self, request: pb.ListRequest, context: grpc.ServicerContext
@@ -67,7 +67,7 @@ class LookCalls:
         for name, digest in (("after", request.after), ("prefix", request.prefix)):
             if len(digest) > DIGEST_BYTES:
                 raise InvalidRequestError(name, digest.hex(), f"at most {DIGEST_BYTES} bytes")
-        held = self._manager.catalog.page(
+        held = self._manager.catalog.queries.page(
             session.namespace, request.after, request.prefix, request.limit
         )
         for start in range(0, len(held), LIST_PAGE_CHUNKS):
@@ -80,7 +80,7 @@ class LookCalls:
         tenant = request.tenant or caller.tenant
         if tenant.startswith(PREFIX):
             tenant = self._standings.of(caller, tenant).tenant
-        counts = self._manager.catalog.spaces()
+        counts = self._manager.catalog.queries.spaces()
         spaces = [
             pb.KnownSpace(
                 key_namespace=space.namespace,

@@ -48,7 +48,7 @@ class StatusCalls:
             return reply
         catalog = self._manager.catalog
         for tier in tiers:
-            catalog.policy_report(tier.name).fill(tier)
+            catalog.eviction.policy_report(tier.name).fill(tier)
         reply.tiers.extend(tiers)
         reply.ghosts = catalog.ghost_count()
         reply.gates.extend(map(gate_to_message, self._manager.blends.gates.views()))

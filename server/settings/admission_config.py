@@ -1,14 +1,12 @@
-"""Settings of admission: which states are kept, how much is written a day, for whom we adapt."""
+"""Settings of admission: which states are kept, and how much is written a day."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from kvstore.server.policy.state_admission import StateRule
-from kvstore.server.settings.policy_config import MAX_QUOTAS
-from kvstore.server.settings.rule_list import check_tenant_name
 from kvstore.server.settings.units import MIB, Size
 
 
@@ -18,23 +16,6 @@ def _enough(size_bytes: int) -> int:
     return size_bytes
 
 
-def _names(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    return tuple(name.strip() for name in value.split(",") if name.strip())
-
-
-def _tenants(names: tuple[str, ...]) -> tuple[str, ...]:
-    if len(names) > MAX_QUOTAS or len(set(names)) < len(names):
-        raise ValueError(f"name at most {MAX_QUOTAS} tenants, each once")
-    for name in names:
-        check_tenant_name(name)
-    return names
-
-
-TenantNames = Annotated[
-    tuple[str, ...], BeforeValidator(_names), AfterValidator(_tenants), "TENANTS"
-]
 DailyBytes = Annotated[Size, AfterValidator(_enough), "SIZE"]
 
 
@@ -45,11 +26,6 @@ class AdmissionSettings(BaseModel):
         default="all",
         description="which recurrent states are kept of those that engines put: all, or those"
         " where a put ends, prompts part, or that come a second time",
-    )
-    adapt_tenants: TenantNames = Field(
-        default=(),
-        description="tenants for each of which the policy adaptive chooses apart, with commas"
-        " between them",
     )
     disk_write_budget: DailyBytes = Field(
         default=0,

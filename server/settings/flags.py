@@ -16,6 +16,9 @@ from kvstore.server.settings.units import format_size
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
 """Settings that have a second name, everywhere."""
 
+REPLACED = {"adapt_tenants": "--policy hit_density"}
+"""Settings that are gone, and what to give instead."""
+
 _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
 _GROUPS = {
     "tls_cert": "trust",
@@ -50,7 +53,11 @@ def parse_flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[st
 def _fix(word: str, parser: argparse.ArgumentParser) -> str:
     """Return what to give in place of a *word* that is no flag."""
     names = [flag.lstrip("-") for action in parser._actions for flag in action.option_strings]
-    close = get_close_matches(word.partition("=")[0].lstrip("-"), names, n=1)
+    name = word.partition("=")[0].lstrip("-")
+    gone = name.replace("-", "_")
+    if gone in REPLACED:
+        return f"use {REPLACED[gone]}, which replaces it"
+    close = get_close_matches(name, names, n=1)
     meant = f"did you mean --{close[0]}? " if close else ""
     return f"{meant}see {parser.prog} --help"
 

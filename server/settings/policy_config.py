@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from kvstore.proto.hints import MAX_CATEGORY_CHARS
 from kvstore.server.policy.partitions import MAX_PARTITIONS, Quota
-from kvstore.server.policy.registry import POLICIES
+from kvstore.server.policy.registry import POLICIES, instead_of
 from kvstore.server.settings.rule_list import RuleList, check_tenant_name
 from kvstore.server.settings.units import Size, format_size
 
@@ -35,7 +35,7 @@ def parse_ttl(value: object) -> int:
 
 def _known(name: str) -> str:
     if name not in POLICIES:
-        raise ValueError(f"use one of {', '.join(POLICIES)}")
+        raise ValueError(f"use {instead_of(name)}")
     return name
 
 

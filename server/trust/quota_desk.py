@@ -21,7 +21,7 @@ class QuotaDesk:
 
     def tenants(self) -> list[str]:
         """Return the tenants that have a quota or a limit of their own."""
-        return sorted({*self._catalog.quota_tenants(), *self._limits.tenants()})
+        return sorted({*self._catalog.eviction.quota_tenants(), *self._limits.tenants()})
 
     def of(self, tenant: str) -> pb.TenantQuota:
         """Return what *tenant* takes and may take."""
@@ -33,7 +33,7 @@ class QuotaDesk:
             leases=limits.leases,
             used_leases=self._catalog.leases_of(tenant),
         )
-        for tier, use in self._catalog.quotas_of(tenant).items():
+        for tier, use in self._catalog.eviction.quotas_of(tenant).items():
             reply.tiers.add(
                 tier=tier,
                 used_bytes=use.used_bytes,
@@ -66,10 +66,10 @@ class QuotaDesk:
         given = {ours: getattr(request, of) for ours, of in fields.items() if request.HasField(of)}
         if not given:
             return
-        known = self._catalog.quotas_of(tenant)
+        known = self._catalog.eviction.quotas_of(tenant)
         tiers = [request.tier] if request.tier else list(known)
         if not known or not set(tiers) <= set(known):
             fix = "has no quota that could change: name it in --tenant-quotas or --tenant-limits"
             raise InvalidRequestError("tenant", (tenant, request.tier), fix)
         changed: dict[str, Quota] = {tier: replace(known[tier].quota, **given) for tier in tiers}
-        self._catalog.set_quotas(tenant, changed)
+        self._catalog.eviction.set_quotas(tenant, changed)

@@ -33,7 +33,7 @@ FAULTS: Mapping[str, str] = {
     "shed_calls": "calls refused, as too many waited",
     "expired_leases": "leases that ended by their time",
     "peer_failures": "requests that another server did not answer",
-    "unreadable_chunks": "shared copies that only others can read",
+    "unreadable_chunks": "copies of a removed codec, or that only others can read",
 }
 """Counters that say that something is wrong, or full."""
 
@@ -49,7 +49,6 @@ def sections_of(view: View) -> Sections:
         "what-if": ("What another size would hit", _what_if),
         "faults": ("Faults", _faults),
         "prefixes": ("Top prefixes", _prefixes),
-        "policy": ("Policies", _policy),
         "nodes": ("Nodes", _nodes),
     }
     return {name: section(name, title, make(view)) for name, (title, make) in makers.items()}
@@ -103,7 +102,7 @@ def _now(view: View) -> list[object]:
 
 def _tiers(view: View) -> list[object]:
     rows = []
-    for status, _ in view.tiers:
+    for status, report in view.tiers:
         stats = status.stats
         share = stats.used_bytes / stats.capacity_bytes if stats.capacity_bytes else None
         state = tag("span", status.reason or "serving", class_="bad" if status.reason else "good")
@@ -111,9 +110,9 @@ def _tiers(view: View) -> list[object]:
         used = bar(share, _percent(share))
         rows.append(
             (status.name, used, state, _size(stats.used_bytes), _size(stats.capacity_bytes),
-             f"{stats.chunks:,}", speed, status.codec)
+             f"{stats.chunks:,}", speed, status.codec, report.name)
         )  # fmt: skip
-    heads = ("tier", "filled", "state", "used", "limit", "chunks", "load speed", "codec")
+    heads = ("tier", "filled", "state", "used", "limit", "chunks", "load speed", "codec", "policy")
     return [table("Tiers, the fastest first", heads, rows, words=3)]
 
 
@@ -185,7 +184,7 @@ def _latency(view: View) -> list[object]:
 
 
 def _what_if(view: View) -> list[object]:
-    curves = {status.name: dict(report.curve or {}) for status, report in view.tiers}
+    curves = {status.name: dict(report.curve) for status, report in view.tiers}
     scales = sorted({scale for curve in curves.values() for scale in curve})
     rows = [
         (tier, *(_percent(curve.get(scale)) for scale in scales))
@@ -196,19 +195,6 @@ def _what_if(view: View) -> list[object]:
         return [tag("p", "Not known until more was asked for.", class_="note")]
     heads = ("tier", *(f"{scale:g}x size" for scale in scales))
     return [what_if_chart(curves), table("Hit ratio by size of the tier", heads, rows)]
-
-
-def _policy(view: View) -> list[object]:
-    rows = []
-    for status, report in view.tiers:
-        rows.append((status.name, report.name, report.follows, report.why or "it is the setting"))
-        rows += [
-            (f"{status.name}: {one.name}", "", one.choice.policy, "for its chunks alone")
-            for one in report.partitions
-            if one.choice is not None
-        ]
-    heads = ("tier", "policy", "follows", "why")
-    return [table("Who is evicted, and why so", heads, rows, words=4)]
 
 
 def _prefixes(view: View) -> list[object]:

@@ -151,7 +151,7 @@ class Viewer:
             [then.hit_ratio(before) for before, then in pairwise(looks)],
             now.at_s - looks[0].at_s,
             [
-                (status, catalog.policy_report(status.name))
+                (status, catalog.eviction.policy_report(status.name))
                 for status in subject.manager.shelf_statuses()
             ],
             self._top_prefixes(now.at_s),
@@ -161,7 +161,7 @@ class Viewer:
     def _top_prefixes(self, now_s: float) -> Sequence[TopPrefix]:
         if now_s - self._prefixes_s >= TOP_EVERY_S:
             manager = self._subject.manager
-            found = manager.catalog.top_prefixes(TOP_PREFIXES)
+            found = manager.catalog.queries.top_prefixes(TOP_PREFIXES)
             self._prefixes = [
                 TopPrefix(one, manager.spaces.of(one.key[:DIGEST_BYTES]))  # type: ignore[arg-type]
                 for one in found
@@ -170,7 +170,7 @@ class Viewer:
         return self._prefixes
 
     def _nodes(self) -> list[NodeRow]:
-        directory = self._subject.manager.catalog.directory
+        directory = self._subject.manager.directory
         if directory is None:
             return []
         report = directory.report()

@@ -13,10 +13,9 @@ from bench.policy_costs import (
     bare_loop_per_s,
     bytes_per_node,
     eviction_us,
-    read_blocks,
     state_bytes_per_node,
 )
-from bench.policy_grid import ADAPTIVE, SINGLE, Cell, all_cells, fill, worst_gap
+from bench.policy_grid import POLICIES, Cell, all_cells, fill, read_blocks, worst_gap
 from bench.report import Report
 
 from kvstore.cli.simulate import Outcome
@@ -27,7 +26,7 @@ SMALL = "dev_chat_lmsyslike_sps1_n100"
 KEYS = {
     "mooncake_conversation_1pct", "mooncake_conversation_5pct", "mooncake_conversation_10pct",
     "mooncake_conversation_25pct", "hybrid_mean_vs_bar", "hybrid_worst_vs_bar", "worst_vs_lru",
-    "adaptive_vs_best", "evict_us_mean", "evict_us_p99", "bytes_per_node", "hint_90_5pct",
+    "evict_us_mean", "evict_us_p99", "bytes_per_node", "hint_90_5pct",
     "hint_50_cost", "two_tier_bytes_ratio", "two_tier_hit_diff", "blocks_per_s",
     "state_bytes_per_node",
 }  # fmt: skip
@@ -55,7 +54,7 @@ def test_the_worst_gap_is_to_the_best_of_the_others_where_it_is_widest() -> None
 
 def test_the_grid_has_every_policy_at_every_size_and_each_is_replayed_alike() -> None:
     cells = all_cells([SMALL], ["1%", "5%"])
-    assert {cell.policy for cell in cells} == {*SINGLE, ADAPTIVE}
+    assert {cell.policy for cell in cells} == set(POLICIES)
     assert len(cells) == 2 * 6
     some = [cell for cell in cells if cell.policy in ("lru", "hit_density")]
     ours, others = fill(some, 1), fill(some, 2)
@@ -116,7 +115,7 @@ def test_the_comparison_adds_its_keys(few: Callable[[], None]) -> None:
     few()
     report = Report("policy")
     policy.compare(report, [SMALL])
-    assert set(report.values) == {"worst_vs_lru", "adaptive_vs_best"}
+    assert set(report.values) == {"worst_vs_lru"}
     assert report.values["worst_vs_lru"] > -0.5
     assert any("s3fifo" in measured for _, _, measured, _ in report.rows)
 
@@ -140,7 +139,7 @@ def test_every_key_is_printed_last_in_one_line(
     assert found["bench"] == "policy"
     assert set(found["values"]) == KEYS
     assert found["values"]["mooncake_conversation_10pct"] == 0.3
-    assert any("adaptive" in row for row in table)
+    assert any("s3fifo" in row for row in table)
 
 
 def two_tiers(report: Report) -> None:

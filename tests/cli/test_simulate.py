@@ -16,6 +16,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.registry import POLICIES
 
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
+AGENTS = TRACES / "dev_agentappend_sps0.25_art7.5_n60.jsonl"
 CONVERSATION = TRACES / "mooncake_conversation_trace.jsonl"
 SMALL = TRACES / "dev_chat_lmsyslike_sps1_n100.jsonl"
 
@@ -101,8 +102,16 @@ def test_leaf_lru_hits_what_was_published_of_the_conversation_trace(
     assert round(100 * half["block_hit_rate"], 2) == 20.00
 
 
+def test_a_few_early_losses_do_not_keep_hit_density_from_hitting_more_than_lru(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = (str(AGENTS), "--policy", "lru,hit_density", "--capacity", "5%")
+    lru, ours = (one["block_hit_rate"] for one in as_json(capsys, *argv))
+    assert ours > lru + 0.08
+
+
 def test_the_same_trace_gives_the_same_hits(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = (str(SMALL), "--policy", "adaptive,s3fifo", "--capacity", "5%")
+    argv = (str(SMALL), "--policy", "hit_density,marconi", "--capacity", "5%")
     runs = [as_json(capsys, *argv) for _ in range(2)]
     for one in (row for rows in runs for row in rows):
         del one["requests_per_s"]
@@ -133,12 +142,14 @@ def test_a_hybrid_model_is_simulated_on_token_traces(capsys: pytest.CaptureFixtu
     ("argv", "words"),
     [
         (("--policy", "best"), "policy='best'"),
+        (("--policy", "adaptive"), "policy='adaptive': hit_density, which replaces adaptive"),
         (("--policy", "lru,"), "policy=''"),
         (("--capacity", "-1"), "capacity='-1'"),
         (("--capacity", "5 %%"), "5% of the trace"),
         (("--model", "mamba"), "one of attention, hybrid-7b"),
         (("--model", "hybrid-7b", "--policy", "lru"), "use attention"),
-        (("--model", "hybrid-7b", "--policy", "s3fifo"), "policy='s3fifo'"),
+        (("--model", "hybrid-7b", "--policy", "learned"), "policy='learned': one of lru, sglang"),
+        (("--model", "hybrid-7b", "--policy", "gdsf"), "policy='gdsf': hit_density, which"),
         (("--from", "end"), "start or half"),
         (("--kv-bytes-per-token", "0"), "kv_bytes_per_token=0"),
         (("--block-tokens", "-3"), "block_tokens=-3"),
@@ -194,7 +205,7 @@ def test_the_plot_has_a_line_for_each_policy(
 ) -> None:
     file = blocks(tmp_path, (1, 2), (1, 2, 3))
     plot = tmp_path / "hits.svg"
-    argv = (str(file), "--policy", "lru,gdsf", "--size", "25%,50%,100%", "--plot", str(plot))
+    argv = (str(file), "--policy", "lru,marconi", "--size", "25%,50%,100%", "--plot", str(plot))
     assert run(capsys, *argv)[0] == 0
     drawing = ElementTree.parse(plot).getroot()
     assert len(list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))) == 2

@@ -42,15 +42,13 @@ def used(server: LocalServer) -> None:
 def test_one_look_is_json_with_tiers_policies_and_ratios(
     kvstore: Run, make_server: ServerMaker
 ) -> None:
-    server = make_server("--policy", "adaptive,disk=lru", "--tenant-quotas", "default=8MiB:1MiB")
+    server = make_server("--policy", "hit_density,disk=lru", "--tenant-quotas", "default=8MiB:1MiB")
     used(server)
     look = json.loads(kvstore("top", server.address, "--json"))
     assert look["hit_ratio"] == 1.0
     assert (look["state"], look["ghosts"]) == ("serving", 0)
     cpu, disk = look["tiers"]
-    assert (cpu["policy"], disk["policy"], disk["follows"]) == ("adaptive", "lru", "lru")
-    assert cpu["follows"] == "hit_density"
-    assert "none yet" in cpu["why"]
+    assert (cpu["policy"], disk["policy"]) == ("hit_density", "lru")
     partition = {one["name"]: one for one in cpu["partitions"]}["tenant default"]
     assert (partition["quota_bytes"], partition["guaranteed_bytes"]) == (8 << 20, 1 << 20)
     assert partition["used_bytes"] > 0
@@ -80,10 +78,8 @@ def test_rates_are_those_between_two_looks() -> None:
     assert (idle.per_s("lookups"), idle.hit_ratio) == (0.0, None)
 
 
-def test_a_policy_that_chooses_shows_what_and_why() -> None:
-    tier = pb.TierStatus(name="cpu", state="degraded", reason="slow")
-    tier.policy.name, tier.policy.follows, tier.policy.why = "adaptive", "gdsf", "more hits"
-    tier.policy.hit_ratios.update({"gdsf": 0.5, "lru": 0.25})
+def test_a_tier_shows_its_policy_other_sizes_and_who_has_a_quota() -> None:
+    tier = pb.TierStatus(name="cpu", state="degraded", reason="slow", policy="marconi")
     tier.what_if.add(scale=2.0, hit_ratio=0.625)
     tier.partitions.add(name="tenant acme", used_bytes=1 << 20)
     reply = pb.StatusResponse(tiers=[tier], state="serving")
@@ -91,10 +87,10 @@ def test_a_policy_that_chooses_shows_what_and_why() -> None:
     with console.capture() as captured:
         console.print(top_as_tables("here:1", reply, Rates(0.0)))
     out = captured.get()
-    for word in ("adaptive: gdsf", "62.5%", "hits at 2x", "more hits", "acme", "degraded: slow"):
+    for word in ("marconi", "62.5%", "hits at 2x", "acme", "degraded: slow"):
         assert word in out
     told = json.loads(top_as_json("here:1", reply, Rates(0.0)))["tiers"][0]
-    assert told["candidates"] == {"gdsf": 0.5, "lru": 0.25}
+    assert told["policy"] == "marconi"
     assert told["what_if"] == {"2": 0.625}
 
 
@@ -120,5 +116,5 @@ def test_hints_reach_the_server_by_every_way_to_connect(make_server: ServerMaker
         assert known.mortal_count == before + 3, transport
         with client.lease(keys) as lease:
             lease.release(Hints(priority=7))
-        row = server.node.manager.catalog._index.row(keys[0])
+        row = server.node.manager.catalog.state.index.row(keys[0])
         assert known.priority(row) == 7, transport

@@ -257,6 +257,35 @@ def test_client_finds_a_restarted_server_and_what_its_disk_kept(
     client.close()
 
 
+def test_a_lease_ends_with_the_server_that_gave_it_and_holds_nothing_in_the_next(
+    make_server: ServerMaker, transport: TransportName
+) -> None:
+    first = make_server()
+    options = ClientOptions(transport, 16, DEADLINE_MS, retry_after_ms=1)
+    client = first.connect(options=options)
+    keys = store(client, 1, 4)
+    lease = client.lease(keys)
+    assert lease.match.ready == 4
+    first.stop()
+    second = make_server("--listen", first.address)
+    with pytest.raises(KVStoreError):
+        lease.get()
+    lease.release()
+
+    def is_back() -> bool:
+        try:
+            return client.lookup(keys).ready == 4
+        except KVStoreError:
+            return False
+
+    assert eventually(is_back)
+    with pytest.raises(KVStoreError):
+        lease.get()
+    assert second.settled().leases == 0
+    assert client.delete(keys) == 4
+    client.close()
+
+
 def test_heartbeats_keep_an_idle_session_alive(
     make_server: ServerMaker, transport: TransportName
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,19 +30,21 @@ from kvstore.client.device_reads import (
     READ_SLOTS,
     DeviceReader,
     InArena,
+    InMemory,
+    Reading,
     Registration,
+    frame_count,
 )
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
-from kvstore.codecs.paged import FrameKernels, HostKernels
-from kvstore.proto.device import HostDevice, Stream
+from kvstore.codecs.paged import DeviceTables, FrameKernels, HostKernels, Sums
+from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.places import Place
 from kvstore.proto.types import ChainDigest, ChunkKey, DType, Representation
 from kvstore.tiers.gpu import GpuTier
 
@@ -138,6 +141,44 @@ def test_more_chunks_than_a_batch_land_and_no_other_slot_is_touched(
         assert torch.equal(rest, torch.full_like(rest, 7.0))
 
 
+def test_a_prefix_in_gpu_memory_is_told_in_one_message(
+    gpu_server: LocalServer, client: CudaClient, reader: DeviceReader
+) -> None:
+    keys = store(client, 1, 9)
+    warm(gpu_server, client, keys[:7])
+    transport = client._connected()
+    assert isinstance(transport, CudaTransport)
+    digests = [client._digest(key) for key in keys]
+    with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
+        first, *others = arriving
+        assert isinstance(first, InArena)
+        assert len(first.places) == 7
+        assert [type(one) for one in others] == [InMemory]
+        assert (others[0].index, frame_count(others[0])) == (7, 2)
+
+
+def test_tables_of_a_get_are_brought_before_its_frames_and_once(
+    gpu_server: LocalServer, client: CudaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = store(client, 1, 2 * READ_SLOTS)
+    device = SlowDevice()
+    reader = DeviceReader(device, 1 << 16)
+    engine = Engine(SMALL, blocks_for(len(keys)))
+    told: list[int] = []
+    tables, (copies, _) = HostKernels.tables, device.streams
+
+    def note(self: HostKernels, *given: Any) -> DeviceTables:
+        told.append(copies.done)
+        return tables(self, *given)
+
+    monkeypatch.setattr(HostKernels, "tables", note)
+    paged = engine.pages.of(engine.block_ids)
+    assert client.read_on_device(keys, paged, reader) == len(keys)
+    assert told == [0]
+    assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
+    reader.close()
+
+
 def test_chunks_of_different_lengths_are_read_in_one_get(
     gpu_server: LocalServer, make_server: ServerMaker
 ) -> None:
@@ -222,25 +263,22 @@ def test_a_place_that_was_reused_is_looked_up_again(
 ) -> None:
     keys = store(client, 1, 2)
     warm(gpu_server, client, keys)
-    confirming = CudaTransport.confirming
-    raised: list[LeaseExpiredError] = []
+    transfers, start = gpu_server.node.manager.transfers, HostKernels.start
+    dropped: list[ChunkKey] = []
 
-    def reused_once(
-        self: CudaTransport, places: Sequence[Place], stream: Stream
-    ) -> Callable[[], None]:
-        confirm = confirming(self, places, stream)
+    def drop_one_meanwhile(self: HostKernels, *given: Any) -> Sums:
+        if not dropped:
+            dropped.append(keys[1])
+            assert transfers.gpu is not None
+            assert transfers.catalog.cast_out("gpu", keys[1], even_if_held=True)
+            transfers.delete_from(transfers.gpu, keys[1])
+        return start(self, *given)
 
-        def confirm_later() -> None:
-            if not raised:
-                raised.append(LeaseExpiredError("replaced on purpose"))
-                raise raised[0]
-            confirm()
-
-        return confirm_later
-
-    monkeypatch.setattr(CudaTransport, "confirming", reused_once)
+    monkeypatch.setattr(HostKernels, "start", drop_one_meanwhile)
     engine = Engine(SMALL, blocks_for(2))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 2
+    assert dropped
+    assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
     gpu_server.settled()
 
 
@@ -252,13 +290,15 @@ def test_the_generation_of_a_freed_place_is_seen(
     transport = client._connected()
     assert isinstance(transport, CudaTransport)
     digests = [client._digest(key) for key in keys]
+    engine = Engine(SMALL, blocks_for(1))
+    reading = Reading(transport, reader, keys, engine.pages.of(engine.block_ids))
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
-        (arrived,) = arriving
-        assert isinstance(arrived, InArena)
-        transport.confirming(arrived.places, reader.work)()
+        arrived = list(arriving)
+        assert isinstance(arrived[0], InArena)
         gpu_of(gpu_server).delete(keys[0])
         with pytest.raises(LeaseExpiredError):
-            transport.confirming(arrived.places, reader.work)()
+            reading.run(iter(arrived))
+    assert not reading.done
 
 
 def test_pages_that_are_not_the_models_are_refused_and_nothing_is_held(

@@ -22,7 +22,6 @@ from kvstore.client.client import parents
 from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.device_decode import DeviceDecoder
 from kvstore.client.device_reads import BATCHES_AHEAD, DeviceReader
-from kvstore.client.transport import Arrived
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.device_layers import Wait
 from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels
@@ -123,7 +122,7 @@ def store(server: LocalServer, client: Client, count: int = COUNT) -> list[Chunk
     ]
     assert {put.outcome for put in client.put(chunks)} == {PutOutcome.stored}
     catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
-    assert eventually(lambda: catalog.count_on("disk") == count)
+    assert eventually(lambda: catalog.eviction.count_on("disk") == count)
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
@@ -260,9 +259,8 @@ def test_memory_that_was_reused_is_said_before_what_is_wrong_in_it(
         raise LeaseExpiredError("the chunk was replaced")
 
     engine = Engine(MODEL, blocks_for(1))
-    arrived = Arrived(0, "cpu", frame, confirm)
     with pytest.raises(LeaseExpiredError):
-        decoder.begin(FrameAt(0, header, 0), frame, arrived, engine.pages.of(engine.block_ids))
+        decoder.begin(FrameAt(0, header, 0), frame, confirm, engine.pages.of(engine.block_ids))
 
 
 def test_a_frame_of_a_codec_to_come_ends_the_prefix_and_stays(
@@ -289,7 +287,7 @@ def test_a_file_that_cannot_be_read_ends_the_prefix_and_is_an_error_at_its_start
     server = start("zplane")
     client = connect(server)
     keys = store(server, client, 3)
-    read_file, left = file_frame.FileFrame._bytes, [2 * readable]
+    read_file, left = file_frame.FileFrame._bytes, [readable]
 
     def fail(self: file_frame.FileFrame, first: int, last: int) -> Bytes:
         left[0] -= 1

@@ -81,7 +81,7 @@ def stored_layered(server: LocalServer, client: Client, count: int = CHUNKS) -> 
     ]
     assert {put.outcome for put in client.put(chunks)} == {PutOutcome.stored}
     catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
-    assert eventually(lambda: catalog.count_on("disk") == count)
+    assert eventually(lambda: catalog.eviction.count_on("disk") == count)
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)

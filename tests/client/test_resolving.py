@@ -34,7 +34,7 @@ from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.hints import NO_PRIORITY
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import LayerKind
-from kvstore.server.index.copies import GAVE_WAY_PRIORITY
+from kvstore.server.blend.contents import GAVE_WAY_PRIORITY
 from kvstore.server.policy.blend_gate import TRIALS
 from kvstore.server.policy.content_index import MAX_VARIANTS
 
@@ -221,7 +221,7 @@ def test_evicted_chunks_are_no_variants_any_more(make_server: ServerMaker) -> No
         put_prompt(client, *prompt_of(tokens(seed, 64), tokens(seed + 500, 64)))
     with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[1] == ["none"]
-    contents, variants, left_out, _ = server.node.manager.catalog.content_counts()
+    contents, variants, left_out, _ = server.node.manager.blends.contents.counts()
     assert variants == len(server.node.manager.catalog)
     assert (contents > 0, left_out) == (True, 0)
 
@@ -232,9 +232,9 @@ def test_a_variant_that_gave_way_goes_early(server: LocalServer) -> None:
     heads = [tokens(300 + number, 16) for number in range(MAX_VARIANTS + 1)]
     keys = [keys_of(client, put_prompt(client, *prompt_of(head, DOCUMENT))[1])[0] for head in heads]
     catalog = server.node.manager.catalog
-    with catalog._lock:
+    with catalog.state.lock:
         known = [key in catalog.knowledge.contents for key in keys]
-        ranks = [catalog.knowledge.hints.priority(catalog._index.row(key)) for key in keys]
+        ranks = [catalog.knowledge.hints.priority(catalog.state.index.row(key)) for key in keys]
     assert known.count(False) == 1
     assert ranks == [NO_PRIORITY if one else GAVE_WAY_PRIORITY for one in known]
 
@@ -246,8 +246,8 @@ def test_documents_are_found_again_after_a_restart(make_server: ServerMaker) -> 
     assert server.stop()
     again = make_server()
     client = again.connect()
-    catalog = again.node.manager.catalog
-    assert eventually(lambda: catalog.content_counts()[1] == 5)
+    contents = again.node.manager.blends.contents
+    assert eventually(lambda: contents.counts()[1] == 5)
     with client.resolve(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[1:3] == [["variant"] * 2] * 2
         assert [one.best.tier for one in resolved.chunks()] == ["disk"] * 4

@@ -27,7 +27,14 @@ from kvstore.codecs.frame_kernels import (
     cuda_launcher,
     open_kernels,
 )
-from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged, Pages
+from kvstore.codecs.paged import (
+    FrameAt,
+    FrameKernels,
+    HostKernels,
+    Paged,
+    Pages,
+    frame_starts,
+)
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
 from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
@@ -286,7 +293,37 @@ def test_rows_of_the_largest_words_are_summed_as_they_are_copied() -> None:
         )
         assert launched[0] == copy
         if copy == "scatter_and_sum":
-            assert launched[1:] == ["finish_segments"]
+            assert launched[1:] == ["chain_blocks", "finish_segments"]
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "host"])
+def test_words_before_and_in_frames_are_read_and_none_past_the_end_of_memory(
+    compiled: LaunchedKernels, kernels: str
+) -> None:
+    words = np.arange(40, dtype=np.int64)
+    reads = compiled if kernels == "compiled" else HostKernels()
+    starts = np.array([(64, 0), (16, 9), (304, 3)], np.int64)
+    tables = reads.tables(starts, Paged((), [(4, 0, 5)]))
+    assert tables.blocks.tolist() == [4, 0, 5]
+    found = reads.words(torch.from_numpy(words.view(np.uint8)), tables, 8, 4)()
+    assert found.tolist() == [[7, 8, 9, 10], [1, 2, 3, 4], [37, 38, 39, 0]]
+    (last,) = reads.words(torch.from_numpy(words.view(np.uint8)), tables.cut(1, 2), 16, 2)()
+    assert last.tolist() == [0, 1]
+
+
+def test_tables_that_were_brought_before_serve_any_part_of_the_frames(
+    compiled: LaunchedKernels,
+) -> None:
+    memory, frames, paged = paged_frames(SHAPES[0])
+    more = [frames[0], *frames]
+    tables = compiled.tables(frame_starts(more), paged).cut(1, len(more))
+    found = compiled.start(memory, frames, paged, tables)()
+    assert found == compiled.start(memory, frames, paged)()
+    back, again = torch.zeros_like(memory), torch.zeros_like(memory)
+    compiled.move(back, frames, paged, tables, to_pages=False)
+    compiled.move(again, frames, paged, to_pages=False)
+    assert torch.equal(back, again)
+    assert back.any()
 
 
 def test_components_of_a_frame_go_each_into_pages_of_their_own(compiled: LaunchedKernels) -> None:

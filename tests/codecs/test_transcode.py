@@ -32,7 +32,7 @@ from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
-from kvstore.proto.frame import FrameTemplate, FrameWriter, check_frame, parse_header
+from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate, FrameWriter, check_frame, parse_header
 from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, Stated
 
 LOSSLESS = [name for name in CODECS if not issubclass(CODECS.load(name), LossyCodec)]
@@ -123,6 +123,16 @@ def test_what_was_lossy_stays_lossy(source: str, target: str, fidelity: Fidelity
     frame = resigned(encoded(codec_by_name(source), filled(SMALL), SMALL), fidelity, 0.125)
     header = check_frame(moved(frame, codec_by_name(target)))
     assert (header.fidelity, header.error_bound) == (fidelity, 0.125)
+
+
+def test_what_was_lossy_is_marked_as_restored_whatever_codec_it_goes_through() -> None:
+    raw = np.empty(RawCodec().max_frame_bytes(LOSSY), np.uint8)
+    RawCodec().encode(template(LOSSY, flags=0), numbers(LOSSY), raw)
+    frame = moved(raw, codec_by_name("gq4"))
+    assert not parse_header(frame).flags & FLAG_RESTORED
+    for name in ("raw", "zplane", "gq8", "raw"):
+        frame = moved(frame, codec_by_name(name))
+        assert parse_header(frame).flags & FLAG_RESTORED
 
 
 @pytest.mark.parametrize("source", LOSSLESS)

@@ -263,6 +263,7 @@ def test_a_hostile_segment_is_refused_without_allocation_beyond_a_layer(segment:
         with pytest.raises(InvalidFrameError):
             decode(segment)
 
+    refused()  # what is made once a process is no part of it
     assert peak_bytes(refused) <= 2 * COMPONENT.layer_bytes + (2 << 20)
     with pytest.raises(InvalidFrameError):
         decoded(frame_of_bodies(ZplaneCodec(), ONE_LAYER, [segment]))

@@ -323,6 +323,16 @@ class LossyCodecContract:
         assert same(found, right)
 
     @_inherited
+    @given(data=st.data(), mask=st.integers(1, 255))
+    def test_decoding_verifies_what_a_reader_did_not(self, data: st.DataObject, mask: int) -> None:
+        frame = encoded(self.codec, numbers(SMALL), SMALL)
+        header = check_frame(frame)
+        row = header.segments[data.draw(st.integers(0, len(header.segments) - 1))]
+        frame[int(row["offset"]) + data.draw(st.integers(0, int(row["stored_bytes"]) - 1))] ^= mask
+        with pytest.raises(ChunkCorruptError, match="checksum"):
+            self.codec.decode_into(header, frame, empty_tensors(SMALL))
+
+    @_inherited
     @given(data=st.data())
     def test_a_frame_cut_or_extended_is_refused(self, data: st.DataObject) -> None:
         frame = encoded(self.codec, numbers(SMALL), SMALL)

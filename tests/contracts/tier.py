@@ -283,6 +283,18 @@ class TierContract(TierReads, ABC):
             assert_absent(again, infos[1])
             assert_holds_only(again, kept)
 
+    def test_a_chunk_that_was_deleted_once_it_lasted_is_gone_after_a_restart(
+        self, lasting: Tier, tmp_path: Path
+    ) -> None:
+        infos = shuffled_by_key(3)
+        for info in infos:
+            assert put(lasting, info, bytes_of(info), durable=True)
+        assert lasting.delete(infos[1].key)
+        lasting.flush()
+        with closing(self.reopen(lasting, tmp_path)) as again:
+            assert_absent(again, infos[1])
+            assert_holds_only(again, [infos[0], infos[2]])
+
     def test_what_was_not_sealed_is_gone_after_a_restart(
         self, lasting: Tier, tmp_path: Path
     ) -> None:

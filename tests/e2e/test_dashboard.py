@@ -39,7 +39,7 @@ def busy(server: LocalServer) -> None:
 def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
     browser: Browser, make_server: ServerMaker
 ) -> None:
-    server = make_server("--http", "127.0.0.1:0", "--policy", "adaptive,disk=lru")
+    server = make_server("--http", "127.0.0.1:0", "--policy", "hit_density,disk=lru")
     busy(server)
     origin = f"http://127.0.0.1:{server.node.http_port}/"
     browser.requests.clear()

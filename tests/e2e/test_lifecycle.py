@@ -12,15 +12,17 @@ from pathlib import Path
 
 import grpc
 import pytest
+from golden.history_samples import PATH_V2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from local_server import DEADLINE_MS, eventually
-from prompts import SMALL, chunks_of, is_right, keys_of, store, tokens
+from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, tokens
 from server_process import ServerProcess
 
 from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.server.history_file import FILE_NAME
 
 ProcessMaker = Callable[..., ServerProcess]
 
@@ -76,6 +78,29 @@ def test_server_told_to_stop_under_load_saves_what_it_acknowledged_and_ends_with
         for key in everything:
             (found,) = client.get([key])
             assert is_right(client, key, found)
+
+
+@pytest.mark.parametrize(
+    ("history", "lines"),
+    [(PATH_V2.read_bytes(), 0), (PATH_V2.read_bytes()[:-1], 1), (b"of a version to come", 1)],
+    ids=["of today", "damaged", "of a version to come"],
+)
+def test_a_server_starts_clean_over_whatever_history_an_earlier_one_saved(
+    server_process: ProcessMaker, history: bytes, lines: int
+) -> None:
+    process = server_process(
+        *("--cpu", "16MiB", "--disk", "32MiB:disk", "--log-level", "warning", "--insecure")
+    )
+    path = process.socket_path.parent / "disk" / FILE_NAME
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(history)
+    process.start()
+    with Client(process.address, SMALL, OPTIONS) as client:
+        assert_reads(client, store(client, 1, 4))
+    assert process.terminate() == 0
+    said = process.errors.splitlines()
+    assert [line for line in said if "what policies had learned is lost" in line] == said
+    assert len(said) == lines
 
 
 def test_health_answers_while_the_server_runs_and_not_after(server_process: ProcessMaker) -> None:

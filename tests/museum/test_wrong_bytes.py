@@ -45,7 +45,7 @@ def test_lmcache_3388_a_load_that_falls_short_is_never_told_as_a_hit(
 
 def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
     manager = server.node.manager
-    assert eventually(lambda: manager.catalog.count_on("disk") == len(keys))
+    assert eventually(lambda: manager.catalog.eviction.count_on("disk") == len(keys))
     server.settled()
     for key in keys:
         assert manager.catalog.cast_out("cpu", key)

@@ -186,6 +186,15 @@ def test_a_frame_in_anothers_place_is_refused_under_the_key_asked_for() -> None:
     assert caught.value.key == b"k" * 32
 
 
+@pytest.mark.parametrize("at", range(32))
+def test_a_frame_whose_key_differs_in_any_byte_is_another_chunks(at: int) -> None:
+    frame = encoded(RawCodec(), filled(SMALL), SMALL)
+    key = bytearray(parse_header(frame).key)
+    key[at] ^= 1
+    with pytest.raises(ChunkCorruptError, match="its place holds chunk"):
+        check_frame(frame, ChunkKey(bytes(key)))
+
+
 def test_segments_of_a_parsed_header_cannot_be_changed() -> None:
     segments = parse_header(encoded(RawCodec(), filled(SMALL), SMALL)).segments
     with pytest.raises(ValueError, match="read-only"):

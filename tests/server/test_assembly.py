@@ -122,7 +122,7 @@ class Writers:
 
     def assert_nothing_left(self) -> None:
         assert len(self.puts) == len(self.puts.assembly) == self.puts.assembly.used_bytes == 0
-        assert self.core.catalog.pending_count() == self.core.cpu.stats().reservations == 0
+        assert self.core.catalog.in_flight.count() == self.core.cpu.stats().reservations == 0
 
 
 @pytest.fixture

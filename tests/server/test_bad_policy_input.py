@@ -22,7 +22,7 @@ LARGE_CHUNKS = ClientOptions("auto", chunk_tokens=1024, deadline_ms=DEADLINE_MS)
 """Of 8 MiB."""
 
 
-@pytest.fixture(params=["hit_density", "adaptive", "discard_bit"])
+@pytest.fixture(params=["hit_density", "marconi", "discard_bit"])
 def server(request: pytest.FixtureRequest, make_server: ServerMaker) -> LocalServer:
     return make_server(*SMALL_CPU, "--policy", request.param, "--disk-write-budget", "1MiB")
 
@@ -110,7 +110,7 @@ def test_a_chunk_larger_than_the_disk_stays_in_memory(
 
 
 def test_clocks_that_jump_leave_a_server_that_works(make_server: ServerMaker) -> None:
-    server = make_server("--policy", "adaptive", "--disk-write-budget", "1GiB")
+    server = make_server("--policy", "hit_density", "--disk-write-budget", "1GiB")
     client = server.connect("grpc")
     for seed, jump_s in enumerate((0.0, 3600.0, -7200.0, 1e7, -2e7, 5.0), 1):
         server.settled()

@@ -102,7 +102,7 @@ def test_top_prefixes_are_the_ends_of_what_was_found_most(server: LocalServer) -
         client.lookup(shared[:3])
     client.lookup(shared)
     client.lookup(rare)
-    found = server.node.manager.catalog.top_prefixes(5)
+    found = server.node.manager.catalog.queries.top_prefixes(5)
     assert (found[0].key, found[0].hits, found[0].tokens) == (shared[2], 11, 48)
     assert {(one.key, one.hits) for one in found[1:]} == {(shared[3], 1), (rare[1], 1)}
-    assert [one.key for one in server.node.manager.catalog.top_prefixes(1)] == [shared[2]]
+    assert [one.key for one in server.node.manager.catalog.queries.top_prefixes(1)] == [shared[2]]

@@ -98,10 +98,10 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
         "disk_direct": "true", "zmq": "127.0.0.1:7421", "zmq_keys": f"{tmp_path}/keys",
         "redis_connections": "3", "tenant_codecs": "acme/redis=raw",
-        "assets": str(tmp_path), "policy": "lru,disk=gdsf", "tenant_quotas": "acme=1GiB:1MiB",
+        "assets": str(tmp_path), "policy": "lru,disk=marconi", "tenant_quotas": "acme=1GiB:1MiB",
         "category_terms": "batch=10min:1GiB", "redis_write": "auto", "disk_copies": "exclusive",
         "blend_ratio": "0.4", "blend_agreement": "0.9", "blend_divergence": "0.1",
-        "state_admission": "judicious", "adapt_tenants": "acme,zeta",
+        "state_admission": "judicious",
         "blend_shadows": "0.1", "auth_keys": write(tmp_path / "api-keys", ""),
         "jwt_algorithm": "RS256", "jwt_issuer": "https://issuer",
         "open_pages": "true", "http_tls": "true",
@@ -265,9 +265,9 @@ BAD_VALUES = [
     (["--tenant-codecs", "a/disk=auto"], ["tenant_codecs", "whole tiers"]),
     (["--tenant-codecs", "a/disk=raw,a/disk=zplane"], ["tenant_codecs", "once for each tier"]),
     (["--policy", "best"], ["policy", "use one of lru", "hit_density"]),
-    (["--policy", "lru,gdsf"], ["policy='lru,gdsf'", "NAME,TIER=NAME"]),
-    (["--policy", "lru,ssd=gdsf"], ["policy", "gpu, cpu, disk, redis"]),
-    (["--policy", "lru,cpu=gdsf,cpu=lru"], ["policy", "each tier once"]),
+    (["--policy", "lru,marconi"], ["policy='lru,marconi'", "NAME,TIER=NAME"]),
+    (["--policy", "lru,ssd=marconi"], ["policy", "gpu, cpu, disk, redis"]),
+    (["--policy", "lru,cpu=marconi,cpu=lru"], ["policy", "each tier once"]),
     (["--tenant-quotas", "acme"], ["tenant_quotas='acme'", "TENANT=SIZE:GUARANTEED"]),
     (["--tenant-quotas", "acme=1GiB:2GiB"], ["tenant_quotas", "guarantee no more"]),
     (["--tenant-quotas", "acme=1GiB,acme=2GiB"], ["tenant_quotas", "once for each tier"]),
@@ -371,6 +371,17 @@ def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
     message = refused("--config", both)
     assert f"is {name} too; give one of the two" in message
     assert "redis://" not in message
+
+
+def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_wherever_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix = "use --policy hit_density, which replaces it"
+    assert f"flags='--adapt-tenants': {fix}" in refused("--adapt-tenants=acme")
+    path = write(tmp_path / "g.yaml", "adapt_tenants: acme\n")
+    assert f"adapt_tenants='***': {fix} (from {path})" in refused("--config", path)
+    monkeypatch.setenv("KVSTORE_ADAPT_TENANTS", "acme")
+    assert f"{fix} (from KVSTORE_ADAPT_TENANTS)" in refused()
 
 
 def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,9 +685,9 @@ def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written()
 
 
 def test_the_terms_of_policy_are_read_by_tier_and_shown_as_they_were_written() -> None:
-    policies = load_config(["--policy", "gdsf,gpu=lru"]).policy
+    policies = load_config(["--policy", "marconi,gpu=lru"]).policy
     assert (str(policies), policies.of_tier("gpu"), policies.of_tier("cpu")) == (
-        "gdsf,gpu=lru", "lru", "gdsf",
+        "marconi,gpu=lru", "lru", "marconi",
     )  # fmt: skip
     text = "acme=2GiB:512MiB,acme/disk=10GiB,zeta/disk=1GiB"
     quotas = load_config(["--tenant-quotas", text]).tenant_quotas

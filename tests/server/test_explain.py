@@ -46,7 +46,7 @@ from kvstore.proto.types import (
 )
 from kvstore.proto.wire import REFUSED, fidelity_number
 from kvstore.server.explain import Facts
-from kvstore.server.index.prospects import Sighting
+from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.miss_log import (
     MAX_COUNTS,
     MAX_MISSES,
@@ -87,7 +87,7 @@ def evict_from_memory(server: LocalServer, keys: list[ChunkKey]) -> None:
 
 def test_what_is_there_is_told_with_its_copies(server: LocalServer) -> None:
     keys = store(server.connect(), 1, 3)
-    assert eventually(lambda: server.node.manager.catalog.count_on("disk") == 3)
+    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 3)
     reply = explained(server, keys)
     assert (reply.hit_chunks, states(reply)) == (3, ["ready"] * 3)
     assert [copy.tier for copy in reply.chunks[0].copies] == ["cpu", "disk"]
@@ -225,7 +225,7 @@ def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) ->
     with coarse_codec():
         server = make_server("--disk-codec", "coarse")
         keys = store(server.connect(), 1, 1)
-        assert eventually(lambda: server.node.manager.catalog.count_on("disk") == 1)
+        assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 1)
         evict_from_memory(server, keys)
         (one,) = explained(server, keys).chunks
         assert one.state == "lossy"
@@ -237,7 +237,7 @@ def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) ->
 def test_a_tier_that_is_left_alone_is_named_with_the_reason(make_server: ServerMaker) -> None:
     server = make_server("--breaker-retry-ms", "60000")
     keys = store(server.connect(), 1, 2)
-    assert eventually(lambda: server.node.manager.catalog.count_on("disk") == 2)
+    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 2)
     evict_from_memory(server, keys)
     assert states(explained(server, keys)) == ["ready"] * 2
     for _ in range(3):
@@ -379,7 +379,7 @@ def test_a_miss_while_a_tier_was_left_alone_says_so_once_it_is_back(
     server = make_server("--breaker-retry-ms", "60000")
     client = server.connect()
     keys = store(client, 1, 1)
-    assert eventually(lambda: server.node.manager.catalog.count_on("disk") == 1)
+    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 1)
     evict_from_memory(server, keys)
     breaker = server.node.manager.transfers.shelves["disk"].breaker
     for _ in range(3):
@@ -402,7 +402,7 @@ def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: Local
 
 def test_the_log_of_misses_and_reports_is_bounded() -> None:
     log = MissLog(FakeClock())
-    seen = Sighting({}, is_pending=False, is_promised=False, is_ghost=False, is_expired=False)
+    seen = ChunkStatus({}, is_pending=False, is_promised=False, is_ghost=False, is_expired=False)
     facts = Facts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
     for number in range(MAX_MISSES + 20):
         one = session_of(number)

@@ -13,7 +13,7 @@ from simulation.core import Core, prompt
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.hints import Hints
 from kvstore.proto.types import ChunkKey, Match
-from kvstore.server.index.promises import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
+from kvstore.server.index.in_flight import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
 from kvstore.server.intake import PutTicket
 from kvstore.server.manager import ManagerLimits
 from kvstore.server.sessions import Session
@@ -189,10 +189,10 @@ def test_what_is_handed_over_stays_until_it_was_read_once(core: Core) -> None:
     (handed,) = prompt(1)
     core.put(writer, [handed], hints=Hints(handover_ms=60_000))
     key = handed.info.key
-    assert core.catalog.claim_victims("cpu", 1, 10, among=[key]) == []
+    assert core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key]) == []
     core.get(reader, [key])
-    assert core.catalog.claim_victims("cpu", 1, 10, among=[key]) == [key]
-    core.catalog.unclaim([key])
+    assert core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key]) == [key]
+    core.catalog.eviction.unclaim([key])
 
 
 def test_what_nobody_reads_is_kept_for_its_time_only(core: Core) -> None:
@@ -203,8 +203,8 @@ def test_what_nobody_reads_is_kept_for_its_time_only(core: Core) -> None:
 
     def may_go() -> bool:
         core.manager.tick()
-        victims = core.catalog.claim_victims("cpu", 1, 10, among=[key])
-        core.catalog.unclaim(victims)
+        victims = core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key])
+        core.catalog.eviction.unclaim(victims)
         return victims == [key]
 
     assert eventually(may_go)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
+from conftest import ServerMaker
+from local_server import DEADLINE_MS
+from prompts import chunks_of, outcomes
+from prompts import keys_of as names_of
 from simulation.clock import FakeClock
 from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
+from kvstore.client.connection import Connection
+from kvstore.client.options import TransportName
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import LeaseExpiredError
 from kvstore.proto.hints import Hints, Reuse
 from kvstore.proto.types import PutOutcome
@@ -351,3 +360,35 @@ def test_a_chunk_larger_than_its_tenants_quota_is_refused(clock: FakeClock) -> N
         red = core.open_session("red")
         assert core.put(red, prompt(1, tokens=228))[0].outcome is PutOutcome.refused
         assert core.put(red, prompt(1))[0].outcome is PutOutcome.stored
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_puts_at_the_same_time_never_pass_the_quota_of_their_tenant(
+    make_server: ServerMaker, transport: TransportName
+) -> None:
+    server = make_server("--tiers", "cpu", "--tenant-quotas", "default=40KiB")
+    clients = [server.connect(transport) for _ in range(4)]
+    is_over, seen = threading.Event(), [0]
+
+    def watch() -> None:
+        with closing(Connection(server.address, retry_after_ms=1)) as connection:
+            while not is_over.is_set():
+                asked = pb.QuotaRequest()
+                reply = connection.call("Quota", asked, DEADLINE_MS, pb.QuotaResponse)
+                seen.append(reply.tenants[0].tiers[0].used_bytes)
+
+    def write(number: int) -> set[PutOutcome]:
+        seeds = range(100 * number, 100 * number + 12)
+        chunks = [chunks_of(clients[number], names_of(clients[number], seed, 4)) for seed in seeds]
+        return {outcome for some in chunks for outcome in outcomes(clients[number], some)}
+
+    with ThreadPoolExecutor(len(clients) + 1) as pool:
+        watching = pool.submit(watch)
+        try:
+            found = set().union(*pool.map(write, range(len(clients))))
+        finally:
+            is_over.set()
+        watching.result()
+    assert found <= {PutOutcome.stored, PutOutcome.refused}
+    assert PutOutcome.stored in found
+    assert 20 << 10 < max(seen) <= 40 << 10

@@ -170,7 +170,7 @@ def test_a_chunk_that_comes_back_is_known_for_what_it_was() -> None:
     new.note_sealed("cpu", info(0))
     assert new.match(CHAIN, Fidelity.exact, ["cpu"]).ghosts == 7
     new.catch_up(0)
-    history, row = new.knowledge.history, new._index.row(key(0))
+    history, row = new.knowledge.history, new.state.index.row(key(0))
     assert history.hits_of(row) == 5
     assert new.ghost_count() == 7
 

@@ -53,7 +53,7 @@ def weights() -> np.ndarray:
 
 def left_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
     catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
-    assert eventually(lambda: catalog.count_on("disk") == len(keys))
+    assert eventually(lambda: catalog.eviction.count_on("disk") == len(keys))
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)

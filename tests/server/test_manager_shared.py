@@ -14,8 +14,8 @@ from simulation.universe import Version
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo, ChunkKey, PutOutcome
-from kvstore.server.index import copies
-from kvstore.server.index.catalog import LeaseTerms
+from kvstore.server.index import queries
+from kvstore.server.index.found import LeaseTerms
 from kvstore.server.manager import ManagerLimits
 from kvstore.server.node import TICK_S
 from kvstore.server.refill import CHECK_S, MAX_COPIES
@@ -261,7 +261,7 @@ def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_a
 def test_what_was_to_be_asked_for_while_a_shared_tier_fails_over_is_asked_for_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copies, "HELD_ROWS", 2)  # the last is not walked by soon
+    monkeypatch.setattr(queries, "HELD_ROWS", 2)  # the last is not walked by soon
     with emptied(5) as (core, redis, versions):
         for version in versions[1:4]:
             redis.others_put(version.info, version.frame)

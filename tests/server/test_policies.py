@@ -15,8 +15,8 @@ from kvstore.server.config import load_config
 from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.policies import Policies
 from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.gdsf import GdsfEviction
 from kvstore.server.policy.lru import LruEviction
+from kvstore.server.policy.marconi import MarconiEviction
 from kvstore.server.policy.partitions import PartitionedEviction
 from kvstore.server.policy.registry import POLICIES, make_policy
 from kvstore.server.settings.units import GIB, MIB
@@ -29,10 +29,10 @@ CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
 
 
 def test_each_tier_has_the_policy_that_was_named_for_it() -> None:
-    policies = Policies(load_config(["--policy", "gdsf,disk=lru"]), CAPACITIES)
-    assert isinstance(policies.by_tier["cpu"], GdsfEviction)
+    policies = Policies(load_config(["--policy", "marconi,disk=lru"]), CAPACITIES)
+    assert isinstance(policies.by_tier["cpu"], MarconiEviction)
     assert isinstance(policies.by_tier["disk"], LruEviction)
-    assert policies.knowledge.policy_names == {"cpu": "gdsf", "disk": "lru"}
+    assert policies.knowledge.policy_names == {"cpu": "marconi", "disk": "lru"}
 
 
 def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
@@ -109,7 +109,7 @@ def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> 
         match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
         assert match.ready == 12
         assert outcomes(core, 1) == {PutOutcome.refused}
-        assert (len(core.manager.puts), core.catalog.pending_count()) == (0, 0)
+        assert (len(core.manager.puts), core.catalog.in_flight.count()) == (0, 0)
         assert core.cpu.stats().reservations == 0
         core.manager.release(session, match.lease_id)
         assert outcomes(core, 1) == {PutOutcome.stored}
@@ -123,4 +123,4 @@ def test_a_chunk_larger_than_its_tier_is_refused_by_name(policy: str) -> None:
         with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
             core.put(session, [large])
         assert (core.cpu.stats().chunks, core.cpu.stats().reservations) == (4, 0)
-        assert core.catalog.pending_count() == 0
+        assert core.catalog.in_flight.count() == 0

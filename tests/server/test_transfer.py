@@ -11,7 +11,7 @@ from simulation.core import BREAKER_RETRY_S, LIMITS, TOKENS, Core, frames_of, ke
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version, make_template
 
-from kvstore.codecs.base import codec_by_name
+from kvstore.codecs.base import REMOVED, codec_by_name
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -305,6 +305,29 @@ def test_a_shared_copy_that_only_others_can_read_is_left_to_them(redis: SimRedis
         assert core.tiers_of(version) == []
         assert redis.stats().chunks == 1
         assert (core.counters["unreadable_chunks"], core.counters["corrupt_chunks"]) == (1, 0)
+
+
+@pytest.mark.parametrize("codec_id", REMOVED)
+def test_a_stored_frame_of_a_removed_codec_is_a_miss_that_says_so(
+    core: Core, disk: SimDisk, codec_id: int
+) -> None:
+    (version,) = prompt(1)
+    frame = np.zeros(4_000, np.uint8)
+    writer = FrameWriter(make_template("red", ROOT, tokens_le32([1000] * TOKENS)), frame)
+    writer.reserve(50)[:] = 0xAA
+    writer.commit(50)
+    info = writer.finish(codec_id, 1, Fidelity.exact).info()
+    write_on(disk, info, frame[: info.size_bytes])
+    core.catalog.note_sealed("disk", info)
+    with pytest.raises(ChunkCorruptError):
+        load(core, version)
+    core.settle()
+    assert core.tiers_of(version) == []
+    assert disk.stats().chunks == 0, "no later version reads it either"
+    assert (core.counters["unreadable_chunks"], core.counters["corrupt_chunks"]) == (1, 0)
+    outcome = core.transfers.outcomes.of(version.info.key)
+    assert outcome is not None
+    assert (outcome.fate.value, outcome.detail) == ("codec_removed", REMOVED[codec_id])
 
 
 @pytest.mark.parametrize("first", ["raw", "zplane"])

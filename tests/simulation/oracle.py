@@ -85,7 +85,7 @@ class Oracle:
         leased = sum(len(held.keys) for held in self.leases.values())
         assert world.catalog.held_count() == leased, "pins do not add up to the live leases"
         assert world.catalog.lease_count() == len(self.leases)
-        assert world.catalog.pending_count() == len(self.puts) == len(world.manager.puts)
+        assert world.catalog.in_flight.count() == len(self.puts) == len(world.manager.puts)
         stats = world.cpu.stats()
         assert stats.used_bytes <= stats.capacity_bytes
         assert stats.reservations == len(self.puts)
@@ -128,10 +128,10 @@ class Oracle:
         for tier in world.lower:
             astray = named[tier.name] - set(tier.medium.chunks) - tier.lost
             assert not astray, f"{tier.name} does not have what the catalog names: {astray}"
-        world.catalog._journal.settle()
+        world.catalog.state.journal.settle()
         for shelf in world.shelves:
             rows = shelf.policy.victims(lambda _: False, 0.0)
-            known = [world.catalog._index.key(row) for row in rows]
+            known = [world.catalog.state.index.key(row) for row in rows]
             assert len(known) == len(set(known)) == len(shelf.policy)
             assert set(known) == named[shelf.name], f"the policy of {shelf.name} lost step"
 
@@ -139,7 +139,7 @@ class Oracle:
         """Keys of the catalog's copies by tier."""
         names: dict[str, set[ChunkKey]] = {shelf.name: set() for shelf in self.world.shelves}
         for space in {key[:16] for key in self._offered}:
-            for holding in self.world.catalog.holdings(space):  # type: ignore[arg-type]
+            for holding in self.world.catalog.queries.holdings(space):  # type: ignore[arg-type]
                 for name in holding.copies:
                     names[name].add(holding.key)
         return names

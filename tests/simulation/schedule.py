@@ -200,7 +200,7 @@ class Schedule:
         world.manager.tick()
         world.settle()
         self.oracle.check(thoroughly=True)
-        assert world.catalog.held_count() == world.catalog.pending_count() == 0
+        assert world.catalog.held_count() == world.catalog.in_flight.count() == 0
         assert world.mover.is_idle()
         self._read_everything()
         self._clear_everything()

@@ -16,6 +16,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server import intake
 from kvstore.server.delivery import Delivery
 from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.holds import Holds
 from kvstore.server.intake import Intake
 from kvstore.server.landing import Landing
 from kvstore.server.leases import LeaseTable
@@ -84,7 +85,7 @@ def a_dead_session_keeps_its_puts(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_do_not_pin(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Catalog, "_is_held", lambda *_: False)
+    patch.setattr(Holds, "is_held", lambda *_: False)
 
 
 def leases_do_not_expire(patch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:
     def cast_out(self: Catalog, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
         self._strays[tier].add(key)
-        return even_if_held or not self._is_held(key)
+        return even_if_held or not self.is_held(key)
 
     patch.setattr(Catalog, "cast_out", cast_out)
 

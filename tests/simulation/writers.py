@@ -250,7 +250,7 @@ class Writers:
             clean = self.world.manager.drain(deadline)
         self.oracle.forget_what_is_gone()
         if clean:
-            assert self.world.catalog.only_on("cpu") == []
+            assert self.world.catalog.queries.only_on("cpu") == []
         if clean and self.world.disk is not None:
             self.oracle.durable |= self.oracle.named()["disk"] - self.world.disk.lost
         chunk = self.draw.choice(list(universe().chunks.values()))

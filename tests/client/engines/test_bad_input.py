@@ -92,10 +92,10 @@ def short(engine: PlainEngine, server: LocalServer) -> None:
 
 def pending(engine: PlainEngine, server: LocalServer) -> None:
     keys = engine.client.keys(PROMPT)
-    begun = [server.node.manager.catalog.begin_put(key) for key in keys]
+    begun = [server.node.manager.catalog.in_flight.begin(key) for key in keys]
     engine.load(PROMPT)
     for key in keys:
-        server.node.manager.catalog.end_put(key)
+        server.node.manager.catalog.in_flight.end(key)
     assert all(begun)
 
 

@@ -399,7 +399,7 @@ def test_a_connector_is_not_given_lossy_copies(make_server: ServerMaker) -> None
         prompt = tokens(7, 3 * CHUNK_TOKENS)
         engine.store(prompt)
         manager = server.node.manager
-        assert eventually(lambda: manager.catalog.count_on("disk") == 3)
+        assert eventually(lambda: manager.catalog.eviction.count_on("disk") == 3)
         server.settled()
         for key in engine.connector.client.keys(prompt):
             assert manager.catalog.cast_out("cpu", key)

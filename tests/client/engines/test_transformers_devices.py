@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from kvstore.client.engines import transformers_staging
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
 from kvstore.client.engines.transformers_staging import Staging, chunk_bytes
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Event, HostDevice, SharedEvent, Stream
 
 # The same test for every device: nothing of the path is of one alone.
@@ -63,6 +64,11 @@ class CountingStream(Stream):
     def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
         self._device.copies += 1
         self._stream.copy(out, data)
+
+    @override
+    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        self._device.copies += len(pieces)
+        self._stream.upload(out, pieces)
 
     @override
     def fill(self, out: torch.Tensor, value: int) -> None:

@@ -14,7 +14,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.events import events as module
 from kvstore.server.events.events import EventLog, EventReader, Page
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.copies import HELD_ROWS
+from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.leases import LeaseTable
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.lru import LruEviction
@@ -29,8 +29,9 @@ def world(kept: int = 1000) -> tuple[Catalog, EventLog]:
     ids = count(1)
     policies: dict[str, EvictionPolicy] = {tier: LruEviction() for tier in TIERS}
     catalog = Catalog(policies, LeaseTable(10, lambda: next(ids)), 1000, FakeClock())
-    catalog.events = EventLog(LOCAL, kept)
-    return catalog, catalog.events
+    log = EventLog(LOCAL, kept)
+    catalog.listeners.append(log)
+    return catalog, log
 
 
 def chunk(seed: int) -> ChunkInfo:
@@ -49,7 +50,7 @@ class Follower:
         self.known: set[tuple[ChunkKey, str]] = set()
         self.pages: list[Page] = []
         self._catalog, self._log, self._space = catalog, log, space
-        self.reader = EventReader(log, catalog.held_from, space)
+        self.reader = EventReader(log, catalog.queries.held_from, space)
         self._cursor = 0
 
     def read(self, pages: int = 1_000) -> None:
@@ -68,7 +69,7 @@ class Follower:
 
     def connect_again(self) -> None:
         """Begin another call behind the last page."""
-        self.reader = EventReader(self._log, self._catalog.held_from, self._space)
+        self.reader = EventReader(self._log, self._catalog.queries.held_from, self._space)
         self.reader.go_on(self._cursor)
 
     def truth(self) -> set[tuple[ChunkKey, str]]:
@@ -147,7 +148,7 @@ def test_a_reader_that_falls_behind_begins_anew_and_that_is_counted() -> None:
     catalog, log = world(kept=4)
     restarts: list[int] = []
     follower = Follower(catalog, log)
-    follower.reader = EventReader(log, catalog.held_from, None, lambda: restarts.append(1))
+    follower.reader = EventReader(log, catalog.queries.held_from, None, lambda: restarts.append(1))
     follower.read()
     for number in range(SEEDS):
         catalog.note_sealed("cpu", chunk(number))
@@ -190,7 +191,7 @@ def test_a_cursor_that_nobody_was_given_begins_anew() -> None:
     catalog, log = world()
     catalog.note_sealed("cpu", chunk(0))
     for space in (None, space_of(0)):
-        reader = EventReader(log, catalog.held_from, space)
+        reader = EventReader(log, catalog.queries.held_from, space)
         reader.go_on(1 << 40)
         page = reader.poll()
         assert page is not None

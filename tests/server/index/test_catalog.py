@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import Fidelity, Namespace
-from kvstore.server.index.catalog import Catalog, LeaseTerms
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.found import LeaseTerms
 from kvstore.server.leases import LeaseTable
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.lru import LruEviction
@@ -48,12 +49,12 @@ TIERS = ("cpu", "disk")
 
 
 def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: Catalog) -> None:
-    assert catalog.begin_put(key(3))
+    assert catalog.in_flight.begin(key(3))
     found = catalog.match(CHAIN, Fidelity.exact, TIERS)
     assert (found.known, found.pending) == (3, 1)
     assert found.sources.tolist() == [0, 0, 0]
     assert found.sizes.tolist() == [100, 100, 100]
-    catalog.end_put(key(3))
+    catalog.in_flight.end(key(3))
     assert catalog.match(CHAIN, Fidelity.exact, TIERS).pending == 0
 
 
@@ -87,26 +88,26 @@ def test_pending_counts_go_on_through_chunks_that_exist_behind_one_that_does_not
     catalog: Catalog,
 ) -> None:
     catalog.note_sealed("cpu", info(4, 3))
-    catalog.begin_put(key(3))
+    catalog.in_flight.begin(key(3))
     assert catalog.match(CHAIN, Fidelity.exact, TIERS).pending == 2
 
 
 def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
     catalog.note_sealed("cpu", info(9))
-    assert catalog.claim_victims("cpu", 1, ALL) == [key(2)]
-    catalog.unclaim([key(2)])
+    assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(2)]
+    catalog.eviction.unclaim([key(2)])
     catalog.match(CHAIN, Fidelity.exact, TIERS)
-    assert catalog.claim_victims("cpu", 1, ALL) == [key(9)]
+    assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(9)]
 
 
 def test_a_chunk_that_exists_needs_no_put_and_writers_are_counted(catalog: Catalog) -> None:
-    assert not catalog.begin_put(key(0))
-    assert catalog.pending_count() == 0
-    assert [catalog.begin_put(key(3)) for _ in range(2)] == [True, True]
-    catalog.end_put(key(3))
-    assert catalog.pending_count() == 1
-    catalog.end_put(key(3))
-    assert catalog.pending_count() == 0
+    assert not catalog.in_flight.begin(key(0))
+    assert catalog.in_flight.count() == 0
+    assert [catalog.in_flight.begin(key(3)) for _ in range(2)] == [True, True]
+    catalog.in_flight.end(key(3))
+    assert catalog.in_flight.count() == 1
+    catalog.in_flight.end(key(3))
+    assert catalog.in_flight.count() == 0
 
 
 def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
@@ -124,7 +125,7 @@ def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
 
 def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
     catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
-    assert catalog.claim_victims("cpu", ALL, ALL) == [key(2), key(1)]
+    assert catalog.eviction.claim_victims("cpu", ALL, ALL) == [key(2), key(1)]
     assert not catalog.cast_out("cpu", key(0), even_if_held=False)
     assert catalog.copies(key(0)).keys() == {"cpu", "disk"}
     assert catalog.cast_out("cpu", key(0))
@@ -133,23 +134,23 @@ def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
 
 def test_a_moving_chunk_is_held_until_it_is_let_go(catalog: Catalog) -> None:
     assert catalog.hold(key(2)).keys() == {"cpu"}
-    assert catalog.claim_victims("cpu", ALL, ALL) == []
+    assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
     assert not catalog.cast_out("cpu", key(2), even_if_held=False)
     catalog.let_go(key(2))
-    assert catalog.claim_victims("cpu", 1, ALL) == [key(2)]
+    assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(2)]
 
 
 def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
-    assert catalog.claim_victims("cpu", 100, ALL) == [key(2)]
-    assert catalog.claim_victims("cpu", ALL, ALL) == []
-    assert catalog.claim_victims("disk", ALL, ALL) == [key(1), key(0)]
-    catalog.unclaim([key(2)])
-    assert catalog.claim_victims("cpu", 100, ALL) == [key(2)]
+    assert catalog.eviction.claim_victims("cpu", 100, ALL) == [key(2)]
+    assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
+    assert catalog.eviction.claim_victims("disk", ALL, ALL) == [key(1), key(0)]
+    catalog.eviction.unclaim([key(2)])
+    assert catalog.eviction.claim_victims("cpu", 100, ALL) == [key(2)]
 
 
 def test_among_names_all_of_a_piece_that_may_go(catalog: Catalog) -> None:
     catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
-    assert catalog.claim_victims("cpu", 0, 0, among=CHAIN[:3]) == [key(1), key(2)]
+    assert catalog.eviction.claim_victims("cpu", 0, 0, among=CHAIN[:3]) == [key(1), key(2)]
 
 
 class AskedClock(FakeClock):
@@ -169,26 +170,26 @@ def test_waiting_for_an_eviction_ends_with_it_and_not_without_one() -> None:
     clock = AskedClock()
     catalog = make_catalog(clock)
     catalog.note_sealed("cpu", info(0))
-    assert not catalog.await_unclaimed("cpu", clock.now + 60)
-    victims = catalog.claim_victims("cpu", 1, ALL)
-    assert not catalog.await_unclaimed("disk", clock.now + 60)
-    assert not catalog.await_unclaimed("cpu", clock.now)
+    assert not catalog.eviction.await_unclaimed("cpu", clock.now + 60)
+    victims = catalog.eviction.claim_victims("cpu", 1, ALL)
+    assert not catalog.eviction.await_unclaimed("disk", clock.now + 60)
+    assert not catalog.eviction.await_unclaimed("cpu", clock.now)
     clock.asked.clear()
 
     def end_it() -> None:
         clock.asked.wait()
-        catalog.unclaim(victims)
+        catalog.eviction.unclaim(victims)
 
     over = threading.Thread(target=end_it)
     over.start()
-    assert catalog.await_unclaimed("cpu", clock.now + 60)
+    assert catalog.eviction.await_unclaimed("cpu", clock.now + 60)
     over.join()
 
 
 def test_the_policy_knows_what_the_index_knows(catalog: Catalog) -> None:
     assert catalog.forget("cpu", key(1))
     assert not catalog.forget("cpu", key(1))
-    assert set(catalog.claim_victims("cpu", ALL, ALL)) == {key(0), key(2)}
+    assert set(catalog.eviction.claim_victims("cpu", ALL, ALL)) == {key(0), key(2)}
     assert catalog.forget("disk", key(1))
     assert catalog.copies(key(1)) == {}
     assert len(catalog) == 2
@@ -226,15 +227,15 @@ def test_pins_keep_known_chunks_until_they_end_or_are_ended(
     catalog: Catalog, clock: FakeClock
 ) -> None:
     assert catalog.pin([key(2), key(4)], ttl_s=5.0) == 1
-    assert catalog.claim_victims("cpu", ALL, ALL) == []
-    holding = catalog.holding(key(2))
+    assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
+    holding = catalog.queries.holding(key(2))
     assert holding is not None
     assert holding.is_pinned
     assert catalog.unpin([key(2), key(4)]) == 1
     catalog.pin([key(2)], ttl_s=5.0)
     clock.advance(5.0)
     assert catalog.expire() == 0
-    assert catalog.claim_victims("cpu", 100, ALL) == [key(2)]
+    assert catalog.eviction.claim_victims("cpu", 100, ALL) == [key(2)]
 
 
 def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) -> None:
@@ -252,18 +253,18 @@ def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) 
 def test_holdings_are_those_of_one_namespace(catalog: Catalog) -> None:
     lease, _ = catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     catalog.match([key(0)], Fidelity.exact, TIERS)
-    holdings = catalog.holdings(Namespace(bytes(16)))
+    holdings = catalog.queries.holdings(Namespace(bytes(16)))
     assert [holding.key for holding in holdings] == CHAIN[:3]
     assert (holdings[0].leases, holdings[0].hits) == (1, 1)
     assert (holdings[1].leases, holdings[1].hits) == (0, 0)
-    assert catalog.holdings(Namespace(b"x" * 16)) == []
-    assert catalog.holding(key(4)) is None
+    assert catalog.queries.holdings(Namespace(b"x" * 16)) == []
+    assert catalog.queries.holding(key(4)) is None
     assert catalog.release(lease.lease_id, SESSION)
 
 
 def test_only_on_names_what_would_be_lost_with_a_tier(catalog: Catalog) -> None:
-    assert catalog.only_on("cpu") == [key(2)]
-    assert catalog.only_on("disk") == []
+    assert catalog.queries.only_on("cpu") == [key(2)]
+    assert catalog.queries.only_on("disk") == []
 
 
 def test_a_session_that_ends_releases_its_leases(catalog: Catalog) -> None:
@@ -283,7 +284,7 @@ def test_who_catches_up_tells_the_policies_and_the_history() -> None:
         catalog.note_sealed("cpu", info(number, number - 1 if number else None))
     catalog.match(CHAIN, Fidelity.exact, TIERS)
     history = catalog.knowledge.history
-    row = catalog._index.row(key(0))
+    row = catalog.state.index.row(key(0))
     assert history.hits_of(row) == 0
     assert catalog.catch_up(0.0)
     assert history.hits_of(row) == 2
@@ -295,7 +296,7 @@ def test_who_has_answered_one_of_many_lookups_tells_of_an_earlier_one() -> None:
     for number in range(3):
         catalog.note_sealed("cpu", info(number, number - 1 if number else None))
     catalog.catch_up(0.0)
-    history, row = catalog.knowledge.history, catalog._index.row(key(0))
+    history, row = catalog.knowledge.history, catalog.state.index.row(key(0))
     before = history.hits_of(row)
     catalog.match(CHAIN, Fidelity.exact, TIERS)
     catalog.spare_next()
@@ -334,7 +335,7 @@ def test_evicted_chunks_are_ghosts_that_lookups_tell_of(catalog: Catalog) -> Non
 def test_the_same_lookup_asked_again_is_counted_once(catalog: Catalog) -> None:
     catalog.match(CHAIN, Fidelity.exact, TIERS)
     catalog.match(CHAIN, Fidelity.exact, TIERS, again=True)
-    holding = catalog.holding(key(0))
+    holding = catalog.queries.holding(key(0))
     assert holding is not None
     assert holding.hits == 1
 

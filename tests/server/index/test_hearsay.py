@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from simulation.clock import FakeClock
 
 from kvstore.proto.types import ChunkInfo, Fidelity, KVLayout
-from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.hearsay import AT_ONCE
+from kvstore.server.index.catalog import AT_ONCE, Catalog
 from kvstore.server.leases import LeaseTable
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.lru import LruEviction
@@ -41,10 +40,10 @@ def state(catalog: Catalog, keys: int) -> list[object]:
     saved = catalog.save().state.chunks
     saved = saved[np.argsort(saved["key"])][["key", "flops", "hits", "turns", "own", "priority"]]
     told: list[object] = [
-        (catalog.copies(key(n)), catalog.turn("peer", key(n)), catalog.is_held(key(n)))
+        (catalog.copies(key(n)), catalog.eviction.rank("peer", key(n)), catalog.is_held(key(n)))
         for n in range(keys)
     ]
-    return [*told, catalog.count_on("peer"), saved.tolist()]
+    return [*told, catalog.eviction.count_on("peer"), saved.tolist()]
 
 
 @given(st.lists(st.lists(PLACES, max_size=12), max_size=4), st.sets(st.integers(0, 11)))
@@ -77,7 +76,7 @@ def test_a_chain_longer_than_is_noted_at_once_is_noted_whole() -> None:
     assert catalog.note_found("peer", chain(0, length)) == []
     keys = [key(number) for number in range(length)]
     assert len(catalog.match(keys, Fidelity.exact, ("cpu", "peer")).sources) == length
-    assert catalog.count_on("peer") == length
+    assert catalog.eviction.count_on("peer") == length
 
 
 def test_what_a_tier_has_is_told_in_the_order_of_the_question() -> None:

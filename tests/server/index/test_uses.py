@@ -150,7 +150,7 @@ def test_a_batch_in_order_finds_what_an_endless_cache_does() -> None:
                 order = list(batch.order)
                 assert (kept, batch.peak_chunks) == (0, 4)
             found[is_planned] = sum(serve(core, session, prompts[at]) for at in order)
-            assert not core.catalog.uses
+            assert not core.catalog.state.holds.uses
     assert found[True] == everything - chunks
     assert found[False] < found[True]
 
@@ -185,8 +185,8 @@ def test_a_session_that_ends_and_time_that_passes_free_what_was_announced() -> N
             else:
                 clock.advance(61)
                 core.manager.tick()
-            assert not core.catalog.uses
-            assert core.catalog.uses.kept_bytes == 0
+            assert not core.catalog.state.holds.uses
+            assert core.catalog.state.holds.uses.kept_bytes == 0
 
 
 def test_a_plan_for_no_time_keeps_nothing() -> None:
@@ -195,7 +195,7 @@ def test_a_plan_for_no_time_keeps_nothing() -> None:
         core.put(session, prompt(3))
         _, kept = core.manager.plan(session, [keys_of(prompt(3))], 0.0)
         assert kept == 0
-        assert not core.catalog.uses
+        assert not core.catalog.state.holds.uses
 
 
 def test_announcing_everything_leaves_room_for_others_and_is_counted() -> None:
@@ -206,7 +206,7 @@ def test_announcing_everything_leaves_room_for_others_and_is_counted() -> None:
         core.put(greedy, versions)
         core.manager.tick()
         assert core.counters["unkept_chunks"] > 0
-        assert core.catalog.uses.kept_bytes <= core.cpu.capacity_bytes // 2
+        assert core.catalog.state.holds.uses.kept_bytes <= core.cpu.capacity_bytes // 2
         results = core.put(other, prompt(4, seed=3))
         assert {result.reason for result in results} == {""}
 
@@ -217,5 +217,5 @@ def test_a_chunk_that_is_deleted_is_kept_no_more() -> None:
         core.put(session, prompt(1))
         core.manager.plan(session, [keys_of(prompt(1))] * 2, 60.0)
         core.catalog.forget("cpu", keys_of(prompt(1))[0])
-        assert core.catalog.uses.kept_bytes == 0
+        assert core.catalog.state.holds.uses.kept_bytes == 0
         assert plan_batch([keys_of(prompt(1))]).peak_chunks == 1

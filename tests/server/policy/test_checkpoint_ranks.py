@@ -16,7 +16,6 @@ from kvstore.server.policy.checkpoint_ghosts import GhostLimits
 from kvstore.server.policy.checkpoint_prior import CRC32, asked_before, forgotten_before
 from kvstore.server.policy.checkpoint_ranks import (
     CheckpointRank,
-    GdsfRank,
     LeafLruRank,
     LruRank,
     MarconiRank,
@@ -90,31 +89,6 @@ def test_alpha_keeps_the_state_that_saves_more_flops_per_byte() -> None:
     assert by_recency[0] == "a1"
     assert by_recency[1].startswith("bbb")
     assert by_flops == ["a1", "cc1", by_recency[1]]
-
-
-def test_gdsf_keeps_what_was_used_often_and_ages_it_by_what_went() -> None:
-    cache = serve(GdsfRank, "ax>1 by>1 ax1>2 ax1>3 ax1>4")
-    often = cache.tree.match(words("ax1")).path[-1]
-
-    order = victims(cache, 100.0)
-
-    assert often.hits == 3
-    assert order.index("by1") < order.index("ax1")
-
-
-def test_a_new_state_of_gdsf_starts_from_the_score_of_the_last_that_went() -> None:
-    cache = serve(GdsfRank, "ax>1 by>1 cz>1")
-    rank = cache.rank
-    assert isinstance(rank, GdsfRank)
-    first = rank.victim((), 3.0)
-    assert first is not None
-    least = float(rank.scores(np.array([first.slot]), 3.0)[0])
-
-    cache.request(words("dd1"), 2, 4.0)
-
-    slot = cache.tree.match(words("dd1")).path[-1].slot
-    worth = 3 / (SMALL.state_bytes + 3 * SMALL.kv_bytes_per_token)
-    assert float(rank.scores(np.array([slot]), 4.0)[0]) == pytest.approx(least + worth)
 
 
 def cold(tree: CheckpointTree) -> HitDensityRank:
@@ -260,7 +234,7 @@ def test_a_steady_clock_stands_while_the_callers_goes_back() -> None:
     assert [clock.time_s(at) for at in (5.0, 7.0, 1.0, 1.5, 2.0)] == [5.0, 7.0, 7.0, 7.5, 8.0]
 
 
-@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, MarconiRank, GdsfRank, HitDensityRank])
+@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, MarconiRank, HitDensityRank])
 def test_a_victim_among_thousands_is_chosen_from_columns_alone(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:

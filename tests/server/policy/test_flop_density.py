@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvstore.proto.key_table import NO_ROW
@@ -53,19 +52,3 @@ def test_a_lie_about_one_chunk_does_not_last(flops: float) -> None:
     for _ in range(10):
         assert LEAST_DENSITY <= density.of(1, 1 << 50) <= MOST_DENSITY
     assert 0.2 < density.of(2, 100) < 5.0
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_chain_has_to_the_bit_the_densities_of_its_chunks_one_by_one(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    history = History()
-    kinds = np.array([0.0, 1e9, 2e9, 1e300, 3e14])
-    for row in range(1, 200):
-        flops = draw.choice(kinds, p=[0.01, 0.6, 0.37, 0.01, 0.01]) * draw.random()
-        history.seen(row, NO_ROW, Facts(flops=flops), 0.0)
-    at_once, one_by_one = FlopDensity(history), FlopDensity(history)
-    for _ in range(150):
-        rows = draw.integers(1, 220, draw.integers(1, 90))
-        size_bytes = int(draw.integers(0, 4))
-        found = at_once.of_all(rows, size_bytes).tolist()
-        assert found == [one_by_one.of(row, size_bytes) for row in rows.tolist()]

@@ -18,15 +18,15 @@ from kvstore.server.policy.density import AGE_BINS
 from kvstore.server.policy.history import NO_FACTS, Facts, History
 from kvstore.server.policy.hit_density import CAP_S, HitDensityEviction
 from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.regret import WARM_REQUESTS, RegretGuard
+from kvstore.server.policy.regret import BUDGET, WARM_REQUESTS, RegretGuard
 
 
 class Tier:
     """A policy that has learnt what the test says, and a history that tells it of events."""
 
-    def __init__(self, *, weighs_flops: bool = False, clock: Callable[[], float] | None = None):
+    def __init__(self, *, clock: Callable[[], float] | None = None):
         self.history = History()
-        self.policy = HitDensityEviction(self.history, weighs_flops=weighs_flops, clock=clock)
+        self.policy = HitDensityEviction(self.history, clock=clock)
         self.policy._guard.prefers_lru = False
 
     def store(
@@ -105,14 +105,6 @@ def test_an_end_of_few_tokens_is_worth_what_a_whole_chunk_is_by_byte() -> None:
     tier.store(1, NO_ROW, 1.0, size_bytes=400)
     tier.store(2, 1, 1.0, Facts(tokens_full=False), size_bytes=10)
     assert tier.policy._worth[2] == tier.policy._worth[1]
-
-
-def test_prefill_counts_where_it_is_asked_to() -> None:
-    for weighs_flops, order in ((False, [1, 2]), (True, [2, 1])):
-        tier = Tier(weighs_flops=weighs_flops)
-        tier.store(1, NO_ROW, 1.0, Facts(flops=9e9))
-        tier.store(2, NO_ROW, 2.0, Facts(flops=1e9))
-        assert tier.victims(2.5) == order
 
 
 def test_a_hint_moves_a_chunk_among_those_that_had_it() -> None:
@@ -225,39 +217,16 @@ def test_who_falls_behind_lru_does_as_lru_until_the_budget_has_grown() -> None:
     guard = RegretGuard()
     guard.lru_age_s = 50.0
     guard.judge(*report([], 1000, WARM_REQUESTS))
-    guard.judge(*report([1.0] * 4 + [90.0] * 40, 1000))
-    assert not guard.prefers_lru  # four of two thousand
-    guard.judge(*report([1.0] * 12, 1000))
+    share = round(1000 * BUDGET)
+    guard.judge(*report([1.0] * 2 * share + [90.0] * 40, 1000))
+    assert not guard.prefers_lru  # all of the budget of two thousand, and no more
+    guard.judge(*report([1.0] * 6 * share, 1000))
     assert guard.prefers_lru
     for _ in range(4):
         guard.judge(*report([], 1000))
         assert guard.prefers_lru
     guard.judge(*report([], 1000))
-    assert not guard.prefers_lru
-
-
-def test_without_a_budget_only_what_is_to_be_learnt_from_is_waited_for() -> None:
-    guard = RegretGuard(has_budget=False)
-    guard.lru_age_s = 50.0
-    guard.judge(*report([], 1000, WARM_REQUESTS - 1))
-    assert guard.prefers_lru
-    guard.judge(*report([], 1000, 1))
-    guard.judge(*report([1.0] * 900, 1000))
-    assert not guard.prefers_lru
-
-
-def test_its_own_victims_can_be_asked_for_while_the_guard_prefers_lru() -> None:
-    tier = Tier()
-    for chunk in (1, 2):
-        tier.store(chunk, NO_ROW, float(chunk))
-    tier.ask(4.0, 1)
-    tier.promise(1, 0.001)
-    tier.promise(2, 0.5)
-    tier.policy._guard.prefers_lru = True
-    for is_warm, named in ((False, [2, 1]), (True, [1, 2])):
-        tier.policy._guard.is_warm = is_warm
-        assert list(tier.policy.victims_unguarded(keep_none, 5.0)) == named
-        assert tier.victims(5.0) == [2, 1]
+    assert not guard.prefers_lru  # eight shares of eight thousand
 
 
 def test_who_hits_more_than_lru_is_let_be() -> None:

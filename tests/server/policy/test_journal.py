@@ -196,7 +196,7 @@ def test_lookups_are_told_to_what_wonders_about_sizes() -> None:
     assert ratios[-1] > 0.9, "five chunks of a hundred bytes fit"
 
 
-@pytest.mark.parametrize("name", ["lru", "hit_density", "gdsf"])
+@pytest.mark.parametrize("name", ["lru", "hit_density", "marconi"])
 @pytest.mark.parametrize("seed", range(4))
 def test_who_settles_late_decides_as_who_settles_at_once(name: str, seed: int) -> None:
     def play(patience: int) -> list[int]:

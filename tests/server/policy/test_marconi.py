@@ -21,9 +21,7 @@ from kvstore.server.policy.lru import LruEviction
 from kvstore.server.policy.marconi import (
     EFFICIENCIES,
     MarconiEviction,
-    MarconiLinearEviction,
     ScoredEviction,
-    ScoredLinearEviction,
     efficiency_class,
 )
 
@@ -36,14 +34,13 @@ def normal(value: float, values: list[float]) -> float:
 class PlainMarconi(PlainLeaves):
     """S(n) = norm(recency) + alpha norm(efficiency), of all candidates, for each victim."""
 
-    def __init__(self, kinds: list[int], alpha: float, *, is_linear: bool) -> None:
+    def __init__(self, kinds: list[int], alpha: float) -> None:
         super().__init__()
         self.kinds = kinds
         self.alpha = alpha
-        self.is_linear = is_linear
 
     def recency(self, chunk: int) -> float:
-        return self.used[chunk] if self.is_linear else 1 / (self.time + 1 - self.used[chunk])
+        return 1 / (self.time + 1 - self.used[chunk])
 
     def efficiency(self, chunk: int) -> float:
         return EFFICIENCIES[self.kinds[chunk]]
@@ -63,17 +60,15 @@ class PlainMarconi(PlainLeaves):
         return min(leaves, key=score)
 
 
-@pytest.mark.parametrize("is_linear", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.7, 1.0, 1.5, 5.0])
 @pytest.mark.parametrize("seed", range(6))
 def test_queues_by_class_name_whom_the_score_of_every_candidate_does(
-    seed: int, alpha: float, *, is_linear: bool
+    seed: int, alpha: float
 ) -> None:
     draw = random.Random(seed)
     kinds = [draw.randrange(4) * 11 for _ in range(64)]
-    kind = ScoredLinearEviction if is_linear else ScoredEviction
-    policy = kind(lambda chunk, _: kinds[chunk], alpha)
-    plain = PlainMarconi(kinds, alpha, is_linear=is_linear)
+    policy = ScoredEviction(lambda chunk, _: kinds[chunk], alpha)
+    plain = PlainMarconi(kinds, alpha)
     for _ in range(200):
         number = draw.randrange(50)
         match draw.randrange(4):
@@ -94,12 +89,11 @@ def test_queues_by_class_name_whom_the_score_of_every_candidate_does(
         assert victims == plain.victims(kept, limit)
 
 
-@pytest.mark.parametrize("make", [MarconiEviction, MarconiLinearEviction])
 @pytest.mark.parametrize("seed", range(3))
-def test_without_alpha_it_is_lru(make: type[MarconiEviction], seed: int) -> None:
+def test_without_alpha_it_is_lru(seed: int) -> None:
     draw = random.Random(seed)
     history = History()
-    policy, lru = make(history, 0.0), LruEviction()
+    policy, lru = MarconiEviction(history, 0.0), LruEviction()
     for _ in range(300):
         number = draw.randrange(50)
         history.seen(row(number), above(number), Facts(flops=1e9 * draw.randrange(5)), 0.0)
@@ -113,7 +107,7 @@ def test_a_chunk_whose_bytes_save_more_stays_the_longer_the_greater_alpha_is() -
     places = []
     for alpha in (0.0, 0.05, 0.2, 2.0):
         history = History()
-        policy = MarconiLinearEviction(history, alpha)
+        policy = MarconiEviction(history, alpha)
         for chunk in range(1, 30):
             history.seen(chunk, NO_ROW, Facts(flops=9e9 if chunk == 1 else 1e9), 0.0)
             policy.insert(chunk, NO_ROW, 100, 0.0)
@@ -278,7 +272,7 @@ def test_a_policy_takes_over_the_alpha_that_its_tuner_found() -> None:
     """Chunks of many flops come again after a while, those of few never do."""
     history = History()
     terms = TunerTerms(alphas=(0.0, 1.0), slice_chunks=10_000)
-    policy = MarconiLinearEviction(history, None, terms)
+    policy = MarconiEviction(history, None, terms)
     here: dict[int, None] = {}
     fresh = 100
     for number in range(400):

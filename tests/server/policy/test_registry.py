@@ -7,18 +7,12 @@ import pytest
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.history import History
 from kvstore.server.policy.hit_density import HitDensityEviction
-from kvstore.server.policy.registry import POLICIES, UNGUARDED, make_policy
+from kvstore.server.policy.registry import POLICIES, REPLACED, make_policy
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_name_makes_a_policy_that_knows_nothing_yet(name: str) -> None:
     assert len(make_policy(name, History())) == 0
-
-
-def test_hit_density_without_its_guard_is_made_but_not_offered() -> None:
-    assert UNGUARDED not in POLICIES
-    policy = make_policy(UNGUARDED, History())
-    assert isinstance(policy, HitDensityEviction)
 
 
 def test_a_clock_reaches_the_policy_whose_decisions_have_a_deadline() -> None:
@@ -39,3 +33,9 @@ def test_a_clock_reaches_the_policy_whose_decisions_have_a_deadline() -> None:
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidRequestError, match="hit_density"):
         make_policy("fifo", History())
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_name_that_is_gone_is_refused_with_its_successor(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name}.*: hit_density, which replaces"):
+        make_policy(name, History())

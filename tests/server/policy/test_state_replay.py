@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.checkpoint_density import HitDensityRank
 from kvstore.server.policy.checkpoint_ghosts import NO_GHOSTS, GhostLimits
-from kvstore.server.policy.checkpoint_ranks import GdsfRank, LeafLruRank, LruRank
+from kvstore.server.policy.checkpoint_ranks import LeafLruRank, LruRank
 from kvstore.server.policy.hybrid_model import HYBRID_7B, HybridModel
-from kvstore.server.policy.state_adaptive import AdaptiveStates
 from kvstore.server.policy.state_cache import MakeRank, StateCache, States
 from kvstore.server.policy.state_replay import (
     HYBRID_POLICIES,
@@ -41,7 +40,7 @@ def run(policy: str, requests: list[Request], capacity: int = PLENTY) -> StateRe
 
 
 def cache_of(states: States) -> StateCache:
-    if isinstance(states, MarconiStates | AdaptiveStates):
+    if isinstance(states, MarconiStates):
         return states.cache
     assert isinstance(states, StateCache)
     return states
@@ -130,7 +129,7 @@ def test_pinned_states_are_not_evicted_and_what_does_not_fit_beside_them_is_refu
     assert [node.held for node in leased] == [False, True]
 
 
-@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, GdsfRank, HitDensityRank])
+@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, HitDensityRank])
 def test_with_everything_leased_all_is_refused_and_nothing_moves(make_rank: MakeRank) -> None:
     capacity = 3 * SMALL.state_bytes + 12 * SMALL.kv_bytes_per_token
     cache = StateCache(SMALL, capacity, GhostLimits(99, 999), make_rank)
@@ -270,27 +269,9 @@ def test_marconi_tunes_alpha_once_after_five_times_the_requests_of_its_first_evi
     assert 0.0 <= states.alpha <= 2.0
 
 
-def test_adaptive_follows_the_rank_whose_shadow_hits_more() -> None:
-    """A rank that keeps only what it should not is left, and not gone back to."""
-
-    class Newest(LruRank):
-        def scores(self, slots: np.ndarray, now_s: float) -> np.ndarray:
-            return -super().scores(slots, now_s)
-
-    states = AdaptiveStates(SMALL, ROOM, {"newest": Newest, "lru": LruRank})
-    hits = 0
-    for one in trace(busy(3)):
-        hits += states.request(one.tokens, len(one.input_tokens), one.ts_s)
-
-    asked = sum(len(prompt) for prompt, _, _ in busy(3))
-    lru = run("lru", busy(3), ROOM).token_hit_rate
-    assert (states.chosen, states.switches) == ("lru", 1)
-    assert hits / asked > lru - 0.1
-
-
 def test_a_policy_without_a_form_for_states_is_refused_with_those_that_have_one() -> None:
-    with pytest.raises(InvalidRequestError, match=r"policy='s3fifo'.*lru, sglang.*hit_density"):
-        StateReplay(HYBRID_7B, "s3fifo", 1)
+    with pytest.raises(InvalidRequestError, match=r"policy='learned'.*lru, sglang.*hit_density"):
+        StateReplay(HYBRID_7B, "learned", 1)
 
 
 def test_a_capacity_below_zero_is_refused() -> None:

@@ -10,9 +10,18 @@ import pytest
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.policy import what_if
+from kvstore.server.policy.history import History
 from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.shadow import Asked, Cast, Ids, ShadowSet, mix
-from kvstore.server.policy.what_if import LEAST_SAMPLED, SCALES, WhatIf, identities
+from kvstore.server.policy.replay import BlockReplay
+from kvstore.server.policy.what_if import LEAST_SAMPLED, SCALES, Ids, WhatIf, identities
+
+
+def mix(ids: Ids) -> Ids:
+    """Return hashes of identities: the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    mixed = ids + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def chain(start: int, length: int) -> Ids:
@@ -44,13 +53,13 @@ def test_a_loop_is_hit_by_caches_that_are_as_large_and_by_no_other() -> None:
 
 
 def exact_curve(requests: list[Ids], capacity: int) -> list[float]:
-    shadows = ShadowSet([Cast(LruEviction(), s) for s in SCALES], None, 1 << 30)
-    hits, count = [0] * 4, 0
-    for now_s, ids in enumerate(requests):
-        found = shadows.request(Asked(ids.tolist(), [1] * len(ids), now_s), capacity)
-        hits = [old + new for old, new in zip(hits, found, strict=True)]
-        count += len(ids)
-    return [one / count for one in hits]
+    ratios = []
+    for scale in SCALES:
+        cache = BlockReplay(LruEviction(), History(), int(scale * capacity))
+        for now_s, ids in enumerate(requests):
+            cache.request(ids.tolist(), 1, now_s)
+        ratios.append(cache.hit_blocks / cache.blocks)
+    return ratios
 
 
 def test_a_small_sample_tells_the_curve_within_three_points() -> None:

@@ -78,7 +78,7 @@ def test_the_page_has_what_the_server_did(served: LocalServer) -> None:
     assert client.representation.model_id in body
     assert '<dd id="now-hit-ratio">' in body
     assert "hit_density" in body
-    for name in ("now", "tiers", "hits", "flows", "latency", "policy", "prefixes", "faults"):
+    for name in ("now", "tiers", "hits", "flows", "latency", "prefixes", "faults"):
         assert f'<section id="{name}"' in body
     finds = served.node.counters.finds.snapshot()
     assert finds.tiers == {"cpu": 12}
@@ -495,7 +495,7 @@ def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
     me, other = (SimpleNamespace(node_id=n, grpc_address=f"{n}:7420") for n in ("a", "<b>"))
     viewer = Viewer(
         Subject(
-            SimpleNamespace(catalog=_WithDirectory(served, me, other), **_of(served)),  # type: ignore[arg-type]
+            SimpleNamespace(directory=_directory(me, other), **_of(served)),  # type: ignore[arg-type]
             served.node.sessions, served.node.counters, "1", time.monotonic,
         )
     )  # fmt: skip
@@ -506,22 +506,17 @@ def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
 
 def _of(served: LocalServer) -> dict[str, Any]:
     manager = served.node.manager
-    return {"shelf_statuses": manager.shelf_statuses, "spaces": manager.spaces}
+    return {
+        "catalog": manager.catalog,
+        "shelf_statuses": manager.shelf_statuses,
+        "spaces": manager.spaces,
+    }
 
 
-class _WithDirectory:
-    """A catalog in a directory of two nodes."""
-
-    def __init__(self, served: LocalServer, me: Any, other: Any) -> None:
-        self._catalog = served.node.manager.catalog
-        report = SimpleNamespace(me=me, nodes=(other,), failure="")
-        self.directory = SimpleNamespace(report=lambda: report)
-
-    def __len__(self) -> int:
-        return 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._catalog, name)
+def _directory(me: Any, other: Any) -> Any:
+    """A directory of two nodes."""
+    report = SimpleNamespace(me=me, nodes=(other,), failure="")
+    return SimpleNamespace(report=lambda: report)
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,170 @@
-"""Three first-in-first-out queues, leaves of the prefix tree first."""
+"""Policies that are not served: what bench.policy holds those that are against."""
 
 from __future__ import annotations
 
 import heapq
 import math
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
+from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.policy.flop_density import FlopDensity
 from kvstore.server.policy.history import History
 from kvstore.server.policy.leaves import LeafFirstEviction
+from kvstore.server.policy.marconi import MarconiEviction
 from kvstore.server.policy.radix import Rows
-from kvstore.server.policy.row_heap import RowHeap
+from kvstore.server.policy.registry import make_policy
+from kvstore.server.policy.row_heap import RowHeap, RowOrder
+
+_TICK_BITS = 48
+_MOST_USES = (1 << (64 - _TICK_BITS)) - 1
+_ONE = 1 << 16
+"""Priorities are whole numbers of 65536ths, so that sums are in any order the same."""
 
 _SMALL, _MAIN = 0, 1
-_MOST_USES = 3
+_MOST_QUEUED_USES = 3
 _CHANCES = 64
 _PASSED = 32
 _REMEMBERED_MOVES = 1 << 14
 
 
-@dataclass(frozen=True)
-class S3FifoTerms:
-    """The share of the bytes that new chunks have, and the uses that take one out of it."""
+class HeapedEviction(LeafFirstEviction):
+    """Evict the leaf of the least rank; every event costs O(log n) of the leaves."""
 
-    small_share: float = 0.1
-    promote_uses: int = 2
+    def __init__(self, ranks: RowOrder) -> None:
+        """*ranks* has the rank of each row; a subclass changes it in ``_came`` and ``_rank``."""
+        super().__init__()
+        self._ranks = ranks
+        self._leaves = RowHeap(ranks)
+        self._tick = 0
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.small_share < 1.0:
-            raise InvalidRequestError("small_share", self.small_share, "between 0 and 1")
-        if not 1 <= self.promote_uses <= _MOST_USES:
-            raise InvalidRequestError("promote_uses", self.promote_uses, f"1 to {_MOST_USES}")
+    @abstractmethod
+    def _rank(self, rows: Rows) -> None:
+        """Rank anew chunks that were used, the last of the chain first; none is in the heap."""
+
+    @override
+    def _extend(self, count: int) -> None:
+        self._leaves.extend(count)
+
+    @override
+    def _add_leaf(self, row: int, *, is_new: bool) -> None:
+        self._leaves.push(row)
+
+    @override
+    def _drop_leaf(self, row: int) -> None:
+        self._leaves.remove(row)
+
+    @override
+    def _use(self, rows: Rows, now_s: float) -> None:
+        # From the last to the first: what begins a chain is to go after what ends it.
+        rows = rows[::-1]
+        leaves = [row for row in dict.fromkeys(rows.tolist()) if row in self._leaves]
+        for row in leaves:
+            self._leaves.remove(row)
+        self._rank(rows)
+        for row in leaves:
+            self._leaves.push(row)
+
+    @override
+    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        return self._name(self._leaves.sorted(), self._ranks.__getitem__, keep)
 
 
-PAPER_TERMS = S3FifoTerms()
-AIBRIX_TERMS = S3FifoTerms(small_share=0.3, promote_uses=1)
-"""What AIBrix's KV cache runs with."""
+class LfuEviction(HeapedEviction):
+    """Evict the leaf that was used least often, of several the one used longest ago.
+
+    In-cache LFU (as in Lee et al., "LRFU", IEEE Trans. Computers 50(12), 2001, section 2, at the
+    end of its spectrum): the count of a chunk begins at 1 when it comes. Ours departs in
+    that only leaves are candidates. There is no ageing: what was used often once stays.
+    """
+
+    def __init__(self) -> None:
+        self._counts = array("Q", [0])
+        """How often a chunk was used, then when, in one number."""
+        super().__init__(self._counts)
+
+    @override
+    def _extend(self, count: int) -> None:
+        self._counts.frombytes(bytes(count * self._counts.itemsize))
+        super()._extend(count)
+
+    @override
+    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
+        self._tick += 1
+        self._counts[row] = 1 << _TICK_BITS | self._tick
+
+    @override
+    def _rank(self, rows: Rows) -> None:
+        counts = np.frombuffer(self._counts, np.uint64)
+        uses = np.minimum((counts[rows] >> _TICK_BITS) + 1, _MOST_USES)
+        ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
+        counts[rows] = uses << _TICK_BITS | ticks
+        self._tick += len(rows)
+
+
+class GdsfEviction(HeapedEviction):
+    """Evict the leaf of the least priority: clock + uses x cost / size.
+
+    Cherkasova, "Improving WWW proxies performance with greedy-dual-size-frequency caching
+    policy", HP Labs HPL-98-69, 1998. The clock is the priority of what was evicted last, so what
+    is not used any more is overtaken by what comes.
+
+    Ours departs in four ways. Only leaves are candidates. Cost / size is the prefill FLOPs that
+    a byte saves, divided by the mean of all chunks seen, which keeps it near 1 in any unit; a
+    chunk whose FLOPs are not known counts as 1. Of equal priorities the one used longest ago
+    goes. And the policy is not told why a chunk goes, so the clock
+    moves to the least priority there is when one does: a deletion cannot push it ahead.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._keys: list[int] = [0]
+        """The priority of each row, then when it was used, in one number: what orders the heap."""
+        super().__init__(self._keys)
+        self._density = FlopDensity(history)
+        self._uses = array("H", [0])
+        self._densities = array("f", [0.0])
+        self._clock = 0
+
+    @override
+    def _extend(self, count: int) -> None:
+        self._keys.extend(repeat(0, count))
+        for column in (self._uses, self._densities):
+            column.frombytes(bytes(count * column.itemsize))
+        super()._extend(count)
+
+    @override
+    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
+        self._densities[row] = self._density.of(row, size_bytes)
+        self._uses[row] = 1
+        self._set_key(row)
+
+    @override
+    def _rank(self, rows: Rows) -> None:
+        uses = np.frombuffer(self._uses, np.uint16)
+        uses[rows] = np.minimum(uses[rows], _MOST_USES - 1) + 1
+        for row in rows.tolist():
+            self._set_key(row)
+
+    def _set_key(self, row: int) -> None:
+        self._tick += 1
+        gain = int(self._uses[row] * self._densities[row] * _ONE)
+        self._keys[row] = (self._clock + gain) << _TICK_BITS | self._tick
+
+    @override
+    def _gone(self, row: int) -> None:
+        least = self._keys[row] >> _TICK_BITS
+        self._keys[row] = 0  # the number is given back
+        if least <= self._clock:
+            return
+        if len(self._leaves):
+            least = min(least, self._keys[self._leaves.first()] >> _TICK_BITS)
+        self._clock = max(self._clock, least)
 
 
 class _Hand:
@@ -82,14 +205,16 @@ class S3FifoEviction(LeafFirstEviction):
     that have uses left, which bounds it; the paper's hand may go round the whole queue.
 
     There are as many ghosts as the paper's main queue has room for: those evicted last, by a
-    count of evictions, so that they take no list. A use costs nothing but its count, everything
-    else O(log n) of the leaves. 43 bytes a row.
+    count of evictions, so that they take no list.
     """
 
-    def __init__(self, history: History, terms: S3FifoTerms = PAPER_TERMS) -> None:
+    def __init__(
+        self, history: History, *, small_share: float = 0.1, promote_uses: int = 2
+    ) -> None:
+        """New chunks have *small_share* of the bytes, and *promote_uses* take one out of it."""
         super().__init__()
         self._history = history
-        self._terms = terms
+        self._small_share, self._promote_uses = small_share, promote_uses
         self._order = array("Q", [0])
         """When each chunk came into its queue."""
         self._queues = array("B", [_SMALL])
@@ -124,7 +249,7 @@ class S3FifoEviction(LeafFirstEviction):
         # A row that was another chunk's when it was evicted is seen for the first time now.
         if not self._evicted[row] or self._history.hits_of(row) == 1:
             return False
-        ghosts = math.ceil((1.0 - self._terms.small_share) * self._count)
+        ghosts = math.ceil((1.0 - self._small_share) * self._count)
         return self._evictions - self._evicted[row] < ghosts
 
     def _enter(self, row: int, queue: int) -> None:
@@ -143,10 +268,10 @@ class S3FifoEviction(LeafFirstEviction):
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
         uses = np.frombuffer(self._uses, np.uint8)
-        uses[rows] = np.minimum(uses[rows] + 1, _MOST_USES)
+        uses[rows] = np.minimum(uses[rows] + 1, _MOST_QUEUED_USES)
         is_inner = np.frombuffer(self._children, np.uint32)[rows] > 0
         is_small = np.frombuffer(self._queues, np.uint8)[rows] == _SMALL
-        is_used = uses[rows] >= self._terms.promote_uses
+        is_used = uses[rows] >= self._promote_uses
         del uses
         for row in dict.fromkeys(rows[is_inner & is_small & is_used].tolist()):
             self._move(row)
@@ -206,7 +331,7 @@ class S3FifoEviction(LeafFirstEviction):
             if keep(row):
                 continue
             used = uses.get(row, self._uses[row])
-            needed = self._terms.promote_uses if queue == _SMALL else 1
+            needed = self._promote_uses if queue == _SMALL else 1
             if used >= needed and len(moves) < _CHANCES:
                 if queue == _SMALL:
                     left_bytes[_SMALL] -= self._sizes[row]
@@ -231,5 +356,33 @@ class S3FifoEviction(LeafFirstEviction):
 
     def _turn(self, queue_bytes: list[int]) -> int:
         """Return the queue that is to give up a chunk."""
-        is_full = queue_bytes[_SMALL] >= self._terms.small_share * sum(queue_bytes)
+        is_full = queue_bytes[_SMALL] >= self._small_share * sum(queue_bytes)
         return _SMALL if is_full else _MAIN
+
+
+class MarconiLinearEviction(MarconiEviction):
+    """Marconi's score with a linear recency: norm(last use) + 1/4 x norm(FLOPs / byte).
+
+    Ours. 1 / (now - last use) is nearly 0 for all but the newest, so that any alpha above 0
+    ranks by efficiency alone where there are many candidates.
+    """
+
+    def __init__(self, history: History, alpha: float = 0.25) -> None:
+        super().__init__(history, alpha)
+
+    @override
+    def _recency(self, used: int) -> float:
+        return float(used)
+
+
+BASELINES: dict[str, Callable[[History], EvictionPolicy]] = {
+    "lfu": lambda _: LfuEviction(),
+    "gdsf": GdsfEviction,
+    "s3fifo": S3FifoEviction,
+    "marconi_linear": MarconiLinearEviction,
+}
+
+
+def make_any(name: str, history: History) -> EvictionPolicy:
+    """Return a new policy that is served, or a baseline. Raises InvalidRequestError."""
+    return BASELINES[name](history) if name in BASELINES else make_policy(name, history)

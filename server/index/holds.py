@@ -1,9 +1,14 @@
-"""Pins: chunks that clients asked to keep for a time, within a limit of bytes."""
+"""Holds: what keeps chunks from eviction. Leases, pins, hand-overs, announced uses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
+from kvstore.server.index.found import LeaseTerms
+from kvstore.server.index.uses import AnnouncedUses
+from kvstore.server.leases import Lease, LeaseTable
 
 
 class PinTable:
@@ -56,3 +61,46 @@ class PinTable:
         """End the pins whose time is up."""
         for key in [k for k, (until, _) in self._pinned.items() if until <= now]:
             self.unpin(key)
+
+
+class Holds:
+    """One question, ``is_held``, and who answers it. The catalog's lock guards it."""
+
+    def __init__(self, leases: LeaseTable, pin_limit_bytes: int) -> None:
+        self.leases = leases
+        self.pinned = PinTable(pin_limit_bytes)
+        self.handed_over = PinTable(pin_limit_bytes // 2)
+        """Chunks that another engine is about to read."""
+        self.uses = AnnouncedUses(pin_limit_bytes)
+        self.unkept = 0
+        """Announced chunks that came and were not kept, for want of room."""
+
+    def is_held(self, key: ChunkKey) -> bool:
+        """Whether somebody reads, pinned or will use the chunk."""
+        return (
+            key in self.leases.pins
+            or key in self.pinned
+            or key in self.handed_over
+            or key in self.uses
+        )
+
+    def lease(self, keys: Sequence[ChunkKey], terms: LeaseTerms, now: float) -> Lease:
+        """Lease *keys*: uses that were announced of them are over. Raises QuotaExceededError."""
+        if self.uses:
+            self.uses.used(keys, terms.session_id)
+        if self.handed_over:
+            for key in keys:
+                self.handed_over.unpin(key)
+        return self.leases.grant(terms.session_id, keys, now + terms.ttl_s)
+
+    def keep(self, key: ChunkKey, size_bytes: int) -> None:
+        """Keep a chunk that is here for the uses that were announced, if there is room."""
+        if not self.uses.keep(key, size_bytes):
+            self.unkept += 1
+
+    def expire(self, now: float) -> int:
+        """End what is over by *now*; return how many leases."""
+        self.pinned.expire(now)
+        self.handed_over.expire(now)
+        self.uses.expire(now)
+        return self.leases.expire(now)

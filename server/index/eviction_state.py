@@ -1,0 +1,228 @@
+"""Which copies may go: victims by the tiers' policies, and what each tenant takes of a tier."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import ChunkKey
+from kvstore.server.index.found import EvictionRank
+from kvstore.server.index.state import CatalogState
+from kvstore.server.policy.partitions import PartitionedEviction, Quota
+from kvstore.server.policy_report import PolicyReport
+
+LOOKED_AT = 4096
+"""Victims that are gone through for one chunk's rank."""
+EXPIRED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """For which partition victims are: others' above their guarantee, or its own alone."""
+
+    partition: int = 0
+    is_own: bool = False
+
+
+EVERYBODY = Wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a tenant takes of a tier, and may take."""
+
+    used_bytes: int
+    chunks: int
+    quota: Quota
+
+
+class EvictionState:
+    """The policies' choices, and which evictions run. Shares the lock of *state*. Thread-safe.
+
+    A policy knows exactly the rows of the copies on its tier. A key with a lease, a pin or a
+    running move is never handed out as a victim.
+    """
+
+    def __init__(self, state: CatalogState) -> None:
+        self._state = state
+        self.leaving: dict[ChunkKey, str] = {}
+        """Chunks being evicted, and the tier they leave."""
+        self._unclaimed = threading.Condition(state.lock)
+
+    def partition(self, key: ChunkKey, tenant: str, category: str) -> int:
+        """Return the partition that a chunk counts against, be it here or only to come."""
+        with self._state.lock:
+            row = self._state.index.row(key)
+            known = self._state.knowledge
+            return known.hints.partition(row) if row else known.partitions.number(tenant, category)
+
+    def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
+        """Return what a partition has to free of its own on *tier* to take *need_bytes* more, in
+        so many chunks.
+        """
+        policy = self._state.policies[tier]
+        if not isinstance(policy, PartitionedEviction):
+            return 0
+        with self._state.lock:
+            self._state.journal.settle()
+            return policy.owed_bytes(partition, need_bytes, need_chunks)
+
+    def claim_victims(
+        self,
+        tier: str,
+        need_bytes: int,
+        limit: int,
+        among: Sequence[ChunkKey] | None = None,
+        wanted: Wanted = EVERYBODY,
+    ) -> list[ChunkKey]:
+        """Choose whom to evict and keep others from choosing the same. Pair with ``unclaim``.
+
+        *wanted* says for which partition. With *among* every chunk of it that may go is chosen,
+        whatever the policy says.
+        """
+        with self._state.lock:
+            self._state.journal.settle()
+            if among is None:
+                victims = self._victims(tier, need_bytes, limit, wanted)
+            else:
+                victims = [key for key in among if not self.stays(key)]
+            self.leaving.update(dict.fromkeys(victims, tier))
+            return victims
+
+    def _victims(self, tier: str, need_bytes: int, limit: int, wanted: Wanted) -> list[ChunkKey]:
+        """Return as many victims as free *need_bytes*, or *limit*, or all that may go."""
+        index = self._state.index
+        victims: dict[int, ChunkKey] = {}
+        for row in self._candidates(tier, wanted):
+            if need_bytes <= 0 or len(victims) == limit:
+                break
+            if row not in victims:
+                victims[row] = index.key(row)
+                need_bytes -= index.size_bytes(tier, row)
+        return list(victims.values())
+
+    def _candidates(self, tier: str, wanted: Wanted) -> Iterator[int]:
+        index = self._state.index
+
+        def stays(row: int) -> bool:
+            return self.stays(index.key(row))
+
+        rows = self._ordered(tier, wanted, stays)
+        if tier == index.tiers[-1] != index.tiers[0]:
+            rows = chain(self._sparing(tier, wanted, stays), rows)
+        late = (
+            row
+            for row in self._state.knowledge.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
+            if tier in index.holders(row) and not stays(row)
+        )
+        return rows if wanted.is_own else chain(late, rows)
+
+    def _sparing(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
+        """Yield those candidates without which no chunk of a faster tier would be orphaned."""
+        index = self._state.index
+        named: Counter[int] = Counter()
+
+        def spares(row: int) -> bool:
+            is_way = index.continued(row) > named[row] and index.is_alone_on(tier, row)
+            return is_way or stays(row)
+
+        for row in self._ordered(tier, wanted, spares):
+            named[index.parent(row)] += 1
+            yield row
+
+    def _ordered(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
+        """Yield who may go, as the tier's policy and the engines' priorities have it."""
+        policy, now = self._state.policies[tier], self._state.clock()
+        if not isinstance(policy, PartitionedEviction):
+            rows = policy.victims(stays, now)
+        elif wanted.is_own:
+            rows = policy.victims_of(wanted.partition, stays, now)
+        else:
+            rows = policy.victims_for(wanted.partition, stays, now)
+        return self._state.knowledge.hints.in_order(rows, self._state.index.parent, len(policy))
+
+    def rank(self, tier: str, key: ChunkKey) -> EvictionRank:
+        """Return how many others *tier* would evict before *key*; nobody is."""
+        with self._state.lock:
+            self._state.journal.settle()
+            row, before = self._state.index.row(key), 0
+            for victim in islice(self._candidates(tier, EVERYBODY), LOOKED_AT):
+                if victim == row:
+                    return EvictionRank(before)
+                before += 1
+            return EvictionRank(before, is_at_least=True)
+
+    def unclaim(self, keys: Iterable[ChunkKey]) -> None:
+        """The eviction is over, whatever became of it."""
+        with self._state.lock:
+            for key in keys:
+                del self.leaving[key]
+            self._unclaimed.notify_all()
+
+    def await_unclaimed(self, tier: str, deadline: float) -> bool:
+        """Wait until an eviction from *tier* is over; False if none runs or time is up."""
+        with self._unclaimed:
+            left_s = deadline - self._state.clock()
+            if tier not in self.leaving.values() or left_s <= 0:
+                return False
+            return self._unclaimed.wait(left_s)
+
+    def stays(self, key: ChunkKey) -> bool:
+        """Whether a chunk must not be evicted now. Under the lock."""
+        return key in self.leaving or self._state.holds.is_held(key)
+
+    # --- what tiers have
+
+    def count_on(self, tier: str) -> int:
+        """Copies known on *tier*."""
+        with self._state.lock:
+            self._state.journal.settle()
+            return len(self._state.policies[tier])
+
+    def policy_report(self, tier: str) -> PolicyReport:
+        """Return which policy *tier* evicts by, and what its partitions take."""
+        known, policy = self._state.knowledge, self._state.policies[tier]
+        name = known.policy_names.get(tier, type(policy).__name__)
+        with self._state.lock:
+            self._state.journal.settle()
+            return PolicyReport.of(name, policy, known.what_ifs.get(tier), known.partitions.names)
+
+    def quota_tenants(self) -> tuple[str, ...]:
+        """Return the tenants whose chunks are counted."""
+        return self._state.knowledge.partitions.tenants
+
+    def quotas_of(self, tenant: str) -> dict[str, TierUse]:
+        """Return by tier what *tenant* takes; none when its chunks are not counted."""
+        number = self._state.knowledge.partitions.number(tenant)
+        if tenant not in self.quota_tenants():
+            return {}
+        with self._state.lock:
+            self._state.journal.settle()
+            return {
+                tier: TierUse(
+                    policy.used_bytes(number), policy.chunks(number), policy.quotas[number]
+                )
+                for tier, policy in self._state.policies.items()
+                if isinstance(policy, PartitionedEviction)
+            }
+
+    def set_quotas(self, tenant: str, quotas: Mapping[str, Quota]) -> None:
+        """Hold *tenant* to other quotas, by tier. Raises InvalidRequestError, changing nothing."""
+        number = self._state.knowledge.partitions.number(tenant)
+        with self._state.lock:
+            done: list[tuple[PartitionedEviction, Quota]] = []
+            try:
+                for tier, quota in quotas.items():
+                    policy = self._state.policies[tier]
+                    assert isinstance(policy, PartitionedEviction)
+                    before = policy.quotas[number]
+                    policy.set_quota(number, quota)
+                    done.append((policy, before))
+            except InvalidRequestError:
+                for policy, before in done:
+                    policy.set_quota(number, before)
+                raise
