@@ -298,11 +298,10 @@ class DiskIndex:
         Where there is no room for both, the old one goes first.
         """
         draft = self._path / "draft"
-        draft.mkdir(mode=0o700, exist_ok=True)
         map_bytes = max(self._index_bytes, self._file.stat().st_size)
         try:
             _write_fresh(draft, map_bytes, rows)
-        except lmdb.Error:
+        except (OSError, lmdb.Error):
             self._file.unlink()
             _write_fresh(draft, map_bytes, rows)
         (draft / "data.mdb").rename(self._file)
@@ -311,7 +310,8 @@ class DiskIndex:
 
 
 def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
-    """Make an index of sorted *rows* in the folder *path*, durably. Raises lmdb.Error."""
+    """Make an index of sorted *rows* in the folder *path*, durably. Raises OSError, lmdb.Error."""
+    path.mkdir(mode=0o700, exist_ok=True)
     (path / "data.mdb").unlink(missing_ok=True)
     env = _open_environment(path, map_bytes, sync=False)
     try:

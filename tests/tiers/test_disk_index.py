@@ -148,8 +148,9 @@ def test_rewritten_index_survives_a_leftover_of_a_broken_off_rewrite(tmp_path: P
     index.close()
 
 
+@pytest.mark.parametrize("error", [lmdb.DiskError, OSError])
 def test_index_is_read_again_where_there_is_no_room_for_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     rows = [row_of(seed, sequence=seed) for seed in range(200)]
     store(tmp_path, [(row.info.key, pack_row(row)) for row in rows])
@@ -157,7 +158,7 @@ def test_index_is_read_again_where_there_is_no_room_for_two(
 
     def full(path: str, **options: Any) -> lmdb.Environment:
         if path.endswith("draft") and (tmp_path / "data.mdb").exists():
-            raise lmdb.DiskError("No space left on device")
+            raise error("No space left on device")
         return opened(path, **options)
 
     monkeypatch.setattr(lmdb, "open", full)
