@@ -26,7 +26,7 @@ from kvstore.tiers.disk_folder import ExtentFolder
 from kvstore.tiers.disk_index import IndexRow, pack_owner, pack_row
 from kvstore.tiers.disk_set import Identity
 from kvstore.tiers.extents import DEFAULT_EXTENT_BYTES
-from kvstore.tiers.redis_manifest import KeyNames, Manifest
+from kvstore.tiers.redis_chunks import KeyNames, Manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("cli", "client", "codecs", "proto", "server", "tiers")

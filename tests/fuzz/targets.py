@@ -48,8 +48,8 @@ from kvstore.tiers.disk_index import (
     unpack_row,
 )
 from kvstore.tiers.lmdb_pages import LmdbReader
-from kvstore.tiers.redis_manifest import Manifest, parse_manifest
-from kvstore.tiers.redis_reply import parse_reply
+from kvstore.tiers.redis_chunks import Manifest, parse_manifest
+from kvstore.tiers.redis_connection import parse_reply
 
 Target = Callable[[bytes], object]
 

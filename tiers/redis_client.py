@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ssl
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ClusterDownError,
+    ConnectionError,
     InvalidResponse,
     NoPermissionError,
     OutOfMemoryError,
@@ -19,30 +21,29 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
     TimeoutError,
+    TryAgainError,
 )
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.tiers.redis_cluster import Cluster
-from kvstore.tiers.redis_exchange import (
-    ELSEWHERE,
-    MAX_REPLY_BYTES,
-    UNREACHED,
-    Asking,
-    Exchange,
-    Filling,
+from kvstore.tiers.redis_connection import (
+    Command,
+    ConnectionOptions,
+    MovedError,
+    RedisConnection,
+    SlotLostError,
+    Transfer,
+    WrongTypeError,
 )
-from kvstore.tiers.redis_fill import Fill, FillTalk
-from kvstore.tiers.redis_lines import MAX_CONNECTIONS, Lines
-from kvstore.tiers.redis_open import LineOptions, tls_context
-from kvstore.tiers.redis_reply import SlotLostError, WrongTypeError
-from kvstore.tiers.redis_row import Rows
-from kvstore.tiers.redis_sentinel import SentinelMaster
-from kvstore.tiers.redis_topology import SingleServer, Topology
-from kvstore.tiers.redis_url import RedisUrl, parse_redis_url
-from kvstore.tiers.redis_wire import Command, converse
+from kvstore.tiers.redis_servers import Batch, Clock, Server, Topology, payload_bytes
+from kvstore.tiers.redis_url import parse_redis_url, tls_context
 
+DEFAULT_CONNECTIONS = 16
+MAX_CONNECTIONS = 64
+"""The most that may be configured for one server."""
 SLOWEST_BYTES_PER_S = 16 << 20
 """A call ends after the timeout and what its payload takes at this rate."""
+MAX_REPLY_BYTES = 16 << 10
+"""Limit of the mean reply to a command whose reply is parsed."""
 MAX_LISTING_BYTES = 4 << 20
 """Limit of one page of a listing."""
 
@@ -51,39 +52,50 @@ TIER_RIGHTS = ("getrange", "set", "unlink", "expire", "scan", "eval")
 DIRECTORY_RIGHTS = ("sadd", "srem", "srandmember", "hget", "hset", "hdel", "hgetall", "time")
 """Commands that the node directory needs, too."""
 
+_ELSEWHERE = (
+    MovedError, TryAgainError, ReadOnlyError, BusyLoadingError, ClusterDownError, SlotLostError,
+)  # fmt: skip
+"""A server that answers with one of these did nothing of what was requested."""
+_UNREACHED = (OSError, ConnectionError, TimeoutError, SlotLostError)
+"""Why a server could not be asked."""
 _ALLOW = (
     f"allow its user in its ACL {' '.join(f'+{word}' for word in TIER_RIGHTS)}, for the node"
     f" directory {' '.join(f'+{word}' for word in DIRECTORY_RIGHTS)}, in a Cluster"
     " +cluster|slots, on the names that begin with --redis-prefix"
 )
-_FIXES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
-    ((NoPermissionError,), f"{_ALLOW}; kvstore doctor tries each"),
-    ((AuthenticationError,), "check the user and its password"),
-    (
-        (ssl.SSLError,),
-        "check --redis-tls-ca, and that its certificates are valid and name its hosts",
-    ),
-    ((ReadOnlyError,), "point the URL at the primary"),
-    ((BusyLoadingError,), "wait until it has loaded its data"),
+_FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
+    (NoPermissionError, f"{_ALLOW}; kvstore doctor tries each"),
+    (AuthenticationError, "check the user and its password"),
+    (ssl.SSLError, "check --redis-tls-ca, and that its certificates are valid and name its hosts"),
+    (ReadOnlyError, "point the URL at the primary"),
+    (BusyLoadingError, "wait until it has loaded its data"),
     ((SlotLostError, ClusterDownError), "bring back its masters, or let replicas take over"),
-    ((TimeoutError,), "check that it is reachable and not overloaded, or raise timeout_ms"),
-    ((InvalidResponse,), "check that the URL names a Redis, and no proxy changes its answers"),
-    ((ResponseError,), "see the server's log"),
+    (TimeoutError, "check that it is reachable and not overloaded, or raise timeout_ms"),
+    (InvalidResponse, "check that the URL names a Redis, and no proxy changes its answers"),
+    (ResponseError, "see the server's log"),
 )
 _FIX = "check that it runs and that the URL names it"
 
 Call = tuple[bytes, Command]
-"""The name that decides which server is asked, and what it is asked."""
+"""The name that decides which server is asked, and the command."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class NodeDown:
     """In place of a reply: this key's part of the Cluster gives none, though others do."""
 
     error: TierUnavailableError
 
 
-class RedisLink:
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a call has no reply; *is_unsent* when nothing of it was done."""
+
+    error: Exception
+    is_unsent: bool
+
+
+class RedisClient:
     """Send commands to the servers behind one URL.
 
     A call ends once nothing came for *timeout_ms*, and at the latest after that and the time
@@ -99,32 +111,35 @@ class RedisLink:
         url: str,
         timeout_ms: int,
         connections: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         if not 1 <= connections <= MAX_CONNECTIONS:
             raise InvalidRequestError("connections", connections, f"use 1 to {MAX_CONNECTIONS}")
         parsed = parse_redis_url(url)
         self.url: Final = parsed.shown
         """The URL as it may be shown."""
+        self.is_cluster: Final = parsed.mode == "cluster"
         self._tier = tier
         self._secrets = parsed.secrets
         self._timeout_s = timeout_ms / 1000
         self._clock = clock
-        self._topology = _open_topology(parsed, self._timeout_s, connections)
-        self.is_cluster: Final = parsed.mode == "cluster"
+        tls = None if parsed.tls is None else tls_context(parsed.tls)
+        options = ConnectionOptions(
+            self._timeout_s, connections, parsed.login, parsed.database, tls
+        )
+        self._topology = Topology(parsed, options, clock)
         self._is_closed = False
-        self._rows = Rows()
 
     def run(self, name: bytes, commands: Sequence[Command]) -> list[Any]:
         """Send *commands* about the key called *name*, in order, and return their replies.
 
         A command on a key of the wrong type is answered with None, as if it were absent.
-        Raises redis' OutOfMemoryError when the server takes no more, and
+        Raises redis-py's OutOfMemoryError when the server takes no more, and
         TierUnavailableError for anything else.
         """
         replies = self.ask([(name, command) for command in commands])
         for reply in replies:
-            if isinstance(reply, Lost):
+            if isinstance(reply, NodeDown):
                 raise reply.error
         return replies
 
@@ -137,26 +152,25 @@ class RedisLink:
     ) -> list[Any]:
         """Send *calls*, in one round trip to all servers at once, and return their replies.
 
-        Like ``run``, but what only a part of the Cluster does not answer is Lost. With
+        Like ``run``, but what only a part of the Cluster does not answer is NodeDown. With
         *within_s* it ends after so many seconds. *reply_bytes* limits the mean reply.
         """
-        self._check_open()
-        replies: list[Any] = [None] * len(calls)
-        deadline = self._deadline(sum(_payload_bytes(command) for _, command in calls))
+        deadline = self._deadline(payload_bytes(calls))
         if within_s is not None:
             deadline = min(deadline, self._clock() + within_s)
+        replies: list[Any] = [None] * len(calls)
         try:
             failed = self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
             again = {at: calls[at] for at, failure in failed.items() if failure.is_unsent}
             if again and self._may_try_again(deadline):
-                failed = {at: failed[at] for at in failed.keys() - again.keys()}
+                failed = {at: failure for at, failure in failed.items() if at not in again}
                 failed |= self._ask_once(again, replies, deadline, reply_bytes)
         except OutOfMemoryError:
             raise
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
         for at, failure in failed.items():
-            replies[at] = Lost(self._given_up(failure.error))
+            replies[at] = NodeDown(self._given_up(failure.error))
         return replies
 
     def _ask_once(
@@ -164,111 +178,112 @@ class RedisLink:
     ) -> dict[int, _Failure]:
         """Fill in *replies* by number; return why others have none. Raises what nothing cures."""
         failed: dict[int, _Failure] = {}
-        groups: dict[Lines, list[tuple[int, Command]]] = {}
+        groups: dict[Server, list[tuple[int, Command]]] = {}
         for at, (name, command) in calls.items():
             try:
-                lines = self._topology.lines_of(name, deadline)
-            except UNREACHED as error:
+                server = self._topology.server_of(name, deadline)
+            except _UNREACHED as error:
                 failed[at] = _Failure(error, is_unsent=True)
             else:
-                groups.setdefault(lines, []).append((at, command))
-        askings = [Asking(lines, group, reply_bytes) for lines, group in groups.items()]
-        self._ask_all(askings, deadline)
-        for asking in askings:
-            failed |= self._take_in(asking, replies)
-        return failed
+                groups.setdefault(server, []).append((at, command))
+        batches = [Batch(server, group) for server, group in groups.items()]
+        return failed | self._carry_out(batches, replies, deadline, reply_bytes)
 
-    def _ask_all(self, askings: Sequence[Asking], deadline: float) -> None:
-        self._rows.end()  # lest it wait for a line while it keeps one
-        self._carry_on(askings, deadline)
-
-    def _carry_on(self, exchanges: Sequence[Exchange], deadline: float) -> None:
+    def _carry_out(
+        self, batches: Sequence[Batch], replies: list[Any], deadline: float, reply_bytes: int
+    ) -> dict[int, _Failure]:
         try:
             # in one order for all callers, lest two wait for what the other holds
-            for exchange in sorted(exchanges, key=lambda exchange: exchange.lines.address):
-                exchange.open(deadline)
-            talks = [talk for exchange in exchanges for talk in exchange.talks]
-            match talks:
-                case [FillTalk(runs_alone=True) as talk]:
-                    talk.run(deadline, self._timeout_s, self._clock)
-                    talks = [] if talk.is_done or talk.error else [talk]
-            converse(talks, deadline, self._timeout_s, self._clock)
+            for batch in sorted(batches, key=lambda batch: batch.server.address):
+                batch.send(deadline)
+            for batch in batches:
+                batch.receive(reply_bytes)
         finally:
-            for exchange in exchanges:
-                exchange.close()
-
-    def _take_in(self, asking: Asking, replies: list[Any]) -> dict[int, _Failure]:
-        if asking.error is not None:
-            self._topology.note_failure(asking.lines, asking.error)
-            failure = _Failure(asking.error, asking.is_unsent)
-            return {at: failure for at, _ in asking.commands}
+            for batch in batches:
+                batch.close()
         failed: dict[int, _Failure] = {}
-        for at, reply in asking.replies():
-            if isinstance(reply, ELSEWHERE):
+        for batch in batches:
+            failed |= self._take_in(batch, replies)
+        return failed
+
+    def _take_in(self, batch: Batch, replies: list[Any]) -> dict[int, _Failure]:
+        if batch.error is not None:
+            self._topology.note_failure(batch.server, batch.error)
+            failure = _Failure(batch.error, batch.is_unsent)
+            return {at: failure for at, _ in batch.commands}
+        failed: dict[int, _Failure] = {}
+        for at, reply in batch.replies:
+            if isinstance(reply, _ELSEWHERE):
                 failed[at] = _Failure(reply, is_unsent=True)
-                self._topology.note_failure(asking.lines, reply)
+                self._topology.note_failure(batch.server, reply)
             elif isinstance(reply, RedisError) and not isinstance(reply, WrongTypeError):
                 raise reply
             else:
                 replies[at] = None if isinstance(reply, WrongTypeError) else reply
         return failed
 
-    def fill(self, name: bytes, fill: Fill) -> bool:
-        """Carry out *fill* on the server of the key called *name*.
+    def transfer(self, name: bytes, transfer: Transfer, next_name: bytes = b"") -> bool:
+        """Carry out *transfer* of the key called *name*; what it requests ahead is *next_name*'s.
 
-        Where something is to be asked ahead, the calling thread fills from that next, or calls
-        ``end_row``. Return False when a reply is another than expected. Raises
-        TierUnavailableError.
+        Return False when a reply is another than expected. Raises TierUnavailableError.
         """
-        self._check_open()
-        deadline = self._deadline(fill.payload_bytes)
+        deadline = self._deadline(len(transfer.out))
         try:
-            failure = self._fill_once(name, fill, deadline)
-            if failure and failure.is_stale:
-                failure = self._fill_once(name, fill, deadline)
+            failure = self._transfer_once(name, transfer, next_name, deadline)
             if failure and failure.is_unsent and self._may_try_again(deadline):
-                failure = self._fill_once(name, fill, deadline)
+                failure = self._transfer_once(name, transfer, next_name, deadline)
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
-        if failure is not None:
-            if isinstance(failure.error, (InvalidResponse, WrongTypeError)):
-                return False
-            raise self._given_up(failure.error)
-        return True
+        if failure is None:
+            return True
+        if isinstance(failure.error, (InvalidResponse, WrongTypeError)):
+            return False
+        raise self._given_up(failure.error)
 
-    def _fill_once(self, name: bytes, fill: Fill, deadline: float) -> _Failure | None:
+    def _transfer_once(
+        self, name: bytes, transfer: Transfer, next_name: bytes, deadline: float
+    ) -> _Failure | None:
         try:
-            filling = Filling(self._topology.lines_of(name, deadline), fill, self._rows)
-        except UNREACHED as error:
+            server = self._topology.server_of(name, deadline)
+        except _UNREACHED as error:
             return _Failure(error, is_unsent=True)
-        self._carry_on([filling], deadline)
-        why = filling.error
-        if why is None:
-            return None
-        if isinstance(why, (*UNREACHED, *ELSEWHERE)) and not filling.is_stale:
-            self._topology.note_failure(filling.lines, why)
-        return _Failure(why, filling.is_unsent, filling.is_stale)
+        connection: RedisConnection | None = None
+        is_done = False
+        try:
+            kept = server.take_ahead(name, transfer.steps, deadline)
+            connection, requested = kept or (server.acquire(deadline), 0)
+            transfer.run(connection, server.window, requested)
+            is_done = True
+        except (OSError, RedisError) as error:
+            if isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
+                self._topology.note_failure(server, error)
+            # What somebody was told has come is not requested again.
+            is_refused = isinstance(error, _ELSEWHERE) and not transfer.filled_bytes
+            return _Failure(error, is_unsent=connection is None or is_refused)
+        finally:
+            if connection is not None and is_done and transfer.ahead:
+                server.keep_ahead(next_name, connection, transfer.ahead)
+            elif connection is not None:
+                server.release(connection, is_clean=is_done)
+        return None
 
-    def end_row(self) -> None:
-        """The calling thread reads nothing of what it had asked ahead."""
-        self._rows.end()
+    def drop_ahead(self) -> None:
+        """The calling thread reads nothing of what it requested ahead."""
+        self._topology.drop_ahead(threading.get_ident())
 
-    def masters(self) -> list[Lines]:
+    def masters(self) -> list[Server]:
         """Return the servers that hold keys. Raises TierUnavailableError."""
-        self._check_open()
         try:
             return self._topology.masters(self._deadline(0))
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
 
-    def list_on(self, master: Lines, command: Command) -> Any:
-        """Send a *command* that lists what one master has. Raises TierUnavailableError."""
-        self._check_open()
-        asking = Asking(master, [(0, command)], MAX_LISTING_BYTES)
+    def run_on(self, master: Server, command: Command) -> Any:
+        """Send *command* to one master, however it is named. Raises TierUnavailableError."""
         replies: list[Any] = [None]
+        batches = [Batch(master, [(0, command)])]
         try:
-            self._ask_all([asking], self._deadline(0))
-            failed = self._take_in(asking, replies)
+            failed = self._carry_out(batches, replies, self._deadline(0), MAX_LISTING_BYTES)
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
         if failed:
@@ -280,11 +295,9 @@ class RedisLink:
         self._is_closed = True
         self._topology.close()
 
-    def _check_open(self) -> None:
+    def _deadline(self, payload_bytes: int) -> float:
         if self._is_closed:
             raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
-
-    def _deadline(self, payload_bytes: int) -> float:
         return self._clock() + self._timeout_s + payload_bytes / SLOWEST_BYTES_PER_S
 
     def _may_try_again(self, deadline: float) -> bool:
@@ -301,33 +314,9 @@ class RedisLink:
         for secret in self._secrets:  # a proxy may quote the AUTH it does not understand
             reason = reason.replace(secret, "***")
         whys = (error, error.__cause__)
-        fix = next((f for kinds, f in _FIXES if any(isinstance(w, kinds) for w in whys)), _FIX)
+        fix = next((fix for kind, fix in _FIXES if any(isinstance(w, kind) for w in whys)), _FIX)
         return TierUnavailableError(
             self._tier,
             f"{self.url}: {type(error).__name__}: {reason}; {fix}",
             is_partial=is_partial,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Why a call has no reply; *is_unsent* when nothing of it was done, *is_stale* when that was
-    over a connection that was gone before.
-    """
-
-    error: Exception
-    is_unsent: bool
-    is_stale: bool = False
-
-
-def _payload_bytes(command: Command) -> int:
-    return sum(len(argument) for argument in command if isinstance(argument, memoryview))
-
-
-def _open_topology(url: RedisUrl, timeout_s: float, connections: int) -> Topology:
-    """Return the topology that *url* names; nothing is asked before the first use."""
-    tls = None if url.tls is None else tls_context(url.tls)
-    options = LineOptions(timeout_s, connections, url.login, url.database, tls)
-    if url.mode == "sentinel":
-        return SentinelMaster(url, options)
-    return Cluster(url, options) if url.mode == "cluster" else SingleServer(url, options)

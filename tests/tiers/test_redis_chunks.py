@@ -14,7 +14,7 @@ from kvstore.proto.component_table import MAX_COMPONENTS
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkInfo, ChunkKey, KVLayout
-from kvstore.tiers.redis_manifest import (
+from kvstore.tiers.redis_chunks import (
     MAX_MANIFEST_BYTES,
     MAX_PART_BYTES,
     MAX_PARTS,

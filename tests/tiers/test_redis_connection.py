@@ -1,6 +1,8 @@
-"""The parser of what Redis answers, and the addresses it may have, without a server."""
+"""The parser of what Redis answers, the addresses it may have, and how far a server is."""
 
 from __future__ import annotations
+
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -13,24 +15,27 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
+    TryAgainError,
 )
+from redis_process import RedisProcess
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.tiers.redis_open import tls_context
-from kvstore.tiers.redis_reply import (
+from kvstore.tiers.redis_connection import (
     MAX_BULK_BYTES,
     MAX_ITEMS,
     MAX_LINE_BYTES,
+    WINDOW,
+    ConnectionOptions,
     MovedError,
-    MovingError,
     Reply,
     SlotLostError,
     WrongTypeError,
     error_of,
+    pack,
     parse_reply,
 )
-from kvstore.tiers.redis_url import MAX_HOSTS, parse_redis_url
-from kvstore.tiers.redis_wire import pack
+from kvstore.tiers.redis_servers import FAR_S, FAR_WINDOW, Server, converse
+from kvstore.tiers.redis_url import MAX_HOSTS, parse_redis_url, tls_context
 
 _REPLIES = st.recursive(
     st.none() | st.integers(-(1 << 62), 1 << 62) | st.binary(max_size=40),
@@ -107,7 +112,7 @@ def test_replies_beyond_the_protocol_or_its_limits_are_refused(said: bytes) -> N
         (b"-WRONGPASS invalid", AuthenticationError, "invalid"),
         (b"-READONLY You", ReadOnlyError, "You"),
         (b"-MOVED 1 127.0.0.1:7000", MovedError, "1 127.0.0.1:7000"),
-        (b"-ASK 1 127.0.0.1:7000", MovingError, "1 127.0.0.1:7000"),
+        (b"-ASK 1 127.0.0.1:7000", TryAgainError, "1 127.0.0.1:7000"),
         (b"-CLUSTERDOWN The cluster is down", ClusterDownError, "The cluster is down"),
         (b"-CLUSTERDOWN Hash slot not served", SlotLostError, "CLUSTERDOWN Hash slot not served"),
         (b"-ERR unknown", ResponseError, "ERR unknown"),
@@ -187,3 +192,23 @@ def test_options_of_tls_that_cannot_be_used_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match="redis url"):
         tls_context(options)
+
+
+def test_a_server_that_is_far_has_more_on_its_way_and_one_that_proves_near_has_not(
+    redis: RedisProcess,
+) -> None:
+    seconds, wait_s = 0.0, 2 * FAR_S
+
+    def clock() -> float:
+        nonlocal seconds
+        seconds += wait_s
+        return seconds
+
+    with closing(Server(("127.0.0.1", redis.port), ConnectionOptions(1.0, 4), clock)) as server:
+        converse(server, (b"PING",), 1.0)
+        assert server.window == FAR_WINDOW
+        wait_s = 0.0
+        converse(server, (b"PING",), 1.0)
+        wait_s = 2 * FAR_S  # it waited for a processor
+        converse(server, (b"PING",), 1.0)
+        assert server.window == WINDOW
