@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Report
+from kvstore.cli.simulate.state_replay import DEFAULT_HYBRID_POLICY, StateReplay, TokenRequest
 from kvstore.cli.trace_files import SegmentLine, read_trace
 from kvstore.cli.trace_tokens import TokenStreams
 from kvstore.server.eviction.states.cache import StateCache
@@ -24,7 +25,6 @@ from kvstore.server.eviction.states.density import STATE_CLASSES, HitDensityRank
 from kvstore.server.eviction.states.ghosts import GhostLimits
 from kvstore.server.eviction.states.hybrid_model import HYBRID_7B
 from kvstore.server.eviction.states.tree import CheckpointTree
-from kvstore.server.policy.state_replay import DEFAULT_HYBRID_POLICY, StateReplay, TokenRequest
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 
