@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.hybrid_model import HYBRID_7B, HybridModel, hybrid_model
+from kvstore.server.eviction.states.hybrid_model import HYBRID_7B, HybridModel, hybrid_model
 
 
 def test_a_state_of_the_7_b_hybrid_is_as_large_as_the_kv_of_409_tokens() -> None:

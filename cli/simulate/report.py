@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvstore.cli.plot import line_chart
-from kvstore.cli.simulate import Outcome
+from kvstore.cli.simulate.simulator import Outcome
 from kvstore.cli.tables import Grid, open_console
 from kvstore.proto.errors import InvalidRequestError
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.server.policy.checkpoint_columns import Slots
-from kvstore.server.policy.checkpoints import CheckpointTree, Node
+from kvstore.server.eviction.states.columns import Slots
+from kvstore.server.eviction.states.tree import CheckpointTree, Node
 
 Scores = NDArray[np.float64]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
-from kvstore.server.policy.checkpoint_columns import ROOT
-from kvstore.server.policy.checkpoints import CheckpointTree, Node
-from kvstore.server.policy.hybrid_model import HybridModel
+from kvstore.server.eviction.states.columns import ROOT
+from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.server.eviction.states.tree import CheckpointTree, Node
 from kvstore.server.policy.row_heap import RowHeap
 
 TOKENS_PER_KEPT = 16

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from kvstore.server.policy.checkpoint_ghosts import NO_GHOSTS
-from kvstore.server.policy.checkpoint_ranks import MarconiRank
-from kvstore.server.policy.checkpoints import CheckpointTree, Tokens
-from kvstore.server.policy.hybrid_model import HybridModel
-from kvstore.server.policy.state_cache import StateCache, States
+from kvstore.server.eviction.states.cache import StateCache, States
+from kvstore.server.eviction.states.ghosts import NO_GHOSTS
+from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.server.eviction.states.ranks import MarconiRank
+from kvstore.server.eviction.states.tree import CheckpointTree, Tokens
 
 _ALPHAS = tuple(step / 10 for step in range(21))
 _WINDOW_PER_REQUEST = 5

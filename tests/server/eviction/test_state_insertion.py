@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.server.policy.checkpoint_admission import Checkpoints, insert_speculatively
-from kvstore.server.policy.checkpoints import CheckpointTree
-from kvstore.server.policy.hybrid_model import HybridModel
+from kvstore.server.eviction.states.admission import Checkpoints, insert_speculatively
+from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.server.eviction.states.tree import CheckpointTree
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 

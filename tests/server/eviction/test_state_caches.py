@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.checkpoint_density import HitDensityRank
-from kvstore.server.policy.checkpoint_ghosts import NO_GHOSTS, GhostLimits
-from kvstore.server.policy.checkpoint_ranks import LeafLruRank, LruRank
-from kvstore.server.policy.hybrid_model import HYBRID_7B, HybridModel
-from kvstore.server.policy.state_cache import MakeRank, StateCache, States
-from kvstore.server.policy.state_replay import (
+from kvstore.cli.simulate.state_replay import (
     HYBRID_POLICIES,
     StateReplay,
     StateReplayResult,
     TokenRequest,
     make_states,
 )
-from kvstore.server.policy.state_tuning import MarconiStates
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.eviction.states.cache import MakeRank, StateCache, States
+from kvstore.server.eviction.states.density import HitDensityRank
+from kvstore.server.eviction.states.ghosts import NO_GHOSTS, GhostLimits
+from kvstore.server.eviction.states.hybrid_model import HYBRID_7B, HybridModel
+from kvstore.server.eviction.states.ranks import LeafLruRank, LruRank
+from kvstore.server.eviction.states.tuning import MarconiStates
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 PLENTY = 10**15

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.checkpoint_density import HitDensityRank
-from kvstore.server.policy.checkpoint_ghosts import NO_GHOSTS, GhostLimits
-from kvstore.server.policy.checkpoint_ranks import LeafLruRank, LruRank
-from kvstore.server.policy.checkpoints import Tokens
-from kvstore.server.policy.hybrid_model import HybridModel
-from kvstore.server.policy.state_cache import MakeRank, StateCache, States
-from kvstore.server.policy.state_tuning import MarconiStates
+from kvstore.server.eviction.states.cache import MakeRank, StateCache, States
+from kvstore.server.eviction.states.density import HitDensityRank
+from kvstore.server.eviction.states.ghosts import NO_GHOSTS, GhostLimits
+from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.server.eviction.states.ranks import LeafLruRank, LruRank
+from kvstore.server.eviction.states.tree import Tokens
+from kvstore.server.eviction.states.tuning import MarconiStates
 
 
 @dataclass(frozen=True)

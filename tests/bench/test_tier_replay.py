@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from bench.tier_replay import LoadModel, TierReplay, TierTerms
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from kvstore.server.policy.admission import ADMISSIONS, TierAdmission, ValueRule
 from kvstore.server.policy.history import History
 from kvstore.server.policy.lru import LruEviction
 from kvstore.server.policy.reuse import ReuseForecast
-from kvstore.server.policy.tier_replay import LoadModel, TierReplay, TierTerms
 
 
 def make_replay(

@@ -9,12 +9,12 @@ from functools import partial
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.checkpoint_admission import Checkpoints, insert_speculatively
-from kvstore.server.policy.checkpoint_ghosts import GhostLimits, Ghosts
-from kvstore.server.policy.checkpoint_ranks import CheckpointRank
-from kvstore.server.policy.checkpoints import CheckpointTree, Match, Node, Tokens
-from kvstore.server.policy.hybrid_model import HybridModel
-from kvstore.server.policy.steady_clock import SteadyClock
+from kvstore.server.eviction.states.admission import Checkpoints, insert_speculatively
+from kvstore.server.eviction.states.ghosts import GhostLimits, Ghosts
+from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.server.eviction.states.ranks import CheckpointRank
+from kvstore.server.eviction.states.steady_clock import SteadyClock
+from kvstore.server.eviction.states.tree import CheckpointTree, Match, Node, Tokens
 
 MakeRank = Callable[[CheckpointTree], CheckpointRank]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.server.policy.checkpoint_children import Children
-from kvstore.server.policy.checkpoint_columns import (
+from kvstore.server.eviction.states.children import Children
+from kvstore.server.eviction.states.columns import (
     MOST_HITS,
     MOST_TURNS,
     NO_SLOT,
@@ -17,7 +17,7 @@ from kvstore.server.policy.checkpoint_columns import (
     HeldColumns,
     NodeColumns,
 )
-from kvstore.server.policy.hybrid_model import HybridModel
+from kvstore.server.eviction.states.hybrid_model import HybridModel
 
 Tokens = NDArray[np.int32]
 

@@ -11,20 +11,20 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.server.policy.checkpoint_density import STATE_CLASSES, HitDensityRank, state_class
-from kvstore.server.policy.checkpoint_ghosts import GhostLimits
-from kvstore.server.policy.checkpoint_prior import CRC32, asked_before, forgotten_before
-from kvstore.server.policy.checkpoint_ranks import (
+from kvstore.server.eviction.states.cache import StateCache
+from kvstore.server.eviction.states.density import STATE_CLASSES, HitDensityRank, state_class
+from kvstore.server.eviction.states.ghosts import GhostLimits
+from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.server.eviction.states.prior import CRC32, asked_before, forgotten_before
+from kvstore.server.eviction.states.ranks import (
     CheckpointRank,
     LeafLruRank,
     LruRank,
     MarconiRank,
 )
-from kvstore.server.policy.checkpoints import CheckpointTree, Node, Tokens
+from kvstore.server.eviction.states.steady_clock import SteadyClock
+from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
 from kvstore.server.policy.density import Classes, DensityTable, Times
-from kvstore.server.policy.hybrid_model import HybridModel
-from kvstore.server.policy.state_cache import StateCache
-from kvstore.server.policy.steady_clock import SteadyClock
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 MakeRank = Callable[[CheckpointTree], CheckpointRank]

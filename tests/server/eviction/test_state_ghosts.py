@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.checkpoint_ghosts import GhostLimits, Ghosts
-from kvstore.server.policy.checkpoints import CheckpointTree, Node, Tokens
-from kvstore.server.policy.hybrid_model import HYBRID_7B, HybridModel
+from kvstore.server.eviction.states.ghosts import GhostLimits, Ghosts
+from kvstore.server.eviction.states.hybrid_model import HYBRID_7B, HybridModel
+from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
+from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.history import NO_FACTS, Facts, History
 from kvstore.server.policy.registry import make_policy
-from kvstore.server.policy.replay import BlockReplay
 
 Trace = list[tuple[list[int], float]]
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.server.policy.checkpoints import CheckpointTree, Node, Tokens
-from kvstore.server.policy.hybrid_model import HybridModel
+from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token

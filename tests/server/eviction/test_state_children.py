@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.server.policy.checkpoint_children import NOBODY, Children
+from kvstore.server.eviction.states.children import NOBODY, Children
 
 
 def test_children_are_found_by_parent_and_token_whatever_came_and_went() -> None:

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_blocks import DEFAULT_BLOCK_TOKENS, BlockTrace, make_blocks
 from kvstore.cli.trace_files import SegmentLine, TraceLines, read_trace
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
 from kvstore.server.policy.registry import POLICIES, instead_of, make_policy
-from kvstore.server.policy.replay import BlockReplay
 from kvstore.server.settings.units import parse_size
 
 if TYPE_CHECKING:  # its file imports this one
-    from kvstore.cli.simulate_states import StateSimulator
+    from kvstore.cli.simulate.states import StateSimulator
 
 ATTENTION, HYBRID = "attention", "hybrid-7b"
 MODELS = (ATTENTION, HYBRID)
@@ -82,7 +82,7 @@ def names_of(policies: str, model: str) -> list[str]:
     Raises InvalidRequestError for one that the model's simulator does not have.
     """
     if model == HYBRID:
-        from kvstore.cli.simulate_states import STATE_POLICIES as known
+        from kvstore.cli.simulate.states import STATE_POLICIES as known
     else:
         known = POLICIES
     names = list(known) if policies == "all" else policies.split(",")
@@ -126,7 +126,7 @@ class Simulator:
         return replay_blocks(trace, terms)
 
     def _run_states(self, terms: Terms) -> Outcome:
-        from kvstore.cli.simulate_states import StateSimulator
+        from kvstore.cli.simulate.states import StateSimulator
 
         lines = [line for line in self._lines if isinstance(line, SegmentLine)]
         if not lines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.server.policy.checkpoints import CheckpointTree, Match, Node, Tokens
+from kvstore.server.eviction.states.tree import CheckpointTree, Match, Node, Tokens
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.server.policy.checkpoint_columns import Slots
-from kvstore.server.policy.checkpoint_prior import asked_before, forgotten_before
-from kvstore.server.policy.checkpoint_ranks import CheckpointRank, Scores
-from kvstore.server.policy.checkpoints import CheckpointTree, Node
+from kvstore.server.eviction.states.columns import Slots
+from kvstore.server.eviction.states.prior import asked_before, forgotten_before
+from kvstore.server.eviction.states.ranks import CheckpointRank, Scores
+from kvstore.server.eviction.states.tree import CheckpointTree, Node
 from kvstore.server.policy.density import DensityTable, bins_of
 
 STATE_CLASSES = 21
@@ -44,7 +44,7 @@ class HitDensityRank(CheckpointRank):
     ``hits a second (class, age) x tokens that only this state saves / bytes that go with it``:
     the table is our DensityTable, of states that were evicted as of those that were not. A
     state that has just been made goes at once when all others are worth more. *warm* starts
-    from the counts of ``checkpoint_prior``; else all classes are alike at first.
+    from the counts of ``prior``; else all classes are alike at first.
     """
 
     spares_new = False
