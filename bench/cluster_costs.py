@@ -21,7 +21,7 @@ from kvstore.proto.types import ChunkKey
 from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
 from kvstore.server.metrics import Counters
-from kvstore.tiers.redis_link import RedisLink
+from kvstore.tiers.redis_client import RedisClient
 
 LOOKUPS = 300
 LOOKUP_CHUNKS = 24
@@ -118,7 +118,7 @@ def _directory(link: redis.Redis, port: int) -> tuple[float, float, float, float
 
 
 def _node(port: int, name: str) -> Directory:
-    link = RedisLink("redis", f"redis://127.0.0.1:{port}/0", 2000, 2)
+    link = RedisClient("redis", f"redis://127.0.0.1:{port}/0", 2000, 2)
     number = int.from_bytes(os.urandom(7), "big")
     me = NodeAddress(name, number, f"tcp://127.0.0.1:{number % 60_000}", "127.0.0.1:1")
     breaker = Breaker("tier", 3, 1000, time.monotonic)

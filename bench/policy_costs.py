@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from typing_extensions import override
 
-from kvstore.cli.simulate import Terms, replay_blocks
+from kvstore.cli.simulate.simulator import Terms, replay_blocks
+from kvstore.cli.simulate.state_replay import make_states
 from kvstore.cli.trace_blocks import BlockTrace
 from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction.states.cache import StateCache
+from kvstore.server.eviction.states.hybrid_model import HYBRID_7B
 from kvstore.server.policy.base import EvictionPolicy
 from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.hybrid_model import HYBRID_7B
 from kvstore.server.policy.radix import Rows
 from kvstore.server.policy.registry import make_policy
-from kvstore.server.policy.state_cache import StateCache
-from kvstore.server.policy.state_replay import make_states
 
 MEMORY_CHUNKS = 100_000
 STATE_PROMPTS = 5_000

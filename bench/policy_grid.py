@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from bench.baselines import BASELINES, make_any
-from kvstore.cli.simulate import Outcome, Terms, replay_blocks
+from kvstore.cli.simulate.simulator import Outcome, Terms, replay_blocks
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
 from kvstore.server.policy.history import History

@@ -3,7 +3,7 @@
 Replays data/traces/dev_*.jsonl at three capacities each, with the model ``hybrid-7b``. The bars are
 the better of SGLang+ and Marconi, each as its authors' artifact ran online on the same traces and
 capacities (vLLM+ is below both everywhere). No server and no bytes: the same hits whenever it runs.
-``--learn`` prints the tables of server/policy/checkpoint_prior.py instead.
+``--learn`` prints the tables of server/eviction/states/prior.py instead.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Report
+from kvstore.cli.simulate.state_replay import DEFAULT_HYBRID_POLICY, StateReplay, TokenRequest
 from kvstore.cli.trace_files import SegmentLine, read_trace
 from kvstore.cli.trace_tokens import TokenStreams
-from kvstore.server.policy.checkpoint_density import STATE_CLASSES, HitDensityRank
-from kvstore.server.policy.checkpoint_ghosts import GhostLimits
-from kvstore.server.policy.checkpoints import CheckpointTree
-from kvstore.server.policy.hybrid_model import HYBRID_7B
-from kvstore.server.policy.state_cache import StateCache
-from kvstore.server.policy.state_replay import DEFAULT_HYBRID_POLICY, StateReplay, TokenRequest
+from kvstore.server.eviction.states.cache import StateCache
+from kvstore.server.eviction.states.density import STATE_CLASSES, HitDensityRank
+from kvstore.server.eviction.states.ghosts import GhostLimits
+from kvstore.server.eviction.states.hybrid_model import HYBRID_7B
+from kvstore.server.eviction.states.tree import CheckpointTree
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 
@@ -90,7 +90,7 @@ def hybrid_keys(report: Report, policy: str = DEFAULT_HYBRID_POLICY) -> None:
 
 
 def learn_prior() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the counts that ``checkpoint_prior`` ships, as whole numbers: each (21, 40)."""
+    """Return the counts that ``prior`` ships, as whole numbers: each (21, 40)."""
     counts = np.zeros((2, STATE_CLASSES, 40))
     for trace, bars in BARS.items():
         requests = read_tokens(TRACES / f"{trace}.jsonl")

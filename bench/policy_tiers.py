@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bench.tier_replay import LoadModel, TierCounts, TierReplay, TierTerms
 from kvstore.server.policy.admission import ADMISSIONS, make_admission
 from kvstore.server.policy.history import History
 from kvstore.server.policy.lru import LruEviction
 from kvstore.server.policy.reuse import ReuseForecast
-from kvstore.server.policy.tier_replay import LoadModel, TierCounts, TierReplay, TierTerms
 
 SIZES = ((0.01, 0.10), (0.05, 0.25))
 """Fast and slow tier as shares of the footprint."""

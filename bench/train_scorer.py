@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
 from kvstore.server.policy.history import Facts, History
 from kvstore.server.policy.learned import LearnedEviction
 from kvstore.server.policy.radix import Rows
-from kvstore.server.policy.replay import BlockReplay
 from kvstore.server.policy.scorer import FEATURES, Features, Stump, StumpScorer
 
 SHARES = (0.02, 0.05, 0.1, 0.25)

@@ -9,7 +9,7 @@ from contextlib import closing
 from kvstore.cli.finding import Finding
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig
-from kvstore.tiers.redis_link import RedisLink
+from kvstore.tiers.redis_client import RedisClient
 
 MAX_SKEW_S = 2.0
 """Tokens and certificates are judged by each machine's own clock."""
@@ -26,7 +26,7 @@ def check_clock(
         return
     try:
         url = config.redis_access(config.redis_url)
-        link = RedisLink("redis", url, config.redis_timeout_ms, 1)
+        link = RedisClient("redis", url, config.redis_timeout_ms, 1)
     except (KVStoreError, OSError, ValueError):
         return  # the check of Redis names it
     with closing(link):

@@ -13,9 +13,9 @@ from kvstore.cli.status import directory_line
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import ServerConfig
-from kvstore.tiers.redis_health import concerns
-from kvstore.tiers.redis_link import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisLink
-from kvstore.tiers.redis_wire import Command
+from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
+from kvstore.tiers.redis_connection import Command
+from kvstore.tiers.redis_health import check_health
 
 MAX_REDIS_MS = 5.0
 PINGS = 20
@@ -27,7 +27,7 @@ def check_redis(config: ServerConfig) -> Iterator[Finding]:
         return
     try:
         url = config.redis_access(config.redis_url)
-        link = RedisLink("redis", url, config.redis_timeout_ms, 1)
+        link = RedisClient("redis", url, config.redis_timeout_ms, 1)
     except (KVStoreError, OSError, ValueError) as error:
         yield Finding("redis", "fail", str(error), "correct --redis and what belongs to it")
         return
@@ -57,7 +57,7 @@ def check_directory(status: pb.StatusResponse) -> Iterator[Finding]:
     yield Finding("directory", "warn" if fix else "ok", saw, fix)
 
 
-def _speed(link: RedisLink, name: bytes) -> Finding:
+def _speed(link: RedisClient, name: bytes) -> Finding:
     times = []
     for _ in range(PINGS):
         started = time.perf_counter()
@@ -93,7 +93,7 @@ def _trials(name: bytes, *, directory: bool) -> dict[str, Command]:
     return trials
 
 
-def _rights(link: RedisLink, name: bytes, config: ServerConfig) -> Finding:
+def _rights(link: RedisClient, name: bytes, config: ServerConfig) -> Finding:
     denied = {}
     for word, command in _trials(name, directory=config.directory).items():
         try:
@@ -117,9 +117,9 @@ def _rights(link: RedisLink, name: bytes, config: ServerConfig) -> Finding:
     )
 
 
-def _servers(link: RedisLink) -> Iterator[Finding]:
+def _servers(link: RedisClient) -> Iterator[Finding]:
     try:
-        found = list(concerns(link))
+        found = list(check_health(link))
     except KVStoreError as error:
         yield Finding("redis servers", "fail", str(error), "start them")
         return

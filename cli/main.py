@@ -293,13 +293,13 @@ def simulate(  # noqa: PLR0913 - each is an option
 ) -> None:
     """Replay a trace on policies and capacities, and print what each would have hit."""
     from kvstore.cli.progress import followed
-    from kvstore.cli.simulate import Simulator, Terms, names_of
-    from kvstore.cli.simulate_report import (
+    from kvstore.cli.simulate.report import (
         check_plot,
         outcomes_as_json,
         plot_outcomes,
         print_outcomes,
     )
+    from kvstore.cli.simulate.simulator import Simulator, Terms, names_of
 
     try:
         if count_from not in ("start", "half"):

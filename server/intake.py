@@ -23,7 +23,7 @@ from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.assembly import Assembly, Piece, PortionTicket
-from kvstore.server.landing import Landing, Said
+from kvstore.server.landing import NOTHING_SAID, Landing, Said
 from kvstore.server.landing import PutResult as PutResult
 from kvstore.server.sessions import Session
 from kvstore.tiers.base import Reservation
@@ -83,31 +83,21 @@ class Intake:
         # Guards the three fields above; held for dictionary operations only.
         self._lock = threading.Lock()
 
-    def begin(
+    def open(
         self,
         session: Session,
         info: ChunkInfo,
         deadline: float,
-        hints: Hints = NO_HINTS,
-        piece: Piece | None = None,
-    ) -> AnyTicket | PutResult:
-        """Reserve room for a frame, or say why there is nothing to write.
-
-        *info* is that of the whole chunk, also where only a *piece* of it is put.
-        Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
-        """
-        return self.begin_as(session, info, deadline, Said(hints), piece)
-
-    def begin_as(
-        self,
-        session: Session,
-        info: ChunkInfo,
-        deadline: float,
-        said: Said,
+        said: Said = NOTHING_SAID,
         piece: Piece | None = None,
         until: float = math.inf,
     ) -> AnyTicket | PutResult:
-        """The same of a chunk of which more is *said*, to be claimed *until* then."""
+        """Reserve room for a frame, or say why there is nothing to write.
+
+        The caller commits or discards the put. *info* is that of the whole chunk, also where only
+        a *piece* of it is put. Raises ShuttingDownError, QuotaExceededError, InvalidRequestError,
+        and LeaseExpiredError for a session that has ended.
+        """
         if self._draining:
             raise ShuttingDownError("the server drains; no new puts")
         ticket: AnyTicket
@@ -121,12 +111,19 @@ class Intake:
             if isinstance(reserved, PutResult):
                 return reserved
             ticket = PutTicket(self._new_id(), session, reserved, said.hints, until)
-        try:
-            self._own(ticket)
-        except (QuotaExceededError, LeaseExpiredError):
+        if session.is_closed:
             self.discard(ticket)
-            raise
+            raise _closed(session)
         return ticket
+
+    def _owned(self, begun: AnyTicket | PutResult) -> AnyTicket | PutResult:
+        if not isinstance(begun, PutResult):
+            try:
+                self._own(begun)
+            except (QuotaExceededError, LeaseExpiredError):
+                self.discard(begun)
+                raise
+        return begun
 
     def begin_all(
         self,
@@ -146,7 +143,8 @@ class Intake:
         try:
             for info, piece in zip(infos, pieces or [None] * len(infos), strict=True):
                 said = Said(hints, info.key not in continued)
-                begun.append(self.begin_as(session, info, deadline, said, piece, until))
+                ticket = self.open(session, info, deadline, said, piece, until)
+                begun.append(self._owned(ticket))
         except KVStoreError:
             for result in begun:
                 if not isinstance(result, PutResult):
@@ -160,7 +158,7 @@ class Intake:
         with self._lock:
             if ticket.session.is_closed:
                 # Its puts were already aborted; this one came too late for that.
-                raise LeaseExpiredError(f"session_id={session_id}: closed; open a session")
+                raise _closed(ticket.session)
             owned = self._by_session.setdefault(session_id, set())
             if len(owned) >= limit:
                 raise QuotaExceededError(
@@ -294,6 +292,10 @@ class Intake:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+
+def _closed(session: Session) -> LeaseExpiredError:
+    return LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
 
 
 def _found(check: FrameCheck, view: Bytes, key: ChunkKey) -> FrameHeader:

@@ -88,18 +88,15 @@ class Shelf:
     """Whether a copy goes once its chunk has come up to memory."""
     decode_bytes_per_s: float = 0.0
     """Mean speed of decoding its frames for CPU memory; 0 before the first, and for raw ones."""
+    name: str = field(init=False)
+    """The tier's, which is asked for often."""
     rate: Rate = field(init=False)
     tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
         self.encoder = self.encoder or TierCodec(NamedCodec(self.codec.name, self.codec))
-        name = self.tier.name
+        self.name = name = self.tier.name
         self.rate = Rate(_FIRST_GUESS_BYTES_PER_S.get(name, 1e9), _ROUND_TRIP_S.get(name, 1e-3))
-
-    @property
-    def name(self) -> str:
-        """The tier's name."""
-        return self.tier.name
 
     @property
     def reason(self) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 from local_server import eventually
 from redis_process import RedisProcess, TlsFiles
 
-from kvstore.tiers.redis_lines import Lines
-from kvstore.tiers.redis_open import LineOptions, tls_context
-from kvstore.tiers.redis_topology import ask
+from kvstore.tiers.redis_connection import ConnectionOptions
+from kvstore.tiers.redis_servers import Server, converse
+from kvstore.tiers.redis_url import tls_context
 
 _BUS_OFFSET = 10_000
 SERVICE = "kvstore"
@@ -182,10 +182,9 @@ def _url(
 def _raw(node: RedisProcess, *words: str | bytes) -> Any:
     """Return the reply to one command as it came."""
     context = tls_context((("ssl_ca_certs", str(node.tls.ca)),)) if node.tls else None
-    address, options = ("127.0.0.1", node.port), LineOptions(10.0, 1, tls=context)
-    with closing(Lines(address, options)) as lines:
-        (reply,) = ask(lines, [[_bytes(word) for word in words]], time.monotonic() + 10, 10.0)
-    return reply
+    address, options = ("127.0.0.1", node.port), ConnectionOptions(10.0, 1, tls=context)
+    with closing(Server(address, options, time.monotonic)) as server:
+        return converse(server, [_bytes(word) for word in words], time.monotonic() + 10)
 
 
 def _bytes(word: str | bytes) -> bytes:

@@ -20,6 +20,16 @@ def drip(client: socket.socket, reply: bytes) -> None:
         client.sendall(b"$")
 
 
+def drip_inside(client: socket.socket, reply: bytes) -> None:
+    """Send the last third of what is right byte after byte."""
+    cut = 2 * len(reply) // 3
+    client.sendall(reply[:cut])
+    for at in range(cut, len(reply)):
+        if select.select([client], [], [], 0.02)[0]:
+            return
+        client.sendall(reply[at : at + 1])
+
+
 def hang_up_inside(client: socket.socket, reply: bytes) -> None:
     client.sendall(reply[: 2 * len(reply) // 3])
 
@@ -39,6 +49,7 @@ def sending(answer: bytes) -> Spoil:
 
 SPOILS: dict[str, Spoil] = {
     "drips": drip,
+    "drips inside": drip_inside,
     "hangs up": lambda client, reply: None,
     "hangs up inside": hang_up_inside,
     "goes silent inside": stay_silent_inside,

@@ -25,7 +25,7 @@ from kvstore.server.settings.units import format_size, parse_size
 from kvstore.tiers.disk import DEFAULT_FILE_BYTES
 from kvstore.tiers.disk_files import DirectoryId, DiskConfig, DiskDirectory
 from kvstore.tiers.disk_index import IndexRow, pack_owner, pack_row
-from kvstore.tiers.redis_manifest import KeyNames, Manifest
+from kvstore.tiers.redis_chunks import KeyNames, Manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("cli", "client", "codecs", "proto", "server", "tiers")

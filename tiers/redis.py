@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,12 +28,7 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
-from kvstore.tiers.expected import Expected
-from kvstore.tiers.redis_account import RedisAccount
-from kvstore.tiers.redis_health import concerns
-from kvstore.tiers.redis_lines import DEFAULT_CONNECTIONS
-from kvstore.tiers.redis_link import Lost, RedisLink
-from kvstore.tiers.redis_manifest import (
+from kvstore.tiers.redis_chunks import (
     DEFAULT_PREFIX,
     MAX_PART_BYTES,
     MAX_PARTS,
@@ -39,37 +36,30 @@ from kvstore.tiers.redis_manifest import (
     WRITE_ID_BYTES,
     KeyNames,
     Manifest,
+    RedisChunks,
 )
-from kvstore.tiers.redis_remote import RemoteChunks
+from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, NodeDown, RedisClient
+from kvstore.tiers.redis_health import check_health
 
 logger = structlog.get_logger(__name__)
 
 CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
-
-LINES_FOR_ROWS = 4
-"""With fewer connections none is kept from one frame to the next: three threads load, and while
-they wait for room another may have to store.
-"""
-
-
-def _random_write_id() -> bytes:
-    return os.urandom(WRITE_ID_BYTES)
-
-
-def _wall_clock_us() -> int:
-    return time.time_ns() // 1000
+MAX_PEER_MANIFESTS = 4096
+"""Manifests of chunks not counted here, kept to save a round trip."""
+MAX_FOLLOWING = 256
+"""Of frames that are to be read, which of them is read next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
     """Where write ids (8 bytes, never the same twice) and sealing times come from."""
 
-    write_id: Callable[[], bytes] = _random_write_id
-    now_us: Callable[[], int] = _wall_clock_us
+    write_id: Callable[[], bytes] = lambda: os.urandom(WRITE_ID_BYTES)
+    now_us: Callable[[], int] = lambda: time.time_ns() // 1000
 
 
-class _Draft:
+class _PendingWrite:
     """A reserved frame, in this process until it is sealed. ``frame`` is None once spent."""
 
     __slots__ = ("frame", "write_id")
@@ -83,17 +73,107 @@ class _Draft:
         return frame
 
 
-class _Telling:
-    """Has a check follow what comes."""
+class CapacityTracker:
+    """Bytes reserved and sealed, against a capacity. Thread-safe; never does I/O.
 
-    def __init__(self, check: FrameCheck) -> None:
-        self.is_told = False
-        self._check = check
+    A chunk is counted from its sealing, or a listing, until it is noticed to be gone.
+    """
 
-    def __call__(self, size_bytes: int) -> None:
-        """So much of the frame has come, from its start."""
-        self.is_told = True
-        self._check.follow((size_bytes,))
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._chunks: dict[ChunkKey, Manifest] = {}
+        self._peers: OrderedDict[ChunkKey, Manifest] = OrderedDict()
+        self._used_bytes = 0
+        self._reservations = 0
+
+    def stats(self) -> TierStats:
+        """Count everything."""
+        with self._lock:
+            return TierStats(
+                self._capacity_bytes, self._used_bytes, len(self._chunks), self._reservations
+            )
+
+    def reserve(self, need_bytes: int) -> bool:
+        """Take *need_bytes*, or return False."""
+        with self._lock:
+            if self._used_bytes + need_bytes > self._capacity_bytes:
+                return False
+            self._used_bytes += need_bytes
+            self._reservations += 1
+            return True
+
+    def end(self, reserved_bytes: int, sealed: Manifest | None) -> None:
+        """End a reservation, counting the chunk that came of it."""
+        with self._lock:
+            self._reservations -= 1
+            self._used_bytes -= reserved_bytes
+            if sealed is not None:
+                self._count(sealed)
+
+    def known(self, key: ChunkKey) -> Manifest | None:
+        """Return the manifest last seen under *key*."""
+        with self._lock:
+            return self._chunks.get(key) or self._peers.get(key)
+
+    def counted(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Manifest | None]:
+        """Return the manifests counted for *keys*. Ask before a read that may prove them gone."""
+        with self._lock:
+            return {key: self._chunks.get(key) for key in keys}
+
+    def everything(self) -> dict[ChunkKey, Manifest]:
+        """Return a copy of all that is counted."""
+        with self._lock:
+            return dict(self._chunks)
+
+    def note(
+        self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest | None]
+    ) -> None:
+        """Take in a read: what its keys were counted as *before* it, and what it *found*.
+
+        What this process sealed meanwhile stays counted.
+        """
+        with self._lock:
+            for key, new in found.items():
+                old = before[key]
+                if old is not None and old != new and self._chunks.get(key) is old:
+                    self._discount(key)
+                self._peers.pop(key, None)
+                if new is not None and key not in self._chunks:
+                    self._peers[key] = new
+                    if len(self._peers) > MAX_PEER_MANIFESTS:
+                        self._peers.popitem(last=False)
+
+    def forget(self, key: ChunkKey, gone: Sequence[Manifest | None]) -> None:
+        """Stop counting *key* if what is counted is one of *gone*."""
+        with self._lock:
+            if self._chunks.get(key) in gone:
+                self._discount(key)
+            self._peers.pop(key, None)
+
+    def reconcile(
+        self, before: Mapping[ChunkKey, Manifest], found: Mapping[ChunkKey, Manifest]
+    ) -> None:
+        """Take in a listing: count all it *found*, and of *before* only that."""
+        with self._lock:
+            for key, old in before.items():
+                if key not in found and self._chunks.get(key) is old:
+                    self._discount(key)
+            for key, new in found.items():
+                if self._chunks.get(key) in (None, before.get(key)):
+                    self._count(new)
+
+    def _count(self, manifest: Manifest) -> None:
+        key = manifest.info.key
+        self._discount(key)
+        self._peers.pop(key, None)
+        self._chunks[key] = manifest
+        self._used_bytes += manifest.info.size_bytes + CHUNK_OVERHEAD_BYTES
+
+    def _discount(self, key: ChunkKey) -> None:
+        gone = self._chunks.pop(key, None)
+        if gone is not None:
+            self._used_bytes -= gone.info.size_bytes + CHUNK_OVERHEAD_BYTES
 
 
 class RedisTier(Tier):
@@ -143,12 +223,11 @@ class RedisTier(Tier):
         self.capacity_bytes = capacity_bytes
         self._part_bytes = part_bytes
         self._stamps = stamps or Stamps()
-        self._keeps_lines = connections >= LINES_FOR_ROWS
-        self._link = RedisLink(self.name, url, timeout_ms, connections)
-        self._remote = RemoteChunks(self._link, KeyNames(prefix), ttl_s)
-        self._account = RedisAccount(capacity_bytes, self.allocated_bytes)
+        self._client = RedisClient(self.name, url, timeout_ms, connections)
+        self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
+        self._capacity = CapacityTracker(capacity_bytes)
+        self._following: dict[ChunkKey, ChunkKey] = {}
         self._listed = False
-        self._expected = Expected()
         self._never_answered = ""
         try:
             self._list()
@@ -161,7 +240,7 @@ class RedisTier(Tier):
         return self._never_answered
 
     def __repr__(self) -> str:
-        return f"RedisTier({self._link.url!r}, capacity_bytes={self.capacity_bytes})"
+        return f"RedisTier({self._client.url!r}, capacity_bytes={self.capacity_bytes})"
 
     def allocated_bytes(self, size_bytes: int) -> int:
         """Bytes a frame of *size_bytes* takes here: itself, its manifest and its names."""
@@ -184,19 +263,19 @@ class RedisTier(Tier):
             self._list()
         need_bytes = self.allocated_bytes(info.size_bytes)
         fits = info.size_bytes <= self.max_frame_bytes()
-        if not fits or not self._account.reserve(need_bytes):
-            used_bytes = self._account.stats().used_bytes
+        if not fits or not self._capacity.reserve(need_bytes):
+            used_bytes = self._capacity.stats().used_bytes
             raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
         try:
-            draft = _Draft(info.size_bytes, self._stamps.write_id())
+            pending = _PendingWrite(info.size_bytes, self._stamps.write_id())
         except MemoryError:
-            self._account.settle(need_bytes, None)
+            self._capacity.end(need_bytes, None)
             raise TierFullError(self.name, need_bytes, 0) from None
-        return Reservation(info, tenant, need_bytes, draft)
+        return Reservation(info, tenant, need_bytes, pending)
 
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
         """Copy *data* into the reserved frame at byte *offset*."""
-        frame = _draft(reservation).frame
+        frame = _pending(reservation).frame
         if frame is None:
             raise InvalidRequestError("reservation", "spent", "reserve again")
         if not 0 <= offset <= len(frame) - len(data):
@@ -210,26 +289,26 @@ class RedisTier(Tier):
 
         Raises TierFullError, freeing the room, when the server itself takes no more.
         """
-        draft = _draft(reservation)
-        frame = draft.spend()
+        pending = _pending(reservation)
+        frame = pending.spend()
         if frame is None:
             raise InvalidRequestError("reservation", "spent", "reserve again")
         manifest = Manifest.of(
-            reservation.info, self._part_bytes, draft.write_id, self._stamps.now_us()
+            reservation.info, self._part_bytes, pending.write_id, self._stamps.now_us()
         )
         sealed = False
         try:
-            sealed = self._remote.publish(manifest, frame)
+            sealed = self._stored.write(manifest, frame)
         except OutOfMemoryError:
             raise TierFullError(self.name, reservation.reserved_bytes, 0) from None
         finally:
-            self._account.settle(reservation.reserved_bytes, manifest if sealed else None)
+            self._capacity.end(reservation.reserved_bytes, manifest if sealed else None)
         return sealed
 
     def abort(self, reservation: Reservation) -> None:
         """Free the room of a reservation that will not be sealed. Idempotent."""
-        if _draft(reservation).spend() is not None:
-            self._account.settle(reservation.reserved_bytes, None)
+        if _pending(reservation).spend() is not None:
+            self._capacity.end(reservation.reserved_bytes, None)
 
     def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
         """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
@@ -239,49 +318,54 @@ class RedisTier(Tier):
         down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
         *out* does, whatever stands in Redis.
         """
+        return self._read(key, out, offset, None)
+
+    @override
+    def read_checked(self, key: ChunkKey, out: Bytes, check: FrameCheck) -> Iterator[int]:
+        """Do what ``read_into`` does, while *check* follows what comes."""
+        if self._read(key, out, 0, check):
+            yield len(out)
+
+    def _read(self, key: ChunkKey, out: Bytes, offset: int, check: FrameCheck | None) -> bool:
         try:
-            return self._read_into(key, out, offset)
+            return self._read_known(key, out, offset, check)
         except TierUnavailableError as error:
             if not error.is_partial:
                 raise
             return False
 
-    @override
-    def read_checked(self, key: ChunkKey, out: Bytes, check: FrameCheck) -> Iterator[int]:
-        """Do what ``read_into`` does, while *check* follows what comes."""
-        try:
-            is_here = self._read_into(key, out, 0, _Telling(check))
-        except TierUnavailableError as error:
-            if not error.is_partial:
-                raise
-            return
-        if is_here:
-            yield len(out)
+    def _read_known(self, key: ChunkKey, out: Bytes, offset: int, check: FrameCheck | None) -> bool:
+        has_checked = False
 
-    def _read_into(
-        self, key: ChunkKey, out: Bytes, offset: int, telling: _Telling | None = None
-    ) -> bool:
-        known = self._account.known(key)
+        def arrived(size_bytes: int) -> None:
+            nonlocal has_checked
+            if check is not None:
+                has_checked = True
+                check.follow((size_bytes,))
+
+        known = self._capacity.known(key)
+        following = self._capacity.known(self._following.pop(key, key))
+        following = None if following is known else following
         if (
             known
             and known.covers(offset, len(out))
-            and self._remote.pull(known, out, offset, self._following(key), arrived=telling)
+            and self._stored.read(known, out, offset, following, arrived=arrived)
         ):
             return True
-        (current,) = self._look([key])
+        (current,) = self._stat([key])
         if current is None:
             return False
         if not current.covers(offset, len(out)):
             raise InvalidRequestError(
                 "offset", offset, f"{len(out)} bytes from there exceed {current.info.size_bytes}"
             )
-        is_told = telling is not None and telling.is_told
-        if self._remote.pull(current, out, offset, arrived=None if is_told else telling):
+        had_checked = has_checked
+        if self._stored.read(current, out, offset, arrived=bool if had_checked else arrived):
             # What was checked of one read says nothing of another: a miss, for once.
-            return not is_told
+            return not had_checked
         with contextlib.suppress(TierUnavailableError):
-            self._remote.remove(key, current.raw)
-        self._account.forget(key, [current])
+            self._stored.delete(key, current.raw)
+        self._capacity.forget(key, [current])
         return False
 
     @override
@@ -290,32 +374,30 @@ class RedisTier(Tier):
 
         What is to be decoded is better spread over threads, and a Cluster's chunks over servers.
         """
-        known = None if self._link.is_cluster else self._account.known(key)
+        known = None if self._client.is_cluster else self._capacity.known(key)
         return self if known is not None and not known.info.codec_id else None
 
     @override
     def expect(self, keys: Sequence[ChunkKey]) -> None:
-        self._expected.note(keys)
         if not keys:
-            self._remote.end_row()
-
-    def _following(self, key: ChunkKey) -> Manifest | None:
-        """Return what this thread reads after *key*, if that is known."""
-        following = self._expected.after(key) if self._keeps_lines else ()
-        return self._account.known(following[0]) if following else None
+            self._stored.drop_ahead()
+        elif len(keys) > 1:
+            if len(self._following) >= MAX_FOLLOWING:
+                self._following.clear()
+            self._following[keys[0]] = keys[1]
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         """Return what is known of each key, whoever put it; one round trip for 512 keys.
 
         All nodes of a Cluster are asked at once; what a lost one holds is absent meanwhile.
         """
-        return [row.info if row else None for row in self._look(keys)]
+        return [row.info if row else None for row in self._stat(keys)]
 
     def delete(self, key: ChunkKey) -> bool:
         """Forget *key*, whoever put it, and free its room. Return whether it was there."""
-        before = self._account.counted([key])
-        removed = self._remote.remove(key)
-        self._account.forget(key, [*before, removed])
+        before = self._capacity.counted([key])
+        removed = self._stored.delete(key)
+        self._capacity.forget(key, [before[key], removed])
         return removed is not None
 
     def scan(self) -> Iterator[ChunkInfo]:
@@ -324,42 +406,41 @@ class RedisTier(Tier):
 
     def stats(self) -> TierStats:
         """Count the tier; what expired or was removed by others counts until noticed."""
-        return self._account.stats()
+        return self._capacity.stats()
 
     def flush(self) -> None:
         """Do nothing: a sealed frame is already as safe as the server makes it."""
 
     def close(self) -> None:
         """Disconnect, leaving the data. Idempotent."""
-        self._link.close()
+        self._client.close()
 
-    def _look(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
-        before = self._account.counted(keys)
-        rows = self._remote.look(keys)
-        found = [None if isinstance(row, Lost) else row for row in rows]
-        # what cannot be asked about stays counted
-        seen = [at for at, row in enumerate(rows) if not isinstance(row, Lost)]
-        if seen:
+    def _stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
+        before = self._capacity.counted(keys)
+        rows = self._stored.stat(keys)
+        # What cannot be asked about stays counted.
+        found = {
+            key: row for key, row in zip(keys, rows, strict=True) if not isinstance(row, NodeDown)
+        }
+        if found:
             self._never_answered = ""
-        self._account.note(
-            [keys[at] for at in seen], [before[at] for at in seen], [found[at] for at in seen]
-        )
-        return found
+        self._capacity.note(before, found)
+        return [found.get(key) for key in keys]
 
     def _list(self) -> list[Manifest]:
-        before = self._account.everything()
-        found, whole = self._remote.listing()
+        before = self._capacity.everything()
+        found, whole = self._stored.scan()
         self._never_answered = ""
-        self._account.reconcile(before if whole else {}, found)
+        self._capacity.reconcile(before if whole else {}, found)
         if not self._listed:
             self._listed = True
             with contextlib.suppress(TierUnavailableError):
-                for concern in concerns(self._link):
-                    logger.warning(concern.saw, fix=concern.fix)
+                for finding in check_health(self._client):
+                    logger.warning(finding.saw, fix=finding.fix)
         return sorted(found.values(), key=lambda row: (row.sealed_us, row.info.key))
 
 
-def _draft(reservation: Reservation) -> _Draft:
-    if not isinstance(reservation.place, _Draft):
+def _pending(reservation: Reservation) -> _PendingWrite:
+    if not isinstance(reservation.place, _PendingWrite):
         raise InvalidRequestError("reservation", reservation.place, "it is another tier's")
     return reservation.place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -134,3 +135,32 @@ def _show_host(address: HostPort) -> str:
 
 def _refuse() -> NoReturn:
     raise InvalidRequestError("redis url", "(not shown)", _FIX)
+
+
+def tls_context(options: tuple[tuple[str, str], ...]) -> ssl.SSLContext:
+    """Return the context that *options*, by their names in the URL, stand for.
+
+    Raises InvalidRequestError for values that mean nothing and files that cannot be read.
+    """
+    given = dict(options)
+    requirement = given.get("ssl_cert_reqs", "required")
+    check = given.get("ssl_check_hostname", "true").lower()
+    if requirement not in ("required", "none") or check not in ("true", "false"):
+        raise InvalidRequestError(
+            "redis url", f"{requirement}, {check}", "ssl_cert_reqs is required or none,"
+            " ssl_check_hostname is true or false",
+        )  # fmt: skip
+    try:
+        context = ssl.create_default_context(
+            cafile=given.get("ssl_ca_certs"), capath=given.get("ssl_ca_path")
+        )
+        if "ssl_certfile" in given:
+            context.load_cert_chain(given["ssl_certfile"], given.get("ssl_keyfile"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(
+            "redis url", str(error), "name files of certificates in PEM that this user can read"
+        ) from None
+    context.check_hostname = check == "true" and requirement == "required"
+    if requirement == "none":
+        context.verify_mode = ssl.CERT_NONE
+    return context

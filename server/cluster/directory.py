@@ -26,7 +26,7 @@ from kvstore.server.cluster.directory_roster import NodeAddress as NodeAddress
 from kvstore.server.cluster.directory_roster import Roster, Standing, is_full
 from kvstore.server.cluster.directory_strangers import Leftover, Strangers
 from kvstore.server.metrics import Counters
-from kvstore.tiers.redis_link import Call, Lost, RedisLink
+from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
 
 MAX_ASKED_KEYS = 512
 """Keys of one round trip."""
@@ -80,7 +80,7 @@ class Directory:
 
     def __init__(
         self,
-        link: RedisLink,
+        link: RedisClient,
         me: NodeAddress,
         terms: DirectoryTerms,
         counters: Counters,
@@ -323,7 +323,7 @@ class Directory:
         except KVStoreError:
             self._undelivered += [key for key, _ in words]
             raise
-        lost = [key for at, (key, _) in enumerate(words) if isinstance(replies[2 * at], Lost)]
+        lost = [key for at, (key, _) in enumerate(words) if isinstance(replies[2 * at], NodeDown)]
         self._undelivered += lost
         del self._undelivered[:-MAX_PENDING]
         self._counters.add("directory_words", len(words) - len(lost))

@@ -16,8 +16,8 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.tiers.redis_link import Lost, RedisLink
-from kvstore.tiers.redis_wire import Command
+from kvstore.tiers.redis_client import NodeDown, RedisClient
+from kvstore.tiers.redis_connection import Command
 
 COPIES = 3
 """Hashes with every node's address. A node is known while half of those that answer know it."""
@@ -129,7 +129,7 @@ class Roster:
     A node that nobody heard of for *ttl_ms* is no longer listed.
     """
 
-    def __init__(self, link: RedisLink, prefix: str, me: NodeAddress, ttl_ms: int) -> None:
+    def __init__(self, link: RedisClient, prefix: str, me: NodeAddress, ttl_ms: int) -> None:
         self._link = link
         self._me = me
         self._names = [b"%b{%b}:nodes" % (prefix.encode(), tag) for tag in _TAGS]
@@ -155,9 +155,9 @@ class Roster:
             replies = self._link.ask(calls, reply_bytes=MAX_ANSWER_BYTES)
         except OutOfMemoryError:
             raise is_full(self._link) from None
-        answers = [reply for reply in replies if not isinstance(reply, Lost)]
+        answers = [reply for reply in replies if not isinstance(reply, NodeDown)]
         if not answers:
-            raise next(reply.error for reply in replies if isinstance(reply, Lost))
+            raise next(reply.error for reply in replies if isinstance(reply, NodeDown))
         states = [self._take_in(reply) for reply in answers]
         self.living = list(dict.fromkeys(node for state in states for node in state.living))
         return self._settle([state.word for state in states], [s.rival for s in states])
@@ -193,7 +193,7 @@ class Roster:
         self._link.ask([(name, (b"EVAL", _LEAVE, 1, name, *self._leave)) for name in self._names])
 
 
-def is_full(link: RedisLink) -> TierUnavailableError:
+def is_full(link: RedisClient) -> TierUnavailableError:
     """Return the error of a Redis that takes no more."""
     fix = "raise its maxmemory, or let it evict (maxmemory-policy allkeys-lru)"
     return TierUnavailableError("redis", f"{link.url}: Redis is full; {fix}")

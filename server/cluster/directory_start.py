@@ -30,10 +30,10 @@ def open_directory(
     if not config.directory or config.redis_url is None:
         return None
     from kvstore.server.cluster.directory import Directory, DirectoryTerms
-    from kvstore.tiers.redis_link import RedisLink
+    from kvstore.tiers.redis_client import RedisClient
 
     url = config.redis_access(config.redis_url)
-    link = RedisLink("redis", url, config.redis_timeout_ms, config.redis_connections)
+    link = RedisClient("redis", url, config.redis_timeout_ms, config.redis_connections)
     me = _address(config, incarnation, grpc_port, zmq_address)
     breaker = Breaker("node directory", config.breaker_failures, config.breaker_retry_ms, clock)
     terms = DirectoryTerms(config.redis_prefix, config.directory_ttl_ms, config.directory_chunks)

@@ -20,11 +20,11 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
+from kvstore.server.cluster.expected import Expected
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peers import Offer, Peers
 from kvstore.server.metrics import Counters
 from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation, Tier, TierStats
-from kvstore.tiers.expected import Expected
 
 KNOWN_S = 10.0
 MAX_KNOWN_CHUNKS = 1 << 16

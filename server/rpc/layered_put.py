@@ -12,6 +12,7 @@ from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
 from kvstore.proto.hints import NO_HINTS
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.intake import AnyTicket, PutResult
+from kvstore.server.landing import Said
 from kvstore.server.manager import TierManager
 from kvstore.server.rpc.checks import Checks
 from kvstore.server.sessions import Session, SessionTable
@@ -72,14 +73,13 @@ class LayeredPutStream:
         if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
             raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
         info, _ = self._checks.header(session, header, message.frame_bytes)
-        begun = self._manager.puts.begin(session, info, deadline, self._hints)
+        begun = self._manager.puts.open(session, info, deadline, Said(self._hints))
         if isinstance(begun, PutResult):
             self._frames.append(_Incoming(begun, None, header))
             return
-        # Ours from here on: the end of the session must not free what we write into.
-        ticket = self._manager.puts.claim(session, begun.ticket_id)
-        self._frames.append(_Incoming(None, ticket, header))
-        view = self._manager.puts.view(ticket)
+        # Ours: the end of the session must not free what we write into.
+        self._frames.append(_Incoming(None, begun, header))
+        view = self._manager.puts.view(begun)
         end = header.header_bytes
         for row in header.segments:  # what no segment covers, and no checksum
             view[end : int(row["offset"])] = 0

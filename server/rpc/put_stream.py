@@ -182,15 +182,14 @@ class PutStream:
         if self._held is not None and self._held.ticket is not None:
             self._commit_held(is_end=info.parent_key != self._held.ticket.key)
         said = Said(self._hints, is_end=None)
-        begun = self._manager.puts.begin_as(session, info, self._deadline, said, piece)
+        begun = self._manager.puts.open(session, info, self._deadline, said, piece)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)
             self._incoming = _Incoming(None, frame_bytes)
         else:
-            # Ours from here on: the end of the session must not free what we write into.
-            ticket = self._manager.puts.claim(session, begun.ticket_id)
-            room = self._manager.puts.view(ticket)
-            is_whole = isinstance(ticket, PutTicket)
+            # Ours: the end of the session must not free what we write into.
+            room = self._manager.puts.view(begun)
+            is_whole = isinstance(begun, PutTicket)
             check = FrameCheck(room, info.key, header.header_bytes) if is_whole else None
-            self._incoming = _Incoming(ticket, frame_bytes, room, check)
+            self._incoming = _Incoming(begun, frame_bytes, room, check)

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from kvstore.server.trust.trust_config import OwnFile
-from kvstore.tiers.redis_manifest import DEFAULT_PREFIX
+from kvstore.tiers.redis_chunks import DEFAULT_PREFIX
 from kvstore.tiers.redis_url import parse_redis_url
 
 MAX_PASSWORD_BYTES = 4096
@@ -63,7 +63,7 @@ class RedisSettings(BaseModel):
     def redis_access(self, url: str) -> str:
         """Return *url* with the user, the password and the TLS files of these settings.
 
-        It holds secrets: RedisLink masks them.
+        It holds secrets: RedisClient masks them.
         """
         scheme, _, rest = url.partition("://")
         place, _, query = rest.partition("?")

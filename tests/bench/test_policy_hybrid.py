@@ -15,7 +15,7 @@ from bench.policy_hybrid import (
 )
 from bench.report import Report
 
-from kvstore.server.policy.checkpoint_prior import asked_before, forgotten_before
+from kvstore.server.eviction.states.prior import asked_before, forgotten_before
 
 
 @pytest.fixture(scope="module")

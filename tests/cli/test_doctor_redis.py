@@ -13,7 +13,7 @@ from redis_process import RedisProcess, TlsFiles
 
 from kvstore.cli.main import main
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.tiers.redis_link import DIRECTORY_RIGHTS, TIER_RIGHTS
+from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS
 
 Row = dict[str, str]
 Doctor = Callable[..., list[Row]]

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.cli.exits import EXIT_USAGE
 from kvstore.cli.main import main
-from kvstore.cli.simulate import MODELS, Terms, parse_capacity
+from kvstore.cli.simulate.simulator import MODELS, Terms, parse_capacity
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.policy.registry import POLICIES
 
@@ -215,7 +215,7 @@ def test_the_plot_has_a_line_for_each_policy(
 def test_a_png_becomes_an_svg_where_nothing_draws_pngs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.cli.simulate_report._draw_png", lambda *_: False)
+    monkeypatch.setattr("kvstore.cli.simulate.report._draw_png", lambda *_: False)
     status, _, err = run(
         capsys, str(blocks(tmp_path, (1, 2))), "--plot", str(tmp_path / "hits.png")
     )

@@ -215,6 +215,29 @@ def test_all_batches_of_a_put_have_one_deadline(
     assert second - 50 >= third
 
 
+def test_a_put_whose_time_is_up_sends_no_further_batch(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, given_ms = client._connected(), list[int]()
+
+    def too_slow(chunks: list[object], *, deadline_ms: int, **_: object) -> list[Put]:
+        given_ms.append(deadline_ms)
+        time.sleep(0.31)
+        return [Put(PutOutcome.stored)] * len(chunks)
+
+    monkeypatch.setattr(transport, "put", too_slow)
+    keys = keys_of(client, 1, CHUNKS)
+
+    def put_all() -> None:
+        with client.begin_put(planned(client, keys), within_ms=300) as put:
+            for number, parts in layers_of(client, keys).items():
+                put.layer(number, parts)
+
+    with pytest.raises(DeadlineError, match="deadline_ms=300 passed"):
+        put_all()
+    assert len(given_ms) <= 1
+
+
 def test_batches_of_a_layered_put_that_is_abandoned_end_together(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,13 +136,13 @@ def test_hints_go_over_the_stream(server: LocalServer, monkeypatch: pytest.Monke
     monkeypatch.setattr(ZmqLink, "send", _forbidden)
     monkeypatch.setattr(StreamTransport, "put", _forbidden)
     taken: list[Hints] = []
-    begin_as = Intake.begin_as
+    opened = Intake.open
 
     def noted(intake: Intake, *terms: Any, **others: Any) -> object:
         taken.append(terms[3].hints)
-        return begin_as(intake, *terms, **others)
+        return opened(intake, *terms, **others)
 
-    monkeypatch.setattr(Intake, "begin_as", noted)
+    monkeypatch.setattr(Intake, "open", noted)
     hints = Hints(Reuse.keep, priority=3, ttl_ms=60_000, category="code")
     assert_reads(client, store(client, 1, 2, hints))
     assert taken == [hints] * 2

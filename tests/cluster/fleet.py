@@ -21,7 +21,7 @@ from kvstore.proto.types import ChunkKey
 from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
 from kvstore.server.metrics import Counters
-from kvstore.tiers.redis_link import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisLink
+from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
 
 PREFIX = "fleet:"
 PASSWORD = "between us"
@@ -113,7 +113,7 @@ class Fleet:
     @contextmanager
     def observer(self) -> Iterator[Directory]:
         """Take part in the directory as a node that serves nothing."""
-        link = RedisLink("redis", self.url, 500, 4)
+        link = RedisClient("redis", self.url, 500, 4)
         me = NodeAddress("observer", time.time_ns(), "", f"{GATEWAY}:1")
         breaker = Breaker("node directory", 3, 200, time.monotonic)
         terms = DirectoryTerms(PREFIX, TTL_MS)

@@ -15,7 +15,7 @@ from prompts import keys_of, store
 from kvstore.client import Client
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import Directory
-from kvstore.tiers.redis_manifest import KeyNames
+from kvstore.tiers.redis_chunks import KeyNames
 
 CHUNKS = 3
 SEEDS = count(1)

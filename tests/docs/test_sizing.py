@@ -7,7 +7,7 @@ import re
 import pytest
 from docs.blocks import ROOT
 
-from kvstore.cli.simulate import Simulator, Terms
+from kvstore.cli.simulate.simulator import Simulator, Terms
 from kvstore.proto.types import (
     DType,
     KVLayout,

@@ -11,7 +11,7 @@ import pytest
 from server_process import ServerProcess
 
 from kvstore.cli.main import main
-from kvstore.cli.simulate import Simulator, Terms
+from kvstore.cli.simulate.simulator import Simulator, Terms
 from kvstore.cli.status import ask_status
 from kvstore.cli.trace_blocks import make_blocks
 from kvstore.cli.trace_files import read_trace

@@ -47,8 +47,8 @@ from kvstore.tiers.disk_index import (
     unpack_owner,
     unpack_row,
 )
-from kvstore.tiers.redis_manifest import Manifest, parse_manifest
-from kvstore.tiers.redis_reply import parse_reply
+from kvstore.tiers.redis_chunks import Manifest, parse_manifest
+from kvstore.tiers.redis_connection import parse_reply
 
 Target = Callable[[bytes], object]
 

@@ -18,7 +18,7 @@ from redis_process import RedisProcess, free_port
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.config import load_config
-from kvstore.tiers.redis_link import RedisLink
+from kvstore.tiers.redis_client import RedisClient
 
 START_S = 10.0
 ODD = {
@@ -61,7 +61,7 @@ class BundledRedis:
             process.kill()
             process.wait()
 
-    def access(self, port: int, *flags: str) -> Callable[[], RedisLink]:
+    def access(self, port: int, *flags: str) -> Callable[[], RedisClient]:
         """Return what connects as the server would, with its settings and the secret by then."""
         assert self._settings["redis_url"] == "redis://x-kvstore-redis:6379/0"
         given = {
@@ -74,7 +74,7 @@ class BundledRedis:
         path.write_text(yaml.safe_dump(given))
         config = load_config(["--config", str(path), *flags])
         url = config.redis_url or ""
-        return lambda: RedisLink("redis", config.redis_access(url), 5000, 1)
+        return lambda: RedisClient("redis", config.redis_access(url), 5000, 1)
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def bundled(tmp_path: Path) -> BundledRedis:
     return BundledRedis(Helm(TOOLS / "helm4"), tmp_path)
 
 
-def answer(link: RedisLink, *command: bytes) -> object:
+def answer(link: RedisClient, *command: bytes) -> object:
     (found,) = link.run(b"x", [list(command)])
     return found
 
 
-def eventually_set(make: Callable[[], RedisLink]) -> object:
+def eventually_set(make: Callable[[], RedisClient]) -> object:
     """Write through a link as soon as its Redis has started."""
     deadline = time.monotonic() + START_S
     while True:

@@ -90,7 +90,7 @@ class Writers:
         info = ChunkInfo(self.key(number), ROOT, portion.whole, 0, raw_frame_bytes(portion.whole))
         piece = Piece(portion, len(self.frame(portion, number)), is_streamed)
         hints = hints or Hints()
-        begun = self.puts.begin(session, info, self.core.later(), hints, piece)
+        begun = self.puts.begin_all(session, [info], self.core.later(), hints, [piece])[0]
         assert isinstance(begun, PortionTicket | PutResult)
         return begun
 
@@ -267,7 +267,7 @@ def test_a_chunk_put_whole_meanwhile_needs_no_further_portion(writers: Writers) 
     header = parse_header(frame)
     header = replace(header, representation=writers.one.representation_digest)
     info = replace(header.info(), key=writers.key())
-    begun = writers.puts.begin(writers.other, info, writers.core.later())
+    begun = writers.puts.begin_all(writers.other, [info], writers.core.later())[0]
     assert not isinstance(begun, PutResult)
     writers.puts.ingest([writers.puts.claim(writers.other, begun.ticket_id)], [frame])
     assert writers.found() == (1, 0)

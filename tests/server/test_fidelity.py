@@ -111,7 +111,7 @@ def test_restored_kv_is_never_taken_for_an_original(core: Core, session: Session
     (frame,) = read(core, session, [version], Fidelity.bounded)
     core.manager.delete([version.info.key], core.later())
     info = parse_header(frame).info()
-    ticket = core.manager.puts.begin(session, info, core.later())
+    ticket = core.manager.puts.begin_all(session, [info], core.later())[0]
     assert isinstance(ticket, PutTicket)
     core.manager.puts.claim(session, ticket.ticket_id)
     with pytest.raises(InvalidRequestError, match="restored or lossy KV is never stored"):

@@ -89,7 +89,7 @@ def test_a_lookup_waits_for_all_that_is_promised(core: Core) -> None:
 def test_a_lookup_waits_for_an_ordinary_put_under_way(core: Core) -> None:
     session = core.open_session()
     (version,) = prompt(1)
-    begun = core.manager.puts.begin(session, version.info, core.later())
+    begun = core.manager.puts.begin_all(session, [version.info], core.later())[0]
     assert isinstance(begun, PutTicket)
     waiting = Waiting(core, session, [version.info.key])
     assert waits(core)

@@ -41,7 +41,7 @@ def core() -> Iterator[Core]:
 
 
 def begin(core: Core, session: Session, version: Version) -> PutTicket:
-    ticket = core.manager.puts.begin(session, version.info, core.later())
+    ticket = core.manager.puts.begin_all(session, [version.info], core.later())[0]
     assert isinstance(ticket, PutTicket)
     return ticket
 
@@ -165,7 +165,7 @@ def test_a_frame_of_another_layout_than_reserved_is_refused(core: Core, session:
     wide = KVLayout.of(make_representation(1, 2, 2), 64)
     assert wide.raw_bytes == version.info.layout.raw_bytes
     info = replace(version.info, layout=wide)
-    begun = core.manager.puts.begin(session, info, core.later())
+    begun = core.manager.puts.begin_all(session, [info], core.later())[0]
     assert isinstance(begun, PutTicket)
     with pytest.raises(InvalidRequestError, match="layout"):
         finish(core, begun, version.frame)
@@ -212,7 +212,7 @@ def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
     info, _ = make_frame(1, 250, representation=REPRESENTATION)
     assert info.size_bytes > core.cpu.max_frame_bytes()
     with pytest.raises(InvalidRequestError, match="frame_bytes"):
-        core.manager.puts.begin(session, info, core.later())
+        core.manager.puts.begin_all(session, [info], core.later())[0]
     assert_nothing_left(core)
 
 
@@ -248,7 +248,7 @@ def test_no_put_begins_after_the_drain_and_begun_ones_end(core: Core, session: S
     core.manager.puts.drain()
     assert core.manager.puts.is_draining
     with pytest.raises(ShuttingDownError):
-        core.manager.puts.begin(session, second.info, core.later())
+        core.manager.puts.begin_all(session, [second.info], core.later())[0]
     assert finish(core, ticket, first.frame) is STORED
 
 
@@ -301,6 +301,6 @@ def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
     core.sessions.close(session.session_id)
     (version,) = prompt(1)
     with pytest.raises(LeaseExpiredError, match="open a session"):
-        core.manager.puts.begin(session, version.info, core.later())
+        core.manager.puts.begin_all(session, [version.info], core.later())[0]
     assert core.cpu.stats().used_bytes == 0
     assert core.catalog.in_flight.count() == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from conftest import ServerMaker
 from local_server import DEADLINE_MS, eventually
@@ -11,8 +13,7 @@ from redis_process import RedisProcess
 from kvstore.client import ClientOptions
 from kvstore.proto.types import ChunkKey
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis_fill import SLICE_BYTES
-from kvstore.tiers.redis_manifest import Manifest
+from kvstore.tiers.redis_connection import SLICE_BYTES
 
 CHUNKS = 12
 TOKENS = 128
@@ -22,15 +23,15 @@ def test_what_is_loaded_together_comes_in_rows(
     make_server: ServerMaker, own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed: list[bool] = []
-    following = RedisTier._following
+    expect = RedisTier.expect
 
-    def watched(tier: RedisTier, key: ChunkKey) -> Manifest | None:
+    def watched(tier: RedisTier, row: Sequence[ChunkKey]) -> None:
         # All are waiting before the first is read: what does not wait yet is in no row.
         mover = server.node.manager.transfers.mover
         assert followed or eventually(lambda: all(map(mover.named, keys)))
-        found = following(tier, key)
-        followed.append(found is not None)
-        return found
+        expect(tier, row)
+        if row:
+            followed.append(len(row) > 1)
 
     own_redis.start()
     server = make_server(
@@ -45,7 +46,7 @@ def test_what_is_loaded_together_comes_in_rows(
         lambda: all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys))
     )
     server.leave_memory(keys)
-    monkeypatch.setattr(RedisTier, "_following", watched)
+    monkeypatch.setattr(RedisTier, "expect", watched)
     own_redis.client.config_resetstat()
     found = client.get(keys)
     assert len(found) == CHUNKS

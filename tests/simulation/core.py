@@ -132,7 +132,7 @@ class Core:
         """Put frames one after another; return what became of each."""
         results = []
         for version in versions:
-            begun = self.manager.puts.begin(session, version.info, self.later(), hints)
+            begun = self.manager.puts.begin_all(session, [version.info], self.later(), hints)[0]
             if not isinstance(begun, PutResult):
                 ticket = self.manager.puts.claim(session, begun.ticket_id)
                 begun = self.manager.puts.ingest([ticket], [version.frame])[0]

@@ -48,7 +48,9 @@ class Writers:
         with bounded(self.world, deadline):
             try:
                 hints = self.world.next_hints()
-                begun = self.world.manager.puts.begin(session, version.info, deadline, hints)
+                begun = self.world.manager.puts.begin_all(session, [version.info], deadline, hints)[
+                    0
+                ]
             except (QuotaExceededError, ShuttingDownError):
                 return
         if isinstance(begun, PutTicket):
@@ -139,7 +141,7 @@ class Writers:
     def put_one(self, session: Session, key: ChunkKey) -> None:
         """Put one chunk where nothing is in the way."""
         puts, version = self.world.manager.puts, universe().chunks[key].versions[0]
-        begun = puts.begin(session, version.info, self.world.clock() + 1)
+        begun = puts.begin_all(session, [version.info], self.world.clock() + 1)[0]
         assert isinstance(begun, PutTicket)
         (result,) = puts.ingest([puts.claim(session, begun.ticket_id)], [version.frame])
         assert result.outcome is PutOutcome.stored
@@ -255,7 +257,7 @@ class Writers:
             self.oracle.durable |= self.oracle.named()["disk"] - self.world.disk.lost
         chunk = self.draw.choice(list(universe().chunks.values()))
         try:
-            self.world.manager.puts.begin(session, chunk.versions[0].info, deadline)
+            self.world.manager.puts.begin_all(session, [chunk.versions[0].info], deadline)
         except ShuttingDownError:
             return
         raise AssertionError("a put began after the drain")

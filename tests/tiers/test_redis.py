@@ -26,7 +26,7 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis import RedisTier, Stamps
-from kvstore.tiers.redis_manifest import KeyNames, Manifest
+from kvstore.tiers.redis_chunks import KeyNames, Manifest
 
 RedisTierMaker = Callable[..., RedisTier]
 NAMES = KeyNames("kvs:1:")

@@ -19,7 +19,7 @@ from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis_manifest import KeyNames
+from kvstore.tiers.redis_chunks import KeyNames
 
 RedisTierMaker = Callable[..., RedisTier]
 

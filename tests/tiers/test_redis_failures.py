@@ -20,7 +20,7 @@ from redis_process import RedisProcess
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis_manifest import KeyNames
+from kvstore.tiers.redis_chunks import KeyNames
 
 RedisTierMaker = Callable[..., RedisTier]
 

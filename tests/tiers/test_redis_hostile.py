@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_holds, get, put
 from redis_process import RedisProcess, free_port
-from redis_relay import SPOILS, outcome, relay
+from redis_relay import SPOILS, outcome, relay, stay_silent_inside
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.tiers.redis import RedisTier
@@ -40,6 +41,40 @@ def test_reply_that_is_wrong_is_a_miss_or_an_error_and_harms_nobody_else(
         assert_holds(tier, INFO, DATA)
         tier.close()
     beside.close()
+
+
+@pytest.mark.parametrize("spoilt", ["drips", "drips inside", "stays silent"])
+def test_reply_that_comes_too_slowly_is_given_up_at_the_deadline(
+    redis: RedisProcess, no_leaks: None, spoilt: str
+) -> None:
+    data = payload(2, 300_000)
+    info = make_info(2, len(data))
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=1 << 20)
+        put(tier, info, data)
+        for call in (lambda: get(tier, info), lambda: tier.find([info.key])):
+            handler.spoil = staticmethod(SPOILS.get(spoilt, stay_silent_inside))
+            started = time.monotonic()
+            assert outcome(call) == "unavailable"
+            assert 0.2 < time.monotonic() - started < 1.5
+            handler.spoil = None
+            assert_holds(tier, info, data)
+        tier.close()
+
+
+def test_frame_that_the_server_does_not_take_is_given_up_in_time(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, timeout_ms=300, part_bytes=2 << 20)
+    info = make_info(3, 40 << 20)
+    reservation = tier.reserve(info)
+    tier.write(reservation, 0, payload(3, info.size_bytes))
+    with redis.frozen():
+        started = time.monotonic()
+        with pytest.raises(TierUnavailableError, match="no answer in time"):
+            tier.seal(reservation)
+        assert time.monotonic() - started < 2
+    assert get(tier, info) is None
 
 
 @pytest.mark.parametrize("spoilt", ["drips", "hangs up inside", "another protocol", "an error"])
@@ -92,6 +127,20 @@ def test_tls_carries_chunks_of_any_size_over_several_connections(
         put(tier, info, payload(2, info.size_bytes))
         assert_holds(tier, info, payload(2, info.size_bytes))
     assert len(tier.find([make_info(seed, 1).key for seed in range(512)])) == 512
+
+
+def test_a_row_comes_right_over_tls(
+    tls_redis: tuple[str, Path], open_redis_tier: RedisTierMaker
+) -> None:
+    url, certificate = tls_redis
+    tier = open_redis_tier(f"{url}?ssl_ca_certs={certificate}", part_bytes=1 << 20)
+    infos = [make_info(seed, 1_000_000 + seed) for seed in range(10, 16)]
+    for info in infos:
+        put(tier, info, payload(info.size_bytes, info.size_bytes))
+    for at, info in enumerate(infos):
+        tier.expect([each.key for each in infos[at:]])
+        assert_holds(tier, info, payload(info.size_bytes, info.size_bytes))
+    tier.expect([])
 
 
 def test_certificate_that_nobody_signed_is_refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +23,9 @@ from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, TierUnava
 from kvstore.proto.frame import header_bytes
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.redis import LINES_FOR_ROWS, RedisTier
-from kvstore.tiers.redis_fill import FILL_WINDOW, SLICE_BYTES, Step
-from kvstore.tiers.redis_lines import Lines
-from kvstore.tiers.redis_manifest import Manifest
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis_chunks import Manifest
+from kvstore.tiers.redis_connection import SLICE_BYTES, WINDOW
 
 RedisTierMaker = Callable[..., RedisTier]
 Frame = tuple[ChunkInfo, Bytes]
@@ -93,9 +91,9 @@ def slices(row: Sequence[Frame], part_bytes: int = PART_BYTES) -> int:
 def test_a_row_comes_over_one_connection_and_nothing_is_asked_twice(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=LINES_FOR_ROWS)
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4)
     row = stored(redis, tier)
-    assert min(len(frame) for _, frame in row) > FILL_WINDOW * SLICE_BYTES
+    assert min(len(frame) for _, frame in row) > WINDOW * SLICE_BYTES
     load_row(tier, row)
     assert calls(redis, "getrange") == COUNT + slices(row)
     assert int(redis.client.info("stats")["total_connections_received"]) == 0
@@ -111,7 +109,7 @@ def test_the_next_frame_is_asked_for_before_the_last_has_come(
     tier.expect([info.key for info, _ in row])
     assert load(tier, row[0][0]) is not None
     time.sleep(0.1)
-    assert calls(redis, "getrange") == 1 + slices(row[:1]) + 1 + FILL_WINDOW
+    assert calls(redis, "getrange") == 1 + slices(row[:1]) + 1 + WINDOW
     tier.expect([])
 
 
@@ -191,17 +189,17 @@ def test_bytes_of_two_reads_are_never_checked_as_one(
     redis.client.unlink(last)  # it ends in the midst of the frame
     spoilt = frame.copy()
     spoilt[header_bytes(info.layout) + 5] ^= 1  # in what the first read had right
-    look = tier._look
+    look = tier._stat
 
     def others_put_first(keys: Sequence[ChunkKey]) -> list[Manifest | None]:
-        monkeypatch.setattr(tier, "_look", look)
+        monkeypatch.setattr(tier, "_stat", look)
         assert other.delete(info.key)
         assert put(other, info, spoilt)
         return look(keys)
 
-    monkeypatch.setattr(tier, "_look", others_put_first)
+    monkeypatch.setattr(tier, "_stat", others_put_first)
     assert load(tier, info) is None
-    assert tier._look is look
+    assert tier._stat is look
     with pytest.raises((ChunkCorruptError, InvalidFrameError)):
         load(tier, info)
     assert tier.find([info.key]) == [info], "what others put is theirs"
@@ -253,47 +251,64 @@ def test_a_server_that_stops_in_a_row_is_given_up_in_time(
     load_row(tier, row)
 
 
-def test_with_few_connections_none_is_kept_from_who_stores(
+def test_a_connection_that_waits_for_the_next_frame_goes_to_who_needs_it(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=LINES_FOR_ROWS - 1)
-    row = stored(redis, tier, 2)
-    tier.expect([info.key for info, _ in row])
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1, timeout_ms=5000)
+    row = stored(redis, tier)
+    keys = [info.key for info, _ in row]
+    tier.expect(keys)
     assert load(tier, row[0][0]) is not None
-    time.sleep(0.1)
-    assert calls(redis, "getrange") == 1 + slices(row[:1])
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(tier.find, keys).result() == [info for info, _ in row]
+    assert time.monotonic() - started < 2
+    tier.expect(keys[1:])
+    assert load(tier, row[1][0]) is not None
     tier.expect([])
 
 
-def test_a_connection_that_went_between_two_frames_is_made_anew(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker, monkeypatch: pytest.MonkeyPatch
+def test_who_waits_for_a_connection_goes_before_the_next_frame(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=LINES_FOR_ROWS)
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1, timeout_ms=3000)
     row = stored(redis, tier)
-    rows = tier._link._rows
-    take = rows.take
-    gone = 0
+    keys = [info.key for info, _ in row]
 
-    def take_dead(lines: Lines, steps: Sequence[Step]) -> tuple[socket.socket, int] | None:
-        nonlocal gone
-        kept = take(lines, steps)
-        if kept is None:
-            return None
-        kept[0].close()
-        gone += 1
-        ours, others = socket.socketpair()
-        others.close()
-        return ours, kept[1]
+    def load_first() -> Bytes | None:
+        tier.expect(keys)
+        return load(tier, row[0][0])
 
-    monkeypatch.setattr(rows, "take", take_dead)
-    load_row(tier, row)
-    assert gone == COUNT - 1
+    with ThreadPoolExecutor(2) as pool:
+        with redis.frozen():
+            loading = pool.submit(load_first)
+            time.sleep(0.2)
+            finding = pool.submit(tier.find, keys)
+            time.sleep(0.2)
+        assert loading.result() is not None
+        assert finding.result() == [info for info, _ in row]
+
+
+def test_a_connection_that_went_between_two_frames_is_made_anew(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker
+) -> None:
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4)
+    row = stored(redis, tier)
+    keys = [info.key for info, _ in row]
+    for at, (info, frame) in enumerate(row):
+        tier.expect(keys[at:])
+        out = load(tier, info)
+        assert out is not None
+        assert np.array_equal(out, frame)
+        redis.client.client_kill_filter(_type="normal", skipme=True)
+        assert eventually(lambda: len(redis.client.client_list()) == 1)
+    tier.expect([])
 
 
 def test_a_connection_that_goes_in_the_midst_is_never_mixed_with_another(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=LINES_FOR_ROWS)
+    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4)
     row = stored(redis, tier)
     keys = [info.key for info, _ in row]
     for _ in range(3):
@@ -331,17 +346,17 @@ def test_a_frame_that_is_broken_off_once_is_missed_once_and_kept(
 ) -> None:
     tier = open_redis_tier(redis.url, part_bytes=PART_BYTES)
     ((info, frame),) = stored(redis, tier, 1)
-    pull = tier._remote.pull
+    read = tier._stored.read
 
     def broken_off(
         _: Manifest, out: Bytes, *_more: object, arrived: Callable[[int], object]
     ) -> bool:
-        monkeypatch.setattr(tier._remote, "pull", pull)
+        monkeypatch.setattr(tier._stored, "read", read)
         out[:SLICE_BYTES] = 1
         arrived(SLICE_BYTES)
         return False
 
-    monkeypatch.setattr(tier._remote, "pull", broken_off)
+    monkeypatch.setattr(tier._stored, "read", broken_off)
     assert load(tier, info) is None
     assert tier.find([info.key]) == [info], "its parts are all there"
     out = load(tier, info)

@@ -22,8 +22,8 @@ from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
 from kvstore.server.metrics import Counters
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis_health import concerns
-from kvstore.tiers.redis_link import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisLink
+from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
+from kvstore.tiers.redis_health import check_health
 
 RedisTierMaker = Callable[..., RedisTier]
 
@@ -179,7 +179,7 @@ def directories(url: str, count: int) -> Iterator[list[Directory]]:
     made = []
     for number in range(1, count + 1):
         me = NodeAddress(f"n{number}", number, "", f"10.0.0.{number}:1")
-        link = RedisLink("redis", as_user(url), 5000, 2)
+        link = RedisClient("redis", as_user(url), 5000, 2)
         breaker = Breaker("node directory", 9, 1000, time.monotonic)
         made.append(Directory(link, me, DirectoryTerms(PREFIX, 800), Counters(), breaker))
         made[-1].start()
@@ -224,8 +224,8 @@ def test_master_of_a_tls_cluster_that_is_down_costs_its_slots_alone_and_is_named
         assert {info.key for info in found if info} == set(keys) - lost
         assert eventually(lambda: 0 < len(second.holders(keys, 5.0)) < 12)
         assert eventually(lambda: second.report().nodes == (first.me,))
-        link = RedisLink("redis", as_user(deployment.url), 2000, 1)
-        seen = list(concerns(link))
+        link = RedisClient("redis", as_user(deployment.url), 2000, 1)
+        seen = list(check_health(link))
         link.close()
         assert [f":{gone.port} does not answer; its slots miss" in one.saw for one in seen] == [
             True

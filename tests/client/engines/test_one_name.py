@@ -85,8 +85,11 @@ def by_transformers(folder: Path, **settings: Any) -> Representation:
     return representation_of(loaded(folder, **settings), tokenizer, revision)
 
 
-def by_vllm(folder: Path, *, model_revision: str = "", **settings: Any) -> Representation:
-    config = engine_config(folder)
+def by_vllm(
+    folder: Path, *, model_revision: str = "", own: dict[str, Any] | None = None, **settings: Any
+) -> Representation:
+    """*own* are settings of the engine alone, others those of the model."""
+    config = engine_config(folder, **(own or {}))
     model = config.model_config
     model.hf_config = model.hf_text_config = AutoConfig.from_pretrained(folder, **settings)
     model.model_impl, model.model_class_overrides = "auto", {}
@@ -160,6 +163,17 @@ def test_a_setting_that_an_engine_changes_is_its_own(folder: Path) -> None:
     plain = by_vllm(folder)
     found = [engine(folder, rms_norm_eps=1e-3) for engine in ENGINES]
     assert len({plain, *found}) == 4
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"quantization_config": {"linear": "int8"}}, {"lora_config": SimpleNamespace(lora_dtype="x")}],
+    ids=["quantised at its start", "with adapters"],
+)
+def test_a_setting_of_the_engine_that_no_model_states_is_its_own(
+    folder: Path, own: dict[str, Any]
+) -> None:
+    assert by_vllm(folder, own=own) not in [engine(folder) for engine in ENGINES]
 
 
 def test_an_architecture_that_may_be_kept_otherwise_is_each_engines_own(folder: Path) -> None:

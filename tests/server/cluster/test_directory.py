@@ -27,7 +27,7 @@ from kvstore.server.cluster.directory_entries import MAX_PENDING, Entries
 from kvstore.server.cluster.directory_roster import Roster, Standing
 from kvstore.server.cluster.directory_strangers import Strangers
 from kvstore.server.metrics import Counters
-from kvstore.tiers.redis_link import Lost, RedisLink
+from kvstore.tiers.redis_client import NodeDown, RedisClient
 
 TTL_MS = 500
 LONG_MS = 4000
@@ -35,7 +35,7 @@ PREFIX = "kvs:1:"
 PATIENT_S = 10.0
 
 DirectoryMaker = Callable[..., Directory]
-LOST = Lost(TierUnavailableError("redis", "a master is down"))
+LOST = NodeDown(TierUnavailableError("redis", "a master is down"))
 
 
 class Votes:
@@ -43,13 +43,13 @@ class Votes:
 
     url = "redis://votes"
 
-    def __init__(self, *words: bytes | Lost) -> None:
+    def __init__(self, *words: bytes | NodeDown) -> None:
         self.words = words
         self.asked = 0
 
     def ask(self, calls: Sequence[object], reply_bytes: int = 0) -> list[object]:
         self.asked += 1
-        return [one if isinstance(one, Lost) else [one, b"", []] for one in self.words]
+        return [one if isinstance(one, NodeDown) else [one, b"", []] for one in self.words]
 
 
 def key(number: int) -> ChunkKey:
@@ -80,7 +80,7 @@ def make_directory(redis: RedisProcess) -> Iterator[DirectoryMaker]:
         timeout_ms: int = 2000,
         clock: Callable[[], float] = time.monotonic,
     ) -> Directory:
-        link = RedisLink("redis", redis.url, timeout_ms, 4)
+        link = RedisClient("redis", redis.url, timeout_ms, 4)
         terms = DirectoryTerms(PREFIX, ttl_ms, limit)
         breaker = Breaker("node directory", 3, 2 * ttl_ms, clock)
         me = me or node(next(numbers))
@@ -161,7 +161,7 @@ def test_many_keys_are_asked_for_in_one_round_trip_for_512(make_directory: Direc
     ],
 )
 def test_a_node_stands_as_most_of_the_answers_say_and_half_turn_away_a_new_one_alone(
-    before: Standing, words: tuple[bytes | Lost, ...], after: Standing
+    before: Standing, words: tuple[bytes | NodeDown, ...], after: Standing
 ) -> None:
     """A hash that lost its rows lets anybody in, and half of two is not most."""
     votes = Votes(b"old", b"old", b"old")
@@ -178,7 +178,7 @@ def test_node_that_falls_silent_is_nobody_and_its_entries_are_taken_out(
     make_directory: DirectoryMaker, redis: RedisProcess
 ) -> None:
     _, second = two(make_directory)
-    silent = Roster(RedisLink("redis", redis.url, 2000, 1), PREFIX, node(7), TTL_MS)
+    silent = Roster(RedisClient("redis", redis.url, 2000, 1), PREFIX, node(7), TTL_MS)
     silent.beat()
     redis.client.sadd(at(1), -7)
     assert eventually(lambda: finds(second, 1) == {1: ("n7",)})
@@ -318,7 +318,7 @@ def test_user_without_the_rights_gets_none_in_and_is_told_which_it_needs(
     redis.client.acl_setuser(
         "few", enabled=True, passwords=["+pw"], keys=[f"{PREFIX}*"], commands=["+get", "+eval"]
     )
-    link = RedisLink("redis", redis.url.replace("://", "://few:pw@"), 2000, 1)
+    link = RedisClient("redis", redis.url.replace("://", "://few:pw@"), 2000, 1)
     with (
         closing(link),
         pytest.raises(TierUnavailableError, match=r"NoPermission.*\+hgetall \+time"),
@@ -396,7 +396,7 @@ def test_node_that_cannot_be_named_is_refused(name: str, incarnation: int, addre
 def test_holders_of_one_chunk_are_bounded(
     make_directory: DirectoryMaker, redis: RedisProcess
 ) -> None:
-    link = RedisLink("redis", redis.url, 2000, 1)
+    link = RedisClient("redis", redis.url, 2000, 1)
     others = [node(number) for number in range(20, 32)]
     for other in others:
         Roster(link, PREFIX, other, 60_000).beat()

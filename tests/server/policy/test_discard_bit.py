@@ -10,11 +10,11 @@ from contracts.plain_leaves import PlainLeaves, play
 from contracts.policy import above, everyone, keep_none, row, rows
 from typing_extensions import override
 
+from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.policy.discard_bit import DiscardBitEviction
 from kvstore.server.policy.history import NO_FACTS, Facts, History
 from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.replay import BlockReplay
 
 
 def knowing(discarded: str, kept: str = "") -> DiscardBitEviction:

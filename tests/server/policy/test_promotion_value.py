@@ -1,24 +1,11 @@
-"""Promotion by value: the price of a tier, and a trace on which it costs neither hits nor time."""
+"""Promotion by value: the price of a tier."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-
 import pytest
-from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import KEY_BYTES, ChunkKey
-from kvstore.server.policy.admission import Moment, ValueRule
-from kvstore.server.policy.history import History
-from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.promotion import SecondRead
 from kvstore.server.policy.promotion_value import LEAST_SHARE, TierPrice, value_per_byte
-from kvstore.server.policy.reuse import ReuseForecast
-from kvstore.server.policy.tier_replay import LoadModel, TierReplay, TierTerms
-
-MODEL = LoadModel()
 
 
 def test_a_tier_with_room_takes_everything_and_then_what_is_worth_more_than_its_victims() -> None:
@@ -42,80 +29,3 @@ def test_a_weight_that_is_none_is_refused(weight: float) -> None:
 def test_a_value_is_what_a_byte_is_expected_to_save() -> None:
     assert value_per_byte(0.5, 3.0, 100) == 0.015
     assert value_per_byte(0.5, -3.0, 100) == value_per_byte(0.5, 3.0, 0) - 1.5 == 0.0
-
-
-class Promoting(TierReplay):
-    """What the slow tier has is read there, and comes up at its second read if it is worth it."""
-
-    is_weighed = False
-    promoted = 0
-
-    def begin(self, *, is_weighed: bool) -> None:
-        self.is_weighed = is_weighed
-        self._reads = SecondRead(1 << 16)
-        self._price = TierPrice()
-
-    def _value(self, row: int, now_s: float) -> float:
-        saved_s = MODEL.block_bytes * (1 / MODEL.slow_bytes_per_s - 1 / MODEL.fast_bytes_per_s)
-        return value_per_byte(self._forecast.chance(row, now_s), saved_s, MODEL.block_bytes)
-
-    @override
-    def _bring(self, row: int, mine: set[int], now_s: float) -> bool:
-        if row in self._slow.here and row not in self._fast.here:
-            is_due = self._reads.is_due(ChunkKey(row.to_bytes(KEY_BYTES, "little")))
-            if self.is_weighed and is_due:
-                is_due = self._price.takes(self._value(row, now_s))
-            if not is_due:
-                return True
-            self.promoted += 1
-        return super()._bring(row, mine, now_s)
-
-    @override
-    def _offer(self, row: int, moment: Moment, mine: set[int], now_s: float) -> None:
-        if moment is Moment.leaving:
-            self._price.gave_up(self._value(row, now_s))
-        super()._offer(row, moment, mine, now_s)
-
-
-def trace(count: int = 300) -> list[Sequence[int]]:
-    """Conversations that grow, a few documents that many ask about, and prompts that come once."""
-    draw = random.Random(5)
-    fresh = iter(range(1, 1_000_000))
-    talks = [[next(fresh) for _ in range(4)] for _ in range(20)]
-    documents = [[next(fresh) for _ in range(8)] for _ in range(12)]
-    prompts: list[Sequence[int]] = []
-    for _ in range(count):
-        kind = draw.random()
-        if kind < 0.4:
-            talk = draw.choice(talks)
-            talk += [next(fresh) for _ in range(2)] if len(talk) < 24 else []
-            prompts.append(tuple(talk))
-        elif kind < 0.7:
-            prompts.append((*documents[int(12 * draw.random() ** 2)], next(fresh)))
-        else:
-            prompts.append(tuple(next(fresh) for _ in range(8)))
-    return prompts
-
-
-def run(*, is_weighed: bool) -> tuple[float, float, int, int]:
-    """Return the hit rate, the mean time of a prompt, and blocks promoted and written."""
-    forecast = ReuseForecast(History(MODEL.block_tokens), MODEL.block_tokens)
-    terms = TierTerms(60, 300)
-    replay = Promoting(LruEviction(), LruEviction(), terms, ValueRule(), forecast)
-    replay.begin(is_weighed=is_weighed)
-    times = []
-    for at, rows in enumerate(trace()):
-        found = replay.request(rows, float(at))
-        times.append(MODEL.seconds(len(rows) * MODEL.block_tokens, *found))
-    assert not replay.orphans()
-    counts = replay.counts
-    return counts.hit_rate, MODEL.mean_s(times), replay.promoted, counts.written
-
-
-def test_weighed_promotion_loses_neither_hits_nor_time_and_is_the_same_each_time() -> None:
-    plain, weighed = run(is_weighed=False), run(is_weighed=True)
-    assert weighed == run(is_weighed=True)
-    assert weighed[0] >= plain[0] > 0.2
-    assert weighed[1] <= plain[1]
-    assert 0 < weighed[2] <= plain[2]
-    assert weighed[3] <= plain[3]

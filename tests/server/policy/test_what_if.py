@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
+from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.policy import what_if
 from kvstore.server.policy.history import History
 from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.replay import BlockReplay
 from kvstore.server.policy.what_if import LEAST_SAMPLED, SCALES, Ids, WhatIf, identities
 
 

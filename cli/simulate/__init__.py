@@ -1,0 +1,1 @@
+"""kvstore simulate: traces replayed on policies, without a server and without bytes."""

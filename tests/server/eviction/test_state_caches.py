@@ -1,0 +1,289 @@
+"""Caches of states and their replay: the examples of the specification, and random traces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.cli.simulate.state_replay import (
+    HYBRID_POLICIES,
+    StateReplay,
+    StateReplayResult,
+    TokenRequest,
+    make_states,
+)
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.eviction.states.cache import MakeRank, StateCache, States
+from kvstore.server.eviction.states.density import HitDensityRank
+from kvstore.server.eviction.states.ghosts import NO_GHOSTS, GhostLimits
+from kvstore.server.eviction.states.hybrid_model import HYBRID_7B, HybridModel
+from kvstore.server.eviction.states.ranks import LeafLruRank, LruRank
+from kvstore.server.eviction.states.tuning import MarconiStates
+
+SMALL = HybridModel("small", 1, 1, 1, 8, 4)
+PLENTY = 10**15
+
+Request = tuple[list[int], list[int], float]
+
+
+def trace(requests: list[Request]) -> list[TokenRequest]:
+    return [
+        TokenRequest(ts_s, np.array(prompt, np.int32), np.array(answer, np.int32))
+        for prompt, answer, ts_s in requests
+    ]
+
+
+def run(policy: str, requests: list[Request], capacity: int = PLENTY) -> StateReplayResult:
+    return StateReplay(SMALL, policy, capacity).run(trace(requests))
+
+
+def cache_of(states: States) -> StateCache:
+    if isinstance(states, MarconiStates):
+        return states.cache
+    assert isinstance(states, StateCache)
+    return states
+
+
+def documents(count: int) -> list[Request]:
+    """One document of 100 tokens, asked about with questions that differ from the first token."""
+    return [([*range(100), 1000 + at], [7], float(at)) for at in range(count)]
+
+
+@pytest.mark.parametrize("policy", HYBRID_POLICIES)
+def test_the_first_reuse_of_a_document_makes_its_state_and_the_second_hits(policy: str) -> None:
+    states = make_states(policy, SMALL, PLENTY)
+
+    reused = [states.request(one.tokens, 101, one.ts_s) for one in trace(documents(4))]
+
+    assert reused == [0, 0, 100, 100]
+
+
+@pytest.mark.parametrize("policy", HYBRID_POLICIES)
+def test_the_next_turn_starts_after_the_last_decoded_token(policy: str) -> None:
+    result = run(policy, [([1, 2, 3], [4, 5], 0.0), ([1, 2, 3, 4, 5, 6], [7], 1.0)])
+
+    assert result.token_hit_rate == 5 / 9
+    assert result.flops_saved == SMALL.flops(5)
+    assert result.requests == 2
+
+
+def test_a_state_of_another_position_is_of_no_use() -> None:
+    """KV of a longer prefix is there, but states match exactly or not at all."""
+    result = run("lru", [([1, 2, 3], [4, 5], 0.0), ([1, 2, 3, 4], [9], 1.0)])
+
+    assert result.token_hit_rate == 0.0
+
+
+def test_a_document_is_found_by_what_is_remembered_of_requests_that_went() -> None:
+    one, ghosts = SMALL.state_bytes + 102 * SMALL.kv_bytes_per_token, GhostLimits(99, 10**4)
+    other: Request = ([5000 + at for at in range(100)], [1], 0.5)
+    reused = {}
+    for name, limits in (("with", ghosts), ("without", NO_GHOSTS)):
+        cache = StateCache(SMALL, one + SMALL.state_bytes, limits, LruRank)
+        requests = [documents(3)[0], other, *documents(3)[1:]]
+        reused[name] = [cache.request(r.tokens, len(r.input_tokens), 0.0) for r in trace(requests)]
+
+    assert reused["with"] == [0, 0, 0, 100]
+    assert reused["without"] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("policy", HYBRID_POLICIES)
+def test_a_sequence_larger_than_the_capacity_is_refused_and_takes_nothing_with_it(
+    policy: str,
+) -> None:
+    small: Request = ([1, 2, 3], [4], 0.0)
+    capacity = SMALL.state_bytes * 3 + 50 * SMALL.kv_bytes_per_token
+    states = make_states(policy, SMALL, capacity)
+    for one in trace([small, ([9] * 400, [8], 1.0)]):
+        states.request(one.tokens, len(one.input_tokens), one.ts_s)
+
+    cache = cache_of(states)
+    assert cache.refused == 1
+    assert states.request(np.array([1, 2, 3, 4, 5, 6], np.int32), 5, 2.0) == 4
+
+
+@pytest.mark.parametrize("policy", HYBRID_POLICIES)
+def test_no_capacity_keeps_nothing_and_breaks_nothing(policy: str) -> None:
+    assert run(policy, documents(5), capacity=0).token_hit_rate == 0.0
+
+
+def test_pinned_states_are_not_evicted_and_what_does_not_fit_beside_them_is_refused() -> None:
+    capacity = 2 * SMALL.state_bytes + 8 * SMALL.kv_bytes_per_token
+    cache = StateCache(SMALL, capacity, GhostLimits(99, 999), LruRank)
+    leased = []
+    for at in (1, 2):
+        cache.request(np.array([at] * 4, np.int32), 3, float(at))
+        node = cache.tree.match(np.array([at] * 4, np.int32)).path[-1]
+        cache.tree.pin(node)
+        leased.append(node)
+
+    cache.request(np.array([3] * 4, np.int32), 3, 3.0)
+    assert (cache.refused, cache.evicted) == (1, 0)
+    assert all(node.held for node in leased)
+
+    cache.tree.pin(leased[0], -1)
+    cache.request(np.array([3] * 4, np.int32), 3, 4.0)
+    assert (cache.refused, cache.evicted) == (1, 1)
+    assert [node.held for node in leased] == [False, True]
+
+
+@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, HitDensityRank])
+def test_with_everything_leased_all_is_refused_and_nothing_moves(make_rank: MakeRank) -> None:
+    capacity = 3 * SMALL.state_bytes + 12 * SMALL.kv_bytes_per_token
+    cache = StateCache(SMALL, capacity, GhostLimits(99, 999), make_rank)
+    for at in range(3):
+        cache.request(np.array([at] * 4, np.int32), 3, 0.0)
+    leased = [node for node in cache.tree if node.held]
+    for node in leased:
+        cache.tree.pin(node)
+
+    for at in range(3, 30):
+        cache.request(np.array([at] * 4, np.int32), 3, float(at))
+
+    assert len(leased) == 3
+    assert (cache.refused, cache.evicted, cache.tree.size_bytes) == (27, 0, capacity)
+    assert all(node.held for node in leased)
+
+
+def test_more_prompt_than_tokens_and_times_that_are_no_numbers_are_refused() -> None:
+    states = make_states("lru", SMALL, PLENTY)
+    with pytest.raises(InvalidRequestError, match="prompt_tokens=4"):
+        states.request(np.zeros(3, np.int32), 4, 0.0)
+    with pytest.raises(InvalidRequestError, match="now_s=inf"):
+        states.request(np.zeros(3, np.int32), 3, float("inf"))
+
+
+def test_empty_prompts_and_answers_are_served() -> None:
+    result = run("hit_density", [([], [], 0.0), ([], [1], 1.0), ([1], [], 2.0), ([1, 2], [], 3.0)])
+
+    assert result.requests == 4
+    assert result.token_hit_rate == 2 / 3
+
+
+def test_an_empty_trace_hits_nothing() -> None:
+    assert run("lru", []).token_hit_rate == 0.0
+
+
+random_requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), max_size=8),
+        st.lists(st.integers(0, 2), max_size=3),
+        st.floats(-1e12, 1e12),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("policy", HYBRID_POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(requests=random_requests, room=st.integers(0, 12))
+def test_sizes_stay_exact_and_below_the_capacity_whatever_comes(
+    policy: str, requests: list[Request], room: int
+) -> None:
+    capacity = room * SMALL.state_bytes // 2
+    states = make_states(policy, SMALL, capacity)
+    for one in trace(requests):
+        reused = states.request(one.tokens, len(one.input_tokens), one.ts_s)
+
+        tree = cache_of(states).tree
+        recounted = sum(
+            SMALL.state_bytes * node.held
+            + SMALL.kv_bytes_per_token * len(node.edge) * (node.below > 0)
+            for node in tree
+        )
+        assert tree.size_bytes == recounted <= capacity
+        assert 0 <= reused <= len(one.input_tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=random_requests)
+def test_without_evictions_every_policy_hits_what_a_list_of_positions_says(
+    requests: list[Request],
+) -> None:
+    states = {policy: make_states(policy, SMALL, PLENTY) for policy in HYBRID_POLICIES}
+    seen: list[tuple[int, ...]] = []
+    kept: set[tuple[int, ...]] = set()
+    for prompt, answer, ts_s in requests:
+        whole = (*prompt, *answer)
+        starts = [one for one in kept if tuple(prompt[: len(one)]) == one]
+        expected = max(map(len, starts), default=0)
+        shared = max((common(whole, one) for one in seen), default=0)
+        parts = any(common(whole, one) == shared < len(one) for one in seen)
+        if shared < len(whole) and parts and shared > expected:
+            kept.add(whole[:shared])
+        seen.append(whole)
+        if whole:
+            kept.add(whole)
+        (one,) = trace([(prompt, answer, ts_s)])
+        for policy, cache in states.items():
+            assert cache.request(one.tokens, len(prompt), ts_s) == expected, policy
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return same
+
+
+def busy(seed: int, count: int = 400) -> list[Request]:
+    """Conversations and documents by chance, more than fit."""
+    rng = np.random.default_rng(seed)
+    talks: list[list[int]] = [[] for _ in range(12)]
+    requests: list[Request] = []
+    for at in range(count):
+        which = int(rng.integers(12))
+        talks[which] += rng.integers(0, 50, int(rng.integers(1, 30))).tolist()
+        answer = rng.integers(0, 50, 5).tolist()
+        requests.append((list(talks[which]), answer, float(at)))
+        talks[which] += answer
+        if rng.random() < 0.1:
+            talks[which] = []
+    return requests
+
+
+ROOM = 8 * SMALL.state_bytes + 1500 * SMALL.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("policy", HYBRID_POLICIES)
+def test_the_same_trace_gives_the_same_hits(policy: str) -> None:
+    first, second = run(policy, busy(1), ROOM), run(policy, busy(1), ROOM)
+
+    assert 0.0 < first.token_hit_rate < 1.0
+    assert first.token_hit_rate == second.token_hit_rate
+    assert first.flops_saved == second.flops_saved
+
+
+def test_marconi_tunes_alpha_once_after_five_times_the_requests_of_its_first_eviction() -> None:
+    states = MarconiStates(SMALL, ROOM)
+    evicted_at = tuned_at = 0
+    for at, one in enumerate(trace(busy(2)), 1):
+        states.request(one.tokens, len(one.input_tokens), one.ts_s)
+        evicted_at = evicted_at or (at if states.cache.evicted else 0)
+        tuned_at = tuned_at or (at if states.tuned else 0)
+
+    assert evicted_at
+    assert tuned_at == 5 * evicted_at
+    assert 0.0 <= states.alpha <= 2.0
+
+
+def test_a_policy_without_a_form_for_states_is_refused_with_those_that_have_one() -> None:
+    with pytest.raises(InvalidRequestError, match=r"policy='learned'.*lru, sglang.*hit_density"):
+        StateReplay(HYBRID_7B, "learned", 1)
+
+
+def test_a_capacity_below_zero_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="capacity_bytes=-1"):
+        StateReplay(HYBRID_7B, "lru", -1)
+
+
+def test_requests_of_a_trace_are_checked_at_birth() -> None:
+    good = np.zeros(3, np.int32)
+    with pytest.raises(InvalidRequestError, match=r"input_tokens=.*int32"):
+        TokenRequest(0.0, np.zeros(3, np.int64), good)
+    with pytest.raises(InvalidRequestError, match="output_tokens"):
+        TokenRequest(0.0, good, good.reshape(1, 3))
+    with pytest.raises(InvalidRequestError, match="ts_s=nan"):
+        TokenRequest(float("nan"), good, good)

@@ -1,0 +1,208 @@
+"""The tree of sequences: examples, and random schedules against sets of prefixes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
+
+SMALL = HybridModel("small", 1, 1, 1, 8, 4)
+STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token
+
+Sequence = tuple[int, ...]
+
+
+def tokens(*values: int) -> Tokens:
+    return np.array(values, np.int32)
+
+
+def insert(tree: CheckpointTree, *values: int) -> tuple[Node, Node]:
+    sequence = tokens(*values)
+    return tree.extend(tree.match(sequence), sequence)
+
+
+def test_a_sequence_is_one_edge_until_another_leaves_it() -> None:
+    tree = CheckpointTree(SMALL)
+    _, first = insert(tree, 1, 2, 3, 4)
+
+    parts, second = insert(tree, 1, 2, 9)
+
+    assert (parts.depth, parts.edge.tolist()) == (2, [1, 2])
+    assert first.parent == parts
+    assert second.parent == parts
+    assert (first.edge.tolist(), second.edge.tolist()) == ([3, 4], [9])
+    assert (tree.nodes, tree.tokens) == (3, 5)
+
+
+def test_only_edges_that_match_entirely_are_on_the_path() -> None:
+    tree = CheckpointTree(SMALL)
+    insert(tree, 1, 2, 3, 4)
+
+    match = tree.match(tokens(1, 2, 3, 9))
+
+    assert match.path == []
+    assert match.shared == 3
+
+
+def test_a_sequence_that_ends_inside_an_edge_is_split_off_there() -> None:
+    tree = CheckpointTree(SMALL)
+    _, whole = insert(tree, 1, 2, 3)
+
+    leaves, end = insert(tree, 1, 2)
+
+    assert leaves == end
+    assert (end.depth, whole.parent) == (2, end)
+
+
+def test_kv_of_a_path_is_kept_once_for_all_states_below_it() -> None:
+    tree = CheckpointTree(SMALL)
+    _, first = insert(tree, 1, 2, 3, 4)
+    tree.hold(first)
+    parts, second = insert(tree, 1, 2, 9)
+    tree.hold(second)
+
+    assert tree.size_bytes == 2 * STATE + 5 * KV
+
+    tree.drop(first)
+    assert tree.size_bytes == STATE + 3 * KV
+
+    tree.hold(parts)
+    tree.drop(second)
+    assert tree.size_bytes == STATE + 2 * KV
+
+
+def test_a_split_copies_its_edges_so_that_nothing_of_the_whole_stays_alive() -> None:
+    tree = CheckpointTree(SMALL)
+    _, end = insert(tree, *range(1000))
+
+    parts, _ = insert(tree, 0, 5)
+
+    edges = tree.known.edges
+    assert [len(edges[one.number]) for one in (parts, end)] == [4, 4 * 999]
+
+
+def test_a_node_that_is_forgotten_gives_its_edge_to_its_only_child() -> None:
+    tree = CheckpointTree(SMALL)
+    _, middle = insert(tree, 1, 2)
+    _, end = insert(tree, 1, 2, 3)
+    tree.hold(end)
+
+    tree.forget(middle)
+
+    assert end.edge.tolist() == [1, 2, 3]
+    assert end.parent == tree.root
+    assert tree.size_bytes == STATE + 3 * KV
+    assert tree.match(tokens(1, 2, 3)).path == [end]
+
+
+def test_pinned_bytes_are_those_of_the_paths_of_pinned_states_and_one_more() -> None:
+    tree = CheckpointTree(SMALL)
+    _, first = insert(tree, 1, 2, 3, 4)
+    _, second = insert(tree, 1, 2, 9)
+    tree.hold(first)
+    tree.hold(second)
+
+    tree.pin(first)
+
+    assert tree.pinned_bytes(second) == 2 * STATE + 5 * KV
+    tree.pin(first, -1)
+    assert tree.pinned_bytes(second) == STATE + 3 * KV
+
+
+def prefixes(sequence: Sequence) -> set[Sequence]:
+    return {sequence[:end] for end in range(1, len(sequence) + 1)}
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """The tree beside a set of known positions and a set of those with states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = CheckpointTree(SMALL)
+        self.known: set[Sequence] = set()
+        self.held: set[Sequence] = set()
+
+    def node(self, at: Sequence) -> Node:
+        path = self.tree.match(tokens(*at)).path
+        assert path[-1].depth == len(at)
+        return path[-1]
+
+    def children(self, at: Sequence) -> set[int]:
+        return {one[len(at)] for one in self.known if one[: len(at)] == at and len(one) > len(at)}
+
+    sequences = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
+
+    @rule(sequence=sequences)
+    def insert(self, sequence: Sequence) -> None:
+        leaves, end = insert(self.tree, *sequence)
+
+        shared = prefixes(sequence) & {p for one in self.known for p in prefixes(one)}
+        at = max(shared, key=len, default=())
+        assert leaves.depth == len(at)
+        assert end.depth == len(sequence)
+        self.known |= {sequence, at} - {()}
+
+    @precondition(lambda self: self.known - self.held)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        at = data.draw(st.sampled_from(sorted(self.known - self.held)))
+        self.tree.hold(self.node(at))
+        self.held.add(at)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        at = data.draw(st.sampled_from(sorted(self.held)))
+        self.tree.drop(self.node(at))
+        self.held.remove(at)
+
+    @precondition(lambda self: self.known - self.held)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        at = data.draw(st.sampled_from(sorted(self.known - self.held)))
+        if len(self.children(at)) <= 1:
+            self.tree.forget(self.node(at))
+            self.known.remove(at)
+
+    @rule(prompt=sequences)
+    def match(self, prompt: Sequence) -> None:
+        path = self.tree.match(tokens(*prompt)).path
+
+        assert [node.depth for node in path] == sorted(map(len, self.known & prefixes(prompt)))
+        with_state = [node.depth for node in path if node.held]
+        assert with_state == sorted(map(len, self.held & prefixes(prompt)))
+
+    @invariant()
+    def sizes_are_exact(self) -> None:
+        kept = {p for one in self.held for p in prefixes(one)}
+        everything = {p for one in self.known for p in prefixes(one)}
+        assert self.tree.size_bytes == len(self.held) * STATE + len(kept) * KV
+        assert (self.tree.kept_tokens, self.tree.tokens) == (len(kept), len(everything))
+        assert (self.tree.nodes, len(self.tree.held)) == (len(self.known), len(self.held))
+        recounted = 0
+        for node in self.tree:
+            recounted += STATE * node.held + KV * len(node.edge) * (node.below > 0)
+        assert recounted == self.tree.size_bytes
+
+    @invariant()
+    def columns_say_what_each_state_is_worth(self) -> None:
+        columns = self.tree.held
+        for at in self.held:
+            slot = self.node(at).slot
+            above = max((len(one) for one in self.held & prefixes(at) - {at}), default=0)
+            others = {p for one in self.held - {at} for p in prefixes(one)}
+            freed = STATE + len(prefixes(at) - others) * KV
+            below = [one for one in self.held if at in prefixes(one) - {one}]
+            branches = {one[len(at)] for one in below}
+            assert int(columns.depths[slot]) == len(at)
+            assert int(columns.marginal[slot]) == len(at) - above
+            assert int(columns.freed[slot]) == freed
+            assert int(columns.branches[slot]) == len(branches)
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,214 @@
+"""The parser of what Redis answers, the addresses it may have, and how far a server is."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import (
+    AuthenticationError,
+    ClusterDownError,
+    InvalidResponse,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
+from redis_process import RedisProcess
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.tiers.redis_connection import (
+    MAX_BULK_BYTES,
+    MAX_ITEMS,
+    MAX_LINE_BYTES,
+    WINDOW,
+    ConnectionOptions,
+    MovedError,
+    Reply,
+    SlotLostError,
+    WrongTypeError,
+    error_of,
+    pack,
+    parse_reply,
+)
+from kvstore.tiers.redis_servers import FAR_S, FAR_WINDOW, Server, converse
+from kvstore.tiers.redis_url import MAX_HOSTS, parse_redis_url, tls_context
+
+_REPLIES = st.recursive(
+    st.none() | st.integers(-(1 << 62), 1 << 62) | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def _said(reply: Reply) -> bytes:
+    if reply is None:
+        return b"$-1\r\n"
+    if isinstance(reply, int):
+        return b":%d\r\n" % reply
+    if isinstance(reply, bytes):
+        return b"$%d\r\n%b\r\n" % (len(reply), reply)
+    assert isinstance(reply, list)
+    return b"*%d\r\n" % len(reply) + b"".join(map(_said, reply))
+
+
+def _depth(reply: Reply) -> int:
+    return 1 + max(map(_depth, reply), default=0) if isinstance(reply, list) else 0
+
+
+@given(_REPLIES.filter(lambda reply: _depth(reply) <= 6), st.binary(max_size=9), st.data())
+def test_reply_is_parsed_once_it_is_whole_and_not_before(
+    reply: Reply, after: bytes, data: st.DataObject
+) -> None:
+    said = _said(reply)
+    assert parse_reply(bytearray(b"xy" + said + after), 2) == (reply, 2 + len(said))
+    cut = data.draw(st.integers(0, len(said) - 1))
+    assert parse_reply(bytearray(said[:cut]), 0) is None
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_crash_the_parser(raw: bytes) -> None:
+    for first in (b"", b"$", b"*", b":", b"-", b"+"):
+        try:
+            found = parse_reply(bytearray(first + raw + b"\r\n"), 0)
+        except InvalidResponse:
+            continue
+        assert found is None or 0 < found[1] <= len(first + raw) + 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"$%d\r\n" % (MAX_BULK_BYTES + 1),
+        b"$-2\r\n",
+        b"$9223372036854775807\r\n",
+        b"$1_0\r\n",
+        b"$ 1\r\n",
+        b"$\r\n",
+        b"*%d\r\n" % (MAX_ITEMS + 1),
+        b"*-2\r\n",
+        b"*1\r\n" * 8,
+        b":one\r\n",
+        b"$2\r\nabc\r\n",
+        b"HTTP/1.1 400",
+        b"\0",
+        b"+" + b"x" * MAX_LINE_BYTES,
+    ],
+)
+def test_replies_beyond_the_protocol_or_its_limits_are_refused(said: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        parse_reply(bytearray(said), 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "text"),
+    [
+        (b"-WRONGTYPE Operation", WrongTypeError, "Operation"),
+        (b"-OOM command not allowed", OutOfMemoryError, "command not allowed"),
+        (b"-NOPERM this user", NoPermissionError, "this user"),
+        (b"-WRONGPASS invalid", AuthenticationError, "invalid"),
+        (b"-READONLY You", ReadOnlyError, "You"),
+        (b"-MOVED 1 127.0.0.1:7000", MovedError, "1 127.0.0.1:7000"),
+        (b"-ASK 1 127.0.0.1:7000", TryAgainError, "1 127.0.0.1:7000"),
+        (b"-CLUSTERDOWN The cluster is down", ClusterDownError, "The cluster is down"),
+        (b"-CLUSTERDOWN Hash slot not served", SlotLostError, "CLUSTERDOWN Hash slot not served"),
+        (b"-ERR unknown", ResponseError, "ERR unknown"),
+        (b"-", ResponseError, ""),
+        (b"-\xff", ResponseError, "\ufffd"),
+    ],
+)
+def test_errors_are_known_by_their_first_word(line: bytes, kind: type, text: str) -> None:
+    error = error_of(line)
+    assert type(error) is kind
+    assert str(error) == text
+
+
+def test_commands_are_packed_with_views_as_they_are() -> None:
+    view = memoryview(b"payload")
+    packed = pack((b"SET", b"name", view, b"EX", 60))
+    assert packed[1] is view
+    assert b"".join(packed) == (
+        b"*5\r\n$3\r\nSET\r\n$4\r\nname\r\n$7\r\npayload\r\n$2\r\nEX\r\n$2\r\n60\r\n"
+    )
+    assert pack((b"PING",)) == [b"*1\r\n$4\r\nPING\r\n"]
+
+
+def test_urls_name_one_server_a_service_of_sentinels_or_a_cluster() -> None:
+    one = parse_redis_url("redis://u:p%40ss@[::1]:7000/3")
+    assert (one.mode, one.hosts, one.database) == ("single", (("::1", 7000),), 3)
+    assert (one.login.username, one.login.password, one.tls) == ("u", "p@ss", None)
+    assert one.shown == "redis://[::1]:7000/3"
+    watched = parse_redis_url("rediss+sentinel://:p@a,b:5/main?db=2&sentinel_password=q%2Fr")
+    assert (watched.mode, watched.service, watched.database) == ("sentinel", "main", 2)
+    assert watched.hosts == (("a", 26379), ("b", 5))
+    assert watched.sentinel_login.password == "q/r"
+    assert watched.tls == ()
+    assert watched.secrets == {"p", "q/r"}
+    assert watched.shown == "rediss+sentinel://a:26379,b:5/main?db=2"
+    spread = parse_redis_url("redis+cluster://a:1,b")
+    assert (spread.mode, spread.hosts) == ("cluster", (("a", 1), ("b", 6379)))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://a,b",
+        "redis://a:0",
+        "redis://a:65536",
+        "redis://a:1:2",
+        "redis://a?db=1&db=2",
+        "redis://a?ssl_ca_certs=/x",
+        "redis+cluster://a/1",
+        "redis+cluster://a?db=1",
+        "redis+cluster://a,,b",
+        "redis+cluster://" + ",".join(["a"] * (MAX_HOSTS + 1)),
+        "redis+sentinel://a",
+        "redis+sentinel://a/",
+        "redis+sentinel://a/x y",
+        "redis+sentinel://a/main/2",
+        "redis+other://a",
+        "sentinel://a/main",
+    ],
+)
+def test_urls_that_name_nothing_are_refused(url: str) -> None:
+    with pytest.raises(InvalidRequestError, match="give redis://"):
+        parse_redis_url(url)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (("ssl_cert_reqs", "optional"),),
+        (("ssl_check_hostname", "maybe"),),
+        (("ssl_ca_certs", "/nowhere/at/all"),),
+        (("ssl_certfile", "/nowhere/at/all"),),
+    ],
+)
+def test_options_of_tls_that_cannot_be_used_are_refused(
+    options: tuple[tuple[str, str], ...],
+) -> None:
+    with pytest.raises(InvalidRequestError, match="redis url"):
+        tls_context(options)
+
+
+def test_a_server_that_is_far_has_more_on_its_way_and_one_that_proves_near_has_not(
+    redis: RedisProcess,
+) -> None:
+    seconds, wait_s = 0.0, 2 * FAR_S
+
+    def clock() -> float:
+        nonlocal seconds
+        seconds += wait_s
+        return seconds
+
+    with closing(Server(("127.0.0.1", redis.port), ConnectionOptions(1.0, 4), clock)) as server:
+        converse(server, (b"PING",), 1.0)
+        assert server.window == FAR_WINDOW
+        wait_s = 0.0
+        converse(server, (b"PING",), 1.0)
+        wait_s = 2 * FAR_S  # it waited for a processor
+        converse(server, (b"PING",), 1.0)
+        assert server.window == WINDOW

@@ -1,0 +1,393 @@
+"""Chunks as they stand in Redis: parts, the manifest that makes them a chunk, and their names.
+
+A manifest is a fixed part, the chunk's index row and an xxh3_64 over both, little-endian.
+Every version ends in that checksum, so that a row from the future can be told from damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError
+
+from kvstore.proto.buffers import Bytes, checksum
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey
+from kvstore.proto.wire import pack_info, unpack_info
+from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
+from kvstore.tiers.redis_connection import (
+    SLICE_BYTES,
+    WINDOW,
+    Command,
+    Step,
+    Transfer,
+    pack,
+    slice_steps,
+)
+from kvstore.tiers.redis_servers import Server
+
+VERSION = 1
+WRITE_ID_BYTES = 8
+MAX_MANIFEST_BYTES = 4096
+"""A chunk of 64 components, the most a frame has, takes 3176."""
+MIN_PART_BYTES = 4096
+MAX_PART_BYTES = 8 << 20
+MAX_PARTS = 1024
+"""Frames of 1 GiB, the largest there are, fit parts of 1 MiB."""
+
+_FIXED = struct.Struct("<B3xIIQ8s")
+_CHECKSUM = struct.Struct("<Q")
+DEFAULT_PREFIX = "kvs:1:"
+"""What all names begin with, unless the operator says otherwise."""
+_PREFIX = re.compile(r"[A-Za-z0-9:_.-]{1,64}")
+
+
+PART_SLACK_S = 600
+"""Parts outlive their manifest by this much, less the time a writer takes to send them."""
+MAX_LOOK_KEYS = 512
+"""Keys of one round trip."""
+MAX_LISTED_CHUNKS = 1 << 18
+"""A listing stops here: further chunks are found by key, and end by their lifetime."""
+MAX_REMAINS = 1024
+"""Failed writes remembered for clean-up; older ones end by their lifetime."""
+SWEEP_WRITES = 64
+"""Failed writes cleaned up at one time."""
+_DELETE = b"""
+local held = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[1])
+if type(held) == 'table' then held = '' end
+if ARGV[2] ~= '' and ARGV[2] ~= held then return false end
+if redis.call('UNLINK', KEYS[1]) == 0 then return false end
+return held
+"""
+"""Remove a manifest, if given only that one, and return what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One version of one chunk. ``raw`` is the manifest as it stands in Redis.
+
+    ``write_id`` belongs to one writer, so that parts of different writers never mix;
+    ``sealed_us`` is that writer's wall clock, since the epoch, and only orders chunks.
+    """
+
+    info: ChunkInfo
+    part_bytes: int
+    write_id: bytes
+    sealed_us: int
+    raw: bytes
+
+    @classmethod
+    def of(cls, info: ChunkInfo, part_bytes: int, write_id: bytes, sealed_us: int) -> Manifest:
+        """Pack a new manifest."""
+        parts = -(-info.size_bytes // part_bytes)
+        body = _FIXED.pack(VERSION, part_bytes, parts, sealed_us, write_id) + pack_info(info)
+        return cls(
+            info, part_bytes, write_id, sealed_us, body + _CHECKSUM.pack(checksum(body))
+        )  # fmt: skip
+
+    @property
+    def parts(self) -> int:
+        """How many parts the frame is cut into."""
+        return -(-self.info.size_bytes // self.part_bytes)
+
+    def covers(self, offset: int, size_bytes: int) -> bool:
+        """Whether the frame has *size_bytes* bytes from *offset*."""
+        return 0 <= offset <= self.info.size_bytes - size_bytes
+
+    def cut(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (part, start, stop) for each part that holds some of the bytes asked for."""
+        end = offset + size_bytes
+        while offset < end:
+            part, start = divmod(offset, self.part_bytes)
+            stop = min(self.part_bytes, start + end - offset)
+            yield part, start, stop
+            offset += stop - start
+
+
+def parse_manifest(raw: bytes, key: ChunkKey) -> Manifest | None:
+    """Parse the manifest found under *key*; None when another version wrote it.
+
+    Whatever it says of sizes is checked against limits first. Raises InvalidFrameError.
+    """
+    least_bytes = _FIXED.size + _CHECKSUM.size
+    if not least_bytes <= len(raw) <= MAX_MANIFEST_BYTES:
+        raise InvalidFrameError("manifest", len(raw), f"{least_bytes} to {MAX_MANIFEST_BYTES}")
+    body = raw[: -_CHECKSUM.size]
+    if _CHECKSUM.unpack(raw[-_CHECKSUM.size :]) != (checksum(body),):
+        raise InvalidFrameError("manifest", raw[:16], "fails its checksum")
+    version, part_bytes, parts, sealed_us, write_id = _FIXED.unpack_from(body)
+    if version != VERSION:
+        return None
+    manifest = Manifest(unpack_info(body[_FIXED.size :]), part_bytes, write_id, sealed_us, raw)
+    info = manifest.info
+    if info.key != key:
+        raise InvalidFrameError("manifest", info.key.hex(), f"stands under {key.hex()}")
+    if not 1 <= info.size_bytes <= MAX_FRAME_BYTES:
+        raise InvalidFrameError("manifest", info.size_bytes, f"at most {MAX_FRAME_BYTES} bytes")
+    if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
+        raise InvalidFrameError("part_bytes", part_bytes, f"{MIN_PART_BYTES} to {MAX_PART_BYTES}")
+    if parts != manifest.parts or parts > MAX_PARTS:
+        raise InvalidFrameError("parts", parts, f"contradicts the frame, or exceeds {MAX_PARTS}")
+    return manifest
+
+
+class KeyNames:
+    """Redis names of a chunk's manifest and parts, all in the hash slot of its key."""
+
+    def __init__(self, prefix: str) -> None:
+        if not _PREFIX.fullmatch(prefix):
+            raise InvalidRequestError("prefix", prefix, "use 1 to 64 of A-Z a-z 0-9 : _ . -")
+        self._prefix = prefix.encode()
+        self.pattern = self._prefix + b"{*}:m"
+        """What SCAN matches manifests with."""
+
+    def manifest(self, key: ChunkKey) -> bytes:
+        """Return the name of the manifest of *key*."""
+        return b"%b{%b}:m" % (self._prefix, key.hex().encode())
+
+    def parts(self, manifest: Manifest) -> list[bytes]:
+        """Return the names of the parts of *manifest*, in order."""
+        key, write_id = manifest.info.key.hex(), manifest.write_id.hex()
+        stem = b"%b{%b}:%b:" % (self._prefix, key.encode(), write_id.encode())
+        return [b"%b%d" % (stem, index) for index in range(manifest.parts)]
+
+    def key_of(self, name: bytes) -> ChunkKey | None:
+        """Return the key whose manifest is called *name*, None when it is no such name."""
+        try:
+            key = ChunkKey(bytes.fromhex(name[len(self._prefix) + 1 : -3].decode()))
+        except ValueError:
+            return None
+        return key if len(key) == KEY_BYTES and name == self.manifest(key) else None
+
+
+class RedisChunks:
+    """The chunks of one Redis. Thread-safe. Every method raises TierUnavailableError."""
+
+    def __init__(self, client: RedisClient, names: KeyNames, ttl_s: int) -> None:
+        self._client = client
+        self._names = names
+        self._ttl_s = ttl_s
+        self._remains: deque[Manifest] = deque(maxlen=MAX_REMAINS)
+
+    def stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | NodeDown | None]:
+        """Read the manifests of *keys*, one round trip for MAX_LOOK_KEYS; remove damaged ones."""
+        found: list[Manifest | NodeDown | None] = []
+        damaged: list[Call] = []
+        for start in range(0, len(keys), MAX_LOOK_KEYS):
+            window = keys[start : start + MAX_LOOK_KEYS]
+            rows = self._client.ask(
+                [(self._names.manifest(key), self._get_manifest(key)) for key in window]
+            )
+            for key, row in zip(window, rows, strict=True):
+                try:
+                    found.append(row if isinstance(row, NodeDown) else _parse(row, key))
+                except InvalidFrameError:
+                    found.append(None)
+                    damaged.append(
+                        (self._names.manifest(key), self._delete_manifest(key, row or b""))
+                    )
+        if damaged:
+            with contextlib.suppress(TierUnavailableError):
+                self._client.ask(damaged)
+        return found
+
+    def read(
+        self,
+        manifest: Manifest,
+        out: Bytes,
+        offset: int,
+        following: Manifest | None = None,
+        arrived: Callable[[int], object] = bool,
+    ) -> bool:
+        """Fill *out* from the parts of *manifest*. False when it or a part is not there whole.
+
+        A read from the chunk's start gives it its whole life again. *following* is what the
+        calling thread reads next, whole: its begin is requested. *arrived* is Transfer's.
+        """
+        ahead: list[Step] = []
+        next_name = b""
+        if following is not None:
+            begin_bytes = min(WINDOW * SLICE_BYTES, following.info.size_bytes)
+            ahead = self._slices(following, 0, begin_bytes)[: 1 + WINDOW]
+            next_name = self._names.manifest(following.info.key)
+        steps = self._steps(manifest, offset, len(out))
+        name = self._names.manifest(manifest.info.key)
+        return self._client.transfer(name, Transfer(steps, out.data, ahead, arrived), next_name)
+
+    def _steps(self, manifest: Manifest, offset: int, size_bytes: int) -> list[Step]:
+        """Return what brings *size_bytes* of a frame."""
+        steps = self._slices(manifest, offset, size_bytes)
+        if offset == 0:
+            # the manifest last: as ever, it promises that its parts are there
+            life_s = self._ttl_s + PART_SLACK_S
+            commands = [(b"EXPIRE", part, life_s) for part in self._names.parts(manifest)]
+            name = self._names.manifest(manifest.info.key)
+            commands.append((b"EXPIRE", name, self._ttl_s))
+            steps.append(Step(bytes(pack(*commands)[0]), b":1\r\n" * len(commands)))
+        return steps
+
+    def _slices(self, manifest: Manifest, offset: int, size_bytes: int) -> list[Step]:
+        """Return the manifest's step, whether it still stands, and those of its parts."""
+        peek, raw = self._get_manifest(manifest.info.key), manifest.raw
+        steps = [Step(bytes(pack(peek)[0]), b"$%d\r\n%b\r\n" % (len(raw), raw))]
+        parts = self._names.parts(manifest)
+        for part, start, stop in manifest.cut(offset, size_bytes):
+            steps += slice_steps(parts[part], start, stop)
+        return steps
+
+    def drop_ahead(self) -> None:
+        """The calling thread reads nothing of what was to follow."""
+        self._client.drop_ahead()
+
+    def write(self, manifest: Manifest, frame: Bytes) -> bool:
+        """Send the parts, then the manifest unless its key has one. Return whether it had none.
+
+        When this raises nothing is left behind, or it goes before the next publishing. Raises
+        redis' OutOfMemoryError when the server takes no more.
+        """
+        published = False
+        try:
+            self._sweep()
+            if not self._is_taken(manifest.info.key):
+                published = self._send(manifest, frame)
+                if not published:
+                    self._discard(manifest)
+        except OutOfMemoryError:
+            self._discard(manifest)
+            raise
+        except TierUnavailableError:
+            self._remains.append(manifest)
+            raise
+        return published
+
+    def delete(self, key: ChunkKey, raw: bytes = b"") -> Manifest | None:
+        """Remove the chunk of *key*, if given only the version whose manifest is *raw*.
+
+        Return what was removed, None when there was nothing a reader could have read.
+        """
+        name = self._names.manifest(key)
+        (row,) = self._client.run(name, [self._delete_manifest(key, raw)])
+        if row is None:
+            return None
+        try:
+            removed = parse_manifest(row, key)
+        except InvalidFrameError:
+            return None
+        if removed is not None:
+            try:
+                self._client.run(name, [(b"UNLINK", *self._names.parts(removed))])
+            except TierUnavailableError:  # the chunk is gone; only its parts linger
+                self._remains.append(removed)
+        return removed
+
+    def scan(self) -> tuple[dict[ChunkKey, Manifest], bool]:
+        """Read all manifests, at most MAX_LISTED_CHUNKS; say whether these are all there are.
+
+        What a lost part of a Cluster holds is left out.
+        """
+        found: dict[ChunkKey, Manifest] = {}
+        whole = True
+        for master in self._client.masters():
+            try:
+                whole &= self._list_on(master, found)
+            except TierUnavailableError as error:
+                if not error.is_partial:
+                    raise
+                whole = False
+        return found, whole
+
+    def _list_on(self, master: Server, found: dict[ChunkKey, Manifest]) -> bool:
+        cursor, whole = 0, True
+        while len(found) < MAX_LISTED_CHUNKS:
+            scan: Command = (b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", 1000)
+            cursor, names = _page(self._client.run_on(master, scan))
+            keys = [key for key in map(self._names.key_of, names) if key is not None]
+            for key, row in zip(keys, self.stat(keys), strict=True):
+                if isinstance(row, Manifest):
+                    found[key] = row
+                whole &= not isinstance(row, NodeDown)
+            if cursor == 0:
+                return whole
+        return False
+
+    def _get_manifest(self, key: ChunkKey) -> Command:
+        # not GET: what a stranger stored under this name may have 512 MB
+        return (b"GETRANGE", self._names.manifest(key), 0, MAX_MANIFEST_BYTES)
+
+    def _delete_manifest(self, key: ChunkKey, raw: bytes) -> Command:
+        return (b"EVAL", _DELETE, 1, self._names.manifest(key), MAX_MANIFEST_BYTES, raw)
+
+    def _is_taken(self, key: ChunkKey) -> bool:
+        """Whether somebody's manifest stands under *key*. Removes a damaged one."""
+        name = self._names.manifest(key)
+        (row,) = self._client.run(name, [self._get_manifest(key)])
+        try:
+            _parse(row, key)
+        except InvalidFrameError:
+            self._client.run(name, [self._delete_manifest(key, row or b"")])
+            return False
+        return bool(row != b"")
+
+    def _send(self, manifest: Manifest, frame: Bytes) -> bool:
+        view, size, life_s = frame.data, manifest.part_bytes, self._ttl_s + PART_SLACK_S
+        name = self._names.manifest(manifest.info.key)
+        self._client.run(
+            name,
+            [
+                (b"SET", part, view[at * size : (at + 1) * size], b"EX", life_s)
+                for at, part in enumerate(self._names.parts(manifest))
+            ],
+        )
+        # in a round trip of its own: a pipeline runs on after a part that was refused
+        (first,) = self._client.run(name, [(b"SET", name, manifest.raw, b"EX", self._ttl_s, b"NX")])
+        return first is not None
+
+    def _discard(self, manifest: Manifest) -> None:
+        """Remove what a lost or refused write left, now or before the next publishing."""
+        try:
+            self._client.run(self._names.manifest(manifest.info.key), self._remove_all(manifest))
+        except TierUnavailableError:
+            self._remains.append(manifest)
+
+    def _sweep(self) -> None:
+        swept: list[Manifest] = []
+        with contextlib.suppress(IndexError):
+            while len(swept) < SWEEP_WRITES:
+                swept.append(self._remains.popleft())
+        calls = [
+            (self._names.manifest(old.info.key), command)
+            for old in swept
+            for command in self._remove_all(old)
+        ]
+        try:
+            replies = self._client.ask(calls)
+        except TierUnavailableError:
+            self._remains.extend(swept)
+            raise
+        lost = [isinstance(reply, NodeDown) for reply in replies]
+        self._remains.extend(old for at, old in enumerate(swept) if any(lost[2 * at : 2 * at + 2]))
+
+    def _remove_all(self, manifest: Manifest) -> list[Command]:
+        take = self._delete_manifest(manifest.info.key, manifest.raw)
+        return [take, (b"UNLINK", *self._names.parts(manifest))]
+
+
+def _parse(row: Any, key: ChunkKey) -> Manifest | None:
+    """Parse a reply to ``_get_manifest``: empty when absent, None when of the wrong type."""
+    return None if row == b"" else parse_manifest(row or b"", key)
+
+
+def _page(reply: Any) -> tuple[int, list[bytes]]:
+    """Return the next cursor and the names of one answer to SCAN."""
+    match reply:
+        case [bytes(cursor), list(names)] if cursor.isdigit():
+            return int(cursor), [name for name in names if isinstance(name, bytes)]
+        case _:
+            return 0, []

@@ -1,0 +1,322 @@
+"""The way to Redis: every call ends in bounded time, and no error names a password."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    InvalidResponse,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
+
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.tiers.redis_connection import (
+    Command,
+    ConnectionOptions,
+    MovedError,
+    RedisConnection,
+    SlotLostError,
+    Transfer,
+    WrongTypeError,
+)
+from kvstore.tiers.redis_servers import Batch, Clock, Server, Topology, payload_bytes
+from kvstore.tiers.redis_url import parse_redis_url, tls_context
+
+DEFAULT_CONNECTIONS = 16
+MAX_CONNECTIONS = 64
+"""The most that may be configured for one server."""
+SLOWEST_BYTES_PER_S = 16 << 20
+"""A call ends after the timeout and what its payload takes at this rate."""
+MAX_REPLY_BYTES = 16 << 10
+"""Limit of the mean reply to a command whose reply is parsed."""
+MAX_LISTING_BYTES = 4 << 20
+"""Limit of one page of a listing."""
+
+TIER_RIGHTS = ("getrange", "set", "unlink", "expire", "scan", "eval")
+"""Commands that the tier needs; a Cluster's user needs cluster|slots as well."""
+DIRECTORY_RIGHTS = ("sadd", "srem", "srandmember", "hget", "hset", "hdel", "hgetall", "time")
+"""Commands that the node directory needs, too."""
+
+_ELSEWHERE = (
+    MovedError, TryAgainError, ReadOnlyError, BusyLoadingError, ClusterDownError, SlotLostError,
+)  # fmt: skip
+"""A server that answers with one of these did nothing of what was requested."""
+_UNREACHED = (OSError, ConnectionError, TimeoutError, SlotLostError)
+"""Why a server could not be asked."""
+_ALLOW = (
+    f"allow its user in its ACL {' '.join(f'+{word}' for word in TIER_RIGHTS)}, for the node"
+    f" directory {' '.join(f'+{word}' for word in DIRECTORY_RIGHTS)}, in a Cluster"
+    " +cluster|slots, on the names that begin with --redis-prefix"
+)
+_FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
+    (NoPermissionError, f"{_ALLOW}; kvstore doctor tries each"),
+    (AuthenticationError, "check the user and its password"),
+    (ssl.SSLError, "check --redis-tls-ca, and that its certificates are valid and name its hosts"),
+    (ReadOnlyError, "point the URL at the primary"),
+    (BusyLoadingError, "wait until it has loaded its data"),
+    ((SlotLostError, ClusterDownError), "bring back its masters, or let replicas take over"),
+    (TimeoutError, "check that it is reachable and not overloaded, or raise timeout_ms"),
+    (InvalidResponse, "check that the URL names a Redis, and no proxy changes its answers"),
+    (ResponseError, "see the server's log"),
+)
+_FIX = "check that it runs and that the URL names it"
+
+Call = tuple[bytes, Command]
+"""The name that decides which server is asked, and the command."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDown:
+    """In place of a reply: this key's part of the Cluster gives none, though others do."""
+
+    error: TierUnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a call has no reply; *is_unsent* when nothing of it was done."""
+
+    error: Exception
+    is_unsent: bool
+
+
+class RedisClient:
+    """Send commands to the servers behind one URL.
+
+    A call ends once nothing came for *timeout_ms*, and at the latest after that and the time
+    of its payload at SLOWEST_BYTES_PER_S. What a server did not begin to do is tried once
+    more where another server may do it; nothing else is retried: a retry would outlive the
+    caller's deadline. At most *connections* are open to each server. Thread-safe; *clock*
+    returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        url: str,
+        timeout_ms: int,
+        connections: int,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        if not 1 <= connections <= MAX_CONNECTIONS:
+            raise InvalidRequestError("connections", connections, f"use 1 to {MAX_CONNECTIONS}")
+        parsed = parse_redis_url(url)
+        self.url: Final = parsed.shown
+        """The URL as it may be shown."""
+        self.is_cluster: Final = parsed.mode == "cluster"
+        self._tier = tier
+        self._secrets = parsed.secrets
+        self._timeout_s = timeout_ms / 1000
+        self._clock = clock
+        tls = None if parsed.tls is None else tls_context(parsed.tls)
+        options = ConnectionOptions(
+            self._timeout_s, connections, parsed.login, parsed.database, tls
+        )
+        self._topology = Topology(parsed, options, clock)
+        self._is_closed = False
+
+    def run(self, name: bytes, commands: Sequence[Command]) -> list[Any]:
+        """Send *commands* about the key called *name*, in order, and return their replies.
+
+        A command on a key of the wrong type is answered with None, as if it were absent.
+        Raises redis-py's OutOfMemoryError when the server takes no more, and
+        TierUnavailableError for anything else.
+        """
+        replies = self.ask([(name, command) for command in commands])
+        for reply in replies:
+            if isinstance(reply, NodeDown):
+                raise reply.error
+        return replies
+
+    def ask(
+        self,
+        calls: Sequence[Call],
+        *,
+        within_s: float | None = None,
+        reply_bytes: int = MAX_REPLY_BYTES,
+    ) -> list[Any]:
+        """Send *calls*, in one round trip to all servers at once, and return their replies.
+
+        Like ``run``, but what only a part of the Cluster does not answer is NodeDown. With
+        *within_s* it ends after so many seconds. *reply_bytes* limits the mean reply.
+        """
+        deadline = self._deadline(payload_bytes(calls))
+        if within_s is not None:
+            deadline = min(deadline, self._clock() + within_s)
+        replies: list[Any] = [None] * len(calls)
+        try:
+            failed = self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
+            again = {at: calls[at] for at, failure in failed.items() if failure.is_unsent}
+            if again and self._may_try_again(deadline):
+                failed = {at: failure for at, failure in failed.items() if at not in again}
+                failed |= self._ask_once(again, replies, deadline, reply_bytes)
+        except OutOfMemoryError:
+            raise
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from None
+        for at, failure in failed.items():
+            replies[at] = NodeDown(self._given_up(failure.error))
+        return replies
+
+    def _ask_once(
+        self, calls: Mapping[int, Call], replies: list[Any], deadline: float, reply_bytes: int
+    ) -> dict[int, _Failure]:
+        """Fill in *replies* by number; return why others have none. Raises what nothing cures."""
+        failed: dict[int, _Failure] = {}
+        groups: dict[Server, list[tuple[int, Command]]] = {}
+        for at, (name, command) in calls.items():
+            try:
+                server = self._topology.server_of(name, deadline)
+            except _UNREACHED as error:
+                failed[at] = _Failure(error, is_unsent=True)
+            else:
+                groups.setdefault(server, []).append((at, command))
+        batches = [Batch(server, group) for server, group in groups.items()]
+        return failed | self._carry_out(batches, replies, deadline, reply_bytes)
+
+    def _carry_out(
+        self, batches: Sequence[Batch], replies: list[Any], deadline: float, reply_bytes: int
+    ) -> dict[int, _Failure]:
+        try:
+            # in one order for all callers, lest two wait for what the other holds
+            for batch in sorted(batches, key=lambda batch: batch.server.address):
+                batch.send(deadline)
+            for batch in batches:
+                batch.receive(reply_bytes)
+        finally:
+            for batch in batches:
+                batch.close()
+        failed: dict[int, _Failure] = {}
+        for batch in batches:
+            failed |= self._take_in(batch, replies)
+        return failed
+
+    def _take_in(self, batch: Batch, replies: list[Any]) -> dict[int, _Failure]:
+        if batch.error is not None:
+            self._topology.note_failure(batch.server, batch.error)
+            failure = _Failure(batch.error, batch.is_unsent)
+            return {at: failure for at, _ in batch.commands}
+        failed: dict[int, _Failure] = {}
+        for at, reply in batch.replies:
+            if isinstance(reply, _ELSEWHERE):
+                failed[at] = _Failure(reply, is_unsent=True)
+                self._topology.note_failure(batch.server, reply)
+            elif isinstance(reply, RedisError) and not isinstance(reply, WrongTypeError):
+                raise reply
+            else:
+                replies[at] = None if isinstance(reply, WrongTypeError) else reply
+        return failed
+
+    def transfer(self, name: bytes, transfer: Transfer, next_name: bytes = b"") -> bool:
+        """Carry out *transfer* of the key called *name*; what it requests ahead is *next_name*'s.
+
+        Return False when a reply is another than expected. Raises TierUnavailableError.
+        """
+        deadline = self._deadline(len(transfer.out))
+        try:
+            failure = self._transfer_once(name, transfer, next_name, deadline)
+            if failure and failure.is_unsent and self._may_try_again(deadline):
+                failure = self._transfer_once(name, transfer, next_name, deadline)
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from None
+        if failure is None:
+            return True
+        if isinstance(failure.error, (InvalidResponse, WrongTypeError)):
+            return False
+        raise self._given_up(failure.error)
+
+    def _transfer_once(
+        self, name: bytes, transfer: Transfer, next_name: bytes, deadline: float
+    ) -> _Failure | None:
+        try:
+            server = self._topology.server_of(name, deadline)
+        except _UNREACHED as error:
+            return _Failure(error, is_unsent=True)
+        connection: RedisConnection | None = None
+        is_done = False
+        try:
+            kept = server.take_ahead(name, transfer.steps, deadline)
+            connection, requested = kept or (server.acquire(deadline), 0)
+            transfer.run(connection, server.window, requested)
+            is_done = True
+        except (OSError, RedisError) as error:
+            if isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
+                self._topology.note_failure(server, error)
+            # What somebody was told has come is not requested again.
+            is_refused = isinstance(error, _ELSEWHERE) and not transfer.filled_bytes
+            return _Failure(error, is_unsent=connection is None or is_refused)
+        finally:
+            if connection is not None and is_done and transfer.ahead:
+                server.keep_ahead(next_name, connection, transfer.ahead)
+            elif connection is not None:
+                server.release(connection, is_clean=is_done)
+        return None
+
+    def drop_ahead(self) -> None:
+        """The calling thread reads nothing of what it requested ahead."""
+        self._topology.drop_ahead(threading.get_ident())
+
+    def masters(self) -> list[Server]:
+        """Return the servers that hold keys. Raises TierUnavailableError."""
+        try:
+            return self._topology.masters(self._deadline(0))
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from None
+
+    def run_on(self, master: Server, command: Command) -> Any:
+        """Send *command* to one master, however it is named. Raises TierUnavailableError."""
+        replies: list[Any] = [None]
+        batches = [Batch(master, [(0, command)])]
+        try:
+            failed = self._carry_out(batches, replies, self._deadline(0), MAX_LISTING_BYTES)
+        except (RedisError, OSError) as error:
+            raise self._unavailable(error) from None
+        if failed:
+            raise self._given_up(failed[0].error)
+        return replies[0]
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        self._is_closed = True
+        self._topology.close()
+
+    def _deadline(self, payload_bytes: int) -> float:
+        if self._is_closed:
+            raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
+        return self._clock() + self._timeout_s + payload_bytes / SLOWEST_BYTES_PER_S
+
+    def _may_try_again(self, deadline: float) -> bool:
+        return self._topology.moves and self._clock() < deadline
+
+    def _given_up(self, error: Exception) -> TierUnavailableError:
+        """Return the error when other parts of the Cluster go on; else raise it."""
+        if isinstance(error, ClusterDownError) or not self._topology.has_others():
+            raise self._unavailable(error) from None
+        return self._unavailable(error, is_partial=True)
+
+    def _unavailable(self, error: Exception, *, is_partial: bool = False) -> TierUnavailableError:
+        reason = str(error)
+        for secret in self._secrets:  # a proxy may quote the AUTH it does not understand
+            reason = reason.replace(secret, "***")
+        whys = (error, error.__cause__)
+        fix = next((fix for kind, fix in _FIXES if any(isinstance(w, kind) for w in whys)), _FIX)
+        return TierUnavailableError(
+            self._tier,
+            f"{self.url}: {type(error).__name__}: {reason}; {fix}",
+            is_partial=is_partial,
+        )

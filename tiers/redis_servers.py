@@ -1,0 +1,447 @@
+"""The servers behind one Redis URL: their connections, and which of them holds a key.
+
+redis-py's pool, Sentinel and RedisCluster know no deadline of a call, and RedisCluster holds a lock
+while it asks who holds what. So that is done here, over redis-py's connections.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import structlog
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+
+from kvstore.tiers.redis_connection import (
+    WINDOW,
+    Command,
+    ConnectionOptions,
+    MovedError,
+    RedisConnection,
+    Reply,
+    SlotLostError,
+    Step,
+    pack,
+)
+from kvstore.tiers.redis_url import HostPort, RedisUrl
+
+CONNECTIONS_PER_CALL = 4
+"""Connections that one large write uses, as far as they are free."""
+SHARE_BYTES = 8 << 20
+"""Payload that is worth a connection of its own: fewer cost Redis less (see benchmarks.md)."""
+FAR_WINDOW = 16
+"""Slices on their way from a server that is far: those are in nobody's cache."""
+FAR_S = 0.001
+"""A server that answers faster is on this host, or in the same rack."""
+MAX_TOPOLOGY_BYTES = 1 << 20
+REST_S = 0.5
+"""A server of a Cluster that failed is left alone for this long."""
+MIN_RENEW_S = 0.1
+"""Least time between two questions who serves what."""
+SLOTS = 16384
+
+_GONE = select.POLLHUP | select.POLLRDHUP | select.POLLERR | select.POLLNVAL
+_MOVED = re.compile(r"([0-9]{1,5}) ([A-Za-z0-9_.:-]{0,255}):([0-9]{1,5})")
+
+Clock = Callable[[], float]
+
+logger = structlog.get_logger(__name__)
+
+
+class Server:
+    """One Redis server and its connections, of which ``limit`` are open at most. Thread-safe.
+
+    Each has one user at a time; one that failed is not used again. Some wait with the begin of a
+    value requested on them, for whoever reads that value, until they are needed for others.
+    """
+
+    def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
+        self.address = address
+        self._options = options
+        self.clock: Final = clock
+        self._free = threading.BoundedSemaphore(options.limit)
+        self._idle: deque[RedisConnection] = deque()
+        self._ahead: OrderedDict[bytes, tuple[RedisConnection, Sequence[Step], int]] = OrderedDict()
+        self._waiting = 0
+        self._lock = threading.Lock()  # guards _ahead and _waiting
+        self._rests_until = 0.0
+        self._nearest_s = float("inf")
+        self._is_closed = False
+
+    def __str__(self) -> str:
+        return "{}:{}".format(*self.address)
+
+    def rest(self, seconds: float) -> None:
+        """Leave the server alone for a while: it failed."""
+        self._rests_until = self.clock() + seconds
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the server is being left alone."""
+        return self.clock() < self._rests_until
+
+    @property
+    def window(self) -> int:
+        """Slices to have on their way on a connection. TLS leaves nothing in the caches anyway."""
+        is_far = self._options.tls is not None or self._nearest_s > FAR_S
+        return FAR_WINDOW if is_far else WINDOW
+
+    def note_answer(self, seconds: float) -> None:
+        """Take note of an answer. The fastest says how far the server is: others had to wait."""
+        self._nearest_s = min(self._nearest_s, seconds)
+
+    def acquire(self, deadline: float) -> RedisConnection:
+        """Return a connection that is open and quiet, waiting for one up to *deadline*."""
+        if not self._free.acquire(blocking=False):
+            self._wait_more(1)
+            try:
+                self.drop_ahead()
+                if not self._free.acquire(timeout=max(0.0, deadline - self.clock())):
+                    raise TimeoutError("all connections are in use")
+            finally:
+                self._wait_more(-1)
+        return self._ready(deadline)
+
+    def _wait_more(self, count: int) -> None:
+        with self._lock:
+            self._waiting += count
+
+    def acquire_free(self, count: int, deadline: float) -> list[RedisConnection]:
+        """Return up to *count* further connections, those that others leave free."""
+        found: list[RedisConnection] = []
+        with suppress(OSError, RedisError):
+            while len(found) < count and self._free.acquire(blocking=False):
+                found.append(self._ready(deadline))
+        return found
+
+    def _ready(self, deadline: float) -> RedisConnection:
+        """Return an idle connection that still works, else a new one."""
+        try:
+            connection = self._pop_idle()
+            while connection is not None and _events(connection):  # it hung up, or says more
+                connection.disconnect()  # type: ignore[no-untyped-call]
+                connection = self._pop_idle()
+            if connection is None:
+                if self._is_closed:
+                    raise ConnectionError("closed")
+                connection = RedisConnection(self.address, self._options, self.clock)
+                connection.open(deadline)
+        except BaseException:
+            self._free.release()
+            raise
+        connection.deadline = deadline
+        return connection
+
+    def _pop_idle(self) -> RedisConnection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def release(self, connection: RedisConnection, *, is_clean: bool) -> None:
+        """Take a connection back; hang up unless all its replies were read."""
+        if is_clean:
+            self._idle.append(connection)
+        else:
+            connection.disconnect()  # type: ignore[no-untyped-call]
+        self._free.release()
+        if self._is_closed:
+            self.close()
+
+    def keep_ahead(self, name: bytes, connection: RedisConnection, steps: Sequence[Step]) -> None:
+        """Keep a connection on which *steps* are requested, which begin what is read of *name*.
+
+        Not while somebody waits for one.
+        """
+        kept = connection, steps, threading.get_ident()
+        with self._lock:
+            dropped = kept if self._waiting else self._ahead.pop(name, None)
+            if not self._waiting:
+                self._ahead[name] = kept
+        if dropped is not None:
+            self.release(dropped[0], is_clean=False)
+        if self._is_closed:
+            self.close()
+
+    def take_ahead(
+        self, name: bytes, steps: Sequence[Step], deadline: float
+    ) -> tuple[RedisConnection, int] | None:
+        """Return a connection on which the first of *steps* are requested, and how many."""
+        with self._lock:
+            kept = self._ahead.pop(name, None)
+        if kept is None:
+            return None
+        connection, requested, _ = kept
+        if steps[: len(requested)] != requested or _events(connection) & _GONE:
+            self.release(connection, is_clean=False)
+            return None
+        connection.deadline = deadline
+        return connection, len(requested)
+
+    def drop_ahead(self, owner: int | None = None) -> None:
+        """Hang up on what thread *owner* requested ahead; without one, on what is oldest."""
+        with self._lock:
+            names = [name for name, kept in self._ahead.items() if owner in (None, kept[2])]
+            dropped = [self._ahead.pop(name)[0] for name in (names if owner else names[:1])]
+        for connection in dropped:
+            self.release(connection, is_clean=False)
+
+    def close(self) -> None:
+        """Hang up; what is in use follows as it comes back. Idempotent."""
+        self._is_closed = True
+        while self._ahead:
+            self.drop_ahead()
+        while (connection := self._pop_idle()) is not None:
+            connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+def _events(connection: RedisConnection) -> int:
+    """Return what poll says of a connection now: of a quiet one that is open, nothing."""
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN | select.POLLRDHUP)
+    return next((event for _, event in poll.poll(0)), 0)
+
+
+class Batch:
+    """Numbered commands to one server, over one connection, or a few when they are large.
+
+    ``error`` is why it failed, if it did; ``is_unsent`` says that nothing was sent then.
+    """
+
+    def __init__(self, server: Server, commands: Sequence[tuple[int, Command]]) -> None:
+        self.server = server
+        self.commands = commands
+        self.replies: list[tuple[int, Reply]] = []
+        self.error: Exception | None = None
+        self.is_unsent = True
+        self._connections: list[RedisConnection] = []
+        self._sent_at = 0.0
+
+    def send(self, deadline: float) -> None:
+        """Take connections and send all. Large commands are dealt to them one by one."""
+        try:
+            shares = min(CONNECTIONS_PER_CALL, payload_bytes(self.commands) // SHARE_BYTES)
+            self._connections.append(self.server.acquire(deadline))
+            self._connections += self.server.acquire_free(shares - 1, deadline)
+            self.is_unsent = False
+            self._sent_at = self.server.clock()
+            commands = [command for _, command in self.commands]
+            if len(self._connections) == 1:
+                self._connections[0].send(pack(*commands))
+                return
+            for at, command in enumerate(commands):
+                self._connections[at % len(self._connections)].send(pack(command))
+        except (OSError, RedisError) as error:
+            self.error = error
+
+    def receive(self, reply_bytes: int) -> None:
+        """Receive the replies, each *reply_bytes* at most in the mean."""
+        count = len(self._connections)
+        try:
+            for at, connection in enumerate(self._connections if self.error is None else ()):
+                numbers = [number for number, _ in self.commands[at::count]]
+                replies = connection.read_replies(len(numbers), reply_bytes * len(numbers))
+                self.replies += zip(numbers, replies, strict=True)
+                self.server.note_answer(self.server.clock() - self._sent_at)
+        except (OSError, RedisError) as error:
+            self.error = error
+
+    def close(self) -> None:
+        """Give the connections back; they are clean when every reply was received."""
+        is_clean = len(self.replies) == len(self.commands) and self.error is None
+        for connection in self._connections:
+            self.server.release(connection, is_clean=is_clean)
+        self._connections.clear()
+
+
+def payload_bytes(commands: Sequence[tuple[object, Command]]) -> int:
+    """Return how many bytes of payload are sent with *commands*."""
+    return sum(len(word) for _, command in commands for word in command if type(word) is memoryview)
+
+
+def converse(server: Server, command: Command, deadline: float) -> Reply:
+    """Send *command* to one server and return the reply; an error is raised."""
+    batch = Batch(server, [(0, command)])
+    try:
+        batch.send(deadline)
+        batch.receive(MAX_TOPOLOGY_BYTES)
+    finally:
+        batch.close()
+    reply = batch.error or batch.replies[0][1]
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+class Topology:
+    """Which server holds a key: the only one, the master that Sentinels name, or a Cluster's.
+
+    redis.io, "Sentinel clients" and "Cluster specification". Who holds what is asked of any
+    Sentinel or node, and again after a failure. A Cluster's master that failed is left alone for
+    REST_S, during which only its slots are lost. Thread-safe; raises redis-py's errors and OSError.
+    """
+
+    def __init__(self, url: RedisUrl, options: ConnectionOptions, clock: Clock) -> None:
+        self.moves: Final = url.mode != "single"
+        """Whether another server may come to hold a key."""
+        self.is_cluster: Final = url.mode == "cluster"
+        self._url, self._options, self._clock = url, options, clock
+        own = replace(options, login=url.sentinel_login, database=0, limit=1)
+        is_watched = url.mode == "sentinel"
+        self._sentinels = [Server(host, own, clock) for host in url.hosts if is_watched]
+        # Guards the fields below and the order of _sentinels; never held over a question.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._nodes: dict[HostPort, Server] = {}
+        self._holders: list[Server | None] = [] if self.moves else [self._node(url.hosts[0])]
+        self._is_stale = self.moves
+        self._is_renewing = False
+        self._renewed_at = -MIN_RENEW_S
+        self._reason = "no server has answered yet"
+        self._cause: Exception | None = None
+
+    def has_others(self) -> bool:
+        """Whether a master of a Cluster is not known to be down."""
+        with self._lock:
+            masters = set(self._holders) if self.is_cluster else ()
+        return any(server is not None and not server.is_resting for server in masters)
+
+    def server_of(self, name: bytes, deadline: float) -> Server:
+        """Return the server of the key called *name*."""
+        if self.moves:
+            self._renew_if_stale(deadline)
+        server = self._holders[key_slot(name) if self.is_cluster else 0]
+        if server is None:
+            raise SlotLostError("no node holds the slot")
+        if self.is_cluster and server.is_resting:
+            raise ConnectionError(f"{server}: failed a moment ago and is left alone")
+        return server
+
+    def masters(self, deadline: float) -> list[Server]:
+        """Return each server that holds keys."""
+        self._renew_if_stale(deadline)
+        return list(dict.fromkeys(server for server in self._holders if server is not None))
+
+    def note_failure(self, server: Server, error: Exception) -> None:
+        """Follow a slot that moved, and ask who holds what before the next use."""
+        moved = _MOVED.fullmatch(str(error)) if isinstance(error, MovedError) else None
+        if self.is_cluster and not isinstance(error, ResponseError):
+            server.rest(REST_S)
+        with self._lock:
+            self._is_stale = self.moves
+            slot, port = (int(moved[1]), int(moved[3])) if moved else (SLOTS, 0)
+            if moved and slot < len(self._holders) and 0 < port < 1 << 16:
+                self._holders[slot] = self._node((moved[2] or server.address[0], port))
+
+    def _renew_if_stale(self, deadline: float) -> None:
+        with self._lock:
+            is_due = self._is_stale and self._clock() - self._renewed_at >= MIN_RENEW_S
+            if self._is_renewing or not is_due:
+                if self._holders:
+                    return
+                raise ConnectionError(self._reason) from self._cause
+            self._is_renewing = True
+        try:
+            self._renew(deadline)
+        finally:
+            with self._lock:
+                self._is_renewing = False
+                self._renewed_at = self._clock()
+
+    def _renew(self, deadline: float) -> None:
+        with self._lock:
+            known = [self._node(at) for at in (*self._nodes, *self._url.hosts) if self.is_cluster]
+            asked = list(dict.fromkeys(self._sentinels or known))
+        reasons = []
+        for server in sorted(asked, key=lambda server: server.is_resting):
+            try:
+                ranges = self._ask(server, deadline)
+            except (OSError, RedisError) as error:
+                reasons.append(f"{server}: {error}")
+                self._cause = error
+                server.rest(REST_S)
+                continue
+            self._settle(ranges)
+            with self._lock:  # the one that answered is asked first
+                self._sentinels.sort(key=lambda one: one is not server)
+            return
+        what = "no node of the Cluster answers" if self.is_cluster else "no Sentinel names a master"
+        self._reason = f"{what}: {'; '.join(reasons)}"
+        if not self._holders:
+            raise ConnectionError(self._reason) from self._cause
+
+    def _ask(self, server: Server, deadline: float) -> list[tuple[int, int, HostPort]]:
+        """Return (first slot, slot after the last, master) as *server* knows them."""
+        service = self._url.service
+        if self.is_cluster:
+            reply = converse(server, (b"CLUSTER", b"SLOTS"), deadline)
+            return _slot_ranges(reply, server.address[0])
+        question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
+        match converse(server, question, deadline):
+            case [bytes(host), bytes(port)] if port.isdigit() and 0 < int(port) < 1 << 16:
+                return [(0, 1, (host.decode(errors="replace"), int(port)))]
+            case _:
+                raise ConnectionError(f"knows no service {service!r}")
+
+    def _settle(self, ranges: Sequence[tuple[int, int, HostPort]]) -> None:
+        with self._lock:
+            old = self._holders
+            holders: list[Server | None] = [None] * (SLOTS if self.is_cluster else 1)
+            for start, stop, address in ranges:
+                holders[start:stop] = [self._node(address)] * (stop - start)
+            self._holders = holders
+            used = {server.address for server in holders if server is not None}
+            used |= set(self._url.hosts) if self.is_cluster else set()
+            gone = [self._nodes.pop(address) for address in set(self._nodes) - used]
+            # Until each master answers again somebody may be on the way to take its place.
+            self._is_stale = any(server.is_resting for server in self._nodes.values())
+        if self._sentinels and old and old != holders:
+            logger.info("redis has a new master", old=str(old[0]), new=str(holders[0]))
+        for server in gone:
+            server.close()
+
+    def _node(self, address: HostPort) -> Server:
+        if self._is_closed:
+            raise ConnectionError("closed")
+        if address not in self._nodes:
+            self._nodes[address] = Server(address, self._options, self._clock)
+        return self._nodes[address]
+
+    def drop_ahead(self, owner: int) -> None:
+        """Hang up on what thread *owner* requested ahead."""
+        with self._lock:
+            servers = list(self._nodes.values())
+        for server in servers:
+            server.drop_ahead(owner)
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            servers = [*self._sentinels, *self._nodes.values()]
+        for server in servers:
+            server.close()
+
+
+def _slot_ranges(reply: Reply, asked_host: str) -> list[tuple[int, int, HostPort]]:
+    found = []
+    for row in reply if isinstance(reply, list) else []:
+        match row:
+            case [int(first), int(last), [host, int(port), *_], *_] if (
+                0 <= first <= last < SLOTS and 0 < port < 1 << 16
+            ):
+                # a node that does not know its own name means the one it was asked by
+                name = host.decode(errors="replace") if isinstance(host, bytes) else ""
+                found.append((first, last + 1, (name or asked_host, port)))
+            case _:
+                raise ConnectionError("CLUSTER SLOTS was answered with something else")
+    if not found:
+        raise ConnectionError("the node belongs to no Cluster, or knows no slots yet")
+    return found
