@@ -59,12 +59,12 @@ def load(folder: Path) -> None:
     from prompts import chunks_of, keys_of
 
     sizes = ("--cpu", "4MiB", "--disk", f"8MiB:{folder / 'disk'}", "--zmq", "127.0.0.1:0")
-    server = LocalServer(folder, *sizes, "--tenant-quotas", "default=2MiB")
+    server = LocalServer(folder, *sizes, "--tenant-quotas", "default=512KiB")
     clients = [server.connect(name) for name in ("grpc", "shm", "zmq")]
 
     def work(number: int) -> None:
         client = clients[number % len(clients)]
-        for seed in range(1000 * number, 1000 * number + 40):
+        for seed in range(1000 * number, 1000 * number + 20):
             keys = keys_of(client, seed, 8)
             client.put(chunks_of(client, keys), durable=seed % 10 == 0)
             client.get(keys_of(client, seed // 2, 8))

@@ -108,6 +108,7 @@ def test_a_frame_on_the_medium_is_what_it_was_in_the_first_version() -> None:
     envelope.seal(cell, np.arange(20, dtype=np.uint8), out)
     assert envelope.header[:32].hex() == GOLDEN_HEADER
     assert envelope.header[32:] == bytes(range(32))
+    assert out.tobytes().hex() == GOLDEN_CELL
     reader = AtRestKeys(lambda: {2: b"2" * 32}, os.urandom).known(envelope.header, info.key, 20)
     back = np.empty(20, np.uint8)
     assert reader.open(cell, out, back)
@@ -115,6 +116,8 @@ def test_a_frame_on_the_medium_is_what_it_was_in_the_first_version() -> None:
 
 
 GOLDEN_HEADER = "4b565345010000000200000000000000140000000000000077a43c2aa39233ff"
+GOLDEN_CELL = "c9cae5c8988785cb1f17690892f5307c4d0774221eaf61794427d9d7109443aa0df94114"
+"""By HKDF and AES-GCM of the library cryptography: that of the tenant's key, then the frame's."""
 
 
 # --- on a medium
