@@ -66,7 +66,7 @@ Answer = Callable[[Session, shm.Request, bytes], Generator[Packet, None, None]]
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """``threads`` answer at once; ``max_sessions`` peers may be about to say who they are.
+    """``threads`` answer at once, at most; ``max_sessions`` peers may be about to say who they are.
 
     Connections and staging memory have ``max_descriptors`` of the process in all.
     """
@@ -135,17 +135,45 @@ class DataPlane:
         self._wake_out, self._wake_in = os.pipe()
         self._poll.register(self._wake_out, select.EPOLLIN)
         self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"dataplane-{n}", daemon=True)
-            for n in range(limits.threads)
-        ]
-        self._threads.append(
-            threading.Thread(target=self._keep, name="dataplane-keeper", daemon=True)
-        )
-        self._users = len(self._threads) + 1
+        self._keeper = threading.Thread(target=self._keep, name="dataplane-keeper", daemon=True)
+        self._threads: list[threading.Thread] = []
+        """Those that serve; one is started when no other waits for messages."""
+        self._begun = self._waiting = 0
+        self._users = 2
         """Who still uses the poll: the threads, and whoever closes the plane."""
-        for thread in self._threads:
+        self._keeper.start()
+        self._begin_thread()
+
+    def _begin_thread(self) -> None:
+        """Start another thread, up to the limit, unless the plane is closing."""
+        with self._lock:
+            if self._begun >= self._limits.threads or self._closed.is_set():
+                return
+            number = self._begun
+            self._begun += 1
+            self._waiting += 1
+            self._users += 1
+        thread = threading.Thread(target=self._run, name=f"dataplane-{number}", daemon=True)
+        try:
             thread.start()
+        except RuntimeError as error:  # the system gives no more: those there are serve on
+            with self._lock:
+                self._begun -= 1
+                self._waiting -= 1
+                self._users -= 1
+            if not number:
+                raise
+            logger.warning("data plane has no further thread", reason=str(error), threads=number)
+            return
+        self._threads.append(thread)
+
+    def _leave_waiting(self) -> None:
+        """A thread has something to do: another waits for messages in its place."""
+        with self._lock:
+            self._waiting -= 1
+            is_last = not self._waiting
+        if is_last:
+            self._begin_thread()
 
     def answer_calls(self, answer: Answer) -> None:
         """Have *answer* answer calls; until then they are refused."""
@@ -172,7 +200,7 @@ class DataPlane:
 
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
-        return all(thread.is_alive() for thread in self._threads)
+        return all(thread.is_alive() for thread in (self._keeper, *self._threads))
 
     def close(self) -> None:
         """Stop serving, hang up on every peer and remove the socket. Idempotent.
@@ -184,7 +212,7 @@ class DataPlane:
         self._closed.set()
         os.write(self._wake_in, b".")
         deadline = self._clock() + _END_WITHIN_S
-        for thread in self._threads:
+        for thread in (self._keeper, *self._threads):
             thread.join(max(0.0, deadline - self._clock()))
         for peer in list(self._peers.values()):
             if self._claim(peer):
@@ -213,10 +241,13 @@ class DataPlane:
         try:
             while not self._closed.is_set():
                 for descriptor, _ in self._poll.poll(None, 1):
+                    self._leave_waiting()
                     if descriptor == self._listener.fileno():
                         self._accept()
                     else:
                         self._serve(descriptor)
+                    with self._lock:
+                        self._waiting += 1
         finally:
             self._let_go()
 

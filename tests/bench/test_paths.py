@@ -46,3 +46,4 @@ def test_a_run_prints_every_key() -> None:
         "circles", "idle_threads",
     }  # fmt: skip
     assert 10 < values["get_files"] < values["put_files"] < values["put_functions"]
+    assert values["idle_threads"] <= 20
