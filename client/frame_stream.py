@@ -25,11 +25,11 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.stream_wire import MAX_REASON_BYTES, StreamWire
+from kvstore.proto.stream_wire import StreamWire
 
 T = TypeVar("T")
 
-MAX_DIGESTS_BYTES = MAX_REASON_BYTES
+MAX_DIGESTS_BYTES = bulk.MAX_PAYLOAD_BYTES
 """Of one get: a server takes no more over a stream."""
 _SKIP_BYTES = 1 << 16
 

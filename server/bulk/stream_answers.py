@@ -1,4 +1,6 @@
-"""StreamAnswers: what is asked over a stream: gets of servers and clients, and puts of clients."""
+"""StreamAnswers: what is asked over a stream: gets of servers and clients, puts of clients, and
+what another server finds here.
+"""
 
 from __future__ import annotations
 
@@ -115,11 +117,8 @@ class StreamAnswers:
 
     def _send_to_peer(self, work: StreamWork, payload: bytes) -> None:
         desk = self._terms.service.desk
-        desk.enter(work.word)
-        try:
+        with desk.admitted(work.word):
             desk.get(work, payload)
-        finally:
-            desk.leave(work.word)
 
     def _send_to_guest(
         self, caller: Caller, guest: bulk.Guest, work: StreamWork, payload: bytes
@@ -130,6 +129,22 @@ class StreamAnswers:
         if payload[: len(guest.namespace)] != guest.namespace or work.word.flags != bulk.PEER:
             raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
         self._terms.service.desk.get(work, payload)
+
+    def find(self, caller: Caller, word: bulk.Find, payload: bytes) -> None:
+        """Answer another server, which asks what is in memory."""
+        if caller.guest is not None or not caller.session.is_peer:
+            raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
+        desk = self._terms.service.desk
+        try:
+            self._terms.door.admit(self._session(caller, word), "OpenPeer")
+            with desk.admitted(word):
+                found = desk.find(payload)
+        except KVStoreError as error:
+            self._refuse(caller, word, error)
+            return
+        self.note(caller, "Lookup", "OK", 0)
+        caller.wire.patience(SILENCE_S)
+        caller.wire.send(bulk.Done(word.request, 0), found)
 
     def take(self, caller: Caller, word: bulk.Put) -> None:
         """Answer a put: have its frames sent, and store them."""
@@ -158,13 +173,13 @@ class StreamAnswers:
         caller.wire.patience(SILENCE_S)
         caller.wire.send(bulk.Done(word.request, len(results)), payload)
 
-    def _session(self, caller: Caller, word: bulk.Get | bulk.Put) -> Session:
+    def _session(self, caller: Caller, word: bulk.Get | bulk.Put | bulk.Find) -> Session:
         session = self._terms.sessions.get(caller.session.session_id)
         if word.session_id != session.session_id:
             raise UnauthenticatedError("session_id: ask on the connection of your session")
         return session
 
-    def _refuse(self, caller: Caller, word: bulk.Get | bulk.Put, error: KVStoreError) -> None:
+    def _refuse(self, caller: Caller, word: bulk.Word, error: KVStoreError) -> None:
         self.note(caller, METHODS[type(word)], type(error).__name__, 0)
         caller.wire.patience(SILENCE_S)
         refuse(caller.wire, word, error)

@@ -297,7 +297,9 @@ class StreamPlane:
             self._answers.send(stream, word, payload)
         elif isinstance(word, bulk.Put):
             self._answers.take(stream, word)
-        else:
+        elif isinstance(word, bulk.Find):
+            self._answers.find(stream, word, payload)
+        elif not isinstance(word, bulk.Cancel):  # of a get that had ended meanwhile
             raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
 
     def _wait_again(self, one: Caller | Stranger) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.proto import bulk
-from kvstore.proto.errors import DeadlineError, TierUnavailableError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.bulk_work import Piece
 
@@ -24,8 +24,8 @@ def _at_once() -> None:
 class StreamWork:
     """What ``PeerDesk.get`` and ``BulkService.get`` ask of a get, over *wire*. Used by one thread.
 
-    *deadline* is on the clock of *wire*; *pause* is called before each part. A frame begins with a
-    short part when it *is_for_client*.
+    *deadline* is on the clock of *wire*; *pause* is called before each part. A whole frame begins
+    with a short part when it *is_for_client*.
     """
 
     def __init__(
@@ -44,11 +44,16 @@ class StreamWork:
         """The other end is gone or late, in the midst of a frame: nothing more can be said."""
         self._wire = wire
         self._pause = pause
-        self._is_for_client = is_for_client
+        # Of what is asked for by layers or ranges the reader knows where it goes.
+        is_whole = not word.flags & (bulk.LAYER_MAJOR | bulk.RANGES)
+        self._has_short_part = is_for_client and is_whole
         wire.patience(SILENCE_S, deadline)
 
     def offer(self, piece: Piece) -> bool:
-        """Send *piece*; False when it did not come to its end. Its memory is in use no more."""
+        """Send *piece*; False when it did not come to its end, or the reader wants no more.
+
+        Its memory is in use no more.
+        """
         tier = bulk.tier_bytes(piece.tier)
         stop = 0
         while stop < len(piece.data):
@@ -59,15 +64,28 @@ class StreamWork:
             part = bulk.Part(self.word.request, piece.frame_bytes, at, piece.chunk, tier)
             self.is_broken = True
             try:
-                self._wire.send(part, data)
-            except (DeadlineError, TierUnavailableError):
+                is_cancelled = self._is_cancelled()
+                if not is_cancelled:
+                    self._wire.send(part, data)
+            except KVStoreError:
                 return False
             self.is_broken = False
+            if is_cancelled:
+                return False
         self.frames_sent += not piece.offset
         return True
 
+    def _is_cancelled(self) -> bool:
+        """Whether the reader said that it wants no more. Raises as ``StreamWire.receive``."""
+        if not self._wire.has_more():
+            return False
+        word, _ = self._wire.receive()
+        if word != bulk.Cancel(self.word.request):
+            raise InvalidRequestError("kind", type(word).__name__, "cancel a get, or wait for it")
+        return True
+
     def _part_bytes(self, at: int) -> int:
-        is_first = not at and self._is_for_client
+        is_first = not at and self._has_short_part
         return FIRST_PART_BYTES if is_first else bulk.MAX_PAYLOAD_BYTES
 
     def settle(self) -> bool:

@@ -70,11 +70,11 @@ class PeerCalls:
             raise InvalidRequestError("number", request.number, "of no server that is known")
         lent = peer.let_guest(session.namespace)
         if lent is None:
-            raise TierUnavailableError("peer", f"{peer.address}: has no streams, or is not up")
+            raise TierUnavailableError("peer", f"{peer.address}: is not up")
         return pb.LendPeerResponse(
             server=self._stamp,
-            stream_address=lent.stream_address,
-            stream_certificate=lent.stream_certificate,
+            stream_address=lent.address,
+            stream_certificate=lent.certificate,
             session_id=lent.guest.session_id,
             until_s=lent.guest.until_s,
             token=lent.guest.token,

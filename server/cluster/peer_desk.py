@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +77,15 @@ class PeerDesk:
         with self._lock:
             self._requests -= 1
             self._under_way_bytes -= GET_BYTES if isinstance(word, bulk.Get) else 0
+
+    @contextmanager
+    def admitted(self, word: bulk.Word) -> Iterator[None]:
+        """Take a request in while it is answered. Raises as ``enter``."""
+        self.enter(word)
+        try:
+            yield
+        finally:
+            self.leave(word)
 
     def find(self, payload: bytes) -> bytes:
         """Return what is known of the chunks in memory that *payload* names.

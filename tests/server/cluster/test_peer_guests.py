@@ -112,7 +112,7 @@ def pair(make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Pat
     channel = ("--zmq", "127.0.0.1:0") if not is_encrypted else ("--zmq", "0.0.0.0:0")
     first = make_server(*own, "--socket", "off", *channel, *(keys if is_encrypted else ()))
     second = make_server(*own, "--peers", first.address)
-    assert eventually(lambda: any(peer.is_lent for peer in tier_of(second).peers.known()))
+    assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
     pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
     pair.acquaint()
     return pair
@@ -196,7 +196,7 @@ def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
 ) -> None:
     first = make_server("--tiers", "cpu", "--socket", "off", "--zmq", "127.0.0.1:0")
     second = make_server("--peers", first.address, "--peer-timeout-ms", "20000")
-    assert eventually(lambda: any(peer.is_lent for peer in tier_of(second).peers.known()))
+    assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
     pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
     pair.acquaint()
     keys = store(pair.writer, 1, CHUNKS)
@@ -360,7 +360,7 @@ def lent_to(pair: Pair, space: Namespace) -> Lent:
 
 
 def enter(lent: Lent, guest: bulk.Guest | bulk.Attach | None = None) -> FrameStream:
-    where, certificate = lent.stream_address, lent.stream_certificate
+    where, certificate = lent.address, lent.certificate
     return FrameStream(Entrance(where, certificate, guest or lent.guest), lambda: False, SOON_S)
 
 
